@@ -1,0 +1,71 @@
+"""What can go wrong, as one small tree. The command line maps each class to an exit code.
+
+DarkroomError                 exit 1: the work failed
+├── InputError                exit 2: the user can mend it
+│   ├── RecipeError           a key of a recipe, with its path
+│   ├── StoreError            a picture store that is missing, damaged or lacks what is asked
+│   │   └── ColumnError       a prepared column that is missing or was made by another encoder
+│   ├── ModelError            a model folder, hub id or family
+│   └── MissingExtra          an optional package that is not installed
+├── CheckpointError           no checkpoint could be read back whole
+├── LoaderError               reading ahead failed or stood still
+└── Stopped                   asked to stop (Ctrl-C, SIGTERM); the state is saved
+"""
+
+from __future__ import annotations
+
+
+class DarkroomError(Exception):
+    """Root of all errors that darkroom raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(DarkroomError):
+    """A user's mistake, told in one line: what was given, what is allowed, how to mend it."""
+
+    exit_code = 2
+
+    def __init__(self, given: str, *, allowed: str = "", mend: str = "") -> None:
+        self.given, self.allowed, self.mend = given, allowed, mend
+        parts = [given, allowed and f"allowed: {allowed}", mend]
+        super().__init__("; ".join(part for part in parts if part))
+
+
+class RecipeError(InputError):
+    """A recipe's key that is unknown, of the wrong type, or impossible beside another."""
+
+    def __init__(self, key: str, given: str, *, allowed: str = "", mend: str = "") -> None:
+        self.key = key
+        super().__init__(f"{key}: {given}", allowed=allowed, mend=mend)
+
+
+class StoreError(InputError):
+    """A picture store that is missing, damaged, or lacks what is asked of it."""
+
+
+class ColumnError(StoreError):
+    """A prepared column that is missing, unfinished, or made by another encoder."""
+
+
+class ModelError(InputError):
+    """A model folder, hub id or family that cannot be opened."""
+
+
+class MissingExtra(InputError):
+    """An optional package is needed; names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed", mend=f"pip install 'darkroom[{extra}]'")
+
+
+class CheckpointError(DarkroomError):
+    """No checkpoint could be read back whole."""
+
+
+class LoaderError(DarkroomError):
+    """Reading ahead failed or stood still for longer than its time limit."""
+
+
+class Stopped(DarkroomError):
+    """Asked to stop by Ctrl-C or SIGTERM; what was done is saved and the same command goes on."""
