@@ -1,0 +1,253 @@
+"""Model folders in the diffusers layout: opened, written, described, and identified by their weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from darkroom.errors import ModelError
+from darkroom.models.families import FAMILIES, create
+from darkroom.models.model import PARTS, Model, numbered
+from darkroom.models.quiet import quiet
+
+HUB_FILES = ["*.json", "*.safetensors", "*.txt"]
+
+
+def load(
+    ref: str | Path,
+    *,
+    parts: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    variant: str | None = None,
+    revision: str | None = None,
+) -> Model:
+    """Open a model folder, a family's name (random weights) or a hub id; weights from safetensors only.
+
+    `parts` names what must be there (of `unet, vae, text_encoder, tokenizer`); None takes all there is.
+    `variant` picks weight files such as `fp16`; `revision` a hub branch, tag or commit. A gated model
+    is opened with the token in $HF_TOKEN. Raises ModelError where something asked for is missing.
+    """
+    with quiet():
+        if (path := Path(ref)).is_dir():
+            model = _open(path, parts, variant)
+        elif str(ref) in FAMILIES:
+            model = create(str(ref), parts=parts or PARTS)
+        else:
+            model = _open(_from_hub(str(ref), revision), parts, variant)
+        return model.to(device, dtype)
+
+
+def _from_hub(ref: str, revision: str | None) -> Path:
+    if ref.count("/") != 1 or ref.startswith((".", "/", "~")):
+        raise ModelError(
+            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(ref, revision=revision, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"'{ref}' is no folder here and could not be had from the hub ({reason})",
+            mend="check the name, the connection and, for a gated model, $HF_TOKEN",
+        ) from error
+
+
+def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model:
+    wanted = _wanted(path, parts)
+    model = Model(family="custom", scheduler=_scheduler(path), path=str(path))
+    if "unet" in wanted:
+        from diffusers import UNet2DConditionModel
+
+        model.unet = _weights(UNet2DConditionModel, path / "unet", variant)
+    if "vae" in wanted:
+        from diffusers import AutoencoderKL
+
+        model.vae = _weights(AutoencoderKL, path / "vae", variant)
+    for i in range(2):
+        if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
+            model.text_encoders.append(_weights(_text_class(folder), folder, variant))
+        if "tokenizer" in wanted and (folder := path / numbered("tokenizer", i)).is_dir():
+            from transformers import CLIPTokenizer
+
+            model.tokenizers.append(CLIPTokenizer.from_pretrained(str(folder)))
+    model.family = _family_of(path)
+    for module in model.modules.values():
+        module.eval()
+    return model
+
+
+def _wanted(path: Path, parts: Sequence[str] | None) -> list[str]:
+    there = [part for part in PARTS if (path / part).is_dir()]
+    if not there:
+        raise ModelError(
+            f"'{path}' is no model folder", mend=f"it should hold {', '.join(PARTS)} and scheduler"
+        )
+    missing = [part for part in parts or [] if part not in there]
+    if missing:
+        raise ModelError(f"'{path}' has no {' and no '.join(missing)}", mend=f"it has {', '.join(there)}")
+    return list(parts or there)
+
+
+def _text_class(folder: Path) -> Any:
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    config = json.loads((folder / "config.json").read_text())
+    with_projection = "CLIPTextModelWithProjection" in config.get("architectures", [])
+    return CLIPTextModelWithProjection if with_projection else CLIPTextModel
+
+
+def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"'{folder}' holds no .safetensors weights",
+            mend="pickled weights are never opened: convert them",
+        )
+    dtype = "dtype" if cls.__module__.startswith("transformers") else "torch_dtype"
+    try:
+        return cls.from_pretrained(
+            str(folder),
+            variant=variant,
+            use_safetensors=True,
+            local_files_only=True,
+            **{dtype: torch.float32},
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
+
+
+def _scheduler(path: Path) -> dict[str, Any]:
+    file = path / "scheduler" / "scheduler_config.json"
+    if not file.is_file():
+        return {}
+    config: dict[str, Any] = json.loads(file.read_text())
+    return config
+
+
+def _family_of(path: Path) -> str:
+    """The family whose U-Net this is, told by its widths and the width of the text it listens to."""
+    file = path / "unet" / "config.json"
+    if not file.is_file():
+        return "custom"
+    config = json.loads(file.read_text())
+    prediction = _scheduler(path).get("prediction_type", "epsilon")
+    for name, family in FAMILIES.items():
+        same = all(
+            config.get(key) == family.unet.get(key)
+            for key in ("block_out_channels", "cross_attention_dim", "addition_embed_type")
+        )
+        if same and family.scheduler["prediction_type"] == prediction:
+            return name
+    return "custom"
+
+
+def save(model: Model, path: str | Path) -> None:
+    """Write a model folder that diffusers opens: beside its place first, then renamed into it.
+
+    Weights go to safetensors in the type they have. An existing folder at `path` is replaced whole.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        beside.chmod(0o755)
+        with quiet():
+            for name, module in model.modules.items():
+                _saver(module)(str(beside / name))
+        for i, tokenizer in enumerate(model.tokenizers):
+            tokenizer.save_pretrained(str(beside / numbered("tokenizer", i)))
+        if model.scheduler:
+            (beside / "scheduler").mkdir()
+            _write_json(beside / "scheduler" / "scheduler_config.json", model.scheduler)
+        _write_json(beside / "model_index.json", _index(model))
+        _swap(beside, path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _saver(module: nn.Module) -> Callable[[str], None]:
+    save_pretrained: Callable[[str], None] = cast(Any, module).save_pretrained
+    return save_pretrained
+
+
+def _swap(beside: Path, path: Path) -> None:
+    """Put a finished folder in its place; what stood there goes only when the new one is in."""
+    old = path.with_name(f".{path.name}-old-{os.getpid()}")
+    if path.exists():
+        path.rename(old)
+    beside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _index(model: Model) -> dict[str, Any]:
+    import diffusers
+
+    sdxl = len(model.text_encoders) > 1
+    index: dict[str, Any] = {
+        "_class_name": "StableDiffusionXLPipeline" if sdxl else "StableDiffusionPipeline",
+        "_diffusers_version": diffusers.__version__,
+    }
+    if not sdxl:
+        index |= {
+            "feature_extractor": [None, None],
+            "requires_safety_checker": False,
+            "safety_checker": [None, None],
+        }
+    else:
+        index["force_zeros_for_empty_prompt"] = True
+    for name, module in model.modules.items():
+        library = "transformers" if name.startswith("text_encoder") else "diffusers"
+        index[name] = [library, type(module).__name__]
+    for i in range(len(model.tokenizers)):
+        index[numbered("tokenizer", i)] = ["transformers", "CLIPTokenizer"]
+    if model.scheduler:
+        index["scheduler"] = ["diffusers", model.scheduler["_class_name"]]
+    return index
+
+
+def identity(*modules: nn.Module) -> str:
+    """SHA-256 of weights, as hex: over the sorted names, shapes and float32 little-endian values.
+
+    It does not depend on files, devices or the order of the layers. Take it before casting down:
+    weights rounded to another precision are other weights.
+    """
+    digest = hashlib.sha256()
+    for i, module in enumerate(modules):
+        for name, tensor in sorted(module.state_dict().items()):
+            digest.update(f"{i}:{name}:{tuple(tensor.shape)}".encode())
+            values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+            digest.update(values if sys.byteorder == "little" else values.byteswap())
+    return digest.hexdigest()
+
+
+def describe(ref: str | Path) -> dict[str, Any]:
+    """What `darkroom inspect MODEL` tells: family, parameters, sizes, scheduler, identities."""
+    model = load(ref)
+    told: dict[str, Any] = {"path": str(ref), "family": model.family, "parameters": model.num_parameters}
+    if model.unet is not None:
+        told["picture_size"] = model.sample_size
+        told["prediction"] = model.scheduler.get("prediction_type", "epsilon")
+    if model.vae is not None:
+        told["latents"] = f"{model.latent_channels} channels, 1/{model.vae_factor} of each side"
+    told["scheduler"] = model.scheduler.get("_class_name")
+    told["tokens"] = [len(tokenizer) for tokenizer in model.tokenizers]
+    told["sha256"] = {name: identity(module) for name, module in model.modules.items()}
+    return told

@@ -1,0 +1,91 @@
+"""`Model`: the parts of one Stable Diffusion model, together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from transformers import CLIPTokenizer
+
+PARTS = ("unet", "vae", "text_encoder", "tokenizer")
+"""What a model is made of, by folder of the diffusers layout. The scheduler's settings always come along."""
+
+
+@dataclass
+class Model:
+    """The parts of one Stable Diffusion model; a part that was not loaded is None or an empty list.
+
+    `text_encoders` and `tokenizers` hold one each, two for SDXL. `scheduler` is the content of
+    `scheduler/scheduler_config.json`, with its `_class_name`.
+    """
+
+    family: str
+    unet: UNet2DConditionModel | None = None
+    vae: AutoencoderKL | None = None
+    text_encoders: list[nn.Module] = field(default_factory=list)
+    tokenizers: list[CLIPTokenizer] = field(default_factory=list)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    path: str | None = None
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent, from the VAE or, without one, from what the U-Net gives out."""
+        if self.vae is not None:
+            return int(self.vae.config.latent_channels)
+        assert self.unet is not None
+        return int(self.unet.config.out_channels)
+
+    @property
+    def vae_factor(self) -> int:
+        """How many pixels a latent pixel spans along each side; 8 without a VAE at hand."""
+        return 8 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    @property
+    def vae_scale(self) -> float:
+        """What latents are multiplied by before the U-Net sees them."""
+        assert self.vae is not None
+        return float(self.vae.config.scaling_factor)
+
+    @property
+    def sample_size(self) -> int:
+        """The side in pixels that the U-Net was made for."""
+        assert self.unet is not None
+        return int(self.unet.config.sample_size) * self.vae_factor
+
+    @property
+    def is_sdxl(self) -> bool:
+        """Whether the U-Net takes SDXL's pooled text and size conditioning."""
+        return self.unet is not None and self.unet.config.addition_embed_type == "text_time"
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The parts with weights, by their folder's name."""
+        found: dict[str, nn.Module] = {}
+        if self.unet is not None:
+            found["unet"] = self.unet
+        if self.vae is not None:
+            found["vae"] = self.vae
+        for i, encoder in enumerate(self.text_encoders):
+            found[numbered("text_encoder", i)] = encoder
+        return found
+
+    @property
+    def num_parameters(self) -> dict[str, int]:
+        """Parameters of each part."""
+        return {name: sum(p.numel() for p in module.parameters()) for name, module in self.modules.items()}
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Model:
+        """Move or cast every part in place; returns the model itself."""
+        for module in self.modules.values():
+            module.to(device=device, dtype=dtype)
+        return self
+
+
+def numbered(part: str, i: int) -> str:
+    """The folder of the i-th text encoder or tokenizer: `text_encoder`, `text_encoder_2`."""
+    return part if i == 0 else f"{part}_{i + 1}"

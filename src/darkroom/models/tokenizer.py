@@ -1,0 +1,81 @@
+"""CLIP's tokenizer: found where the user has it, or trained on captions for a model made from nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from darkroom.errors import InputError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+HUB_ID = "openai/clip-vit-large-patch14"
+ENVIRONMENT = "DARKROOM_CLIP_TOKENIZER"
+
+
+def train_tokenizer(
+    captions: Iterable[str], *, vocab_size: int = 1024, model_max_length: int = 77
+) -> CLIPTokenizer:
+    """A tokenizer of CLIP's kind (lower-cased byte-level BPE, `</w>` at a word's end) learned from captions.
+
+    The vocabulary starts with all 256 bytes, so any caption can be written with it; it ends with CLIP's two
+    special tokens. Raises InputError where `vocab_size` leaves no room for them.
+    """
+    from tokenizers import pre_tokenizers, trainers
+    from transformers import CLIPTokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = alphabet + [letter + "</w>" for letter in alphabet]
+    if vocab_size < len(letters) + 2:
+        raise InputError(f"a vocabulary of {vocab_size} tokens", allowed=f"at least {len(letters) + 2}")
+    blank = CLIPTokenizer(vocab={START: 0, END: 1}, merges=[])
+    backend = blank.backend_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(letters) + len(alphabet) - 2,
+        initial_alphabet=alphabet,
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    backend.train_from_iterator(captions, trainer)
+    learned = json.loads(backend.to_str())["model"]
+    merged = ["".join(pair) for pair in learned["merges"]]
+    tokens = dict.fromkeys([*letters, *merged, START, END])
+    return CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[tuple(pair) for pair in learned["merges"]],
+        model_max_length=model_max_length,
+    )
+
+
+def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPTokenizer:
+    """CLIP's own tokenizer: as given, a folder, the folder in $DARKROOM_CLIP_TOKENIZER, or from the hub."""
+    from transformers import CLIPTokenizer
+
+    if isinstance(where, CLIPTokenizer):
+        return where
+    place = where or os.environ.get(ENVIRONMENT)
+    if place is not None and not Path(place).is_dir():
+        raise ModelError(
+            f"no tokenizer folder at '{place}'", mend="give a folder with vocab.json and merges.txt"
+        )
+    try:
+        return CLIPTokenizer.from_pretrained(str(place or HUB_ID))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"CLIP's tokenizer could not be loaded from '{place or HUB_ID}'",
+            mend=f"set {ENVIRONMENT} to a folder with vocab.json and merges.txt",
+        ) from error
+
+
+def with_padding(tokenizer: CLIPTokenizer, pad_token: str) -> CLIPTokenizer:
+    """A copy that pads with another token: SD 2 and SDXL's second encoder pad with '!', which has id 0."""
+    import copy
+
+    other = copy.deepcopy(tokenizer)
+    other.pad_token = pad_token
+    return other

@@ -1,0 +1,101 @@
+"""Model folders: written, opened by darkroom and by diffusers, refused where something is missing."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+
+from darkroom import models
+from darkroom.errors import ModelError
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return models.create("tiny", seed=1)
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    models.save(tiny, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_saved_model_comes_back_whole(tiny, folder):
+    back = models.load(folder)
+    assert back.family == "tiny"
+    assert back.scheduler == tiny.scheduler
+    assert back.modules.keys() == tiny.modules.keys()
+    for name, module in tiny.modules.items():
+        assert models.identity(module) == models.identity(back.modules[name]), name
+    text = "A red circle on mars é"
+    assert back.tokenizers[0](text).input_ids == tiny.tokenizers[0](text).input_ids
+
+
+def test_diffusers_opens_it_and_runs_the_same_weights(tiny, folder):
+    pipe = StableDiffusionPipeline.from_pretrained(folder)
+    assert models.identity(pipe.unet) == models.identity(tiny.unet)
+    picture = pipe("a red circle", num_inference_steps=2, output_type="np").images
+    assert picture.shape == (1, 32, 32, 3)
+    assert np.isfinite(picture).all()
+
+
+def test_identity_sees_one_changed_weight_but_not_its_type(tiny):
+    before = models.identity(tiny.vae)
+    other = models.create("tiny", seed=1).vae
+    assert models.identity(other) == before
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[0] += 1e-3
+    assert models.identity(other) != before
+    assert models.identity(tiny.vae, tiny.unet) != models.identity(tiny.unet, tiny.vae)
+
+
+def test_saving_replaces_whole_and_leaves_nothing_beside(tiny, folder):
+    (folder / "stray").write_text("old")
+    models.save(tiny, folder)
+    assert not (folder / "stray").exists()
+    assert [entry.name for entry in folder.parent.iterdir()] == ["model"]
+
+
+def test_parts_asked_for_must_be_there(folder):
+    shutil.rmtree(folder / "vae")
+    assert models.load(folder).vae is None
+    with pytest.raises(ModelError, match="has no vae; it has unet, text_encoder, tokenizer"):
+        models.load(folder, parts=("unet", "vae"))
+
+
+def test_pickled_weights_are_refused(folder):
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").rename(folder / "unet" / "model.bin")
+    with pytest.raises(ModelError, match=r"no \.safetensors weights"):
+        models.load(folder)
+
+
+def test_a_damaged_file_is_one_clear_line(folder):
+    file = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="unet' could not be opened") as caught:
+        models.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ref", ["nowhere", "/no/where", "./a/b"])
+def test_what_is_no_model_is_refused(ref):
+    with pytest.raises(ModelError, match="no model at"):
+        models.load(ref)
+
+
+def test_describe_tells_family_sizes_and_hashes(tiny, folder):
+    told = models.describe(folder)
+    assert told["family"] == "tiny"
+    assert told["parameters"] == tiny.num_parameters
+    assert told["sha256"]["vae"] == models.identity(tiny.vae)
+
+
+def test_a_half_precision_load_is_the_cast_of_the_stored_weights(tiny, folder):
+    back = models.load(folder, dtype=torch.bfloat16, parts=("unet",))
+    weight = next(back.unet.parameters())
+    assert weight.dtype == torch.bfloat16
+    assert torch.equal(weight, next(tiny.unet.parameters()).bfloat16())
