@@ -1,0 +1,195 @@
+"""The recipe: one YAML file that says a training job completely.
+
+Its first level is `task, model, data, objective, optim, train, checkpoint, sample, evaluate, track`. What
+each part allows stands beside the class it sets; here they are only put together, read, and told apart
+from mistakes. A value is overridden on the command line by its path: `optim.lr=1e-4`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from darkroom.errors import RecipeError
+from darkroom.train.checkpoint import CheckpointSettings
+from darkroom.train.objective import ObjectiveSettings
+from darkroom.train.optimisers import OptimSettings
+from darkroom.train.step import TrainSettings
+from darkroom.train.tracking import TrackSettings
+from darkroom.train.watch import EvaluateSettings, SampleSettings
+
+Task = Literal["autoencoder", "pretrain"]
+
+
+class ModelSettings(BaseModel):
+    """Which model is trained, and what of it differs from its family."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base: str = Field(description="a family (random weights), a model folder, or a hub id")
+    vae: str | dict[str, Any] | None = Field(
+        default=None, description="a model folder whose VAE is taken, or changes to the family's VAE"
+    )
+    unet: dict[str, Any] = Field(default={}, description="changes to the family's U-Net configuration")
+    text_encoder: dict[str, Any] = Field(default={}, description="changes to the family's text encoder")
+    tokenizer: str | None = Field(
+        default=None, description="a tokenizer folder, or 'train': learn one from the store's captions"
+    )
+    vocab_size: int = Field(default=1024, ge=514, description="tokens of a tokenizer that is learned")
+    max_length: int = Field(default=77, ge=4, le=77, description="tokens a caption, of one that is learned")
+    train_text_encoder: bool = Field(default=False, description="train the text encoder with the U-Net")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of the random weights")
+    variant: str | None = Field(default=None, description="weight files of a variant, such as fp16")
+    revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
+
+
+class DataSettings(BaseModel):
+    """Which pictures are trained on, and in what form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    store: str = Field(description="the picture store, such as pictures.lance")
+    resolution: int = Field(default=512, ge=8, le=8192, multiple_of=8, description="side in pixels")
+    encode: Literal["stored", "inline"] = Field(
+        default="stored", description="stored: prepared columns are read; inline: encoded at each step"
+    )
+    text: Literal["auto", "stored", "inline"] = Field(
+        default="auto", description="the same for the text; auto: stored where it was prepared"
+    )
+    filter: str | None = Field(default=None, description='rows to take, in SQL: "width >= 512"')
+    holdout: float = Field(
+        default=0.0, ge=0, description="rows kept out of training: a share below 1, or a number of rows"
+    )
+    crop: Literal["centre", "random"] = Field(default="centre", description="of pictures encoded inline")
+    flip: bool = Field(default=False, description="mirror half of the pictures that are encoded inline")
+    caption_dropout: float = Field(default=0.0, ge=0, le=1, description="share of captions left empty")
+    buckets: bool = Field(default=False, description="batches of one aspect ratio instead of square crops")
+    workers: int = Field(default=2, ge=1, le=256, description="threads that read and decode")
+    ahead: int = Field(default=4, ge=1, le=1024, description="batches read ahead")
+
+
+class Recipe(BaseModel):
+    """A training job, whole."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: Task = Field(description="autoencoder, or pretrain: the U-Net with or without its text encoder")
+    model: ModelSettings
+    data: DataSettings
+    objective: ObjectiveSettings = ObjectiveSettings()
+    optim: OptimSettings = OptimSettings()
+    train: TrainSettings = TrainSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    sample: SampleSettings = SampleSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    track: TrackSettings = TrackSettings()
+
+    def dump(self) -> str:
+        """The resolved recipe as YAML, every value said; reading it back gives the same recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `key=value` overrides; raises RecipeError with the key, in one line."""
+    return make_recipe(_read_yaml(Path(path)), overrides, source=str(path))
+
+
+def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
+    """A recipe from its content as a dictionary, checked; `source` is named in errors."""
+    for override in overrides:
+        _override(content, override)
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise _told(error.errors(), source) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, which PyYAML would silently let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key}' is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+        mend = f"did you mean '{path.with_name(near[0])}'?" if near else ""
+        raise RecipeError(str(path), "no such recipe file", mend=mend)
+    try:
+        content = yaml.load(path.read_text(), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(str(path), f"not readable as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(str(path), "not a recipe", allowed=f"a mapping of {', '.join(Recipe.model_fields)}")
+    return content
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    path, given, value = override.partition("=")
+    if not given or not path:
+        raise RecipeError(override, "not an override", allowed="key=value, such as train.steps=1000")
+    *parents, last = path.split(".")
+    for key in parents:
+        inner = content.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise RecipeError(path, f"'{key}' holds a value, so it has no '{last}'")
+        content = inner
+    try:
+        content[last] = yaml.load(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(path, f"not readable as YAML: {value}") from error
+
+
+def _told(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
+    """The first mistake as one line: its path, what was given, what is allowed, the nearest right name."""
+    first = errors[0]
+    key = ".".join(str(part) for part in first["loc"] if not _is_branch(part)) or source
+    more = f"and {len(errors) - 1} more in {source}" if len(errors) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        names = _names_beside(first["loc"])
+        near = difflib.get_close_matches(str(first["loc"][-1]), names, 1, cutoff=0.5)
+        mend = "; ".join(part for part in (f"did you mean '{near[0]}'?" if near else "", more) if part)
+        return RecipeError(key, "no such key", allowed=", ".join(names), mend=mend)
+    if first["type"] == "missing":
+        return RecipeError(key, "missing", mend=more or f"say it in {source} or as {key}=VALUE")
+    given = "" if isinstance(first["input"], dict) else f"{first['input']!r} was given"
+    allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return RecipeError(key, given or "impossible", allowed=allowed, mend=more)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether pydantic named the branch of a union here, which is no key of the recipe."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed where an unknown one was given."""
+    model: type[BaseModel] = Recipe
+    for part in loc[:-1]:
+        field = model.model_fields.get(str(part))
+        if field is None or (inner := _model_in(field.annotation)) is None:
+            break
+        model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
