@@ -1,0 +1,331 @@
+"""The command line: parse, call one function, print. No logic lives here.
+
+Exit codes: 0 done, 1 failed or stopped, 2 wrong input (one line says what was given, what is allowed and
+how to mend it). `--json` prints one object for machines. Everything heavy is imported by the verb that
+needs it, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+import darkroom
+from darkroom.errors import DarkroomError, InputError
+
+app = typer.Typer(
+    name="darkroom",
+    help="Stable Diffusion models, from pictures to pictures: import, prepare, train, generate, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure: rows of a tidy CSV.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(_failed("stopped", 1))
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "darkroom"
+        sys.exit(_failed(f"{' '.join(error.format_message().split())} (see '{where} --help')", 2))
+    except click.ClickException as error:
+        sys.exit(_failed(error.format_message(), 2))
+    except DarkroomError as error:
+        sys.exit(_failed(str(error), error.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(_failed("stopped", 1))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        sys.exit(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"darkroom: {message}", file=sys.stderr)
+    return code
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"darkroom {darkroom.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _darkroom(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+def _print(result: Any, as_json: bool, lines: Callable[[], Any]) -> None:
+    """Print a result: one JSON object, or what `lines` gives, line by line."""
+    if as_json:
+        print(json.dumps(_plain(result), ensure_ascii=False))
+        return
+    for line in lines():
+        print(line)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has them: models, dataclasses and paths taken apart."""
+    import dataclasses
+
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+def _table(content: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A dictionary as aligned lines, dictionaries in it indented below their name."""
+    width = max((len(key) for key in content), default=0)
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}"
+            yield from _table(value, indent + "  ")
+        else:
+            yield f"{indent}{key:<{width}}  {_cell(value)}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return ", ".join(_cell(v) for v in value) if isinstance(value, (list, tuple)) else str(value)
+
+
+@contextmanager
+def _progress(label: str, quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
+    """A bar on a terminal, a plain line every few seconds in a log, nothing beside `--json`."""
+    if quiet:
+        yield None
+        return
+    from darkroom.progress import progress
+
+    with progress(label) as advance:
+        yield advance
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="the folder for everything it makes")] = Path("quickstart"),
+    seed: Annotated[int, typer.Option(min=0, help="of the pictures, the weights and the training")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Pictures -> model -> pictures -> report, on a CPU, in minutes.
+
+    Example: darkroom quickstart --out quickstart
+    """
+    from darkroom.quickstart import quickstart as run
+
+    result = run(out, seed=seed, quiet=as_json)
+    _print(result, as_json, result.lines)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="a folder, zip, tar, Parquet file or MDS folder")],
+    store: Annotated[Path, typer.Argument(help="the picture store, such as pictures.lance")],
+    kind: Annotated[str, typer.Option(help="auto, folder, webdataset, parquet or mds")] = "auto",
+    image_column: Annotated[str | None, typer.Option(help="Parquet, MDS: where the picture is")] = None,
+    caption_column: Annotated[str | None, typer.Option(help="where the caption is")] = None,
+    background: Annotated[str, typer.Option(help="colour behind transparent pictures")] = "white",
+    min_size: Annotated[int, typer.Option(min=1, help="shortest side taken, in pixels")] = 16,
+    max_pixels: Annotated[int, typer.Option(min=1, help="most pixels taken, checked before decoding")] = 178_000_000,
+    missing_caption: Annotated[str, typer.Option(help="reject, or keep with an empty caption")] = "reject",
+    as_json: Json = False,
+) -> None:
+    """Bring pictures and captions into a store; a second run goes on and adds no doubles.
+
+    Example: darkroom import photos/ pictures.lance
+    """
+    from darkroom.data import import_pictures
+
+    with _progress("import", as_json) as progress:
+        report = import_pictures(
+            source,
+            store,
+            kind=kind,
+            image_column=image_column,
+            caption_column=caption_column,
+            background=background,
+            min_size=min_size,
+            max_pixels=max_pixels,
+            on_missing_caption=missing_caption,
+            progress=progress,
+        )
+    _print(report, as_json, report.lines)
+
+
+@app.command()
+def inspect(
+    what: Annotated[Path, typer.Argument(help="a store, a model folder or a run folder")],
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """What is in it; a store also gets a contact sheet.
+
+    Example: darkroom inspect pictures.lance
+    """
+    told = _described(what, out)
+    _print(told, as_json, lambda: _table(told))
+
+
+def _described(what: Path, out: Path | None) -> dict[str, Any]:
+    if (what / "metrics.jsonl").is_file() or (what / "recipe.yaml").is_file():
+        from darkroom.run import Run
+
+        return Run.open(what).describe()
+    if (what / "model_index.json").is_file() or not what.suffix == ".lance":
+        from darkroom import models
+
+        return models.describe(what)
+    from darkroom import data
+
+    store = data.Store.open(what)
+    sheet = out or what.with_suffix(".contact.png")
+    data.contact_sheet(store, sheet)
+    return {**data.describe(store), "contact_sheet": str(sheet)}
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="a run folder")],
+    to: Annotated[Path, typer.Option(help="the model folder to write")],
+    checkpoint: Annotated[int | None, typer.Option(help="the step; the newest if not said")] = None,
+    ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
+    as_json: Json = False,
+) -> None:
+    """Write a run's weights as a model folder, also while it trains.
+
+    Example: darkroom export runs/emoji --to model/ --checkpoint 2000
+    """
+    from darkroom.train import export as write
+
+    folder = write(source, to, checkpoint=checkpoint, ema=ema)
+    _print({"model": folder}, as_json, lambda: [f"model: {folder}"])
+
+
+@app.command()
+def prepare(
+    store: Annotated[Path, typer.Argument(help="the picture store")],
+    model: Annotated[str, typer.Option(help="whose encoders: a model folder, hub id or family")],
+    resolution: Annotated[int, typer.Option(min=8, help="side in pixels")] = 512,
+    text: Annotated[bool, typer.Option("--text", help="the captions' states too")] = False,
+    precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
+
+    Example: darkroom prepare pictures.lance --model runs/vae/model --resolution 64
+    """
+    from darkroom.prepare import prepare as run
+
+    with _progress("prepare", as_json) as progress:
+        report = run(store, model, resolution=resolution, text=text, precision=precision, progress=progress)
+    _print(report, as_json, report.lines)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="the recipe, a YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    out: Out = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train what a recipe says; the same command goes on where it was stopped.
+
+    Example: darkroom train recipes/emoji.yaml train.steps=2000 --out runs/emoji
+    """
+    from darkroom.recipe import read_recipe
+    from darkroom.train import train as run
+
+    result = run(
+        read_recipe(recipe, overrides or []),
+        out=out or Path("runs") / recipe.stem,
+        resume=resume,
+        quiet=as_json,
+    )
+    _print(result, as_json, result.lines)
+
+
+@app.command()
+def runs(
+    compare: Annotated[list[str] | None, typer.Argument(metavar="[compare RUN RUN]")] = None,
+    root: Annotated[Path, typer.Option(help="the folder that holds the runs")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """What ran, what runs; or two runs side by side.
+
+    Example: darkroom runs compare runs/a runs/b
+    """
+    from darkroom import run
+
+    if not compare:
+        found = run.list_runs(root)
+        _print(found, as_json, lambda: run.table(found))
+        return
+    if compare[0] != "compare" or len(compare) != 3:
+        raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN")
+    side_by_side = run.compare(Path(compare[1]), Path(compare[2]))
+    _print(side_by_side, as_json, lambda: _table(side_by_side))
+
+
+@app.command()
+def report(
+    sources: Annotated[list[Path], typer.Argument(help="run folders and measurement CSVs")],
+    out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
+    as_json: Json = False,
+) -> None:
+    """One HTML file: curves, samples by step, settings, environment, bill.
+
+    Example: darkroom report runs/emoji --out report.html
+    """
+    from darkroom.report import write_report
+
+    page = write_report(sources, out)
+    _print({"report": page}, as_json, lambda: [f"report: {page}"])
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine has and lacks, each lack with the line that mends it.
+
+    Example: darkroom doctor
+    """
+    from darkroom.hardware import doctor as checks
+
+    found = checks()
+    _print(found, as_json, lambda: (line for check in found for line in check.lines()))

@@ -1,0 +1,127 @@
+"""The walls: which room may import which, how quick an import is, and that nothing heavy comes along."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
+
+LEVELS = (
+    {"errors", "hardware", "count", "progress"},
+    {"bill", "run"},
+    {"models", "data"},
+    {"prepare", "sample", "evaluate"},
+    {"train", "recipe"},
+    {"serve"},
+    {"measure", "plan"},
+    {"report", "cluster"},
+    {"quickstart"},
+    {"cli"},
+)
+"""From left to right: a room imports rooms of earlier levels and itself."""
+
+TOGETHER = {"train": {"recipe"}, "recipe": {"train"}}
+"""The recipe is put together from settings that stand beside the training code, which takes it whole."""
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "darkroom":
+            names = [f"darkroom.{alias.name}" for alias in node.names if alias.name != "__version__"]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        else:
+            continue
+        rooms |= {name.split(".")[1] for name in names if name.startswith("darkroom.")}
+    return rooms
+
+
+def wrong_imports(path: Path) -> set[str]:
+    room = room_of(path)
+    level = next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+    allowed = {room}.union(*LEVELS[:level], TOGETHER.get(room, set()))
+    return imported_rooms(path) - allowed
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__init__.py" or path.parent != SOURCE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_room_imports_only_rooms_to_its_left(path):
+    assert wrong_imports(path) == set()
+
+
+def test_the_wall_is_no_paper_wall(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "store.py").write_text(
+        "from darkroom.models import load\nimport darkroom.train.step\n"
+    )
+    assert wrong_imports(tmp_path / "data" / "store.py") == {"models", "train"}
+
+
+def test_only_the_cluster_imports_ray():
+    users = {room_of(path) for path in FILES if "import ray" in path.read_text()}
+    assert users <= {"cluster"}
+
+
+def imported_with(statement: str) -> tuple[float, set[str]]:
+    """Seconds an import takes in a fresh interpreter, and the packages that came with it."""
+    code = (
+        f"import time; start = time.perf_counter(); {statement}; took = time.perf_counter() - start\n"
+        "import sys; print(took, *{name.split('.')[0] for name in sys.modules})"
+    )
+    took, *names = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    return float(took), set(names)
+
+
+HEAVY = {"torch", "diffusers", "transformers", "lance", "pyarrow", "numpy", "matplotlib", "PIL", "pydantic"}
+
+
+@pytest.mark.parametrize("statement", ["import darkroom", "import darkroom.errors"])
+def test_importing_darkroom_is_quick_and_brings_nothing_heavy(statement):
+    took_s, names = imported_with(statement)
+    assert not HEAVY & names
+    assert took_s < 0.3
+
+
+def test_the_command_line_answers_help_without_torch():
+    _, names = imported_with("import darkroom.cli")
+    assert not {"torch", "diffusers", "transformers", "lance", "matplotlib"} & names
+
+
+def test_no_torchvision_anywhere():
+    for path in FILES:
+        assert "torchvision" not in imported_packages(path), path
+
+
+def imported_packages(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    plain = {
+        alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    }
+    return plain | {
+        node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module
+    }
+
+
+def test_nothing_is_unpickled_and_no_remote_code_is_trusted():
+    for path in FILES:
+        text = path.read_text()
+        assert "trust_remote_code" not in text, path
+        assert not {"pickle", "dill", "joblib"} & imported_packages(path), path
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "torch.load":
+                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
