@@ -1,0 +1,140 @@
+"""Peak rates, memory, power and links of the cards and CPU classes in hardware.csv and networks.csv.
+
+Rates are dense, in FLOP a second with 2 per multiply-add; fp16 and bf16 accumulate in float32 unless the
+column says otherwise. A CPU class is given per core.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PRECISIONS = ("float32", "tf32", "fp16", "fp16_acc16", "bf16", "fp8", "int8")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One row of hardware.csv: a GPU, or one core of a CPU class."""
+
+    name: str
+    kind: str  # gpu | cpu
+    unit: str  # card | core
+    architecture: str
+    year: int
+    memory_bytes: int | None
+    bandwidth_bytes_s: float
+    flops: dict[str, float]  # by precision; what is missing the hardware does not do in matrices
+    power_w: float
+    link: str
+    aliases: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """One row of networks.csv: bandwidth one way, per `per` (gpu, port or node)."""
+
+    name: str
+    scope: str  # inside a node | between nodes
+    bandwidth_bytes_s: float
+    latency_s: float
+    per: str
+    source: str
+
+
+def read_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file with a header."""
+    with path.open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+@cache
+def cards() -> dict[str, Card]:
+    """All rows of hardware.csv by name."""
+    return {row["name"]: _card(row) for row in read_rows(HERE / "hardware.csv")}
+
+
+@cache
+def networks() -> dict[str, Network]:
+    """All rows of networks.csv by name."""
+    return {
+        row["name"]: Network(
+            name=row["name"],
+            scope=row["scope"],
+            bandwidth_bytes_s=float(row["bandwidth_gb_s"]) * 1e9,
+            latency_s=float(row["latency_us"]) * 1e-6,
+            per=row["per"],
+            source=row["source"],
+        )
+        for row in read_rows(HERE / "networks.csv")
+    }
+
+
+def find_card(name: str) -> Card | None:
+    """The row for a device's name as drivers, catalogues or people write it; None if there is none.
+
+    'NVIDIA A100-SXM4-80GB', 'a100-80gb' and 'A100' are found; of several names contained in the given one
+    the longest counts.
+    """
+    wanted = _plain(name)
+    names = {_plain(text): card for card in cards().values() for text in (card.name, *card.aliases)}
+    if wanted in names:
+        return names[wanted]
+    contained = [text for text in names if len(text) > 3 and text in wanted]
+    return names[max(contained, key=len)] if contained else None
+
+
+def peak_flops(device: str, precision: str, *, cores: int = 1) -> float | None:
+    """Peak FLOP/s of a device (of `cores` cores, for a CPU class); None where it is not known.
+
+    A precision that the hardware has no matrix units for runs as float32: its rate is float32's.
+    """
+    card = find_card(device)
+    if card is None or precision not in PRECISIONS:
+        return None
+    rate = card.flops.get(precision, card.flops["float32"])
+    return rate * (cores if card.unit == "core" else 1)
+
+
+def mfu(
+    flops_per_image: float, images_per_s: float, device: str, precision: str, *, num_devices: int = 1
+) -> float | None:
+    """Model FLOPs utilisation: the share of the peak rate that a throughput means (2 FLOP a multiply-add,
+    attention included; PaLM's definition, Chowdhery et al. 2022, appendix B). For a CPU class `num_devices`
+    counts cores. None for a device that hardware.csv does not know.
+    """
+    peak = peak_flops(device, precision)
+    return None if peak is None else flops_per_image * images_per_s / (peak * num_devices)
+
+
+def _card(row: dict[str, str]) -> Card:
+    rates = {name: row[_column(name)] for name in PRECISIONS}
+    return Card(
+        name=row["name"],
+        kind=row["kind"],
+        unit=row["unit"],
+        architecture=row["architecture"],
+        year=int(row["year"]),
+        memory_bytes=int(float(row["memory_gb"]) * 1e9) if row["memory_gb"] else None,
+        bandwidth_bytes_s=float(row["bandwidth_gb_s"]) * 1e9,
+        flops={name: float(text) * 1e12 for name, text in rates.items() if text},
+        power_w=float(row["power_w"]),
+        link=row["link"],
+        aliases=tuple(filter(None, row["aliases"].split("|"))),
+        source=row["source"],
+    )
+
+
+def _column(precision: str) -> str:
+    if precision == "int8":
+        return "int8_tops"
+    return f"{'fp32' if precision == 'float32' else precision}_tflops"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|amd|geforce|[^a-z0-9]", "", name.lower())

@@ -1,0 +1,153 @@
+"""What is in order on this machine and what is not, each with the line that mends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from darkroom.hardware.machine import GIB, Machine, machine
+
+_MIN_DISK_BYTES = 10 * GIB
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `mend` is a line to type, empty where nothing need be done. A check that is `optional` keeps
+    nothing from working where it is not `ok`.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    mend: str = ""
+    optional: bool = False
+
+
+def doctor() -> list[Check]:
+    """Look at this machine and installation; takes a second or two."""
+    here = machine()
+    basics = [_python(), _torch(here), *_devices(here), _memory(here), *_cpu(here), _disk(here), _spin()]
+    return [*basics, *_extras(), _tokenizer()]
+
+
+def _python() -> Check:
+    ok = sys.version_info >= (3, 11)
+    mend = "" if ok else "install Python 3.11 or newer and make a new virtual environment with it"
+    return Check("python", ok, platform.python_version(), mend)
+
+
+def _torch(here: Machine) -> Check:
+    import torch
+
+    threads = f"{torch.get_num_threads()} threads"
+    ok = tuple(int(part) for part in here.torch.split("+")[0].split(".")[:2]) >= (2, 11)
+    return Check("torch", ok, f"{here.torch}, {threads}", "" if ok else "pip install 'torch>=2.11'")
+
+
+def _devices(here: Machine) -> Iterator[Check]:
+    for device in here.devices:
+        yield Check(
+            f"device {device.torch_name}", True, f"{device.name}, {device.memory_bytes / GIB:.0f} GiB"
+        )
+    if not here.devices:
+        cuda = Path("/proc/driver/nvidia/version").exists()
+        mend = "pip install torch --index-url https://download.pytorch.org/whl/cu130" if cuda else ""
+        detail = "a driver but no CUDA build of torch" if cuda else "none: darkroom runs on the CPU"
+        yield Check("accelerator", not cuda, detail, mend, optional=True)
+
+
+def _memory(here: Machine) -> Check:
+    total, free = here.memory_bytes / GIB, here.memory_available_bytes / GIB
+    ok = here.memory_bytes >= 4 * GIB
+    return Check("memory", ok, f"{total:.1f} GiB, {free:.1f} free", "" if ok else "4 GiB or more are needed")
+
+
+def _cpu(here: Machine) -> Iterator[Check]:
+    yield Check(
+        "processor",
+        True,
+        f"{here.cpu}, {here.usable_cores:g} of {here.logical_cores} cores, {here.cpu_class[4:]}",
+    )
+    speedup = bf16_speedup()
+    fast = speedup > 1.2
+    advice = "use precision bf16" if fast else "use precision float32 here"
+    yield Check(
+        "bf16", fast, f"a matrix product runs {speedup:.1f} times as fast as float32: {advice}", optional=True
+    )
+
+
+def bf16_speedup(size: int = 768, repeats: int = 5) -> float:
+    """How much faster a square matrix product is in bf16 than in float32 on the CPU (best of a few)."""
+    import torch
+
+    best = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+        torch.mm(a, b)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - start)
+        best[dtype] = min(times)
+    return best[torch.float32] / best[torch.bfloat16]
+
+
+def _disk(here: Machine) -> Check:
+    ok = here.disk_free_bytes >= _MIN_DISK_BYTES
+    detail = f"{here.disk_free_bytes / GIB:.0f} GiB free in the working directory"
+    return Check("disk", ok, detail, "" if ok else "free at least 10 GiB for stores and checkpoints")
+
+
+def _spin() -> Check:
+    value = os.environ.get("GOMP_SPINCOUNT", "")
+    if value.isdigit() and int(value) <= 100_000:
+        return Check("openmp spin", True, f"GOMP_SPINCOUNT={value}")
+    detail = f"GOMP_SPINCOUNT={value or 'unset'}: on a busy machine threads may spin for long"
+    return Check("openmp spin", False, detail, "export GOMP_SPINCOUNT=10000", optional=True)
+
+
+def _extras() -> Iterator[Check]:
+    """Every optional extra that the installed package declares: complete, or what is missing."""
+    for extra, packages in sorted(declared_extras().items()):
+        missing = [name for name in packages if not _installed(name)]
+        detail = f"missing {', '.join(missing)}" if missing else ", ".join(packages)
+        mend = f"pip install 'darkroom[{extra}]'" if missing else ""
+        yield Check(f"extra {extra}", not missing, detail, mend, optional=True)
+
+
+def declared_extras() -> dict[str, list[str]]:
+    """The optional extras in darkroom's own package metadata and the packages that each one brings."""
+    extras: dict[str, list[str]] = {}
+    for line in metadata.requires("darkroom") or []:
+        requirement, _, marker = line.partition(";")
+        name = requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].split("!")[0].strip()
+        _, found, extra = marker.partition("extra ==")
+        if found and name != "darkroom":
+            extras.setdefault(extra.strip().strip("\"'"), []).append(name)
+    return {extra: names for extra, names in extras.items() if extra not in ("all", "dev")}
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _tokenizer() -> Check:
+    given = os.environ.get("DARKROOM_CLIP_TOKENIZER", "")
+    if given and any((Path(given) / name).is_file() for name in ("vocab.json", "tokenizer.json")):
+        return Check("clip tokenizer", True, "found through DARKROOM_CLIP_TOKENIZER", optional=True)
+    detail = f"DARKROOM_CLIP_TOKENIZER names no tokenizer folder: {given!r}" if given else "none given"
+    mend = (
+        "export DARKROOM_CLIP_TOKENIZER=FOLDER (with vocab.json and merges.txt) to create sd15, sd2 or sdxl"
+    )
+    return Check("clip tokenizer", False, detail, mend, optional=True)

@@ -1,0 +1,75 @@
+"""Peak memory: the resident set's high-water mark on a CPU, the allocator's peak on CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import sys
+import weakref
+from pathlib import Path
+
+import psutil
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
+
+
+class PeakMemory:
+    """The highest memory use since it was made or last reset.
+
+    The operating system and the CUDA allocator keep one high-water mark a process. Every reset first tells
+    the others that watch it what it was, so a benchmark inside a metered job spoils neither.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self._seen = 0
+        _watching.add(self)
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again from what is in use now."""
+        for watcher in _watching:
+            if _kind(watcher.device) == _kind(self.device):
+                watcher._seen = max(watcher._seen, _high_water(watcher.device))
+        _reset_high_water(self.device)
+        self._seen = 0
+
+    def bytes(self) -> int:
+        """The peak so far, in bytes."""
+        return max(self._seen, _high_water(self.device))
+
+
+def resident_bytes() -> int:
+    """Memory that the process holds now (RSS)."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _kind(device: str) -> str:
+    return device.split(":")[0]
+
+
+def _high_water(device: str) -> int:
+    if _kind(device) == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    if _STATUS.exists():
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+        if found:
+            return int(found.group(1)) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _reset_high_water(device: str) -> None:
+    if _kind(device) == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    # "5" resets the mark on Linux; elsewhere, and where it is forbidden, the mark stays the process's own.
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5")
