@@ -1,4 +1,4 @@
-"""The bill of a job: time, device-hours, dollars at a dated price, energy, memory and pictures, over all sessions."""
+"""The bill of a job over all its sessions: time, device-hours, dollars at a dated price, energy, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from darkroom.hardware.prices import STALE_DAYS
 
 
 class Bill(BaseModel):
-    """What a job used. Dollars stand behind device-hours, with the date of their price: they age, hours do not."""
+    """What a job used. Dollars stand behind device-hours with their price's date: they age, hours do not."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +49,7 @@ class Bill(BaseModel):
         return self.usd / self.images if self.usd is not None and self.images else None
 
     def __add__(self, later: Bill) -> Bill:
-        """Both together, as of one job's sessions or one journey's jobs; what is unknown in one stays partial."""
+        """Both together: a job's sessions, or a journey's jobs. What is unknown in one is left out."""
         newest = later.model_copy()
         newest.wall_s = self.wall_s + later.wall_s
         newest.device_hours = self.device_hours + later.device_hours
@@ -219,6 +219,8 @@ def format_usd(usd: float) -> str:
     """'USD 12.30', and small sums with two digits that count: 'USD 0.0034'."""
     if usd >= 1 or usd == 0:
         return f"USD {usd:,.2f}"
+    if usd >= 0.01:
+        return f"USD {usd:.3f}"
     return f"USD {usd:.2g}" if usd >= 1e-4 else f"USD {usd:.1e}"
 
 

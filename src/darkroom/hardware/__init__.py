@@ -1,6 +1,6 @@
 """What machines are and cost: this one (`machine`, `environment`, `doctor`, peak memory and energy), and the
-dated tables of cards, networks and prices with their readers. A leaf: it imports nothing else of darkroom, and
-torch only inside functions.
+dated tables of cards, networks and prices with their readers. A leaf: it imports nothing else of darkroom,
+and torch only inside functions.
 """
 
 from __future__ import annotations

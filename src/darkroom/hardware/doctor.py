@@ -18,8 +18,8 @@ _MIN_DISK_BYTES = 10 * GIB
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `mend` is a line to type, empty where nothing need be done. A check that is `optional` keeps
-    nothing from working where it is not `ok`.
+    """One finding. `mend` is a line to type, empty where nothing need be done. A check that is `optional`
+    keeps nothing from working where it is not `ok`.
     """
 
     name: str

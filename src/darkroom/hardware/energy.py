@@ -39,10 +39,10 @@ def _reader(device: str, power_w: float | None, num_devices: int) -> tuple[str, 
 
 
 def rapl(root: Path = RAPL) -> Reader | None:
-    """A reader of the processors' running average power limit counters, over all packages; None if unreadable.
+    """A reader of the processors' running average power limit counters, summed; None if unreadable.
 
-    The counters wrap around at `max_energy_range_uj`, within an hour on a big processor: a reader that is read
-    more often follows that.
+    The counters wrap around at `max_energy_range_uj`, within an hour on a big processor: a reader that is
+    read more often follows that.
     """
     packages = [path for path in sorted(root.glob("intel-rapl:*")) if path.name.count(":") == 1]
     try:
