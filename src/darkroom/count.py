@@ -1,0 +1,302 @@
+"""FLOPs, bytes moved and live memory of any callable, by running it on fake tensors: no data, no GPU.
+
+The very code that trains or samples is run, so the count is of that code and not of a formula beside it.
+FLOPs are 2 per multiply-add of matrix products, convolutions and attention; element-wise work is left out.
+A matrix operation without a formula is an error, never silence. Imports torch only.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+ROUND_BYTES = 512  # CUDA's caching allocator hands out multiples of this
+
+
+class UncountedOperation(RuntimeError):
+    """A matrix operation that no formula is known for: its FLOPs would be lost."""
+
+
+@dataclass
+class OpCount:
+    """One operation, all its calls together."""
+
+    calls: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a call does. `bytes` sums what each operation reads and writes, nothing kept in caches; memory is
+    of live tensors, given and made, without workspaces inside kernels and without fragmentation.
+    """
+
+    flops: int
+    bytes: int
+    by_op: dict[str, OpCount] = field(repr=False)
+    peak_memory_bytes: int
+    start_memory_bytes: int  # weights, inputs and what earlier calls left behind
+    end_memory_bytes: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+def count(fn: Callable[..., Any], *args: Any, warmup: int = 0, **kwargs: Any) -> Count:
+    """Count one call of `fn(*args, **kwargs)` after `warmup` uncounted ones (optimiser state, caches).
+
+    Modules among the arguments, `fn` itself and what its method belongs to run with fake weights for the time
+    of the call, on the meta device or not; tensors among the arguments are replaced by fake ones. Where `fn`
+    holds a module in any other way, use `counting`.
+    """
+    with counting(fn, getattr(fn, "__self__", None), args, kwargs) as counter:
+        args, kwargs = counter.fake((args, kwargs))
+        for _ in range(warmup):
+            fn(*args, **kwargs)
+        counter.reset()
+        result = fn(*args, **kwargs)
+        counted = counter.result()
+        del result  # it lives at the end of the call
+        return counted
+
+
+@contextmanager
+def counting(*holders: Any) -> Iterator[Counter]:
+    """Everything inside runs on fake tensors and is counted; the modules among `holders` (in lists and dicts
+    too) have fake weights meanwhile. Build optimisers inside.
+
+    >>> with counting(unet) as counter:
+    ...     optimiser = torch.optim.AdamW(unet.parameters(), fused=True)
+    ...     step(unet, optimiser, counter.fake(batch))  # the optimiser makes its state
+    ...     counter.reset()
+    ...     step(unet, optimiser, counter.fake(batch))
+    ...     counted = counter.result()
+    """
+    modules = [item for item in tree_leaves(holders) if isinstance(item, nn.Module)]
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    counter = Counter(fake_mode)
+    with _fake_weights(modules, counter), fake_mode, counter:
+        yield counter
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation below autograd; made by `counting`."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake_mode = fake_mode
+        self._live: dict[int, weakref.ref[Any]] = {}  # by storage
+        self._live_bytes = 0
+        self._whole: set[Any] = set()  # operations that are not made of others
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was counted; what is alive stays."""
+        self._ops: dict[str, OpCount] = {}
+        self._start_bytes = self._peak_bytes = self._live_bytes
+
+    def result(self) -> Count:
+        """What was counted since the last reset."""
+        return Count(
+            flops=sum(op.flops for op in self._ops.values()),
+            bytes=sum(op.bytes for op in self._ops.values()),
+            by_op=dict(sorted(self._ops.items(), key=lambda item: -item[1].flops)),
+            peak_memory_bytes=self._peak_bytes,
+            start_memory_bytes=self._start_bytes,
+            end_memory_bytes=self._live_bytes,
+        )
+
+    def fake(self, tree: Any) -> Any:
+        """Lists, dicts and tuples with each tensor replaced by a fake one that counts as live."""
+        return tree_map(lambda leaf: self.fake_tensor(leaf) if _is_real(leaf) else leaf, tree)
+
+    def fake_tensor(self, tensor: Tensor) -> Tensor:
+        """A fake tensor like the given one (a tensor on the meta device comes to stand on the CPU)."""
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        with self._fake_mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        fake.requires_grad_(tensor.requires_grad)
+        self._hold([fake])
+        return fake
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in _BOOKKEEPING:
+            return func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet not in FORMULAS and func not in self._whole:
+            # In inference mode composite operations arrive whole.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+            self._whole.add(func)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._refuse_real_weights(inputs)
+        out = _run(func, args, kwargs)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._hold(inputs)
+        self._hold(outputs)
+        op = self._ops.setdefault(str(packet), OpCount())
+        op.calls += 1
+        op.bytes += _bytes_moved(func, inputs, outputs)
+        if packet in FORMULAS:
+            op.flops += int(FORMULAS[packet](*args, **kwargs, out_val=out))
+        elif _looks_like_matrix_work(func):
+            raise UncountedOperation(f"{func}: add its FLOPs to FORMULAS in {__name__}")
+        return out
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count each storage once while it lives."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            known = self._live.get(key)
+            if known is not None and known() is storage:
+                continue
+            size = -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
+            self._live[key] = weakref.ref(storage, partial(self._free, key, size))
+            self._live_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def _free(self, key: int, size: int, ref: weakref.ref[Any]) -> None:
+        self._live_bytes -= size
+        if self._live.get(key) is ref:
+            del self._live[key]
+
+    def _refuse_real_weights(self, inputs: list[Tensor]) -> None:
+        for tensor in inputs:
+            if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
+                shape = tuple(tensor.shape)
+                raise RuntimeError(
+                    f"a weight of shape {shape} is real: hand its module to count() or counting()"
+                )
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fake result; a value read out of a tensor is 1, as there are no values."""
+    try:
+        return func(*args, **kwargs)
+    except DataDependentOutputException:
+        if func is not aten._local_scalar_dense.default:
+            raise
+        dtype = args[0].dtype
+        return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+
+
+@contextmanager
+def _fake_weights(modules: list[nn.Module], counter: Counter) -> Iterator[None]:
+    """Swap parameters and buffers for fake ones (tied ones stay tied) and put them back at the end."""
+    fakes: dict[int, Tensor] = {}
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    for module in {id(part): part for whole in modules for part in whole.modules()}.values():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = _like(tensor, counter)
+                swapped.append((table, name, tensor))
+                table[name] = fakes[id(tensor)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in swapped:
+            table[name] = tensor
+
+
+def _like(tensor: Tensor, counter: Counter) -> Tensor:
+    fake = counter.fake_tensor(tensor.detach())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def _is_real(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+
+
+_BOOKKEEPING = ("prim", "profiler", "prims")
+_WRITES_NOTHING = re.compile(r"aten\.(empty|new_empty|lift_fresh|_local_scalar_dense)")
+
+
+def _bytes_moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Bytes read and written; views and empty memory move nothing."""
+    if func.is_view or _WRITES_NOTHING.match(str(func)):
+        return 0
+    read = sum(map(_size, {id(tensor): tensor for tensor in inputs}.values()))
+    written = sum(map(_size, outputs))
+    if not outputs and func._schema.is_mutable:  # lists changed in place: gradients, moments, weights
+        written = read
+    return read + written
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor; an expanded one is no larger than what it is expanded from."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+_MATRIX_WORDS = re.compile(
+    r"^(conv\w*|\w*mm|mv|addmv|matmul|linear|bilinear|trilinear|einsum|dot|vdot|addr|ger|outer|attention|lstm"
+    r"|gru|rnn|cdist|kron|tensordot)$"
+)
+
+
+def _looks_like_matrix_work(func: Any) -> bool:
+    name = str(func._overloadpacket).partition(".")[2]
+    if name.startswith(("upsample", "_upsample")):  # bilinear resizing is no product of matrices
+        return False
+    return any(_MATRIX_WORDS.match(word) for word in name.split("_"))
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and weighted values. Shapes: query [B, H, L, D], key [B, H, S, D], value [B, H, S, E]."""
+    *rows, length, width = query.shape
+    return 2 * prod(rows) * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward_flops(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+) -> int:
+    """Twice the forward pass, as of any product of matrices. Flash kernels also compute the scores again;
+    that is left out so that a count says what the model needs and is the same for every kernel and device.
+    """
+    return 2 * _attention_flops(query, key, value)
+
+
+def _matvec_flops(matrix: Tensor, vector: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+FORMULAS: dict[Any, Callable[..., int]] = dict(flop_registry)
+for _name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    FORMULAS[getattr(aten, f"_scaled_dot_product_{_name}")] = _attention_flops
+    FORMULAS[getattr(aten, f"_scaled_dot_product_{_name}_backward")] = _attention_backward_flops
+FORMULAS |= {
+    aten.mv: _matvec_flops,
+    aten.addmv: lambda _, matrix, vector, **kwargs: _matvec_flops(matrix, vector),
+    aten.dot: _matvec_flops,
+    aten.vdot: _matvec_flops,
+    aten.ger: lambda a, b, **kwargs: 2 * a.numel() * b.numel(),
+    aten.addr: lambda _, a, b, **kwargs: 2 * a.numel() * b.numel(),
+}
