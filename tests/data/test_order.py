@@ -1,0 +1,228 @@
+"""Order is a pure function: the same batches whoever asks, and every row once an epoch."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from darkroom.data.order import BatchRows, BucketOrder, Order, OrderSettings, Rows, permute
+from darkroom.errors import InputError
+
+SMALL = OrderSettings(block_rows=8, window_blocks=4)
+
+
+def stream(order: Order | BucketOrder, num_batches: int, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    batches = [order.batch(k) for k in range(start, start + num_batches)]
+    return np.concatenate([b.epochs_B for b in batches]), np.concatenate([b.positions_B for b in batches])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 1000, 4097])
+def test_permute_is_a_bijection_with_an_inverse(size: int) -> None:
+    index = np.arange(size)
+    shuffled = permute(index, size, 7, 3)
+    assert sorted(shuffled.tolist()) == list(range(size))
+    assert (permute(shuffled, size, 7, 3, inverse=True) == index).all()
+    if size >= 64:
+        assert (permute(index, size, 7, 4) != shuffled).mean() > 0.9  # another key is another order
+
+
+def test_permute_spreads_evenly() -> None:
+    """Where the first and last of 50 end up over 2000 keys: chi-square of 49 degrees of freedom stays below
+    90."""
+    for item in (0, 49):
+        places = [int(permute(np.array([item]), 50, key)[0]) for key in range(2000)]
+        counts = np.bincount(places, minlength=50)
+        assert ((counts - 40) ** 2 / 40).sum() < 90
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 32, 33, 64, 1000, 3007])
+@pytest.mark.parametrize("global_batch", [1, 8, 300])
+def test_every_row_once_an_epoch_and_no_batch_short(num_rows: int, global_batch: int) -> None:
+    order = Order(num_rows, seed=3, global_batch=global_batch, settings=SMALL)
+    epochs, positions = stream(order, -(-2 * num_rows // global_batch))
+    assert len(positions) % global_batch == 0
+    for epoch in (0, 1):
+        assert sorted(positions[epochs == epoch].tolist()) == list(range(num_rows))
+
+
+def test_a_batch_across_the_epochs_end_is_filled_from_the_next() -> None:
+    order = Order(100, seed=0, global_batch=30, settings=SMALL)
+    crossing = order.batch(3)  # items 90 to 120
+    assert Counter(crossing.epochs_B.tolist()) == {0: 10, 1: 20}
+    assert (np.diff(crossing.positions_B) >= 0).all()
+    assert order.batches_per_epoch == pytest.approx(100 / 30)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_ranks_together_are_the_one_rank_batch(world_size: int) -> None:
+    order = Order(1003, seed=5, global_batch=48)
+    for k in (0, 20, 21, 99):
+        whole = order.batch(k)
+        parts = [whole.rank(r, world_size) for r in range(world_size)]
+        assert (np.concatenate([p.positions_B for p in parts]) == whole.positions_B).all()
+        assert (np.concatenate([p.epochs_B for p in parts]) == whole.epochs_B).all()
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused() -> None:
+    with pytest.raises(InputError, match="10 over 4 ranks"):
+        Order(100, seed=0, global_batch=10).batch(0).rank(1, 4)
+
+
+def test_batch_k_needs_no_history() -> None:
+    """A fresh order asked for batch 77 alone gives what a run from the start gave."""
+    ran = Order(5000, seed=9, global_batch=128, settings=SMALL)
+    for k in range(78):
+        last = ran.batch(k)
+    alone = Order(5000, seed=9, global_batch=128, settings=SMALL).batch(77)
+    assert (alone.positions_B == last.positions_B).all()
+    other_seed = Order(5000, seed=10, global_batch=128, settings=SMALL).batch(77)
+    assert (other_seed.positions_B != last.positions_B).mean() > 0.9
+
+
+def test_epochs_differ_and_are_well_shuffled() -> None:
+    order = Order(4096, seed=1, global_batch=4096)
+    items = [order._items(epoch * 4096, 4096)[1] for epoch in range(2)]
+    assert (items[0] == items[1]).mean() < 0.01
+    for served in items:
+        assert abs(np.corrcoef(served, np.arange(4096))[0, 1]) < 0.08
+    plain = Order(4096, seed=1, global_batch=4096, settings=OrderSettings(shuffle=False))
+    assert (plain.batch(0).positions_B == np.arange(4096)).all()
+
+
+def test_windows_keep_reads_together() -> None:
+    """A window of 4 blocks of 8 rows: 32 items in a row of the stream touch 4 or 5 blocks, not 32."""
+    order = Order(8 * 1000, seed=2, global_batch=32, settings=SMALL)
+    touched = [len(np.unique(order.block_of(order.batch(k).indices_B))) for k in range(200)]
+    assert max(touched) <= 5
+    far = Order(8 * 1000, seed=2, global_batch=32, settings=OrderSettings(block_rows=8, window_blocks=1000))
+    assert len(np.unique(far.block_of(far.batch(0).indices_B))) > 25
+
+
+def test_a_ranks_slice_touches_its_share_of_the_window() -> None:
+    order = Order(200_000, seed=2, global_batch=512)
+    blocks = [
+        np.unique(order.block_of(order.batch(k).rank(3, 8).indices_B)) for k in range(16)
+    ]  # one window: 8192 rows, 16 batches, 128 blocks
+    assert len(np.unique(np.concatenate(blocks))) < 40
+
+
+def test_rows_appended_later_do_not_change_a_pinned_run() -> None:
+    fragments = [SimpleNamespace(num_rows=600), SimpleNamespace(num_rows=403)]
+    pinned = Order(fragments, seed=4, global_batch=64)
+    assert (pinned.batch(9).positions_B == Order(1003, seed=4, global_batch=64).batch(9).positions_B).all()
+    grown = Order([*fragments, SimpleNamespace(num_rows=100)], seed=4, global_batch=64)
+    assert (grown.batch(9).positions_B != pinned.batch(9).positions_B).any()
+
+
+def test_two_billion_rows_start_at_once() -> None:
+    tracemalloc.start()
+    began = time.perf_counter()
+    fragments = [SimpleNamespace(num_rows=1_000_000)] * 2000
+    train, held = Rows.of(fragments).split(0.001)
+    order = Order(train, seed=1, global_batch=2048)
+    early, late = order.batch(0), order.batch(2_500_000)
+    wall_s, peak_bytes = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert wall_s < 2
+    assert peak_bytes < 16 << 20
+    assert set(early.epochs_B.tolist()) == {0}
+    assert set(late.epochs_B.tolist()) == {2}
+    assert len(held) == 2_000_000
+    assert late.positions_B.max() < 2_000_000_000
+    assert np.unique(late.positions_B // 64).size < 300  # still read in runs of neighbours
+
+
+@pytest.mark.parametrize("holdout", [0.1, 0.03, 7, 1, 50, 0.5])
+@pytest.mark.parametrize("total", [100, 101, 1999])
+def test_holdout_is_disjoint_and_complete(holdout: float, total: int) -> None:
+    train, held = Rows.of(total).split(holdout)
+    train_positions, held_positions = (r.positions(np.arange(len(r))) for r in (train, held))
+    assert (np.diff(train_positions) > 0).all()
+    assert sorted([*train_positions, *held_positions]) == list(range(total))
+    if isinstance(holdout, int):
+        assert len(held) == holdout
+    else:
+        assert abs(len(held) - total * holdout) < 1 + total * 0.005
+
+
+def test_held_out_rows_never_come_up_in_training() -> None:
+    train, held = Rows.of(1000).split(0.05)
+    _, positions = stream(Order(train, seed=0, global_batch=100), 30)
+    assert not set(positions.tolist()) & set(held.positions(np.arange(len(held))).tolist())
+    assert len(set(positions.tolist())) == 950
+
+
+def test_a_held_out_fraction_stays_held_out_when_the_store_grows() -> None:
+    small, large = (Rows.of(n).split(0.01)[1] for n in (5000, 9050))
+    kept = small.positions(np.arange(len(small)))
+    assert (large.positions(np.arange(len(large)))[: len(kept)] == kept).all()
+
+
+def test_holdout_and_filter_compose() -> None:
+    selected = np.arange(3, 3000, 7)
+    train, held = Rows.of(selected).split(20)
+    both = np.concatenate([train.positions(np.arange(len(train))), held.positions(np.arange(len(held)))])
+    assert sorted(both.tolist()) == selected.tolist()
+    order = Order(train, seed=0, global_batch=len(train))
+    assert order.batch(0).positions_B.tolist() == train.positions(np.arange(len(train))).tolist()
+
+
+@pytest.mark.parametrize("holdout", [0.9, 80, -1, -0.1, 2.5])
+def test_an_impossible_holdout_is_refused(holdout: float) -> None:
+    with pytest.raises(InputError, match="holdout"):
+        Rows.of(100).split(holdout)
+
+
+def test_empty_and_doubled_selections_are_refused() -> None:
+    with pytest.raises(InputError, match="no row"):
+        Order(np.array([], dtype=np.int64), seed=0, global_batch=4)
+    with pytest.raises(InputError, match="without doubles"):
+        Order(np.array([1, 1, 2]), seed=0, global_batch=4)
+
+
+def bucketed(**changes: int) -> BucketOrder:
+    buckets = {(64, 64): np.arange(1000), (32, 64): np.arange(1000, 1100), (64, 32): np.arange(1100, 1110)}
+    return BucketOrder(buckets, **{"seed": 0, "global_batch": 32, **changes}, settings=SMALL)
+
+
+def test_a_bucket_batch_holds_one_bucket_in_its_share() -> None:
+    order = bucketed()
+    batches = [order.batch(k) for k in range(1110)]  # 32 rounds
+    of_size = {(64, 64): (0, 1000), (32, 64): (1000, 1100), (64, 32): (1100, 1110)}
+    for batch in batches:
+        first, end = of_size[batch.size or (0, 0)]
+        assert ((batch.positions_B >= first) & (batch.positions_B < end)).all()
+        assert len(batch) == 32
+        assert (order.positions(batch.indices_B) == batch.positions_B).all()
+    counts = Counter(batch.size for batch in batches)
+    assert counts[(64, 64)] == pytest.approx(1000, abs=4)
+    assert counts[(32, 64)] == pytest.approx(100, abs=4)
+    assert counts[(64, 32)] == pytest.approx(10, abs=2)
+
+
+def test_bucket_streams_serve_every_row_and_need_no_history() -> None:
+    order = bucketed()
+    square = [b for b in (order.batch(k) for k in range(80)) if b.size == (64, 64)]
+    epochs = np.concatenate([b.epochs_B for b in square])
+    positions = np.concatenate([b.positions_B for b in square])
+    assert sorted(positions[epochs == 0].tolist()) == list(range(1000))
+    again: BatchRows = bucketed().batch(333)
+    assert (again.positions_B == order.batch(333).positions_B).all()
+    assert again.size == order.batch(333).size
+    assert (bucketed(seed=1).batch(333).positions_B != again.positions_B).any()
+
+
+def test_blocks_of_buckets_are_whole() -> None:
+    order = bucketed()
+    for number in range(140):
+        first, count = order.block(number)
+        assert 1 <= count <= 8
+        assert (order.block_of(np.arange(first, first + count)) == number).all()
+    assert order.block(12) == (96, 4)  # the last of (32, 64)
+    assert order.block(13) == (100, 8)  # the first of (64, 32)
+    assert order.block(14) == (108, 2)
