@@ -1,0 +1,455 @@
+"""The picture store: a Lance dataset with one row a picture and its caption.
+
+A row's position is its place among the rows that are not deleted, in the order of the fragments; together
+with the version it names a row for good. Versions that a run has pinned are kept whole, all others may be
+compacted and dropped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from darkroom.data.sidecars import Sidecars
+from darkroom.errors import StoreError
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        # The pictures are compressed already: trying again only costs time.
+        pa.field(
+            "picture", pa.large_binary(), nullable=False, metadata={"lance-encoding:compression": "none"}
+        ),
+        pa.field("caption", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("format", pa.string(), nullable=False),
+        pa.field("phash", pa.int64(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+    ]
+)
+"""What every row has; the source's own columns stand behind these, prepared columns behind those."""
+
+ROWS_PER_FRAGMENT = 16_384
+READ_BUFFER_BYTES = 64 * 1024**2
+COMMIT_TRIES = 20
+IDS_PER_DELETE = 1_000
+COMPACT_BATCH_ROWS = 64
+WIDENED = "_widened_"
+
+Shapes = Counter[tuple[int, int]]
+"""How many rows there are of each (width, height), in upright pixels."""
+
+
+@dataclass(frozen=True)
+class FragmentInfo:
+    """A stretch of neighbouring rows: Lance's id, its live rows, and the position of its first row."""
+
+    id: int
+    num_rows: int
+    offset: int
+
+
+class Store:
+    """A picture store at one version; what changes the store moves on to the version that it made."""
+
+    def __init__(self, dataset: lance.LanceDataset, path: str) -> None:
+        self.path = path
+        self.dataset = dataset
+        self._sidecars = Sidecars(path)
+        self._fragments: list[FragmentInfo] | None = None
+
+    @classmethod
+    def open(cls, path: str | Path, *, version: int | None = None) -> Self:
+        """The store at its newest version, or at the one asked for; StoreError where there is none."""
+        try:
+            dataset = lance.dataset(str(path), version=version)
+        except (ValueError, OSError) as error:
+            raise _not_opened(str(path), version, error) from error
+        missing = [name for name in SCHEMA.names if name not in dataset.schema.names]
+        if missing:
+            raise StoreError(
+                f"{path} is a Lance dataset but no picture store", mend=f"lacks: {', '.join(missing)}"
+            )
+        return cls(dataset, str(path))
+
+    @classmethod
+    def create(cls, path: str | Path) -> Self:
+        """A new store without rows; StoreError where something is there already."""
+        if "://" not in str(path):
+            _make_room(Path(path))
+        dataset = lance.write_dataset(SCHEMA.empty_table(), str(path), data_storage_version="2.1")
+        return cls(dataset, str(path))
+
+    @classmethod
+    def open_or_create(cls, path: str | Path) -> Self:
+        """The store, made first where there is none."""
+        exists = "://" in str(path) or (Path(path) / "_versions").is_dir()
+        return cls.open(path) if exists else cls.create(path)
+
+    def refresh(self) -> None:
+        """Move on to the newest version, which another process may have made."""
+        self._move_to(lance.dataset(self.path))
+
+    def _move_to(self, dataset: lance.LanceDataset) -> None:
+        self.dataset, self._fragments = dataset, None
+
+    @property
+    def version(self) -> int:
+        return int(self.dataset.version)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(fragment.num_rows for fragment in self.fragments)
+
+    @property
+    def fragments(self) -> list[FragmentInfo]:
+        """The fragments in order, from the manifest alone: nothing is read."""
+        if self._fragments is None:
+            self._fragments, offset = [], 0
+            for fragment in self.dataset.get_fragments():
+                num_rows = int(fragment.metadata.num_rows)
+                self._fragments.append(FragmentInfo(fragment.fragment_id, num_rows, offset))
+                offset += num_rows
+        return self._fragments
+
+    def columns(self) -> dict[str, dict[str, str]]:
+        """Each column's name and what is noted with it; a prepared column notes `darkroom.kind`."""
+        return {
+            field.name: {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
+            for field in self.dataset.schema
+        }
+
+    # ---- reading
+
+    def take(self, positions: Sequence[int] | NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+        """Rows by position, in the order asked, repeats included. IndexError beyond the last row."""
+        wanted = np.asarray(positions, dtype=np.int64)
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < self.num_rows:
+            raise IndexError(f"positions {wanted.min()} to {wanted.max()} in a store of {self.num_rows} rows")
+        self._check_columns(columns)
+        return self.dataset.take(pa.array(wanted, pa.uint64()), columns=list(columns)).combine_chunks()
+
+    def scan(
+        self, columns: Sequence[str], *, filter: str | None = None, batch_rows: int = 1024
+    ) -> Iterator[pa.RecordBatch]:
+        """All rows in order, batch by batch; what is read ahead stays within 64 MiB."""
+        self._check_columns(columns)
+        with self._filtering(filter):
+            yield from self.dataset.to_batches(
+                columns=list(columns),
+                filter=filter,
+                batch_size=batch_rows,
+                batch_readahead=2,
+                fragment_readahead=1,
+                io_buffer_size=READ_BUFFER_BYTES,
+                scan_in_order=True,
+            )
+
+    def select(self, filter: str | None) -> NDArray[np.int64]:
+        """Positions of the rows that match a filter in SQL, ascending; all rows where it is None.
+
+        Names with spaces or capitals stand in backticks, lists answer to `array_has(tags, 'x')` and
+        `array_length(tags) = 0`. StoreError names the nearest column.
+        """
+        if filter is None:
+            return np.arange(self.num_rows, dtype=np.int64)
+        with self._filtering(filter):
+            found = self.dataset.to_table(columns=["_rowoffset"], filter=filter)["_rowoffset"]
+        positions: NDArray[np.int64] = np.sort(found.to_numpy().astype(np.int64))
+        return positions
+
+    def shapes(self) -> list[Shapes]:
+        """Fragment by fragment, how many rows have which upright size.
+
+        Noted when rows are written, so that sorting pictures into buckets needs no scan; counted anew, and
+        noted, where rows of a fragment were deleted or fragments were joined.
+        """
+        return [self._shapes_of(fragment) for fragment in self.dataset.get_fragments()]
+
+    def _shapes_of(self, fragment: lance.LanceFragment) -> Shapes:
+        name, num_rows = fragment.data_files()[0].path, int(fragment.metadata.num_rows)
+        noted = self._sidecars.read_shapes(name, num_rows)
+        if noted is None:
+            noted = count_shapes([fragment.to_table(columns=["width", "height"])])
+            self._sidecars.write_shapes(name, noted)
+        return noted
+
+    def _check_columns(self, columns: Sequence[str]) -> None:
+        for name in columns:
+            if name not in self.dataset.schema.names and not name.startswith("_row"):
+                raise _no_column(name, self.dataset.schema.names, "column")
+
+    def _filtering(self, filter: str | None) -> _Filtering:
+        return _Filtering(filter, self.dataset.schema.names)
+
+    # ---- changing
+
+    def append(self, rows: pa.Table | pa.RecordBatchReader) -> int:
+        """Add rows as one fragment; returns their number.
+
+        Rows hold at least the columns of SCHEMA; columns that the store has and the rows lack are null. A
+        version that another process made meanwhile is taken over, none of its changes are lost.
+        """
+        sizes: Shapes = Counter()
+        reader = _counting(rows if isinstance(rows, pa.RecordBatchReader) else rows.to_reader(), sizes)
+        fragments = lance.fragment.write_fragments(
+            reader, self.dataset, mode="append", max_rows_per_file=2**31, data_storage_version="2.1"
+        )
+        if not fragments or not sum(sizes.values()):
+            return 0
+        # Noted before the commit: a note without its fragment harms nobody, the other way costs a scan.
+        self._sidecars.write_shapes(fragments[0].files[0].path, sizes)
+        operation = lance.LanceOperation.Append(fragments)
+        self._commit(lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version))
+        return sum(sizes.values())
+
+    def _commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
+        """Commit, trying again from the newest version where another process was quicker."""
+        for tries_left in reversed(range(COMMIT_TRIES)):
+            try:
+                self._move_to(commit())
+                return
+            except OSError as error:
+                if "conflict" not in str(error).lower() or not tries_left:
+                    raise
+                time.sleep(0.05)
+                self.refresh()
+
+    def add_columns(self, fields: Iterable[pa.Field]) -> None:
+        """Add columns that are null in all rows; nothing is rewritten."""
+        schema = pa.schema(fields)
+
+        def add() -> lance.LanceDataset:
+            new = [field for field in schema if field.name not in self.dataset.schema.names]
+            if new:
+                self.dataset.add_columns(pa.schema(new))
+            return self.dataset
+
+        if len(schema):
+            self._commit(add)
+
+    def widen(self, types: Mapping[str, pa.DataType]) -> None:
+        """Change columns to types that hold all they have: whole numbers to fractions, any to text."""
+        self.mend()
+        for name, type_ in types.items():
+            read, temporary = self.dataset.schema.field(name), WIDENED + name
+            converted = lance.batch_udf(pa.schema([pa.field(temporary, type_, metadata=read.metadata)]))(
+                lambda batch, name=name, type_=type_, to=temporary: pa.record_batch(
+                    [widened(batch.column(name), type_)], [to]
+                )
+            )
+            self.dataset.add_columns(converted, read_columns=[name])
+            self.dataset.drop_columns([name])
+            self.mend()
+
+    def mend(self) -> None:
+        """Finish what a kill in the middle of widening a column left."""
+        for temporary in [n for n in self.dataset.schema.names if n.startswith(WIDENED)]:
+            name = temporary.removeprefix(WIDENED)
+            if name in self.dataset.schema.names:
+                self.dataset.drop_columns([temporary])
+            else:
+                self.dataset.alter_columns({"path": temporary, "name": name})
+        self.refresh()
+
+    def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> int:
+        """Delete rows by id or source for good; returns their number.
+
+        The rows' bytes leave the disk with every version that is not pinned, and fragments that lost rows
+        are written anew behind the others, so positions change. Pictures deleted by id stay out when their
+        source is imported again; a source that was deleted whole may be imported anew.
+        """
+        if (ids is None) == (source is None):
+            raise StoreError("delete without a choice, or with two", allowed="either ids or source")
+        before = self.num_rows
+        if ids is not None:
+            self._delete_ids(list(ids))
+        else:
+            self._delete_source(str(source))
+        deleted = before - self.num_rows
+        if deleted:
+            self._purge()
+        return deleted
+
+    def _delete_ids(self, ids: list[str]) -> None:
+        # Noted first: stopped in between, the rows are still there and the same call goes on.
+        self._sidecars.note_deleted(ids)
+        for start in range(0, len(ids), IDS_PER_DELETE):
+            listed = ", ".join(_quoted(id_) for id_ in ids[start : start + IDS_PER_DELETE])
+            self.dataset.delete(f"id IN ({listed})")
+            self.refresh()
+
+    def _delete_source(self, source: str) -> None:
+        sources = self.sources()
+        if source not in sources:
+            raise _no_column(source, list(sources), "source")
+        self.dataset.delete(f"source = {_quoted(source)}")
+        self.refresh()
+
+    def sources(self) -> dict[str, int]:
+        """The name of each source and how many rows came from it."""
+        counts: Counter[str] = Counter()
+        for batch in self.scan(["source"], batch_rows=65_536):
+            for entry in batch.column("source").value_counts().to_pylist():
+                counts[entry["values"]] += entry["counts"]
+        return dict(counts)
+
+    def deleted_ids(self) -> set[str]:
+        """Ids of rows that were deleted by id, and stay out."""
+        return self._sidecars.deleted_ids()
+
+    def _purge(self) -> None:
+        """Rewrite the fragments that lost rows, those alone, and drop the versions that still show them."""
+        whole = [f.fragment_id for f in self.dataset.get_fragments() if not f.metadata.num_deletions]
+        self._rewrite(max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments), 1), whole)
+
+    def compact(self, *, rows_per_fragment: int = ROWS_PER_FRAGMENT) -> None:
+        """Join small fragments and drop the versions that nobody has pinned.
+
+        Positions and fragments are others afterwards; a run that must keep its order has pinned its version.
+        """
+        self._rewrite(rows_per_fragment, [])
+
+    def _rewrite(self, rows_per_fragment: int, excluded: list[int]) -> None:
+        self.dataset.optimize.compact_files(
+            target_rows_per_fragment=rows_per_fragment,
+            materialize_deletions=True,
+            materialize_deletions_threshold=0.0,
+            excluded_fragment_ids=excluded,
+            batch_size=COMPACT_BATCH_ROWS,
+            num_threads=1,
+        )
+        self.refresh()
+        self.drop_old_versions()
+
+    # ---- versions
+
+    def pin(self, name: str) -> int:
+        """Keep this version for good under a name, such as a run's; returns the version."""
+        tag = _tag(name)
+        if tag in self.dataset.tags.list():
+            self.dataset.tags.update(tag, self.version)
+        else:
+            self.dataset.tags.create(tag, self.version)
+        return self.version
+
+    def unpin(self, name: str) -> bool:
+        """Let a pinned version go; False where nothing was pinned under the name."""
+        if _tag(name) not in self.dataset.tags.list():
+            return False
+        self.dataset.tags.delete(_tag(name))
+        return True
+
+    def pins(self) -> dict[str, int]:
+        """The pinned versions by name."""
+        return {name: int(tag["version"]) for name, tag in self.dataset.tags.list().items()}
+
+    def drop_old_versions(self, *, older_than_s: float = 0.0) -> int:
+        """Drop versions older than given, the newest and pinned ones excepted; returns the bytes freed."""
+        stats = self.dataset.cleanup_old_versions(
+            older_than=timedelta(seconds=older_than_s), error_if_tagged_old_versions=False
+        )
+        return int(stats.bytes_removed)
+
+
+def count_shapes(tables: Iterable[pa.Table | pa.RecordBatch]) -> Shapes:
+    """Count the rows of each (width, height) in tables that have these columns."""
+    counts: Shapes = Counter()
+    for table in tables:
+        width, height = (np.asarray(table.column(name)).astype(np.int64) for name in ("width", "height"))
+        packed, numbers = np.unique(width << 32 | height, return_counts=True)
+        for shape, number in zip(packed.tolist(), numbers.tolist(), strict=True):
+            counts[(shape >> 32, shape & 0xFFFFFFFF)] += number
+    return counts
+
+
+def _counting(reader: pa.RecordBatchReader, sizes: Shapes) -> pa.RecordBatchReader:
+    def batches() -> Iterator[pa.RecordBatch]:
+        for batch in reader:
+            sizes.update(count_shapes([batch]))
+            yield batch
+
+    return pa.RecordBatchReader.from_batches(reader.schema, batches())
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def widened(column: pa.Array, type_: pa.DataType) -> pa.Array:
+    """A column as another type that holds all of its values; text is JSON but for what is text already."""
+    if not pa.types.is_string(type_) or pa.types.is_string(column.type):
+        return column.cast(type_)
+    return pa.array([None if v is None else json.dumps(v) for v in column.to_pylist()], type_)
+
+
+def _tag(name: str) -> str:
+    """A name as Lance allows it: letters, digits, '.', '-' and '_'; two names never share one."""
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        return name
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
+
+
+def _make_room(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise StoreError(f"{path} is there already", mend="choose another name, or import into it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _not_opened(path: str, version: int | None, error: Exception) -> StoreError:
+    if "not found" not in str(error):
+        return StoreError(f"{path} is damaged: {_plain(error)}")
+    if version is not None and "://" not in path and (Path(path) / "_versions").is_dir():
+        return StoreError(f"{path} has no version {version}", mend="it was dropped; pin a version to keep it")
+    return StoreError(f"no picture store at {path}", mend=f"make one with: darkroom import SOURCE {path}")
+
+
+def _no_column(name: str, names: Sequence[str], what: str) -> StoreError:
+    near = difflib.get_close_matches(name.lower(), names, 3, 0.5)
+    mend = f"did you mean {' or '.join(near)}?" if near else ""
+    return StoreError(f"no {what} '{name}'", allowed=", ".join(names), mend=mend)
+
+
+def _plain(error: Exception) -> str:
+    """Lance's message in one line, without the place in its own source."""
+    text = " ".join(str(error).split()).removeprefix("Invalid user input: ")
+    return re.sub(r"(, )?\S*/rust/\S+\.rs:\d+:\d+", "", text)
+
+
+class _Filtering:
+    """Turns what Lance says of a filter into a StoreError of one line."""
+
+    def __init__(self, filter: str | None, names: Sequence[str]) -> None:
+        self._filter, self._names = filter, names
+        for quoted in re.findall(r'"([^"]*)"', filter or ""):
+            if quoted in names:
+                # Lance takes it for a text and would find nothing.
+                raise StoreError(f'filter {filter!r}: "{quoted}" is a text', mend=f"the column is `{quoted}`")
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._filter is None or not isinstance(error, ValueError):
+            return
+        unknown = re.search(r"No field named [\"`]?([^\"`. ]+)", str(error))
+        if unknown:
+            raise _no_column(unknown[1], self._names, "column") from error
+        raise StoreError(
+            f"filter {self._filter!r}: {_plain(error)}", mend="SQL, such as: width >= 512"
+        ) from error
