@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 
 class EmaSettings(BaseModel):
@@ -19,3 +24,64 @@ class EmaSettings(BaseModel):
         default=True,
         description="keep at most (1 + n) / (10 + n) after n averaged steps, so that early weights go",
     )
+
+
+class Ema:
+    """Averaged float32 weights beside the trained ones, by the parameters' names.
+
+    Until the first averaged step there is no copy: the average is the weights, and costs nothing.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], settings: EmaSettings) -> None:
+        self._params, self._settings = dict(params), settings
+        self._average: dict[str, Tensor] = {}
+        self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def update(self, k: int) -> None:
+        """Take in the weights after step k (from 0)."""
+        n = k - self._settings.start_step
+        if not self._settings.enabled or n < 0:
+            return
+        if not self._average:
+            self._start({name: param.detach() for name, param in self._params.items()})
+        else:
+            torch._foreach_lerp_(*self._pairs, 1.0 - ema_decay(n, self._settings))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The averaged weights by name; the trained ones while there is no average."""
+        return self._average or {name: param.detach() for name, param in self._params.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the average, empty until it starts."""
+        return self._average
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Put a checkpoint's average back."""
+        if state:
+            self._start({name: state[name] for name in self._params})
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Within, the parameters hold the averaged weights; nothing is copied."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _start(self, values: Mapping[str, Tensor]) -> None:
+        for name, param in self._params.items():
+            # The parameter's own memory layout lets lerp walk both in one order.
+            average = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+            self._average[name] = average.detach().copy_(values[name])
+        self._pairs = (list(self._average.values()), [p.detach() for p in self._params.values()])
+
+    def _swap(self) -> None:
+        for name, average in self._average.items():
+            param = self._params[name]
+            param.data, self._average[name] = average, param.data
+
+
+def ema_decay(n: int, settings: EmaSettings) -> float:
+    """How much of the average the n-th averaged step keeps; little at first, so that early weights go."""
+    return min(settings.decay, (1 + n) / (10 + n)) if settings.warmup else settings.decay

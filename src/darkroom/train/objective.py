@@ -6,18 +6,22 @@ Shapes: B rows of a batch, C channels, H and W latent pixels, T timesteps of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from darkroom.errors import RecipeError
+from darkroom.sample.schedule import Schedule
+
 Prediction = Literal["epsilon", "v", "sample"]
 
 # The same thing in darkroom's recipes and in diffusers' scheduler_config.json.
 _SCHEDULES = {"scaled-linear": "scaled_linear", "linear": "linear", "cosine": "squaredcos_cap_v2"}
 _PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "sample": "sample"}
+_NAMES: dict[str, Prediction] = {"epsilon": "epsilon", "v_prediction": "v", "sample": "sample"}
 
 
 class NoiseSettings(BaseModel):
@@ -79,7 +83,132 @@ class ObjectiveSettings(BaseModel):
     def _possible(self) -> ObjectiveSettings:
         if self.prediction == "epsilon" and self.noise.zero_terminal_snr:
             raise ValueError(
-                "prediction epsilon with noise.zero_terminal_snr: at the last timestep the input is pure noise and "
-                "epsilon teaches nothing; use prediction v or sample"
+                "prediction epsilon with noise.zero_terminal_snr: at the last timestep the input is pure "
+                "noise, so epsilon teaches nothing there; use prediction v or sample"
             )
         return self
+
+
+def scheduler_config(settings: ObjectiveSettings, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The diffusers scheduler configuration of the trained model: the base's, with what the recipe says.
+
+    PNDM knows neither prediction of the sample nor zero terminal SNR: then it becomes DDIM. Raises
+    RecipeError where the recipe and the base's scheduler together are impossible.
+    """
+    config = dict(base)
+    noise = settings.noise
+    said = {
+        "prediction_type": settings.prediction and _PREDICTIONS[settings.prediction],
+        "beta_schedule": noise.schedule and _SCHEDULES[noise.schedule],
+        "beta_start": noise.beta_start,
+        "beta_end": noise.beta_end,
+        "num_train_timesteps": noise.num_timesteps,
+        "rescale_betas_zero_snr": noise.zero_terminal_snr,
+    }
+    config |= {key: value for key, value in said.items() if value is not None}
+    if config.get("rescale_betas_zero_snr"):
+        config["timestep_spacing"] = "trailing"  # the only spacing that visits the last timestep
+    _refuse_impossible(config)
+    pndm_cannot = config.get("prediction_type") == "sample" or config.get("rescale_betas_zero_snr")
+    if config.get("_class_name", "PNDMScheduler") == "PNDMScheduler" and pndm_cannot:
+        config["_class_name"] = "DDIMScheduler"
+        config.pop("skip_prk_steps", None)
+        config["clip_sample"] = False
+    return config
+
+
+def _refuse_impossible(config: Mapping[str, Any]) -> None:
+    if config.get("rescale_betas_zero_snr") and config.get("prediction_type", "epsilon") == "epsilon":
+        raise RecipeError(
+            "objective.noise.zero_terminal_snr",
+            "true, but the model predicts epsilon, which pure noise cannot teach",
+            mend="set objective.prediction=v (or sample)",
+        )
+    if config.get("beta_start", 0.0) > config.get("beta_end", 1.0):
+        raise RecipeError(
+            "objective.noise.beta_start", f"{config['beta_start']} is more than beta_end {config['beta_end']}"
+        )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Noise, targets and weights by timestep, as float32 tables [T] on one device."""
+
+    prediction: Prediction
+    alphas: Tensor
+    sigmas: Tensor
+    weights: Tensor
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        min_snr_gamma: float | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Objective:
+        """The objective of a scheduler configuration (see `scheduler_config`)."""
+        schedule = Schedule.from_config(config)
+        prediction = _NAMES[schedule.prediction]
+        alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
+        weight = min_snr_weights(alphas_cumprod, prediction, min_snr_gamma)
+        tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight)
+        return cls(prediction, *(table.to(device, torch.float32) for table in tables))
+
+    @property
+    def num_timesteps(self) -> int:
+        """Length of the schedule, T."""
+        return len(self.alphas)
+
+    def to(self, device: torch.device | str) -> Objective:
+        """The same tables on a device."""
+        tables = {name: getattr(self, name).to(device) for name in ("alphas", "sigmas", "weights")}
+        return replace(self, **tables)
+
+    def timesteps(self, u_B: Tensor) -> Tensor:
+        """Timesteps [B] of uniform draws in [0, 1), each of the T equally likely."""
+        return (u_B * self.num_timesteps).long().clamp_(0, self.num_timesteps - 1)
+
+    def add_noise(self, x_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """The U-Net's input: the picture and the noise, mixed as timestep t says."""
+        return _rows(self.alphas, t_B, x_BCHW) * x_BCHW + _rows(self.sigmas, t_B, x_BCHW) * noise_BCHW
+
+    def target(self, x_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """What the U-Net should answer: the noise, the velocity (Salimans & Ho 2022) or the picture."""
+        if self.prediction == "epsilon":
+            return noise_BCHW
+        if self.prediction == "sample":
+            return x_BCHW
+        return _rows(self.alphas, t_B, x_BCHW) * noise_BCHW - _rows(self.sigmas, t_B, x_BCHW) * x_BCHW
+
+    def loss(self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """Weighted mean square error of each row [B], in float32."""
+        return square_error(out_BCHW, target_BCHW) * self.weights[t_B]
+
+
+def square_error(out_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
+    """Mean square error of each row [B], in float32."""
+    return (out_BCHW.float() - target_BCHW.float()).square().mean(dim=(1, 2, 3))
+
+
+def min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float | None) -> Tensor:
+    """Loss weights [T] of min-SNR-gamma (Hang et al. 2023): min(SNR, gamma) on the picture's error.
+
+    The error of epsilon is SNR times that of the picture, of v SNR + 1 times, hence the divisors. At zero
+    SNR the epsilon weight is its limit 1.
+    """
+    if gamma is None:
+        return torch.ones_like(alphas_cumprod_T)
+    snr = alphas_cumprod_T / (1 - alphas_cumprod_T)
+    if prediction == "epsilon":
+        return torch.clamp(gamma / snr, max=1.0)
+    clipped = snr.clamp(max=gamma)
+    return clipped / (snr + 1) if prediction == "v" else clipped
+
+
+def offset_noise(noise_BCHW: Tensor, shift_BC11: Tensor, strength: float) -> Tensor:
+    """Noise with a shift common to each channel's pixels, so that a picture's mean can be learned too."""
+    return noise_BCHW + strength * shift_BC11 if strength else noise_BCHW
+
+
+def _rows(table_T: Tensor, t_B: Tensor, like_BCHW: Tensor) -> Tensor:
+    return table_T[t_B].view(-1, *(1,) * (like_BCHW.ndim - 1))

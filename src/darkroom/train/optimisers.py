@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
 
 
 class OptimSettings(BaseModel):
@@ -35,3 +39,86 @@ class OptimSettings(BaseModel):
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest norm of all gradients together; null: no clipping"
     )
+
+
+def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
+    """The learning rate of step k (from 0) of `steps`, as a share of the peak.
+
+    The rate of the first step is peak / warmup_steps, so that no step is idle.
+    """
+    if k < settings.warmup_steps:
+        return (k + 1) / settings.warmup_steps
+    if settings.decay == "constant":
+        return 1.0
+    done = min((k - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
+    falling = 1 - done if settings.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * falling
+
+
+def parameter_groups(
+    modules: Mapping[str, nn.Module], rates: Mapping[str, float], weight_decay: float
+) -> list[dict[str, Any]]:
+    """AdamW's groups: each module's matrices and kernels with weight decay, its biases and norms without.
+
+    `rates` are peak learning rates by module. Only parameters that ask for gradients are taken.
+    """
+    groups = []
+    for name, module in modules.items():
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for decay, params in (
+            (weight_decay, [p for p in trained if p.ndim > 1]),
+            (0.0, [p for p in trained if p.ndim <= 1]),
+        ):
+            if params:
+                peak = rates[name]
+                groups.append({"params": params, "weight_decay": decay, "lr": peak, "peak_lr": peak})
+    return groups
+
+
+def make_optimiser(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.AdamW:
+    """AdamW over the groups, fused: one pass over memory on CPU and CUDA alike."""
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)
+
+
+def set_lr(optimiser: torch.optim.Optimizer, factor: float) -> None:
+    """Set every group's rate to its peak times `factor`."""
+    for group in optimiser.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+
+
+def clip(params: Iterable[Tensor], max_norm: float | None) -> Tensor:
+    """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before.
+
+    The norm stays on the device: nothing waits for it.
+    """
+    params = [p for p in params if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], foreach=True)
+    if max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
+    return norm
+
+
+def optimiser_tensors(optimiser: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
+    """AdamW's state by `<parameter>/exp_avg`, `/exp_avg_sq` and `/step`, to be saved."""
+    tensors = {}
+    for name, param in zip(names, _params(optimiser), strict=True):
+        for key, value in optimiser.state[param].items():
+            tensors[f"{name}/{key}"] = value
+    return tensors
+
+
+def restore_optimiser(
+    optimiser: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Put a saved state back. Each tensor takes the memory layout of its parameter, as AdamW made it."""
+    for name, param in zip(names, _params(optimiser), strict=True):
+        state = optimiser.state[param]
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state[key].copy_(tensors[f"{name}/{key}"])
+        state["step"] = tensors[f"{name}/step"].to(param.device, copy=True)
+
+
+def _params(optimiser: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimiser.param_groups for param in group["params"]]

@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, clipping, AdamW. The bare step that `measure` times."""
+"""One optimiser step: micro-batches forward and backward, clipping, AdamW. `measure` times it bare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrainSettings(BaseModel):
     )
     precision: Precision | Literal["auto"] = Field(
         default="auto",
-        description="number format of the computation (master weights are float32); auto: bf16 where it is fast",
+        description="number format of computation (master weights are float32); auto: bf16 where it is fast",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="of order, noise, timesteps, crops and dropout")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
