@@ -1,0 +1,40 @@
+"""From prompts to pictures: solvers as tables, the denoising loop over them, and what stands around it.
+
+`schedule` reads noise schedules, `solvers` fills a `Table` for each solver (`table` says what is in one),
+`choice` picks the solver; `denoise` packs rows and takes the steps; `prompts` encodes text; `pictures`
+decodes, saves and reads back; `generate` is the whole way in one call.
+"""
+
+from darkroom.sample.choice import SOLVERS, default_solver, make_table
+from darkroom.sample.denoise import Batch, Condition, Row, StepState, Unet, advance, denoise
+from darkroom.sample.generate import GenerateSettings, Job, generate, unet_call
+from darkroom.sample.pictures import Picture, decode, make_grid, read_parameters, save_pictures
+from darkroom.sample.prompts import encode_prompts, tokenize
+from darkroom.sample.schedule import Schedule
+from darkroom.sample.table import Table
+
+__all__ = [
+    "SOLVERS",
+    "Batch",
+    "Condition",
+    "GenerateSettings",
+    "Job",
+    "Picture",
+    "Row",
+    "Schedule",
+    "StepState",
+    "Table",
+    "Unet",
+    "advance",
+    "decode",
+    "default_solver",
+    "denoise",
+    "encode_prompts",
+    "generate",
+    "make_grid",
+    "make_table",
+    "read_parameters",
+    "save_pictures",
+    "tokenize",
+    "unet_call",
+]

@@ -1,0 +1,210 @@
+"""Which solver to use: by its name, or the one in the model's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from darkroom.errors import InputError
+from darkroom.sample import solvers
+from darkroom.sample.schedule import Schedule, check_spacing
+from darkroom.sample.solvers import Plan
+from darkroom.sample.table import Table
+
+MAX_STEPS = 1000
+
+
+class Solver(NamedTuple):
+    """How to fill a table, and the defaults of the diffusers class of that name."""
+
+    fill: Callable[[Plan], Table]
+    spacing: str
+    takes_karras: bool = False
+    clips: bool = False
+    """Whether the diffusers class clips x0 unless its configuration says not to."""
+    knows: tuple[str, ...] = ()
+    """Yes-or-no settings that the diffusers class has; others are ignored there and here."""
+
+
+SOLVERS: dict[str, Solver] = {
+    "ddim": Solver(solvers.ddim, "leading", clips=True, knows=("clip_sample", "rescale_betas_zero_snr")),
+    "pndm": Solver(solvers.pndm, "leading"),
+    "euler": Solver(solvers.euler, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
+    "euler_a": Solver(solvers.euler_a, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
+    "dpmpp_2m": Solver(solvers.dpmpp_2m, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
+    "dpmpp_2m_sde": Solver(
+        solvers.dpmpp_2m_sde, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)
+    ),
+    "unipc": Solver(solvers.unipc, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
+    "lcm": Solver(solvers.lcm, "leading", knows=("clip_sample", "rescale_betas_zero_snr")),
+}
+
+OF_CLASS = {
+    "DDIMScheduler": "ddim",
+    "PNDMScheduler": "pndm",
+    "EulerDiscreteScheduler": "euler",
+    "EulerAncestralDiscreteScheduler": "euler_a",
+    "DPMSolverMultistepScheduler": "dpmpp_2m",
+    "UniPCMultistepScheduler": "unipc",
+    "LCMScheduler": "lcm",
+}
+# Schedulers that are no table here, with the nearest that is.
+INSTEAD_OF_CLASS = {
+    "DDPMScheduler": "ddim",
+    "DDIMInverseScheduler": "ddim",
+    "DDIMParallelScheduler": "ddim",
+    "DDPMParallelScheduler": "ddim",
+    "LMSDiscreteScheduler": "euler",
+    "IPNDMScheduler": "pndm",
+    "HeunDiscreteScheduler": "dpmpp_2m",
+    "KDPM2DiscreteScheduler": "dpmpp_2m",
+    "KDPM2AncestralDiscreteScheduler": "euler_a",
+    "DEISMultistepScheduler": "dpmpp_2m",
+    "DPMSolverSinglestepScheduler": "dpmpp_2m",
+    "DPMSolverSDEScheduler": "dpmpp_2m_sde",
+    "SASolverScheduler": "dpmpp_2m_sde",
+}
+# Settings that would change the picture and are not known here, with the value that leaves it alone.
+UNKNOWN = {
+    "thresholding": (False, "a method for pixel models"),
+    "use_exponential_sigmas": (False, "only Karras sigmas are known"),
+    "use_beta_sigmas": (False, "only Karras sigmas are known"),
+    "use_lu_lambdas": (False, "only Karras sigmas are known"),
+    "use_flow_sigmas": (False, "flow matching models are not known"),
+    "timestep_type": ("discrete", "continuous timesteps are not known"),
+    "interpolation_type": ("linear", "only linear interpolation is known"),
+    "predict_x0": (True, "UniPC is known on x0"),
+    "variance_type": (None, ""),
+}
+STOCHASTIC_DPM = ("sde-dpmsolver++", "sde-dpmsolver")
+
+
+def default_solver(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The solver of a scheduler configuration, and notes on what was substituted.
+
+    Raises InputError where the scheduler is of another kind altogether (flow matching, EDM, discrete).
+    """
+    cls = config.get("_class_name")
+    if cls is None:
+        return "ddim", ("the model has no scheduler: solver ddim",)
+    if cls in INSTEAD_OF_CLASS:
+        name = INSTEAD_OF_CLASS[cls]
+        return name, (f"the model's scheduler {cls} is replaced by solver {name}",)
+    if cls not in OF_CLASS:
+        raise InputError(f"the model's scheduler {cls} is not known", allowed=", ".join(OF_CLASS))
+    name = OF_CLASS[cls]
+    if cls == "DPMSolverMultistepScheduler":
+        return _dpm_variant(config)
+    if name == "pndm" and not config.get("skip_prk_steps", False):
+        return name, ("PNDM's Runge-Kutta warm-up is left out: PLMS steps from the start",)
+    return name, ()
+
+
+def _dpm_variant(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    kind = config.get("algorithm_type", "dpmsolver++")
+    name = "dpmpp_2m_sde" if kind in STOCHASTIC_DPM else "dpmpp_2m"
+    if kind in ("dpmsolver", "sde-dpmsolver"):
+        return name, (f"DPM-Solver's algorithm_type {kind} is replaced by {kind}++",)
+    return name, ()
+
+
+def make_table(
+    solver: str | None,
+    config: Mapping[str, Any],
+    num_steps: int,
+    *,
+    eta: float = 0.0,
+    spacing: str | None = None,
+    karras: bool | None = None,
+) -> Table:
+    """Fill a solver's table for a scheduler configuration (a dict in diffusers' terms).
+
+    `solver` None takes the configuration's own. What is not given comes from the configuration and then from
+    the defaults of the diffusers class, as its `from_config` does. `eta` is for ddim alone. What was
+    substituted or is unusual stands in the table's `notes`. Raises InputError on what cannot be.
+    """
+    notes: tuple[str, ...] = ()
+    if solver is None:
+        solver, notes = default_solver(config)
+    known = _known(solver)
+    is_own = OF_CLASS.get(str(config.get("_class_name"))) == solver.removesuffix("_sde")
+    settings = {
+        key: value
+        for key, value in config.items()
+        if key not in ("clip_sample", "rescale_betas_zero_snr") or key in known.knows
+    }
+    _refuse_unknown(settings if is_own else {k: v for k, v in settings.items() if k == "use_flow_sigmas"})
+    if settings.get("solver_order") == 3 and solver == "dpmpp_2m_sde":
+        settings["solver_order"] = 2
+        notes += ("the third order of DPM-Solver++ SDE is replaced by the second",)
+    clip = _clip(known, settings, is_own)
+    if clip is not None:
+        notes += (f"the model's scheduler clips x0 to +-{clip:g}, which is meant for pixels",)
+    schedule = Schedule.from_config(settings)
+    _check_request(solver, schedule, num_steps, eta, karras)
+    plan = Plan(
+        schedule,
+        num_steps,
+        spacing or settings.get("timestep_spacing") or known.spacing,
+        eta,
+        bool(settings.get("use_karras_sigmas", False)) and known.takes_karras if karras is None else karras,
+        clip,
+        settings,
+        notes,
+    )
+    check_spacing(plan.spacing)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        filled = replace(known.fill(plan), spacing=plan.spacing, karras=plan.karras)
+    return _checked(filled, schedule)
+
+
+def _known(solver: str) -> Solver:
+    if solver not in SOLVERS:
+        raise InputError(f"solver '{solver}'", allowed=", ".join(SOLVERS))
+    return SOLVERS[solver]
+
+
+def _refuse_unknown(settings: Mapping[str, Any]) -> None:
+    for key, (harmless, reason) in UNKNOWN.items():
+        if (given := settings.get(key, harmless)) != harmless:
+            raise InputError(
+                f"the model's scheduler sets {key} to {given}",
+                allowed=str(harmless),
+                mend=reason or "name a solver",
+            )
+
+
+def _clip(known: Solver, settings: Mapping[str, Any], is_own: bool) -> float | None:
+    """The range that x0 is clipped to. Another class's silence about clipping is not taken as a yes."""
+    if "clip_sample" not in known.knows or not settings.get("clip_sample", known.clips and is_own):
+        return None
+    return float(settings.get("clip_sample_range", 1.0))
+
+
+def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, karras: bool | None) -> None:
+    most = min(MAX_STEPS, schedule.num_train_timesteps)
+    if not 1 <= num_steps <= most:
+        raise InputError(f"{num_steps} steps", allowed=f"1 to {most}")
+    if not 0 <= eta <= 1:
+        raise InputError(f"eta {eta:g}", allowed="0 (no noise) to 1 (as much as DDPM)")
+    if eta and solver != "ddim":
+        raise InputError(f"eta {eta:g} with solver {solver}", mend="eta is for ddim alone")
+    if karras and not SOLVERS[solver].takes_karras:
+        able = [name for name, one in SOLVERS.items() if one.takes_karras]
+        raise InputError(f"Karras sigmas with solver {solver}", allowed=", ".join(able))
+    if schedule.prediction == "sample" and solver == "pndm":
+        raise InputError("solver pndm with a model that predicts the sample", mend="use ddim or euler")
+
+
+def _checked(filled: Table, schedule: Schedule) -> Table:
+    if not bool(
+        np.isfinite(filled.values_SK[:, :6].numpy()).all() and np.isfinite(filled.values_SK[:, 7:]).all()
+    ):
+        raise InputError(
+            f"solver {filled.solver} cannot start from no signal with {schedule.prediction} prediction",
+            mend="with zero terminal SNR use v-prediction, or leading spacing, or euler",
+        )
+    return filled

@@ -1,0 +1,255 @@
+"""The denoising loop: rows packed into batches, one step for all solvers, and a generator over the steps.
+
+A row is one picture on its way. It owns its latents, table, step, guidance, text and random generator, so the
+rows of one U-Net call may be at different steps of different solvers, and rows may come and go between steps.
+Latents and solver arithmetic are float32 whatever the U-Net computes in.
+
+Shapes: B rows, G of them guided, C H W latents, L tokens, D text width, P steps ahead, K table columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from darkroom.sample.table import (
+    CLIP_RANGE,
+    CLIPPED,
+    K_OUT,
+    K_X,
+    NOISE,
+    NUM_TERMS,
+    SCALE,
+    TERMS,
+    TIMESTEP,
+    Table,
+)
+
+Unet = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+"""unet(x_BCHW, t_B, text_BLD, added) -> out_BCHW. `added` holds what else the U-Net is told, by name, each
+with a row for every row of x (SDXL: text_embeds, time_ids); it is empty for SD 1 and 2."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What the U-Net is told about one picture: text states [L, D] and further named vectors."""
+
+    text_LD: torch.Tensor
+    added: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Row:
+    """One picture on its way. `latents_CHW` starts as noise times the table's `initial_scale`, in float32.
+
+    Guidance is on where it is above 1, a negative condition is given, and the step lies within
+    `guidance_interval` (fractions of all steps, 0 to 1); elsewhere the row costs one evaluation, not two.
+    `generator` gives the noise of stochastic solvers; it draws on its own device.
+    """
+
+    table: Table
+    latents_CHW: torch.Tensor
+    positive: Condition
+    negative: Condition | None = None
+    guidance: float = 1.0
+    guidance_rescale: float = 0.0
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    generator: torch.Generator | None = None
+    step: int = 0
+    x0_CHW: torch.Tensor | None = None
+    """The picture's latents as predicted at the latest step."""
+    earlier: tuple[torch.Tensor, ...] = ()
+    """x, x0 of the steps before, newest first."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every step of the table is taken."""
+        return self.step >= len(self.table)
+
+    def guided_at(self, step: int) -> bool:
+        """Whether a step needs the second evaluation."""
+        low, high = self.guidance_interval
+        inside = low <= step / len(self.table) < high
+        return inside and self.negative is not None and self.guidance > 1
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What a step left behind. The tensors are not written to afterwards."""
+
+    index: int
+    """How many steps the loop took before this one."""
+    rows: tuple[Row, ...]
+    latents_BCHW: torch.Tensor
+    x0_BCHW: torch.Tensor
+
+
+class Batch:
+    """Rows packed for shared U-Net calls; good for `steps_left` steps, until the first row is done.
+
+    While aboard, a row's latents and history live here; `unpack` gives them back. Every row must have the
+    same latent shape and text length.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = tuple(rows)
+        self.steps_left = min(len(row.table) - row.step for row in self.rows)
+        if self.steps_left < 1:
+            raise ValueError("a row that is done cannot take another step")
+        self.device = self.rows[0].latents_CHW.device
+        self._at = 0
+        self._x = torch.stack([row.latents_CHW for row in self.rows])
+        self._x0 = self._x
+        self._earlier = self._stack_earlier()
+        self._read_tables()
+        self._guided: tuple[int, ...] | None = None
+
+    def _stack_earlier(self) -> list[torch.Tensor]:
+        depth = 2 * max(row.table.earlier for row in self.rows)
+        blank = torch.zeros_like(self._x[0])
+        return [
+            torch.stack([row.earlier[j] if j < len(row.earlier) else blank for row in self.rows])
+            for j in range(depth)
+        ]
+
+    def _read_tables(self) -> None:
+        """Lay the rows' next steps side by side: a step then takes slices and never waits for the device."""
+        ahead = self.steps_left
+        values_BPK = torch.stack([row.table.values_SK[row.step : row.step + ahead] for row in self.rows])
+        used_PK = (values_BPK != 0).any(0)
+        self._terms = [[j for j in range(NUM_TERMS) if used[TERMS + j]] for used in used_PK.tolist()]
+        self._clips = used_PK[:, CLIPPED].tolist()
+        self._scales = (values_BPK[:, :, SCALE] != 1).any(0).tolist()
+        self._draws = [[row.table.draws_S[row.step + p] for row in self.rows] for p in range(ahead)]
+        self._guides = [
+            tuple(i for i, row in enumerate(self.rows) if row.guided_at(row.step + p)) for p in range(ahead)
+        ]
+        columns_PKB = values_BPK.permute(1, 2, 0).contiguous().to(self.device, non_blocking=True)
+        self._timesteps_PB = columns_PKB[:, TIMESTEP]
+        self._columns = columns_PKB[..., None, None, None]
+
+    @torch.inference_mode()
+    def advance(self, unet: Unet) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take one step with every row; returns the new latents and the predicted x0, both [B, C, H, W]."""
+        p, x = self._at, self._x
+        c = self._columns[p].unbind()
+        if self._guides[p] != self._guided:
+            self._gather_conditions(self._guides[p])
+        out = self._guide(self._evaluate(unet, x * c[SCALE] if self._scales[p] else x))
+        x0 = torch.addcmul(c[K_X] * x, c[K_OUT], out)
+        terms = [x, x0, *self._earlier]
+        used = self._terms[p]
+        x_next = c[TERMS + used[0]] * terms[used[0]] if used else torch.zeros_like(x)
+        for j in used[1:]:
+            x_next.addcmul_(c[TERMS + j], terms[j])
+        if self._clips[p]:
+            x0 = torch.clamp(x0, -c[CLIP_RANGE], c[CLIP_RANGE])
+            x_next.addcmul_(c[CLIPPED], x0)
+        if any(self._draws[p]):
+            x_next.addcmul_(c[NOISE], self._noise(self._draws[p]))
+        self._earlier = terms[: len(self._earlier)]
+        self._x, self._x0 = x_next, x0
+        self._move_on()
+        return x_next, x0
+
+    def _move_on(self) -> None:
+        self._at += 1
+        self.steps_left -= 1
+        for row in self.rows:
+            row.step += 1
+
+    def _evaluate(self, unet: Unet, x_in: torch.Tensor) -> torch.Tensor:
+        """One U-Net call: every row with its own text, then the guided ones with their negative text."""
+        guided = self._guided
+        if guided:
+            again = x_in if len(guided) == len(self.rows) else x_in[self._guided_index]
+            x_in = torch.cat([x_in, again])
+        out = unet(x_in, self._unet_timesteps[self._at], self._text, self._added)
+        return out if out.dtype == torch.float32 else out.float()
+
+    def _gather_conditions(self, guided: tuple[int, ...]) -> None:
+        """Lay out text and timesteps for the U-Net; they hold until another set of rows is guided."""
+        self._guided = guided
+        self._guided_index = torch.tensor(guided, device=self.device, dtype=torch.int64)
+        told = [row.positive for row in self.rows]
+        told += [negative for i in guided if (negative := self.rows[i].negative) is not None]
+        self._text = torch.stack([condition.text_LD for condition in told])
+        self._added = {
+            name: torch.stack([condition.added[name] for condition in told]) for name in told[0].added
+        }
+        extra = self._timesteps_PB[:, self._guided_index]
+        self._unet_timesteps = torch.cat([self._timesteps_PB, extra], dim=1)
+        rows = [self.rows[i] for i in guided]
+        self._weight = self._vector([row.guidance for row in rows])
+        rescale = [row.guidance_rescale for row in rows]
+        self._rescale = self._vector(rescale) if any(rescale) else None
+
+    def _vector(self, values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=self.device, dtype=torch.float32)[:, None, None, None]
+
+    def _guide(self, out: torch.Tensor) -> torch.Tensor:
+        """Classifier-free guidance (Ho & Salimans 2022), with Lin et al. 2024's rescaling where asked for."""
+        if not self._guided:
+            return out
+        count = len(self.rows)
+        told, untold = out[:count], out[count:]
+        everyone = len(self._guided) == count
+        towards = told if everyone else told[self._guided_index]
+        mixed = torch.addcmul(untold, self._weight, towards - untold)
+        if self._rescale is not None:
+            ratio = towards.std((1, 2, 3), keepdim=True) / mixed.std((1, 2, 3), keepdim=True)
+            mixed = torch.where(self._rescale > 0, mixed * (self._rescale * ratio + 1 - self._rescale), mixed)
+        return mixed if everyone else told.index_copy(0, self._guided_index, mixed)
+
+    def _noise(self, draws: list[bool]) -> torch.Tensor:
+        """A fresh draw for the rows whose solver asks for one, each from its own generator."""
+        shape = self._x.shape[1:]
+        drawn = [
+            _draw(shape, row.generator).to(self.device) if wanted else torch.zeros(shape, device=self.device)
+            for row, wanted in zip(self.rows, draws, strict=True)
+        ]
+        return torch.stack(drawn)
+
+    def unpack(self) -> None:
+        """Give every row its latents, predicted x0 and history back."""
+        earlier = [tensor.unbind() for tensor in self._earlier]
+        for i, (row, x, x0) in enumerate(zip(self.rows, self._x.unbind(), self._x0.unbind(), strict=True)):
+            row.latents_CHW, row.x0_CHW = x, x0 if self._at else row.x0_CHW
+            row.earlier = tuple(tensor[i] for tensor in earlier[: 2 * row.table.earlier])
+
+
+def _draw(shape: torch.Size, generator: torch.Generator | None) -> torch.Tensor:
+    device = generator.device if generator is not None else torch.device("cpu")
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+
+
+def denoise(unet: Unet, rows: Sequence[Row]) -> Iterator[StepState]:
+    """Take every row through its table, all unfinished rows in each U-Net call; yields after each step.
+
+    `rows` is read anew before each step: a row appended to a list meanwhile joins, one removed from it
+    leaves with its state intact, and a finished one is passed over. Rows hold their state whenever the set
+    of rows changes and when the generator ends or is closed; in between, the yielded tensors are current.
+    """
+    batch: Batch | None = None
+    index = 0
+    try:
+        while active := tuple(row for row in rows if not row.done):
+            if batch is None or batch.rows != active:
+                if batch is not None:
+                    batch.unpack()
+                batch = Batch(active)
+            latents, x0 = batch.advance(unet)
+            yield StepState(index, active, latents, x0)
+            index += 1
+    finally:
+        if batch is not None:
+            batch.unpack()
+
+
+def advance(unet: Unet, rows: Sequence[Row]) -> None:
+    """Take one step with every row and leave each its new latents; for a loop, `denoise` is cheaper."""
+    batch = Batch(rows)
+    batch.advance(unet)
+    batch.unpack()

@@ -1,0 +1,276 @@
+"""Pictures: decoded from latents, saved as PNG with how they were made, and read back.
+
+A saved PNG carries its parameters twice: as A1111's `parameters` text, which other tools read, and as JSON
+under `darkroom`, which says everything. Shapes: B C H W latents.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
+
+from darkroom.errors import DarkroomError, InputError
+
+JSON_KEY, A1111_KEY = "darkroom", "parameters"
+# The decoder's widest activations take about 1.2 GB a megapixel in float32.
+DECODE_PIXELS = 1024 * 1024
+DECODE_PICTURES = 32
+
+A1111_SOLVERS = {
+    "ddim": "DDIM",
+    "pndm": "PLMS",
+    "euler": "Euler",
+    "euler_a": "Euler a",
+    "dpmpp_2m": "DPM++ 2M",
+    "dpmpp_2m_sde": "DPM++ 2M SDE",
+    "unipc": "UniPC",
+    "lcm": "LCM",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A finished picture, what it was made with (plain JSON values), and its latents [C, H, W]."""
+
+    image: Image.Image
+    parameters: dict[str, Any]
+    latents: torch.Tensor
+
+
+@torch.inference_mode()
+def decode(vae: Any, latents_BCHW: torch.Tensor, *, max_pixels: int = DECODE_PIXELS) -> list[Image.Image]:
+    """Latents to RGB pictures, at most `max_pixels` of them (at least one picture) in the decoder at a time.
+
+    Raises DarkroomError where latents or pixels are not finite: half precision overflows in some VAEs.
+    """
+    if not torch.isfinite(latents_BCHW).all():
+        raise DarkroomError("denoising ended in numbers that are not finite; try bfloat16 or float32")
+    factor = 2 ** (len(vae.config.block_out_channels) - 1)
+    pixels = latents_BCHW.shape[-2] * latents_BCHW.shape[-1] * factor**2
+    rows = max(1, min(DECODE_PICTURES, max_pixels // pixels))
+    with _decoding_precision(vae):
+        weight = next(vae.parameters())
+        scaled = _unscaled(vae, latents_BCHW.float()).to(weight.device, weight.dtype)
+        parts = torch.split(scaled, rows)
+        return [image for some in parts for image in _to_images(vae.decode(some).sample)]
+
+
+def _unscaled(vae: Any, latents_BCHW: torch.Tensor) -> torch.Tensor:
+    latents: torch.Tensor = latents_BCHW / float(vae.config.scaling_factor)
+    mean, std = vae.config.get("latents_mean"), vae.config.get("latents_std")
+    if mean is None or std is None:
+        return latents
+    shape = (1, -1, 1, 1)
+    return torch.addcmul(latents.new_tensor(mean).view(shape), latents, latents.new_tensor(std).view(shape))
+
+
+@contextmanager
+def _decoding_precision(vae: Any) -> Iterator[None]:
+    """SDXL's VAE overflows in float16 and says so (`force_upcast`): decode in float32, then go back."""
+    upcast = next(vae.parameters()).dtype == torch.float16 and bool(vae.config.get("force_upcast"))
+    if upcast:
+        vae.to(torch.float32)
+    try:
+        yield
+    finally:
+        if upcast:
+            vae.to(torch.float16)
+
+
+def _to_images(pixels_B3HW: torch.Tensor) -> list[Image.Image]:
+    if not torch.isfinite(pixels_B3HW).all():
+        raise DarkroomError("the VAE gave numbers that are not finite; try bfloat16 or float32")
+    scaled = (pixels_B3HW.float() / 2 + 0.5).clamp(0, 1) * 255
+    array = scaled.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    return [Image.fromarray(picture) for picture in array]
+
+
+def save_pictures(pictures: Sequence[Picture], out_dir: str | Path, *, grid: bool = True) -> list[Path]:
+    """Write `00000-<seed>.png` and on, counting up from what is there, and `grid-00000.png` for two or more.
+
+    Returns the pictures' paths in order, then the grid's. No existing file is overwritten, and a file is
+    there whole or not at all. Raises InputError where the folder cannot be written.
+    """
+    folder = Path(out_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        index = _next_index(folder, r"(\d{5,})-")
+        paths = []
+        for picture in pictures:
+            path, index = _place(
+                picture.image, folder, index, f"-{picture.parameters.get('seed', 0)}", picture
+            )
+            paths.append(path)
+        if grid and len(pictures) > 1:
+            sheet = make_grid([picture.image for picture in pictures])
+            paths.append(_place(sheet, folder, _next_index(folder, r"grid-(\d{5,})\."), "", None)[0])
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise InputError(f"pictures cannot be saved in '{folder}': {error.strerror}") from error
+    return paths
+
+
+def _next_index(folder: Path, pattern: str) -> int:
+    taken = [int(match[1]) for file in os.listdir(folder) if (match := re.match(pattern, file))]
+    return max(taken, default=-1) + 1
+
+
+def _place(
+    image: Image.Image, folder: Path, index: int, suffix: str, picture: Picture | None
+) -> tuple[Path, int]:
+    """Write beside, then link to the first free number: linking fails where another got there first."""
+    handle, beside = tempfile.mkstemp(prefix=".picture-", suffix=".png", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            image.save(file, "PNG", pnginfo=_png_text(picture))
+        os.chmod(beside, 0o644)
+        while True:
+            stem = f"{index:05d}{suffix}" if picture is not None else f"grid-{index:05d}"
+            path = folder / f"{stem}.png"
+            index += 1
+            with suppress(FileExistsError):
+                _link(beside, path)
+                return path, index
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(beside)
+
+
+def _link(beside: str, path: Path) -> None:
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: take the name first, then move into it
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        os.replace(beside, path)
+
+
+def _png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
+    if picture is None:
+        return None
+    info = PngImagePlugin.PngInfo()
+    info.add_text(A1111_KEY, a1111_text(picture.parameters))
+    info.add_text(JSON_KEY, json.dumps(picture.parameters, ensure_ascii=True))
+    return info
+
+
+def make_grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
+    """All pictures on one sheet, in reading order and near to a square; cells of the largest size."""
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    width, height = max(image.width for image in images), max(image.height for image in images)
+    sheet = Image.new("RGB", (columns * width, math.ceil(len(images) / columns) * height), "white")
+    for i, image in enumerate(images):
+        sheet.paste(image, (i % columns * width, i // columns * height))
+    return sheet
+
+
+def a1111_text(parameters: dict[str, Any]) -> str:
+    """Parameters as A1111's web UI writes them: prompt, negative prompt, a line of `Key: value` pairs."""
+    lines = [parameters["prompt"]]
+    if negative := parameters.get("negative"):
+        lines.append(f"Negative prompt: {negative}")
+    pairs = {
+        "Steps": parameters["steps"],
+        "Sampler": A1111_SOLVERS.get(parameters["solver"], parameters["solver"]),
+        "Schedule type": "Karras" if parameters.get("karras") else None,
+        "CFG scale": parameters["guidance"],
+        "Seed": parameters["seed"],
+        "Size": f"{parameters['width']}x{parameters['height']}",
+        "Model": parameters.get("model"),
+        "Eta": parameters.get("eta") or None,
+        "CFG Rescale": parameters.get("guidance_rescale") or None,
+        "Version": f"darkroom {parameters['version']}" if "version" in parameters else None,
+    }
+    lines.append(", ".join(f"{key}: {_quoted(value)}" for key, value in pairs.items() if value is not None))
+    return "\n".join(lines)
+
+
+def _quoted(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return json.dumps(text, ensure_ascii=False) if re.search(r'[,:"\n]', text) else text
+
+
+def read_parameters(png: str | Path) -> dict[str, Any]:
+    """What a picture was made with: darkroom's JSON, or A1111's text in the same names as far as they go.
+
+    Raises InputError where the file is no picture or says neither.
+    """
+    try:
+        with Image.open(png) as image:
+            image.load()
+            texts = {key: str(value) for key, value in image.info.items() if key in (JSON_KEY, A1111_KEY)}
+    except FileNotFoundError as error:
+        raise InputError(f"no file '{png}'") from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise InputError(f"'{png}' is no picture that can be read: {error}") from error
+    if JSON_KEY in texts:
+        with suppress(json.JSONDecodeError):
+            told = json.loads(texts[JSON_KEY])
+            if isinstance(told, dict):
+                return told
+    if A1111_KEY in texts:
+        return parse_a1111(texts[A1111_KEY])
+    raise InputError(
+        f"'{png}' does not say how it was made", allowed="a PNG with 'darkroom' or 'parameters' text"
+    )
+
+
+PAIR = re.compile(r'\s*([\w ./-]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+
+
+def parse_a1111(text: str) -> dict[str, Any]:
+    """A1111's `parameters` text to darkroom's names; pairs without one keep their own."""
+    *head, last = text.strip().split("\n")
+    pairs = dict(PAIR.findall(last))
+    if "Steps" not in pairs:
+        head, pairs = [*head, last], {}
+    split = next((i for i, line in enumerate(head) if line.startswith("Negative prompt:")), len(head))
+    negative = "\n".join(head[split:]).removeprefix("Negative prompt:").strip()
+    parameters: dict[str, Any] = {"prompt": "\n".join(head[:split]).strip(), "negative": negative}
+    return parameters | dict(_named(pairs.items()))
+
+
+def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
+    solvers = {name: solver for solver, name in A1111_SOLVERS.items()}
+    numbers: dict[str, tuple[str, type[int] | type[float]]] = {
+        "Steps": ("steps", int),
+        "Seed": ("seed", int),
+        "CFG scale": ("guidance", float),
+        "CFG Rescale": ("guidance_rescale", float),
+        "Eta": ("eta", float),
+    }
+    for key, raw in pairs:
+        value = _unquoted(raw)
+        if key in numbers:
+            name, kind = numbers[key]
+            with suppress(ValueError):
+                yield name, kind(value)
+        elif key == "Sampler":
+            plain = value.removesuffix(" Karras")
+            yield "solver", solvers.get(plain, plain)
+            if plain != value:
+                yield "karras", True
+        elif key == "Schedule type":
+            yield "karras", value == "Karras"
+        elif key == "Size" and (size := re.fullmatch(r"(\d+)x(\d+)", value)):
+            yield from (("width", int(size[1])), ("height", int(size[2])))
+        else:
+            yield {"Model": "model"}.get(key, key), value
+
+
+def _unquoted(value: str) -> str:
+    if value.startswith('"'):
+        with suppress(json.JSONDecodeError):
+            return str(json.loads(value))
+    return value.strip()

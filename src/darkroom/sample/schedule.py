@@ -1,0 +1,155 @@
+"""Noise schedules: how much signal is left at each training timestep, and which timesteps sampling visits.
+
+Everything is float64 and read from a scheduler's configuration in diffusers' terms. Notation: `alpha` is
+sqrt(alphas_cumprod), the scale of the picture; `sigma_vp` = sqrt(1 - alphas_cumprod), that of the noise;
+`sigma` = sigma_vp / alpha, the noise level once the picture has scale one (Karras et al. 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darkroom.errors import InputError
+
+Array = NDArray[np.float64]
+
+BETA_SCHEDULES = ("scaled_linear", "linear", "squaredcos_cap_v2")
+PREDICTIONS = ("epsilon", "v_prediction", "sample")
+SPACINGS = ("leading", "trailing", "linspace")
+
+# With zero terminal SNR the last sigma would be infinite; diffusers' sigma solvers start from this instead.
+SMALLEST_ALPHA_CUMPROD = 2.0**-24
+KARRAS_RHO = 7.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The training noise schedule: `alphas_cumprod` [T], falling, and what the U-Net predicts."""
+
+    alphas_cumprod: Array
+    prediction: str
+    zero_terminal_snr: bool = False
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Schedule:
+        """Read the schedule of a diffusers scheduler configuration; InputError for what is not known here."""
+        prediction = config.get("prediction_type", "epsilon")
+        if prediction not in PREDICTIONS:
+            raise InputError(f"scheduler: prediction_type '{prediction}'", allowed=", ".join(PREDICTIONS))
+        zero_snr = bool(config.get("rescale_betas_zero_snr", False))
+        betas = betas_of(config)
+        if betas.ndim != 1 or not len(betas) or not np.all((betas >= 0) & (betas < 1)):
+            raise InputError("scheduler: betas must lie in 0 <= beta < 1", mend="see beta_start and beta_end")
+        # Training takes betas in float32, where 1 - 0.999 (cosine) is off by 5e-5: do as it does.
+        alphas_cumprod = np.cumprod(1.0 - betas.astype(np.float32), dtype=np.float64)
+        if zero_snr:
+            alphas_cumprod = rescale_to_zero_terminal_snr(alphas_cumprod)
+        return cls(alphas_cumprod, prediction, zero_snr)
+
+    @property
+    def num_train_timesteps(self) -> int:
+        """How many timesteps training knows, T."""
+        return len(self.alphas_cumprod)
+
+    @property
+    def sigmas(self) -> Array:
+        """Noise over signal at each training timestep [T]; finite also with zero terminal SNR (4096)."""
+        floor = SMALLEST_ALPHA_CUMPROD if self.zero_terminal_snr else 0.0
+        alphas_cumprod = np.maximum(self.alphas_cumprod, floor)
+        sigmas: Array = np.sqrt((1 - alphas_cumprod) / alphas_cumprod)
+        return sigmas
+
+    def sigmas_at(self, timesteps: Array) -> Array:
+        """Sigma at (fractional) timesteps, linear between the training timesteps."""
+        return np.interp(timesteps, np.arange(self.num_train_timesteps), self.sigmas)
+
+    def timesteps_at(self, sigmas: Array) -> Array:
+        """The fractional timesteps of given sigmas, linear in log sigma, held within the training range."""
+        return np.interp(np.log(sigmas), np.log(self.sigmas), np.arange(self.num_train_timesteps))
+
+
+def betas_of(config: Mapping[str, Any]) -> Array:
+    """The betas [T] that a scheduler configuration names."""
+    # LCMScheduler is the one class whose own defaults are Stable Diffusion's.
+    is_lcm = config.get("_class_name") == "LCMScheduler"
+    kind = config.get("beta_schedule", "scaled_linear" if is_lcm else "linear")
+    start = float(config.get("beta_start", 0.00085 if is_lcm else 0.0001))
+    end = float(config.get("beta_end", 0.012 if is_lcm else 0.02))
+    count = int(config.get("num_train_timesteps", 1000))
+    if (trained := config.get("trained_betas")) is not None:
+        return np.asarray(trained, dtype=np.float64)
+    if kind == "linear":
+        return np.linspace(start, end, count)
+    if kind == "scaled_linear":
+        return np.asarray(np.linspace(start**0.5, end**0.5, count) ** 2)
+    if kind == "squaredcos_cap_v2":
+        return cosine_betas(count)
+    raise InputError(f"scheduler: beta_schedule '{kind}'", allowed=", ".join(BETA_SCHEDULES))
+
+
+def cosine_betas(count: int, max_beta: float = 0.999) -> Array:
+    """The cosine schedule of Nichol & Dhariwal 2021, betas capped at `max_beta`."""
+    alpha_bar: Array = np.cos((np.arange(count + 1) / count + 0.008) / 1.008 * math.pi / 2) ** 2
+    return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], max_beta)
+
+
+def rescale_to_zero_terminal_snr(alphas_cumprod: Array) -> Array:
+    """Shift and scale sqrt(alphas_cumprod) so that the last is zero (Lin et al. 2024, algorithm 1)."""
+    alphas = np.sqrt(alphas_cumprod)
+    rescaled: Array = ((alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])) ** 2
+    return rescaled
+
+
+def spaced_timesteps(spacing: str, num_train: int, num_steps: int, offset: int) -> Array:
+    """Timesteps of DDIM, PNDM and Euler, falling (Lin et al. 2024, table 2); linspace ones are fractional.
+
+    A single linspace step starts from the last timestep: diffusers starts it from timestep 0, where a
+    picture of pure noise does not belong.
+    """
+    check_spacing(spacing)
+    steps = np.arange(num_steps, dtype=np.float64)
+    if spacing == "linspace":
+        return (
+            np.linspace(0, num_train - 1, num_steps)[::-1].copy() if num_steps > 1 else steps + num_train - 1
+        )
+    if spacing == "leading":
+        timesteps = steps[::-1] * (num_train // num_steps) + offset
+    else:
+        timesteps = np.round(num_train - steps * (num_train / num_steps)) - 1
+    return np.minimum(timesteps, num_train - 1)
+
+
+def multistep_timesteps(spacing: str, num_train: int, last: int, num_steps: int, offset: int) -> Array:
+    """Timesteps of DPM-Solver++ and UniPC, falling: leading and linspace leave room for a last step to zero.
+
+    `last` is one past the noisiest timestep to use (num_train unless the schedule is clipped).
+    """
+    check_spacing(spacing)
+    steps = np.arange(num_steps, 0, -1, dtype=np.float64)
+    if spacing == "trailing":  # a clipped schedule keeps its stride, so it has fewer steps
+        ends = last - (num_steps - steps) * (num_train / num_steps)
+        return np.maximum(np.round(ends[ends > 1e-6]) - 1, 0)
+    if num_steps + 1 > last:  # no room left: visit every timestep
+        return np.arange(num_steps, dtype=np.float64)[::-1].copy()
+    if spacing == "linspace":
+        return np.asarray(np.round(np.linspace(0, last - 1, num_steps + 1))[::-1][:-1])
+    return np.minimum(steps * (last // (num_steps + 1)) + offset, num_train - 1)
+
+
+def check_spacing(spacing: str) -> None:
+    """InputError unless `spacing` is one of SPACINGS."""
+    if spacing not in SPACINGS:
+        raise InputError(f"spacing '{spacing}'", allowed=", ".join(SPACINGS))
+
+
+def karras_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+    """Falling sigmas, evenly spaced in sigma^(1/7) (Karras et al. 2022, equation 5)."""
+    low, high = sigma_min ** (1 / KARRAS_RHO), sigma_max ** (1 / KARRAS_RHO)
+    sigmas: Array = (high + np.linspace(0, 1, num_steps) * (low - high)) ** KARRAS_RHO
+    return sigmas

@@ -1,0 +1,405 @@
+"""The solvers, each a pure function from a `Plan` to the `Table` it amounts to.
+
+Settings keep the names, meaning and defaults of diffusers' scheduler classes, so that the same scheduler
+configuration, seed and number of steps give the same picture there and here. Coefficients of solvers with
+history are worked out as vectors over the basis h of table.py.
+
+Notation: `alpha`, `sigma` scale picture and noise at a step, `lam` = log(alpha / sigma); `_to` is the level
+that a step goes to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from darkroom.errors import InputError
+from darkroom.sample.schedule import (
+    Array,
+    Schedule,
+    karras_sigmas,
+    multistep_timesteps,
+    spaced_timesteps,
+)
+from darkroom.sample.table import (
+    CLIP_RANGE,
+    CLIPPED,
+    K_OUT,
+    K_X,
+    NOISE,
+    NUM_TERMS,
+    SCALE,
+    TERMS,
+    Sheet,
+    Table,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a solver is asked for. `settings` are a scheduler configuration's remaining keys."""
+
+    schedule: Schedule
+    num_steps: int
+    spacing: str
+    eta: float = 0.0
+    karras: bool = False
+    clip: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def offset(self) -> int:
+        """How many timesteps later than 0 leading spacing starts."""
+        return int(self.settings.get("steps_offset", 0))
+
+    def spaced(self) -> Array:
+        """The timesteps of a solver that ends at its last timestep."""
+        return spaced_timesteps(self.spacing, self.schedule.num_train_timesteps, self.num_steps, self.offset)
+
+    @property
+    def stride(self) -> int:
+        """How far apart diffusers takes neighbouring steps of DDIM and PNDM to be, whatever the spacing."""
+        return self.schedule.num_train_timesteps // self.num_steps
+
+    def alphas_cumprod(self, timesteps: Array) -> Array:
+        """At whole timesteps; before the first, what the settings say the end of sampling is."""
+        whole = timesteps.astype(np.int64)
+        known = self.schedule.alphas_cumprod
+        end = 1.0 if self.settings.get("set_alpha_to_one", True) else known[0]
+        return np.where(whole >= 0, known[np.clip(whole, 0, len(known) - 1)], end)
+
+
+def ddim(plan: Plan) -> Table:
+    """DDIM (Song et al. 2021, equation 12) with any eta; eta 1 is DDPM's ancestral sampling."""
+    timesteps = np.round(plan.spaced())
+    bar, bar_to = plan.alphas_cumprod(timesteps), plan.alphas_cumprod(timesteps - plan.stride)
+    alpha, sigma, alpha_to = np.sqrt(bar), np.sqrt(1 - bar), np.sqrt(bar_to)
+    std = plan.eta * np.sqrt(np.maximum((1 - bar_to) / (1 - bar) * (1 - bar / bar_to), 0))
+    direction = np.sqrt(np.maximum(1 - bar_to - std**2, 0))
+    sheet = Sheet(timesteps)
+    sheet.predict(plan.schedule.prediction, alpha, sigma)
+    # The noise is (x - alpha * x0) / sigma: of the x0 before clipping, as in diffusers.
+    sheet.term(0)[:] = direction / sigma
+    sheet.term(1)[:] = -alpha * direction / sigma
+    _land_on_x0(sheet, alpha_to, plan.clip)
+    sheet.columns[:, NOISE] = std
+    return sheet.finish("ddim", plan.num_steps, draws=plan.eta > 0, notes=plan.notes)
+
+
+def _land_on_x0(sheet: Sheet, weight: Array, clip: float | None) -> None:
+    """Add weight * x0, clipped to +-clip where a range is given."""
+    if clip is None:
+        sheet.term(1)[:] += weight
+    else:
+        sheet.columns[:, CLIPPED], sheet.columns[:, CLIP_RANGE] = weight, clip
+
+
+def euler(plan: Plan) -> Table:
+    """Euler steps of the probability-flow ODE (Karras et al. 2022, algorithm 2 without churn)."""
+    timesteps, sigma = _sigma_levels(plan)
+    last = plan.schedule.sigmas[0] if plan.settings.get("final_sigmas_type") == "sigma_min" else 0.0
+    sigma_to = np.append(sigma[1:], last)
+    sheet = _sigma_sheet(plan, timesteps, sigma)
+    sheet.term(0)[:] = sigma_to / sigma
+    sheet.term(1)[:] = 1 - sigma_to / sigma
+    return sheet.finish("euler", plan.num_steps, initial_scale=_initial_scale(plan, sigma), notes=plan.notes)
+
+
+def euler_a(plan: Plan) -> Table:
+    """Euler steps with ancestral noise (Song et al. 2021's DDPM step in k-diffusion's form)."""
+    timesteps, sigma = _sigma_levels(plan)
+    sigma_to = np.append(sigma[1:], 0.0)
+    up = np.sqrt(np.maximum(sigma_to**2 * (sigma**2 - sigma_to**2) / sigma**2, 0))
+    down = np.sqrt(np.maximum(sigma_to**2 - up**2, 0))
+    sheet = _sigma_sheet(plan, timesteps, sigma)
+    sheet.term(0)[:] = down / sigma
+    sheet.term(1)[:] = 1 - down / sigma
+    sheet.columns[:, NOISE] = up
+    scale = _initial_scale(plan, sigma)
+    return sheet.finish("euler_a", plan.num_steps, draws=True, initial_scale=scale, notes=plan.notes)
+
+
+def _sigma_levels(plan: Plan) -> tuple[Array, Array]:
+    timesteps = plan.spaced()
+    sigma = plan.schedule.sigmas_at(timesteps)
+    if plan.karras:
+        low = plan.settings.get("sigma_min") or sigma[-1]
+        high = plan.settings.get("sigma_max") or sigma[0]
+        sigma = karras_sigmas(low, high, plan.num_steps)
+        timesteps = plan.schedule.timesteps_at(sigma)
+    return timesteps, sigma
+
+
+def _sigma_sheet(plan: Plan, timesteps: Array, sigma: Array) -> Sheet:
+    """x = x0 + sigma * noise; the U-Net sees it scaled to variance one."""
+    sheet = Sheet(timesteps)
+    sheet.columns[:, SCALE] = 1 / np.sqrt(sigma**2 + 1)
+    sheet.predict(plan.schedule.prediction, np.ones_like(sigma), sigma)
+    return sheet
+
+
+def _initial_scale(plan: Plan, sigma: Array) -> float:
+    # diffusers' rule: leading spacing starts below the last timestep, so the noise is one variance short.
+    return float(sigma.max() if plan.spacing != "leading" else math.sqrt(sigma.max() ** 2 + 1))
+
+
+def lcm(plan: Plan) -> Table:
+    """Latent consistency sampling (Luo et al. 2023, algorithm 3), on the timesteps of the distillation."""
+    num_train = plan.schedule.num_train_timesteps
+    original = min(int(plan.settings.get("original_inference_steps", 50)), num_train)
+    if plan.num_steps > original:
+        raise InputError(
+            f"{plan.num_steps} steps with solver lcm",
+            allowed=f"1 to {original}, the steps it was distilled from",
+            mend="4 to 8 are usual",
+        )
+    distilled = (np.arange(original, 0, -1) * (num_train // original) - 1).astype(np.float64)
+    timesteps = distilled[np.floor(np.linspace(0, original, plan.num_steps, endpoint=False)).astype(np.int64)]
+    bar, bar_to = plan.alphas_cumprod(timesteps), plan.alphas_cumprod(np.append(timesteps[1:], -1))
+    bar_to[-1] = 1.0  # the last step ends on the picture itself
+    scaled = timesteps * float(plan.settings.get("timestep_scaling", 10.0))
+    sigma_data = 0.5
+    c_skip = sigma_data**2 / (scaled**2 + sigma_data**2)
+    c_out = scaled / np.sqrt(scaled**2 + sigma_data**2)
+    sheet = Sheet(timesteps)
+    sheet.predict(plan.schedule.prediction, np.sqrt(bar), np.sqrt(1 - bar))
+    sheet.term(0)[:] = np.sqrt(bar_to) * c_skip
+    _land_on_x0(sheet, np.sqrt(bar_to) * c_out, plan.clip)
+    sheet.columns[:, NOISE] = np.sqrt(1 - bar_to)
+    draws = [i + 1 < len(timesteps) for i in range(len(timesteps))]
+    return sheet.finish("lcm", plan.num_steps, draws=draws, notes=plan.notes)
+
+
+def pndm(plan: Plan) -> Table:
+    """PNDM as SD 1.5 uses it: PLMS (Liu et al. 2022, equations 9 and 12) without Runge-Kutta steps.
+
+    The second call repeats the first step from its start with the mean of both outputs (pseudo Euler-Heun).
+    """
+    rising = np.round(plan.spaced())[::-1]
+    timesteps = np.concatenate([rising[:-1], rising[-2:-1], rising[-1:]])[::-1].copy()
+    origins, targets = timesteps.copy(), timesteps - plan.stride
+    if len(timesteps) > 1:
+        origins[1], targets[1] = timesteps[1] + plan.stride, timesteps[1]
+    keep, gain = _transfer(plan, origins, targets)
+    sheet = Sheet(timesteps)
+    bar = plan.alphas_cumprod(timesteps)
+    sheet.predict(plan.schedule.prediction, np.sqrt(bar), np.sqrt(1 - bar))
+    first = keep[:2], gain[:2]
+    for i in range(len(timesteps)):
+        outputs = _plms_outputs(sheet, i, *first)
+        start = _unit(2) if i == 1 else _unit(0)
+        sheet.columns[i, TERMS:] = keep[i] * start + gain[i] * outputs
+    return sheet.finish("pndm", plan.num_steps, notes=plan.notes)
+
+
+def _transfer(plan: Plan, origins: Array, targets: Array) -> tuple[Array, Array]:
+    """x at the targets = keep * x at the origins + gain * the U-Net's output (equation 9, epsilon or v)."""
+    bar, bar_to = plan.alphas_cumprod(origins), plan.alphas_cumprod(targets)
+    keep = np.sqrt(bar_to / bar)
+    gain = -(bar_to - bar) / (bar * np.sqrt(1 - bar_to) + np.sqrt(bar * (1 - bar) * bar_to))
+    if plan.schedule.prediction == "v_prediction":
+        return keep + gain * np.sqrt(1 - bar), gain * np.sqrt(bar)
+    return keep, gain
+
+
+def _plms_outputs(sheet: Sheet, i: int, keep: Array, gain: Array) -> Array:
+    """The combination of the U-Net's outputs that call i steps along, over h.
+
+    The output of call 1 leaves the multistep sum after its own step, so call 4 needs that of call 0, four
+    calls back. It follows from pairs nearer by: x_1 and x_2 both start from x_0.
+    """
+
+    def output(back: int) -> Array:
+        k_x, k_out = sheet.columns[i - back, K_X], sheet.columns[i - back, K_OUT]
+        return np.asarray((_unit(2 * back + 1) - k_x * _unit(2 * back)) / k_out)
+
+    if i == 0:
+        return output(0)
+    if i == 1:
+        return (output(0) + output(1)) / 2
+    if i == 2:
+        return (3 * output(0) - output(2)) / 2
+    if i == 3:
+        return (23 * output(0) - 16 * output(1) + 5 * output(3)) / 12
+    if i > 4:
+        return (55 * output(0) - 59 * output(1) + 37 * output(2) - 9 * output(3)) / 24
+    ratio = keep[1] / keep[0]
+    x_1, x_2 = _unit(2 * 3), _unit(2 * 2)
+    first = (x_2 - ratio * x_1 - gain[1] / 2 * output(3)) / (gain[1] / 2 - ratio * gain[0])
+    return np.asarray((55 * output(0) - 59 * output(1) + 37 * output(2) - 9 * first) / 24)
+
+
+def _unit(j: int) -> Array:
+    vector = np.zeros(NUM_TERMS)
+    vector[j] = 1.0
+    return vector
+
+
+def dpmpp_2m(plan: Plan) -> Table:
+    """DPM-Solver++ multistep (Lu et al. 2022, algorithm 2), order 2 unless the settings say 1 or 3."""
+    return _dpmpp("dpmpp_2m", plan, stochastic=False)
+
+
+def dpmpp_2m_sde(plan: Plan) -> Table:
+    """DPM-Solver++ multistep for the reverse SDE (Lu et al. 2022, section 5): noise at every step."""
+    return _dpmpp("dpmpp_2m_sde", plan, stochastic=True)
+
+
+def _dpmpp(solver: str, plan: Plan, *, stochastic: bool) -> Table:
+    timesteps, sigmas = _multistep_levels(plan)
+    alpha, sigma, lam = _vp(sigmas)
+    order = int(plan.settings.get("solver_order", 2))
+    heun = plan.settings.get("solver_type") == "heun"
+    sheet = Sheet(timesteps)
+    sheet.predict(plan.schedule.prediction, alpha[:-1], sigma[:-1])
+    for i in range(len(timesteps)):
+        h = lam[i + 1] - lam[i]
+        if h == 0:  # Karras sigmas that end on sigma_min have arrived already
+            sheet.columns[i, TERMS:] = _unit(0)
+            continue
+        q = 2 * h if stochastic else h
+        phi = -math.expm1(-q)
+        now = min(order, i + 1, _final_order(plan, i, len(timesteps)))
+        slopes = _slopes(lam, i, now)
+        weights = [phi, phi / 2 if now == 2 and not heun else 1 - phi / q if now > 1 else 0.0]
+        weights.append(0.5 - (q - phi) / q**2 if now == 3 else 0.0)
+        update = sum((w * slope for w, slope in zip(weights, slopes, strict=False)), np.zeros(NUM_TERMS))
+        shrink = math.exp(-h) if stochastic else 1.0
+        sheet.columns[i, TERMS:] = alpha[i + 1] * update + sigma[i + 1] / sigma[i] * shrink * _unit(0)
+        sheet.columns[i, NOISE] = sigma[i + 1] * math.sqrt(phi) if stochastic else 0.0
+    return sheet.finish(solver, plan.num_steps, draws=stochastic, notes=plan.notes)
+
+
+def _final_order(plan: Plan, i: int, count: int) -> int:
+    """The highest order for step i near the end, where few steps or sigma zero make higher ones unstable."""
+    few = bool(plan.settings.get("lower_order_final", True)) and count < 15
+    to_zero = plan.settings.get("final_sigmas_type", "zero") == "zero"
+    if i == count - 1 and (few or to_zero or plan.settings.get("euler_at_final", False)):
+        return 1
+    return 2 if i == count - 2 and few else 3
+
+
+def _slopes(lam: Array, i: int, order: int) -> list[Array]:
+    """x0 and its first and second divided differences in lambda at step i, over h."""
+    m0, m1, m2 = _unit(1), _unit(3), _unit(5)
+    if order == 1:
+        return [m0]
+    h, h_0 = lam[i + 1] - lam[i], lam[i] - lam[i - 1]
+    r_0 = h_0 / h
+    d_0 = (m0 - m1) / r_0
+    if order == 2:
+        return [m0, d_0]
+    r_1 = (lam[i - 1] - lam[i - 2]) / h
+    d_1 = (m1 - m2) / r_1
+    return [m0, d_0 + r_0 / (r_0 + r_1) * (d_0 - d_1), (d_0 - d_1) / (r_0 + r_1)]
+
+
+def _multistep_levels(plan: Plan, *, unipc: bool = False) -> tuple[Array, Array]:
+    """Timesteps [S] and sigmas [S + 1] of DPM-Solver++ and UniPC."""
+    schedule, count = plan.schedule, plan.num_steps
+    keeps_fractions = plan.settings.get("beta_schedule") == "squaredcos_cap_v2" and not unipc
+    to_min = plan.settings.get("final_sigmas_type", "zero") == "sigma_min"
+    if plan.karras:
+        low = plan.settings.get("sigma_min") or schedule.sigmas[0]
+        high = plan.settings.get("sigma_max") or schedule.sigmas[-1]
+        sigmas = karras_sigmas(low, high, count)
+        timesteps = schedule.timesteps_at(sigmas)
+        # With a cosine schedule diffusers does not round, but cuts the fraction off on storing integers; its
+        # float32 noise levels put the first one a hair below the last timestep.
+        cut = np.maximum(np.floor(timesteps - 1e-6), 0)
+        timesteps = cut if keeps_fractions else np.round(timesteps)
+        return timesteps, np.append(sigmas, schedule.sigmas[0] if to_min else 0.0)
+    # lambda = -log sigma; a clipped (cosine) schedule leaves out its noisiest timesteps.
+    clipped = -math.inf if unipc else float(plan.settings.get("lambda_min_clipped", -math.inf))
+    last = int(np.searchsorted(np.log(schedule.sigmas), -clipped, side="right"))
+    timesteps = multistep_timesteps(plan.spacing, schedule.num_train_timesteps, last, count, plan.offset)
+    return timesteps, np.append(schedule.sigmas_at(timesteps), schedule.sigmas[0] if to_min else 0.0)
+
+
+def _vp(sigmas: Array) -> tuple[Array, Array, Array]:
+    alpha = 1 / np.sqrt(sigmas**2 + 1)
+    with np.errstate(divide="ignore"):
+        return alpha, sigmas * alpha, -np.log(sigmas)
+
+
+def unipc(plan: Plan) -> Table:
+    """UniPC (Zhao et al. 2023, algorithms 1 to 3) on x0: correct the last step, then predict the next.
+
+    The corrected latents before a step are no entry of h, but follow from the predicted ones and earlier x0s.
+    """
+    timesteps, sigmas = _multistep_levels(plan, unipc=True)
+    count = len(timesteps)
+    order = int(plan.settings.get("solver_order", 2))
+    lower_last = bool(plan.settings.get("lower_order_final", True))
+    orders = [min(order, i + 1, count - i if lower_last else order) for i in range(count)]
+    if sigmas[-1] == 0:  # lambda is infinite there: only the first order is defined
+        orders[-1] = 1
+    off = plan.settings.get("disable_corrector") or []
+    levels = _vp(sigmas)
+    kind = str(plan.settings.get("solver_type", "bh2"))
+    sheet = Sheet(timesteps)
+    sheet.predict(plan.schedule.prediction, levels[0][:-1], levels[1][:-1])
+    predicted = [np.zeros(NUM_TERMS)] * count
+    for i in range(count):
+        corrected = _unit(0)
+        if i > 0 and i - 1 not in off:
+            # `before` solves x = keep * before + the rest of the last predictor.
+            keep, rest = predicted[i - 1][0], _one_step_back(predicted[i - 1])
+            before = (_unit(0) - rest) / keep
+            corrected = _bh_update(levels, i - 1, orders[i - 1], before, kind, now=_unit(1))
+        predicted[i] = _bh_update(levels, i, orders[i], _unit(0), kind)
+        # the predictor starts from the corrected latents
+        row = predicted[i].copy()
+        row[0] = 0.0
+        sheet.columns[i, TERMS:] = row + predicted[i][0] * corrected
+    return sheet.finish("unipc", plan.num_steps, notes=plan.notes)
+
+
+def _one_step_back(vector: Array) -> Array:
+    """What was over (x, x0, x0_1, ...) one step ago, over today's h, without its x."""
+    moved = np.zeros(NUM_TERMS)
+    moved[3::2] = vector[1:-2:2]
+    return moved
+
+
+def _bh_update(
+    levels: tuple[Array, Array, Array], i: int, order: int, start: Array, kind: str, now: Array | None = None
+) -> Array:
+    """The B(h) update from level i to i + 1, over h; `now` is x0 at i + 1, which makes it the corrector."""
+    alpha, sigma, lam = levels
+    shift = 0 if now is None else 1
+    m = [_unit(2 * (k + shift) + 1) for k in range(order)]
+    h = lam[i + 1] - lam[i]
+    if h == 0:
+        return start
+    hh = -h
+    phi_1 = math.expm1(hh)
+    b_h = hh if kind == "bh1" else phi_1
+    ratios = [(lam[i - k] - lam[i]) / h for k in range(1, order)]
+    slopes = [(m[k] - m[0]) / ratios[k - 1] for k in range(1, order)]
+    if now is not None:
+        ratios, slopes = [*ratios, 1.0], [*slopes, now - m[0]]
+    base = sigma[i + 1] / sigma[i] * start - alpha[i + 1] * phi_1 * m[0]
+    if not slopes:
+        return np.asarray(base)
+    rhos = _rhos(ratios, hh, b_h)
+    return np.asarray(base - alpha[i + 1] * b_h * sum(r * s for r, s in zip(rhos, slopes, strict=True)))
+
+
+def _rhos(ratios: list[float], hh: float, b_h: float) -> Array:
+    """Weights of the slopes: one slope takes a half, more solve equation 10's Vandermonde system."""
+    count = len(ratios)
+    if count == 1:
+        return np.array([0.5])
+    phi_k, factorial, right = math.expm1(hh) / hh - 1, 1.0, []
+    for k in range(1, count + 1):
+        right.append(phi_k * factorial / b_h)
+        factorial *= k + 1
+        phi_k = phi_k / hh - 1 / factorial
+    matrix = np.array([np.power(ratios, k) for k in range(count)])
+    return np.asarray(np.linalg.solve(matrix, np.array(right)))
