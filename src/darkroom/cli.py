@@ -162,7 +162,9 @@ def import_(
     caption_column: Annotated[str | None, typer.Option(help="where the caption is")] = None,
     background: Annotated[str, typer.Option(help="colour behind transparent pictures")] = "white",
     min_size: Annotated[int, typer.Option(min=1, help="shortest side taken, in pixels")] = 16,
-    max_pixels: Annotated[int, typer.Option(min=1, help="most pixels taken, checked before decoding")] = 178_000_000,
+    max_pixels: Annotated[
+        int, typer.Option(min=1, help="most pixels taken, checked before decoding")
+    ] = 178_000_000,
     missing_caption: Annotated[str, typer.Option(help="reject, or keep with an empty caption")] = "reject",
     as_json: Json = False,
 ) -> None:
