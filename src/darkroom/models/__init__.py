@@ -8,6 +8,7 @@ everything loaded from here is plain diffusers and transformers modules, from sa
 from darkroom.models.families import FAMILIES, Family, create
 from darkroom.models.folder import describe, identity, load, save
 from darkroom.models.model import PARTS, Model
+from darkroom.models.place import device, precision
 from darkroom.models.tokenizer import find_tokenizer, train_tokenizer
 
 __all__ = [
@@ -17,9 +18,11 @@ __all__ = [
     "Model",
     "create",
     "describe",
+    "device",
     "find_tokenizer",
     "identity",
     "load",
+    "precision",
     "save",
     "train_tokenizer",
 ]
