@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 import darkroom
@@ -41,13 +40,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
     try:
         code = app(args=arguments, standalone_mode=False)
-    except click.exceptions.Abort:
+    except typer.Abort:
         sys.exit(_failed("stopped", 1))
-    except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "darkroom"
-        sys.exit(_failed(f"{' '.join(error.format_message().split())} (see '{where} --help')", 2))
-    except click.ClickException as error:
-        sys.exit(_failed(error.format_message(), 2))
+    except typer.TyperException as error:
+        sys.exit(_misused(error))
     except DarkroomError as error:
         sys.exit(_failed(str(error), error.exit_code))
     except KeyboardInterrupt:
@@ -59,7 +55,19 @@ def main(arguments: list[str] | None = None) -> None:
         if error.filename is None and error.errno is None:
             raise
         sys.exit(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
-    sys.exit(code if isinstance(code, int) else 0)
+    # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
+    sys.exit(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+def _misused(error: typer.TyperException) -> int:
+    """A mistake on the command line: one line and where to look; nothing said at all shows the help."""
+    context = getattr(error, "ctx", None)
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if message.startswith("Usage:"):
+        print(message)
+        return 2
+    where = context.command_path if context else "darkroom"
+    return _failed(f"{' '.join(message.split())} (see '{where} --help')", 2)
 
 
 def _failed(message: str, code: int) -> int:
