@@ -12,7 +12,7 @@ from darkroom.errors import InputError
 from darkroom.sample import solvers
 from darkroom.sample.schedule import Schedule, check_spacing
 from darkroom.sample.solvers import Plan
-from darkroom.sample.table import Table
+from darkroom.sample.table import CLIP_RANGE, Table
 
 MAX_STEPS = 1000
 
@@ -200,9 +200,7 @@ def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, 
 
 
 def _checked(filled: Table, schedule: Schedule) -> Table:
-    if not bool(
-        np.isfinite(filled.values_SK[:, :6].numpy()).all() and np.isfinite(filled.values_SK[:, 7:]).all()
-    ):
+    if not np.isfinite(np.delete(filled.values_SK, CLIP_RANGE, axis=1)).all():
         raise InputError(
             f"solver {filled.solver} cannot start from no signal with {schedule.prediction} prediction",
             mend="with zero terminal SNR use v-prediction, or leading spacing, or euler",

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from darkroom.sample.table import (
     CLIP_RANGE,
@@ -100,7 +102,7 @@ class Batch:
             raise ValueError("a row that is done cannot take another step")
         self.device = self.rows[0].latents_CHW.device
         self._at = 0
-        self._x = torch.stack([row.latents_CHW for row in self.rows])
+        self._x = torch.stack([row.latents_CHW for row in self.rows]).float()
         self._x0 = self._x
         self._earlier = self._stack_earlier()
         self._read_tables()
@@ -117,16 +119,16 @@ class Batch:
     def _read_tables(self) -> None:
         """Lay the rows' next steps side by side: a step then takes slices and never waits for the device."""
         ahead = self.steps_left
-        values_BPK = torch.stack([row.table.values_SK[row.step : row.step + ahead] for row in self.rows])
-        used_PK = (values_BPK != 0).any(0)
+        values_BPK = np.stack([row.table.values_SK[row.step : row.step + ahead] for row in self.rows])
+        used_PK: NDArray[np.bool_] = np.any(values_BPK != 0, axis=0)
         self._terms = [[j for j in range(NUM_TERMS) if used[TERMS + j]] for used in used_PK.tolist()]
         self._clips = used_PK[:, CLIPPED].tolist()
-        self._scales = (values_BPK[:, :, SCALE] != 1).any(0).tolist()
+        self._scales = (values_BPK[:, :, SCALE] != 1).any(axis=0).tolist()
         self._draws = [[row.table.draws_S[row.step + p] for row in self.rows] for p in range(ahead)]
         self._guides = [
             tuple(i for i, row in enumerate(self.rows) if row.guided_at(row.step + p)) for p in range(ahead)
         ]
-        columns_PKB = values_BPK.permute(1, 2, 0).contiguous().to(self.device, non_blocking=True)
+        columns_PKB = torch.tensor(values_BPK.transpose(1, 2, 0), device=self.device)
         self._timesteps_PB = columns_PKB[:, TIMESTEP]
         self._columns = columns_PKB[..., None, None, None]
 

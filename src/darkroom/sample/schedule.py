@@ -119,10 +119,13 @@ def spaced_timesteps(spacing: str, num_train: int, num_steps: int, offset: int) 
             np.linspace(0, num_train - 1, num_steps)[::-1].copy() if num_steps > 1 else steps + num_train - 1
         )
     if spacing == "leading":
-        timesteps = steps[::-1] * (num_train // num_steps) + offset
-    else:
-        timesteps = np.round(num_train - steps * (num_train / num_steps)) - 1
-    return np.minimum(timesteps, num_train - 1)
+        return _leading(steps[::-1] * (num_train // num_steps), num_train, offset)
+    return np.asarray(np.round(num_train - steps * (num_train / num_steps)) - 1)
+
+
+def _leading(timesteps: Array, num_train: int, offset: int) -> Array:
+    """Shifted by the offset as far as there is room: with 1000 of 1000 steps there is none."""
+    return timesteps + min(offset, num_train - 1 - int(timesteps[0]))
 
 
 def multistep_timesteps(spacing: str, num_train: int, last: int, num_steps: int, offset: int) -> Array:
@@ -139,7 +142,7 @@ def multistep_timesteps(spacing: str, num_train: int, last: int, num_steps: int,
         return np.arange(num_steps, dtype=np.float64)[::-1].copy()
     if spacing == "linspace":
         return np.asarray(np.round(np.linspace(0, last - 1, num_steps + 1))[::-1][:-1])
-    return np.minimum(steps * (last // (num_steps + 1)) + offset, num_train - 1)
+    return _leading(steps * (last // (num_steps + 1)), num_train, offset)
 
 
 def check_spacing(spacing: str) -> None:

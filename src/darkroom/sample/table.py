@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from darkroom.sample.schedule import Array
 
@@ -36,7 +36,7 @@ class Table:
     solver: str
     num_steps: int
     """The steps asked for; PNDM calls the U-Net once more."""
-    values_SK: torch.Tensor
+    values_SK: NDArray[np.float32]
     draws_S: tuple[bool, ...]
     """Whether a step draws noise from the generator (also where its weight is zero, as diffusers does)."""
     initial_scale: float
@@ -48,10 +48,8 @@ class Table:
     """How many earlier (x, x0) pairs the steps look back at: 0 to 3."""
 
     def __post_init__(self) -> None:
-        terms = (self.values_SK[:, TERMS + 2 :] != 0).any(0).tolist()
-        object.__setattr__(
-            self, "earlier", max([i // 2 + 1 for i, used in enumerate(terms) if used], default=0)
-        )
+        used = np.flatnonzero(np.abs(self.values_SK[:, TERMS + 2 :]).sum(axis=0))
+        object.__setattr__(self, "earlier", int(used.max()) // 2 + 1 if len(used) else 0)
 
     def __len__(self) -> int:
         return len(self.draws_S)
@@ -101,7 +99,7 @@ class Sheet:
         return Table(
             solver,
             num_steps,
-            torch.from_numpy(self.columns.astype(np.float32)),
+            self.columns.astype(np.float32),
             tuple(draws) if isinstance(draws, list) else (draws,) * count,
             float(initial_scale),
             notes,
