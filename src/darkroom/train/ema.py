@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,26 +59,12 @@ class Ema:
         if state:
             self._start({name: state[name] for name in self._params})
 
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Within, the parameters hold the averaged weights; nothing is copied."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
     def _start(self, values: Mapping[str, Tensor]) -> None:
         for name, param in self._params.items():
             # The parameter's own memory layout lets lerp walk both in one order.
             average = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
             self._average[name] = average.detach().copy_(values[name])
         self._pairs = (list(self._average.values()), [p.detach() for p in self._params.values()])
-
-    def _swap(self) -> None:
-        for name, average in self._average.items():
-            param = self._params[name]
-            param.data, self._average[name] = average, param.data
 
 
 def ema_decay(n: int, settings: EmaSettings) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class OptimSettings(BaseModel):
@@ -56,23 +56,19 @@ def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
 
 
 def parameter_groups(
-    modules: Mapping[str, nn.Module], rates: Mapping[str, float], weight_decay: float
+    params: Mapping[str, Tensor], rates: Mapping[str, float], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """AdamW's groups: each module's matrices and kernels with weight decay, its biases and norms without.
+    """AdamW's groups: each part's matrices and kernels with weight decay, its biases and norms without.
 
-    `rates` are peak learning rates by module. Only parameters that ask for gradients are taken.
+    `params` are named `<part>.<name>`; `rates` are peak learning rates by part.
     """
-    groups = []
-    for name, module in modules.items():
-        trained = [p for p in module.parameters() if p.requires_grad]
-        for decay, params in (
-            (weight_decay, [p for p in trained if p.ndim > 1]),
-            (0.0, [p for p in trained if p.ndim <= 1]),
-        ):
-            if params:
-                peak = rates[name]
-                groups.append({"params": params, "weight_decay": decay, "lr": peak, "peak_lr": peak})
-    return groups
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, param in params.items():
+        part, decays = name.split(".", 1)[0], param.ndim > 1
+        decay = weight_decay if decays else 0.0
+        new = {"params": [], "weight_decay": decay, "lr": rates[part], "peak_lr": rates[part]}
+        groups.setdefault((part, decays), new)["params"].append(param)
+    return list(groups.values())
 
 
 def make_optimiser(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.AdamW:
@@ -99,26 +95,24 @@ def clip(params: Iterable[Tensor], max_norm: float | None) -> Tensor:
     return norm
 
 
-def optimiser_tensors(optimiser: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
+def optimiser_tensors(optimiser: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """AdamW's state by `<parameter>/exp_avg`, `/exp_avg_sq` and `/step`, to be saved."""
-    tensors = {}
-    for name, param in zip(names, _params(optimiser), strict=True):
-        for key, value in optimiser.state[param].items():
-            tensors[f"{name}/{key}"] = value
-    return tensors
+    return {
+        f"{name}/{key}": value
+        for name, param in params.items()
+        for key, value in optimiser.state[param].items()
+    }
 
 
 def restore_optimiser(
-    optimiser: torch.optim.Optimizer, names: Sequence[str], tensors: Mapping[str, Tensor]
+    optimiser: torch.optim.Optimizer, params: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
     """Put a saved state back. Each tensor takes the memory layout of its parameter, as AdamW made it."""
-    for name, param in zip(names, _params(optimiser), strict=True):
+    for name, param in params.items():
+        if f"{name}/step" not in tensors:
+            continue  # it never had a gradient
         state = optimiser.state[param]
         for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format).detach()
             state[key].copy_(tensors[f"{name}/{key}"])
         state["step"] = tensors[f"{name}/step"].to(param.device, copy=True)
-
-
-def _params(optimiser: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimiser.param_groups for param in group["params"]]

@@ -1,14 +1,29 @@
-"""One optimiser step: micro-batches forward and backward, clipping, AdamW. `measure` times it bare."""
+"""One optimiser step: micro-batches forward and backward, clipping, AdamW. `measure` times it bare.
+
+Shapes: B rows of the global batch, b of a micro-batch.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
 
-from darkroom.train.ema import EmaSettings
+from darkroom.errors import RecipeError
+from darkroom.train.ema import Ema, EmaSettings
+from darkroom.train.optimisers import OptimSettings, clip, lr_factor, make_optimiser, parameter_groups, set_lr
+from darkroom.train.weights import Weights, make_weights
 
 Precision = Literal["float32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class TrainSettings(BaseModel):
@@ -37,3 +52,120 @@ class TrainSettings(BaseModel):
     )
     log_every: int = Field(default=10, gt=0, description="steps between console lines and writes of metrics")
     ema: EmaSettings = Field(default=EmaSettings(), description="averaged weights")
+
+
+Inputs = Mapping[str, Tensor]
+
+
+class Loss(Protocol):
+    """What a step asks of a task."""
+
+    def losses(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Of each row [b]: `loss`, which is trained on, and what else is to be logged."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured, still on the device: reading it waits for the step."""
+
+    losses: dict[str, Tensor]
+    grad_norm: Tensor
+    lr: float
+
+
+class Step:
+    """The bare step and its state: master weights, optimiser, averaged weights.
+
+    Calling it with the number k of the step (from 0) and a global batch's inputs trains once. Nothing in it
+    waits for the device. `micro_batch` rows are computed at a time; the result is the mean over the global
+    batch whatever it is, up to rounding.
+    """
+
+    def __init__(
+        self,
+        task: Loss,
+        modules: Mapping[str, nn.Module],
+        *,
+        train: TrainSettings,
+        optim: OptimSettings,
+        micro_batch: int,
+        dtype: torch.dtype,
+        rates: Mapping[str, float] | None = None,
+    ) -> None:
+        self.task, self._train, self._optim = task, train, optim
+        self.micro_batch = micro_batch
+        self.weights: Weights = make_weights(modules, dtype)
+        peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
+        groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay)
+        self.optimiser = make_optimiser(groups, optim)
+        self.ema = Ema(self.weights.masters, train.ema)
+        device = next(iter(self.weights.masters.values())).device
+        # bf16 has float32's range; fp16's gradients vanish unless the loss is scaled up.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    def __call__(self, k: int, inputs: Inputs) -> StepResult:
+        torch.manual_seed(step_seed(self._train.seed, k))  # dropout, where a model has any
+        factor = lr_factor(k, self._train.steps, self._optim)
+        set_lr(self.optimiser, factor)
+        losses = self._gradients(inputs)
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimiser)
+        norm = clip(self.weights.masters.values(), self._optim.clip_norm)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        self.weights.clear_gradients()
+        self.weights.publish()
+        self.ema.update(k)
+        return StepResult(losses, norm, self._optim.lr * factor)
+
+    def _gradients(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Forward and backward of every micro-batch; returns the means over the global batch."""
+        rows = num_rows(inputs)
+        total: dict[str, Tensor] = {}
+        for i, micro in enumerate(micro_batches(inputs, self.micro_batch)):
+            means = {name: loss_b.sum() / rows for name, loss_b in self.task.losses(micro).items()}
+            self.scaler.scale(means["loss"]).backward()  # type: ignore[no-untyped-call]
+            self.weights.collect(first=i == 0)
+            for name, mean in means.items():
+                total[name] = total[name] + mean.detach() if name in total else mean.detach()
+        return total
+
+
+def num_rows(inputs: Inputs) -> int:
+    """Rows of a batch of inputs; every tensor has them first."""
+    return len(next(iter(inputs.values())))
+
+
+def micro_batches(inputs: Inputs, size: int) -> Iterator[dict[str, Tensor]]:
+    """A batch in parts of `size` rows; the last may be smaller."""
+    for start in range(0, num_rows(inputs), size):
+        yield {name: tensor[start : start + size] for name, tensor in inputs.items()}
+
+
+def step_seed(seed: int, k: int) -> int:
+    """Torch's seed of step k: with it nothing random has to be saved, a step's number says it all."""
+    return (seed * 0x9E3779B97F4A7C15 + k * 0xBF58476D1CE4E5B9 + 1) % 2**63
+
+
+def choose_precision(
+    asked: Precision | Literal["auto"], device: torch.device, instructions: Sequence[str]
+) -> tuple[Precision, str]:
+    """The precision to compute in, and why; RecipeError for float16 on a CPU.
+
+    `instructions` are the processor's, as `hardware.machine()` tells them.
+    """
+    if asked == "fp16" and device.type == "cpu":
+        raise RecipeError(
+            "train.precision", "fp16 on a CPU, about five times slower than float32", mend="use bf16 or auto"
+        )
+    if asked != "auto":
+        return asked, "asked for"
+    if device.type == "cuda":
+        return (
+            ("bf16", "the GPU has it") if torch.cuda.is_bf16_supported() else ("fp16", "the GPU has no bf16")
+        )
+    fast = [name for name in ("amx_bf16", "avx512_bf16") if name in instructions]
+    if fast:
+        return "bf16", f"the processor has {fast[0]}"
+    return "float32", "the processor has no fast bf16"

@@ -1,0 +1,307 @@
+"""The run folder: recipe, environment, metrics, checkpoints, samples, model and bill of one training job.
+
+`metrics.jsonl` has one row a step (`step, loss, lr, grad_norm, ...`), in order, each step once; what was
+measured after a step (held-out loss) stands in that step's row. Row 0, where there is one, was measured
+before the first step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from darkroom.bill import Bill
+from darkroom.errors import InputError
+
+RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
+_LOCK = ".lock"
+
+
+class Run:
+    """One run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path | str, recipe_text: str, environment: Mapping[str, Any]) -> Self:
+        """A new run; InputError where there is one already."""
+        run = cls(Path(path))
+        if (run.path / RECIPE).exists():
+            raise InputError(f"'{path}' is a run already", mend="choose another folder, or resume it")
+        for folder in (run.path, run.checkpoints, run.samples):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_whole(run.path / ENVIRONMENT, json.dumps(environment, indent=1, default=str) + "\n")
+        write_whole(run.path / RECIPE, recipe_text)  # last: with it the run exists
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """A run that exists; InputError names the ones nearby where it does not."""
+        run = cls(Path(path))
+        if not (run.path / RECIPE).is_file():
+            near = [found.name for found in _run_folders(run.path.parent)][:8]
+            raise InputError(f"no run at '{path}'", mend=f"runs there: {', '.join(near)}" if near else "")
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the states are from which training goes on."""
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        """Where the sample grids are, by step."""
+        return self.path / "samples"
+
+    @property
+    def model(self) -> Path:
+        """Where the finished model is."""
+        return self.path / "model"
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The resolved recipe."""
+        content: dict[str, Any] = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
+        return content
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Where the newest session ran; `sessions` lists the earlier ones."""
+        content: dict[str, Any] = json.loads((self.path / ENVIRONMENT).read_text(encoding="utf-8"))
+        return content
+
+    def bill(self) -> Bill | None:
+        """What the run used so far, all sessions together."""
+        return Bill.load(self.path / BILL)
+
+    def add_session(self, environment: Mapping[str, Any]) -> None:
+        """Note where the run goes on, and keep where it was before."""
+        before = self.environment
+        sessions = [*before.pop("sessions", []), before]
+        text = json.dumps({**environment, "sessions": sessions}, indent=1, default=str)
+        write_whole(self.path / ENVIRONMENT, text + "\n")
+
+    def set_recipe(self, recipe_text: str) -> None:
+        """Replace the recipe, where what was changed is harmless."""
+        write_whole(self.path / RECIPE, recipe_text)
+
+    # ---- metrics
+
+    def log(self, *rows: Mapping[str, Any]) -> None:
+        """Append rows in one write, so that a killed process leaves whole rows."""
+        if not rows:
+            return
+        text = "".join(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows)
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def sync(self) -> None:
+        """Make the metrics written so far survive a power cut."""
+        with (self.path / METRICS).open("a") as file:
+            os.fsync(file.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All rows; one that a full disk or a power cut left torn at the end is left out."""
+        return [row for row, _ in self._rows()]
+
+    def truncate(self, step: int) -> None:
+        """Drop the rows of steps later than `step`, and a torn one, as a whole or not at all."""
+        if (self.path / METRICS).exists():
+            kept = [line for row, line in self._rows() if row["step"] <= step]
+            write_whole(self.path / METRICS, "".join(kept))
+
+    def _rows(self) -> Iterator[tuple[dict[str, Any], str]]:
+        try:
+            text = (self.path / METRICS).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return
+        for line in text.splitlines(keepends=True):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                return
+            yield row, line
+
+    # ---- one process at a time
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process; InputError if another trains it. A killed process lets go."""
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # `darkroom runs` holds it for a moment when it looks: try again before giving up.
+            if not _try_lock(descriptor, tries=4):
+                raise InputError(f"'{self.path}' is being trained by another process", mend="wait or stop it")
+            yield
+        finally:
+            os.close(descriptor)
+
+    def is_running(self) -> bool:
+        """Whether a process trains it now."""
+        try:
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            return not _try_lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One line of `darkroom runs`. Losses and rates are of the newest step."""
+
+    path: str
+    task: str
+    base: str
+    state: str  # running | finished | stopped
+    step: int
+    steps: int
+    loss: float | None
+    heldout_loss: float | None
+    images_per_s: float | None
+    wall_s: float | None
+    usd: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def list_runs(root: Path | str) -> list[RunSummary]:
+    """The runs in a folder (or the one run it is), by name."""
+    root = Path(root)
+    if not root.is_dir():
+        raise InputError(f"no folder '{root}'")
+    return [summarise(Run(path)) for path in _run_folders(root)]
+
+
+def summarise(run: Run) -> RunSummary:
+    """How far a run is."""
+    recipe, rows, bill = run.recipe, run.metrics(), run.bill()
+    step = rows[-1]["step"] if rows else 0
+    steps = int(recipe["train"]["steps"])
+    finished = step >= steps and run.model.is_dir()
+    state = "running" if run.is_running() else "finished" if finished else "stopped"
+    return RunSummary(
+        path=str(run.path),
+        task=str(recipe["task"]),
+        base=str(recipe["model"]["base"]),
+        state=state,
+        step=step,
+        steps=steps,
+        loss=_last(rows, "loss"),
+        heldout_loss=_last(rows, "heldout_loss"),
+        images_per_s=_last(rows, "images_per_s"),
+        wall_s=bill.wall_s if bill else None,
+        usd=bill.usd if bill else None,
+    )
+
+
+def compare(a: Path | str, b: Path | str) -> dict[str, Any]:
+    """Two runs side by side: settings that differ, last metrics, bills; each value as (of a, of b)."""
+    one, other = Run.open(a), Run.open(b)
+    settings = differences(one.recipe, other.recipe)
+    metrics = [_final(run.metrics()) for run in (one, other)]
+    bills = [bill.model_dump(mode="json") if (bill := run.bill()) else {} for run in (one, other)]
+    return {
+        "runs": (str(a), str(b)),
+        "settings": settings,
+        "metrics": _side_by_side(*metrics),
+        "bill": _side_by_side(*bills),
+    }
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where two nested settings differ: dotted key -> (value of a, value of b), None where missing."""
+    return {key: pair for key, pair in _side_by_side(_flat(a), _flat(b)).items() if pair[0] != pair[1]}
+
+
+def numbered_folder(path: Path) -> Path:
+    """The folder itself if it is free, or the first free of `name-2`, `name-3`, ..."""
+    if not path.exists():
+        return path
+    taken = {found.name for found in path.parent.iterdir()}
+    stem = re.sub(r"-\d+$", "", path.name)
+    number = 2
+    while f"{stem}-{number}" in taken:
+        number += 1
+    return path.with_name(f"{stem}-{number}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old one or the new one, never half of one."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _try_lock(descriptor: int, *, tries: int = 1) -> bool:
+    for left in reversed(range(tries)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05 if left else 0)
+    return False
+
+
+def _run_folders(root: Path) -> list[Path]:
+    if (root / RECIPE).is_file():
+        return [root]
+    return sorted(file.parent for file in root.glob(f"*/{RECIPE}")) if root.is_dir() else []
+
+
+def _last(rows: Sequence[Mapping[str, Any]], key: str) -> Any:
+    return next((row[key] for row in reversed(rows) if key in row), None)
+
+
+def _final(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    final: dict[str, Any] = {}
+    for row in rows[-1000:]:
+        final |= row
+    return final
+
+
+def _side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = [*a, *(key for key in b if key not in a)]
+    return {key: (a.get(key), b.get(key)) for key in keys}
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value

@@ -1,0 +1,119 @@
+"""The model a recipe names: a family's random weights or a folder's, with its VAE and tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from darkroom import models
+from darkroom.errors import RecipeError
+from darkroom.models import FAMILIES, PARTS, Model
+from darkroom.train.objective import scheduler_config
+
+if TYPE_CHECKING:
+    from darkroom.recipe import ModelSettings, Recipe
+
+TOKENIZER = "tokenizer"
+
+
+def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path) -> Model:
+    """The model before training, the same each time.
+
+    A tokenizer that is to be learned is learned from `captions()`, unless the run has kept one (see
+    `keep_tokenizer`). Raises RecipeError and ModelError for what cannot be.
+    """
+    settings = recipe.model
+    own_vae = isinstance(settings.vae, str)
+    parts = ("vae",) if recipe.task == "autoencoder" else PARTS
+    wanted = tuple(part for part in parts if not (own_vae and part == "vae"))
+    vae = _vae_of(settings) if own_vae else None
+    if settings.base in FAMILIES and not Path(settings.base).is_dir():
+        tokenizer = None if recipe.task == "autoencoder" else _tokenizer(settings, captions, run)
+        overrides = _overrides(recipe, vae)
+        model = models.create(
+            settings.base, seed=settings.seed, tokenizer=tokenizer, overrides=overrides, parts=wanted
+        )
+    else:
+        _refuse_overrides(settings)
+        model = models.load(settings.base, parts=wanted, variant=settings.variant, revision=settings.revision)
+    if vae is not None:
+        model.vae = vae
+    if recipe.task != "autoencoder":
+        model.scheduler = scheduler_config(recipe.objective, model.scheduler)
+        check_resolution(recipe.data.resolution, model)
+    return model
+
+
+def keep_tokenizer(settings: ModelSettings, model: Model, run: Path) -> None:
+    """Keep a learned tokenizer in the run, whole or not at all."""
+    if settings.tokenizer == "train" and model.tokenizers:
+        beside = run / f".{TOKENIZER}"
+        model.tokenizers[0].save_pretrained(str(beside))
+        beside.rename(run / TOKENIZER)
+
+
+def check_resolution(resolution: int, model: Model) -> None:
+    """RecipeError unless pictures of this size go through the VAE and all levels of the U-Net."""
+    if model.unet is None or model.vae is None:
+        return
+    if int(model.unet.config.in_channels) != model.latent_channels:
+        raise RecipeError(
+            "model.unet.in_channels",
+            f"{model.unet.config.in_channels}, but the VAE's latents have {model.latent_channels} channels",
+        )
+    unit = model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1)
+    if resolution % unit:
+        raise RecipeError("data.resolution", f"{resolution}", allowed=f"multiples of {unit} with this model")
+
+
+def _vae_of(settings: ModelSettings) -> Any:
+    return models.load(str(settings.vae), parts=("vae",), variant=settings.variant).vae
+
+
+def _tokenizer(settings: ModelSettings, captions: Callable[[], Iterable[str]], run: Path) -> Any:
+    if settings.tokenizer != "train":
+        return settings.tokenizer
+    if (run / TOKENIZER).is_dir():
+        return run / TOKENIZER
+    return models.train_tokenizer(
+        captions(), vocab_size=settings.vocab_size, model_max_length=settings.max_length
+    )
+
+
+def _overrides(recipe: Recipe, vae: Any) -> dict[str, dict[str, Any]]:
+    """The recipe's changes to a family, and what follows from them for the U-Net unless it is said."""
+    settings = recipe.model
+    family = FAMILIES[settings.base]
+    given = {"text_encoder": settings.text_encoder, "unet": settings.unet}
+    if isinstance(settings.vae, dict):
+        given["vae"] = settings.vae
+    config = {**family.vae, **given.get("vae", {})} if vae is None else dict(vae.config)
+    channels, levels = config["latent_channels"], len(config["block_out_channels"])
+    derived = {
+        "in_channels": channels,
+        "out_channels": channels,
+        "sample_size": recipe.data.resolution // 2 ** (levels - 1),
+    }
+    if len(family.text_encoders) == 1:
+        text = {**family.text_encoders[0], **settings.text_encoder}
+        derived["cross_attention_dim"] = text["hidden_size"]
+    given["unet"] = derived | settings.unet
+    wanted = ("vae",) if recipe.task == "autoencoder" else tuple(given)
+    return {part: changes for part, changes in given.items() if changes and part in wanted}
+
+
+def _refuse_overrides(settings: ModelSettings) -> None:
+    for part in ("unet", "vae", "text_encoder"):
+        if isinstance(changes := getattr(settings, part), dict) and changes:
+            raise RecipeError(
+                f"model.{part}",
+                f"changes to '{settings.base}', whose weights fix its shape",
+                mend=f"take them out, or give a family as model.base ({', '.join(FAMILIES)})",
+            )
+    if settings.tokenizer is not None:
+        raise RecipeError(
+            "model.tokenizer",
+            f"'{settings.tokenizer}', but '{settings.base}' has its own",
+            mend="leave it out",
+        )

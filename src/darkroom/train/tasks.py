@@ -1,0 +1,328 @@
+"""What is trained: a task gives the modules, says what it reads, and turns a batch into a loss.
+
+The loop around a task knows nothing of diffusion. A new task (fine-tuning, LoRA, textual inversion) is
+another small class with the same methods.
+
+Shapes: B rows of a batch, b of a micro-batch, C latent channels, h and w latent pixels, H and W pixels,
+L tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from darkroom.models import Model
+from darkroom.train.objective import AutoencoderLossSettings, Objective, offset_noise, square_error
+
+Columns = Mapping[str, Any]
+"""A batch's columns and draws by name: tensors with B rows, and lists of B captions."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a task reads of each row, and which draws of chance it wants."""
+
+    pixels: bool = False
+    latents: str | None = None  # name of the prepared column
+    text: str | None = None  # name of the prepared column
+    captions: bool = False
+    noise: bool = False  # with timestep and, if `offset`, offset noise
+    posterior: bool = False
+    offset: bool = False
+
+
+class Task(Protocol):
+    """What the loop asks of a task."""
+
+    model: Model
+    modules: dict[str, nn.Module]  # what is trained, by part
+    rates: dict[str, float]  # peak learning rates by part that differ from optim.lr
+    needs: Needs
+
+    def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        """A batch as tensors on the device, each with B rows. Frozen encoders run here, without gradients."""
+        ...
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each row [b]: `loss`, which is trained on, and what else is to be logged."""
+        ...
+
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each held-out row, what is measured: [b], or [b, n] with one for each of `points`."""
+        ...
+
+    @property
+    def points(self) -> Sequence[int]:
+        """What the columns of `heldout`'s [b, n] stand for: timesteps."""
+        ...
+
+    def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        """What the finished model needs to know of its training data; saved with each checkpoint."""
+        ...
+
+    def finish(self, measured: Mapping[str, float]) -> None:
+        """Write what was measured into the model's configuration, before it is saved."""
+        ...
+
+
+class Pretrain:
+    """Train the U-Net, and the text encoder with it if asked, to denoise latents."""
+
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective,
+        needs: Needs,
+        *,
+        train_text_encoder: bool = False,
+        text_encoder_lr: float | None = None,
+        noise_offset: float = 0.0,
+        num_points: int = 8,
+        empty_text: tuple[Tensor, Tensor | None] | None = None,
+        encode: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`empty_text` are the empty caption's states [L, D] (and pooled [D]) where text is prepared;
+        `encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not."""
+        assert model.unet is not None
+        self.model, self.objective, self.needs = model, objective, needs
+        self.modules: dict[str, nn.Module] = {"unet": model.unet}
+        self.rates: dict[str, float] = {}
+        self._trains_text = train_text_encoder
+        if train_text_encoder:
+            self.modules |= {name: m for name, m in model.modules.items() if name.startswith("text_encoder")}
+            if text_encoder_lr is not None:
+                self.rates = {name: text_encoder_lr for name in self.modules if name != "unet"}
+        self._offset, self._empty, self._encode = noise_offset, empty_text, encode
+        total = objective.num_timesteps
+        self._points = [int((i + 0.5) * total / num_points) for i in range(num_points)]
+        self._token_cache: dict[str, list[Tensor]] = {}
+
+    @property
+    def points(self) -> Sequence[int]:
+        return self._points
+
+    def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        moments = columns["moments"] if self._encode is None else self._encode(columns["pixels"])
+        moments_B2Chw = moments.to(device, torch.float32, non_blocking=True)
+        drawn = {
+            name: _to(columns[name], device) for name in ("noise", "posterior", "offset") if name in columns
+        }
+        assert self.model.vae is not None
+        scale = self.model.vae_scale
+        latents_BChw = (moments_B2Chw[:, 0] + moments_B2Chw[:, 1] * drawn["posterior"]) * scale
+        noise_BChw = drawn["noise"]
+        if self._offset:
+            noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._offset)
+        inputs = {"latents": latents_BChw, "noise": noise_BChw, "u": _to(columns["u"], device)}
+        inputs |= self._text(columns, device)
+        if self.model.is_sdxl:
+            inputs["time_ids"] = self._time_ids(latents_BChw)
+        return inputs
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        t_b = self.objective.timesteps(inputs["u"])
+        out_bChw, target_bChw = self._predict(inputs, t_b)
+        return {"loss": self.objective.loss(out_bChw, target_bChw, t_b)}
+
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        errors = []
+        for point in self._points:
+            t_b = torch.full_like(inputs["u"], point, dtype=torch.long)
+            errors.append(square_error(*self._predict(inputs, t_b)))
+        errors_bn = torch.stack(errors, dim=1)
+        return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
+
+    def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        return {}
+
+    def finish(self, measured: Mapping[str, float]) -> None:
+        pass
+
+    def _predict(self, inputs: Mapping[str, Tensor], t_b: Tensor) -> tuple[Tensor, Tensor]:
+        latents_bChw, noise_bChw = inputs["latents"], inputs["noise"]
+        unet: Any = self.model.unet
+        text_bLD, pooled_bD = self._states(inputs)
+        added = {"text_embeds": pooled_bD, "time_ids": inputs["time_ids"]} if self.model.is_sdxl else None
+        noisy_bChw = self.objective.add_noise(latents_bChw, noise_bChw, t_b)
+        out_bChw: Tensor = unet(
+            noisy_bChw.to(unet.dtype),
+            t_b,
+            encoder_hidden_states=text_bLD.to(unet.dtype),
+            added_cond_kwargs=added,
+            return_dict=False,
+        )[0]
+        return out_bChw, self.objective.target(latents_bChw, noise_bChw, t_b)
+
+    # ---- text
+
+    def _text(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        dropped_B = columns["dropped"]
+        if self._empty is not None:
+            return self._prepared_text(columns, dropped_B, device)
+        captions = [
+            "" if dropped else caption
+            for caption, dropped in zip(columns["caption"], dropped_B.tolist(), strict=True)
+        ]
+        rows = [self._tokens(caption) for caption in captions]
+        ids = {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
+        if self._trains_text:
+            return ids
+        with torch.no_grad():
+            text_BLD, pooled_BD = self._encoded(ids)
+        return {"text": text_BLD} if pooled_BD is None else {"text": text_BLD, "pooled": pooled_BD}
+
+    def _prepared_text(self, columns: Columns, dropped_B: Tensor, device: torch.device) -> dict[str, Tensor]:
+        assert self._empty is not None
+        states_LD, pooled_D = self._empty
+        text_BLD = torch.where(dropped_B[:, None, None], states_LD, columns["text"])
+        inputs = {"text": _to(text_BLD, device)}
+        if pooled_D is not None:
+            inputs["pooled"] = _to(torch.where(dropped_B[:, None], pooled_D, columns["pooled"]), device)
+        return inputs
+
+    def _tokens(self, caption: str) -> list[Tensor]:
+        """Token ids [L] of a caption for each text encoder; captions come round every epoch."""
+        if caption not in self._token_cache:
+            if len(self._token_cache) >= 100_000:
+                self._token_cache.clear()
+            self._token_cache[caption] = [
+                tokenizer(
+                    caption,
+                    padding="max_length",
+                    max_length=min(tokenizer.model_max_length, _config(encoder).max_position_embeddings),
+                    truncation=True,
+                    return_tensors="pt",
+                ).input_ids[0]
+                for tokenizer, encoder in zip(self.model.tokenizers, self.model.text_encoders, strict=True)
+            ]
+        return self._token_cache[caption]
+
+    def _states(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        return (inputs["text"], inputs.get("pooled")) if "text" in inputs else self._encoded(inputs)
+
+    def _encoded(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Text states [b, L, D], for SDXL both encoders' last but one side by side, and the pooled [b, D]."""
+        states, pooled = [], None
+        for i, encoder in enumerate(self.model.text_encoders):
+            given = encoder(inputs[f"ids_{i}"], output_hidden_states=self.model.is_sdxl)
+            states.append(given.hidden_states[-2] if self.model.is_sdxl else given[0])
+            pooled = given[0] if self.model.is_sdxl else None
+        return torch.cat(states, dim=-1), pooled
+
+    def _time_ids(self, latents_BChw: Tensor) -> Tensor:
+        """SDXL's size conditioning [B, 6]: original size, crop's corner, target size."""
+        height, width = (side * self.model.vae_factor for side in latents_BChw.shape[-2:])
+        ids = torch.tensor([height, width, 0, 0, height, width], device=latents_BChw.device)
+        return ids.float().expand(len(latents_BChw), 6)
+
+
+class Autoencoder:
+    """Train the VAE to give back pictures through a small latent close to a normal distribution."""
+
+    def __init__(self, model: Model, settings: AutoencoderLossSettings) -> None:
+        assert model.vae is not None
+        self.model, self._settings = model, settings
+        self.modules: dict[str, nn.Module] = {"vae": model.vae}
+        self.rates: dict[str, float] = {}
+        self.needs = Needs(pixels=True, posterior=True)
+
+    @property
+    def points(self) -> Sequence[int]:
+        return ()
+
+    def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        pixels_B3HW = _to(columns["pixels"], device).float() / 127.5 - 1.0
+        return {"pixels": pixels_B3HW, "posterior": _to(columns["posterior"], device)}
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        pixels_b3HW = inputs["pixels"]
+        mean_bChw, logvar_bChw = self._encode(pixels_b3HW)
+        latents_bChw = mean_bChw + (0.5 * logvar_bChw).exp() * inputs["posterior"]
+        out_b3HW = self._decode(latents_bChw)
+        settings = self._settings
+        reconstruction_b = distance(out_b3HW, pixels_b3HW, settings.reconstruction)
+        kl_b = kl_divergence(mean_bChw, logvar_bChw) / pixels_b3HW[0].numel()
+        loss_b = reconstruction_b + settings.kl_weight * kl_b
+        if settings.edge_weight:
+            loss_b = loss_b + settings.edge_weight * edge_distance(out_b3HW, pixels_b3HW)
+        return {"loss": loss_b, "reconstruction": reconstruction_b, "kl": kl_b}
+
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        pixels_b3HW = inputs["pixels"]
+        out_b3HW = self.reconstruct(pixels_b3HW)
+        psnr_b = 10 * torch.log10(4.0 / square_error(out_b3HW, pixels_b3HW).clamp(min=1e-10))
+        return {
+            "heldout_loss": distance(out_b3HW, pixels_b3HW, self._settings.reconstruction),
+            "heldout_psnr_db": psnr_b,
+        }
+
+    @torch.no_grad()
+    def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        """The scale that brings sampled latents to a standard deviation of one (Rombach et al. 2022)."""
+        total, count = np.zeros(2), 0
+        for some in inputs:
+            mean_bChw, logvar_bChw = self._encode(some["pixels"])
+            latents = (mean_bChw + (0.5 * logvar_bChw).exp() * some["posterior"]).double()
+            total += np.array([latents.sum().item(), latents.square().sum().item()])
+            count += latents.numel()
+        mean, square = total / max(count, 1)
+        variance = square - mean**2
+        return {"scaling_factor": float(variance**-0.5)} if variance > 0 else {}
+
+    def finish(self, measured: Mapping[str, float]) -> None:
+        vae: Any = self.model.vae
+        if "scaling_factor" in measured:
+            vae.register_to_config(scaling_factor=measured["scaling_factor"])
+
+    def reconstruct(self, pixels_b3HW: Tensor) -> Tensor:
+        """What the VAE gives back of pictures, from the mean latent."""
+        return self._decode(self._encode(pixels_b3HW)[0]).clamp(-1, 1)
+
+    def _encode(self, pixels_b3HW: Tensor) -> tuple[Tensor, Tensor]:
+        vae: Any = self.model.vae
+        given = vae.encode(pixels_b3HW.to(vae.dtype), return_dict=False)[0]
+        return given.mean.float(), given.logvar.float()
+
+    def _decode(self, latents_bChw: Tensor) -> Tensor:
+        vae: Any = self.model.vae
+        out: Tensor = vae.decode(latents_bChw.to(vae.dtype), return_dict=False)[0]
+        return out.float()
+
+
+def distance(out_b3HW: Tensor, pixels_b3HW: Tensor, kind: str) -> Tensor:
+    """Mean L1 or square distance of each picture [b]."""
+    difference = out_b3HW - pixels_b3HW
+    return (difference.abs() if kind == "l1" else difference.square()).mean(dim=(1, 2, 3))
+
+
+def kl_divergence(mean_bChw: Tensor, logvar_bChw: Tensor) -> Tensor:
+    """KL divergence of each row's posterior from the standard normal, summed over the latent [b]."""
+    return 0.5 * (mean_bChw.square() + logvar_bChw.exp() - 1.0 - logvar_bChw).sum(dim=(1, 2, 3))
+
+
+def edge_distance(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
+    """Mean L1 distance between the pictures' differences of neighbouring pixels [b]."""
+    difference = out_b3HW - pixels_b3HW
+    across = difference.diff(dim=-1).abs().mean(dim=(1, 2, 3))
+    down = difference.diff(dim=-2).abs().mean(dim=(1, 2, 3))
+    return across + down
+
+
+def unpack_states(text: str) -> np.ndarray[Any, np.dtype[np.float16]]:
+    """Float16 values from a column's metadata."""
+    return np.frombuffer(base64.b64decode(text), dtype="<f2")
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=True)
+
+
+def _config(encoder: nn.Module) -> Any:
+    return encoder.config

@@ -1,0 +1,179 @@
+"""Float32 master weights, and the modules that compute with them in their own or a smaller precision.
+
+In bf16 and fp16 the modules hold rounded copies of the masters: cast once a step, not once a forward
+pass as autocast does. Gradients are added up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+class Weights:
+    """Trained modules in float32: their own parameters are the masters.
+
+    `masters` are all trained parameters by `<part>.<name>`, in a fixed order.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.modules = dict(modules)
+        self.computing = {
+            f"{part}.{name}": param
+            for part, module in modules.items()
+            for name, param in module.named_parameters()
+            if param.requires_grad
+        }
+        self.masters: dict[str, Tensor] = dict(self.computing)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the modules compute in."""
+        return torch.float32
+
+    def collect(self, *, first: bool) -> None:
+        """Take up the gradients of a micro-batch; `first` of its step starts a new sum."""
+
+    def publish(self) -> None:
+        """Let the modules compute with what the masters are now."""
+
+    def clear_gradients(self) -> None:
+        """Forget the step's gradients."""
+        for param in self.masters.values():
+            param.grad = None
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Set the masters, by name."""
+        with torch.no_grad():
+            for name, param in self.masters.items():
+                param.copy_(values[name])
+        self.publish()
+
+    @contextmanager
+    def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, the modules hold these values (the averaged weights) instead of the masters."""
+        trained = {name: param.data for name, param in self.masters.items()}
+        for name, param in self.masters.items():
+            param.data = values[name].to(param.device)
+        try:
+            yield
+        finally:
+            for name, param in self.masters.items():
+                param.data = trained[name]
+
+
+class CastWeights(Weights):
+    """Trained modules in bf16 or fp16, with float32 masters beside them."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+        masters = Weights(modules).masters
+        kept = {name: param.detach().clone().requires_grad_() for name, param in masters.items()}
+        for module in modules.values():
+            module.to(dtype)
+        super().__init__(modules)
+        self.masters = kept
+        self._dtype = dtype
+        self._pairs = [(self.masters[name], param) for name, param in self.computing.items()]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def collect(self, *, first: bool) -> None:
+        pairs = [(master, param) for master, param in self._pairs if param.grad is not None]
+        if first and len(pairs) < len(self._pairs):
+            super().clear_gradients()  # of last step's, where this one has none
+        for master, _ in pairs:
+            if master.grad is None:
+                master.grad = torch.empty_like(master, memory_format=torch.preserve_format)
+        ups = [master.grad for master, _ in pairs if master.grad is not None]
+        grads = [param.grad for _, param in pairs if param.grad is not None]
+        if first:
+            torch._foreach_copy_(ups, grads)
+        else:
+            torch._foreach_add_(ups, grads)
+        for _, param in pairs:
+            param.grad = None
+
+    def publish(self) -> None:
+        self._show([master for master, _ in self._pairs])
+
+    def clear_gradients(self) -> None:
+        """Nothing to do: the next step's first micro-batch writes over them."""
+
+    @contextmanager
+    def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        self._show([values[name] for name in self.computing])
+        try:
+            yield
+        finally:
+            self.publish()
+
+    def _show(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_([param for _, param in self._pairs], values)
+
+
+def make_weights(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Weights:
+    """The trained modules' weights, for a precision to compute in."""
+    if dtype == torch.float32:
+        return Weights(modules)
+    for module in modules.values():
+        if device_of(module).type == "cpu":
+            attend_in_float32(module)
+    return CastWeights(modules, dtype)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's weights are."""
+    return next(module.parameters()).device
+
+
+def attend_in_float32(module: nn.Module) -> None:
+    """Let a module's attention products run in float32, all else in the module's precision.
+
+    torch 2.13's bf16 attention on CPU has a backward pass 3 to 10 times slower than the float32 one at up
+    to 256 tokens, and as slow at 4,096.
+    """
+    if isinstance(module, PreTrainedModel):
+        AttentionInterface.register(_NAME, _float32_attention)
+        module.set_attn_implementation(_NAME)
+    for part in module.modules():
+        if isinstance(part, Attention):
+            part.set_processor(_Float32Attention())
+
+
+_NAME = "sdpa_float32"
+
+
+def _float32_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    out, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
+    return out.to(query.dtype), None
+
+
+class _Float32Attention(AttnProcessor2_0):  # type: ignore[misc]
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        with _Float32Product():
+            out: Tensor = super().__call__(*args, **kwargs)
+        return out
+
+
+class _Float32Product(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        return func(*(arg.float() for arg in args), **(kwargs or {})).to(dtype)
