@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -221,7 +222,7 @@ def format_usd(usd: float) -> str:
         return f"USD {usd:,.2f}"
     if usd >= 0.01:
         return f"USD {usd:.3f}"
-    return f"USD {usd:.2g}" if usd >= 1e-4 else f"USD {usd:.1e}"
+    return f"USD {usd:.{1 - math.floor(math.log10(usd))}f}" if usd >= 1e-6 else f"USD {usd:.1e}"
 
 
 def format_bytes(size: float) -> str:

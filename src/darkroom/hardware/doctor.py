@@ -28,6 +28,14 @@ class Check:
     mend: str = ""
     optional: bool = False
 
+    def lines(self) -> list[str]:
+        """For the console: ok, -- (a lack that keeps nothing from working) or !!, and how to mend it."""
+        mark = "ok" if self.ok else "--" if self.optional else "!!"
+        return [
+            f"{mark}  {self.name:<16} {self.detail}",
+            *([f"    {'':<16} {self.mend}"] if self.mend else []),
+        ]
+
 
 def doctor() -> list[Check]:
     """Look at this machine and installation; takes a second or two."""

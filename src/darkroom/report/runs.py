@@ -1,0 +1,363 @@
+"""The sections on training runs: figures, curves, samples by step, settings, environment, bill."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from darkroom.bill import Bill, format_bytes, format_seconds, format_usd
+from darkroom.report import html, plots
+from darkroom.report.plots import Curve, as_curve
+from darkroom.run import Run
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+_MOST_GRIDS = 13
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run as the report needs it, read once."""
+
+    name: str
+    run: Run
+    rows: list[dict[str, Any]]
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    bill: Bill | None
+    samples: list[tuple[int, Path]] = field(repr=False)
+
+    def curve(self, key: str) -> Curve:
+        return as_curve(self.name, self.rows, key)
+
+    def held_out(self) -> Curve:
+        """Mean held-out loss by step: as logged, or the mean over the timesteps."""
+        logged = self.curve("heldout_loss")
+        if len(logged.x):
+            return logged
+        parts = list(self.by_timestep().values())
+        if not parts:
+            return logged
+        return Curve(self.name, parts[0].x, np.mean([part.y for part in parts], axis=0))
+
+    def by_timestep(self) -> dict[int, Curve]:
+        """Held-out loss by step for each of the fixed timesteps."""
+        found: dict[int, list[tuple[float, float]]] = {}
+        for row in self.rows:
+            for timestep, loss in _timestep_losses(row):
+                found.setdefault(timestep, []).append((row["step"], loss))
+        return {t: Curve(f"t {t}", *np.array(pairs, dtype=float).T) for t, pairs in sorted(found.items())}
+
+
+def run_sections(runs: Sequence[Run], highlights: Mapping[str, str]) -> list[str]:
+    """Everything about the runs, over each other where there are several; first what is to stand out."""
+    first = [(name, value, "") for name, value in highlights.items()]
+    if not runs:
+        return [html.cards([], first)]
+    told = [_read(run, name) for run, name in zip(runs, _names(runs), strict=True)]
+    alone = told[0] if len(told) == 1 else None
+    return [
+        html.legend([one.name for one in told]) if not alone else "",
+        html.cards(_figures(alone) if alone else [], first),
+        "" if alone else _overview(told),
+        html.section("Course", html.grid(_curves(told))),
+        *(_samples(one, titled=alone is None) for one in told),
+        html.section("Bill", html.grid((_bill(one, titled=alone is None) for one in told), "columns")),
+        html.section("Settings", _settings(told)),
+        html.section("Environment", _environment(told)),
+    ]
+
+
+def _read(run: Run, name: str) -> Told:
+    return Told(
+        name, run, run.metrics(), _try(run, "recipe"), _try(run, "environment"), run.bill(), _grids(run)
+    )
+
+
+def _try(run: Run, part: str) -> dict[str, Any]:
+    """A part of a run, empty where its file is missing."""
+    try:
+        found: dict[str, Any] = getattr(run, part)
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """Folder names, with as much of the path as tells them apart."""
+    parts = [run.path.resolve().parts for run in runs]
+    depth = 1
+    while depth < min(map(len, parts)) and len({part[-depth:] for part in parts}) < len(parts):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
+
+
+# ---- figures first
+
+
+def _figures(one: Told) -> list[tuple[str, str, str]]:
+    values = [
+        ("steps", _count(_last(one.curve("step"))), _of_steps(one)),
+        ("training loss", _loss(_smoothed_end(one.curve("loss"))), "smoothed, at the end"),
+        (
+            "held-out loss",
+            _loss(_last(one.held_out())),
+            "mean over fixed timesteps" if one.by_timestep() else "",
+        ),
+        ("images/s", _loss(_median(one.curve("images_per_s"))), "median"),
+    ]
+    if one.bill:
+        values += _bill_figures(one.bill)
+    return [value for value in values if value[1]]
+
+
+def _bill_figures(bill: Bill) -> list[tuple[str, str, str]]:
+    return [
+        ("wall time", format_seconds(bill.wall_s), f"{bill.sessions} sessions" if bill.sessions > 1 else ""),
+        ("device-hours", f"{bill.device_hours:.3g}", bill.device),
+        ("cost", format_usd(bill.usd) if bill.usd is not None else "", bill.price_note()),
+        ("peak memory", format_bytes(bill.peak_memory_bytes) if bill.peak_memory_bytes else "", ""),
+    ]
+
+
+def _overview(told: Sequence[Told]) -> str:
+    header = [
+        "run",
+        "steps",
+        "loss",
+        "held-out loss",
+        "images/s",
+        "wall time",
+        "device-hours",
+        "cost",
+        "peak memory",
+    ]
+    rows = []
+    for one in told:
+        bill = {label: value for label, value, _ in _bill_figures(one.bill)} if one.bill else {}
+        rows.append(
+            [
+                one.name,
+                _count(_last(one.curve("step"))),
+                _loss(_smoothed_end(one.curve("loss"))),
+                _loss(_last(one.held_out())),
+                _loss(_median(one.curve("images_per_s"))),
+                *(bill.get(name, "") for name in ("wall time", "device-hours", "cost", "peak memory")),
+            ]
+        )
+    return f'<div style="margin-top: 20px">{html.table(header, rows, frozenset(range(1, 9)))}</div>'
+
+
+def _of_steps(one: Told) -> str:
+    planned = one.recipe.get("train", {}).get("steps") if isinstance(one.recipe.get("train"), dict) else None
+    return f"of {planned:,}" if isinstance(planned, int) else ""
+
+
+# ---- curves
+
+
+def _curves(told: Sequence[Told]) -> Iterator[str]:
+    losses, held = [one.curve("loss") for one in told], [one.held_out() for one in told]
+    if any(len(curve.x) for curve in (*losses, *held)):
+        dashed = "; dashed with dots: held out" if any(len(curve.x) for curve in held) else ""
+        yield html.plot(
+            "Loss",
+            f"thin: each step; thick: smoothed{dashed}",
+            plots.curves(losses, label="Loss by step", held_out=[curve for curve in held if len(curve.x)]),
+        )
+    for one in told:
+        found = one.by_timestep()
+        if found:
+            whose = f" · {one.name}" if len(told) > 1 else ""
+            yield html.plot(
+                f"Held-out loss by timestep{whose}",
+                "fixed pictures and noise; a high timestep is mostly noise",
+                plots.by_timestep(found, label=f"Held-out loss by timestep {one.name}"),
+            )
+    rates, norms = [one.curve("lr") for one in told], [one.curve("grad_norm") for one in told]
+    if any(len(curve.x) for curve in (*rates, *norms)):
+        yield html.plot(
+            "Learning rate and gradient norm",
+            "the norm is taken before clipping",
+            plots.two_rows(
+                rates, norms, labels=("rate", "norm"), label="Learning rate and gradient norm by step"
+            ),
+        )
+    speeds = [one.curve("images_per_s") for one in told]
+    if any(len(curve.x) for curve in speeds):
+        yield html.plot(
+            "Throughput", "images a second", plots.curves(speeds, label="Images a second by step")
+        )
+
+
+def _timestep_losses(row: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
+    for key, value in row.items():
+        if key.startswith("heldout") and isinstance(value, Mapping):
+            for timestep, loss in value.items():
+                if isinstance(loss, (int, float)):
+                    yield int(re.sub(r"\D", "", str(timestep)) or 0), float(loss)
+
+
+# ---- samples
+
+
+def _grids(run: Run) -> list[tuple[int, Path]]:
+    """One picture a step: the grid where there is one, by the number in its name or its folder's."""
+    found: dict[int, Path] = {}
+    if not run.samples.is_dir():
+        return []
+    files = (path for path in run.samples.rglob("*") if path.suffix.lower() in _PICTURES)
+    for path in sorted(files, key=lambda path: ("grid" not in path.stem, str(path))):
+        numbers = re.findall(r"\d+", str(path.relative_to(run.samples).parent)) or re.findall(
+            r"\d+", path.stem
+        )
+        if numbers:
+            found.setdefault(int(numbers[0]), path)
+    return sorted(found.items())
+
+
+def _samples(one: Told, *, titled: bool) -> str:
+    if not one.samples:
+        return ""
+    *earlier, (last_step, last) = one.samples
+    if len(earlier) > _MOST_GRIDS - 1:
+        keep = np.linspace(0, len(earlier) - 1, _MOST_GRIDS - 1).round().astype(int)
+        earlier = [earlier[i] for i in keep]
+    frames = [html.frame(last, f"step {last_step:,}", first=True)]
+    frames += [html.frame(path, f"step {step:,}") for step, path in reversed(earlier)]
+    title = f"Samples by step · {one.name}" if titled else "Samples by step"
+    prompts = (
+        one.recipe.get("sample", {}).get("prompts") if isinstance(one.recipe.get("sample"), dict) else None
+    )
+    words = f'<p class="note">{html.escape(" · ".join(map(str, prompts[:16])))}</p>' if prompts else ""
+    return html.section(title, words, html.grid(frames, "film"))
+
+
+# ---- bill, settings, environment
+
+
+def _bill(one: Told, *, titled: bool) -> str:
+    if one.bill is None:
+        return ""
+    bill = one.bill
+    rows = {
+        "device": f"{bill.num_devices} x {bill.device}" if bill.num_devices > 1 else bill.device,
+        "wall time": format_seconds(bill.wall_s),
+        "device-hours": f"{bill.device_hours:.4g}",
+        "cost": f"{format_usd(bill.usd)} at {bill.price_note()}"
+        if bill.usd is not None
+        else "no price known",
+        "price": bill.price_source or "",
+        "a thousand images": format_usd(bill.usd_per_image * 1000) if bill.usd_per_image else "",
+        "energy": f"{bill.kwh:.3g} kWh ({bill.kwh_source})" if bill.kwh is not None else "",
+        "peak memory": format_bytes(bill.peak_memory_bytes),
+        "images": f"{bill.images:,}",
+        "sessions": str(bill.sessions),
+    }
+    box = html.pairs({key: value for key, value in rows.items() if value}, one.name if titled else "")
+    return box + (_parts(bill) if bill.parts else "")
+
+
+def _parts(bill: Bill) -> str:
+    """Where the wall time went, what no part names as 'other'."""
+    other = bill.wall_s - sum(bill.parts.values())
+    parts = dict(bill.parts) | ({"other": other} if other > 0.005 * bill.wall_s else {})
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    whole = sum(parts.values()) or 1.0
+    names = [f"{name} {format_seconds(value)} ({value / whole:.0%})" for name, value in ordered]
+    svg = plots.shares(parts, label=f"Where the time went {bill.device} {bill.wall_s:.3f}")
+    return html.plot("Where the time went", "", svg, html.legend(names, "key"))
+
+
+def _settings(told: Sequence[Told]) -> str:
+    if len(told) > 1:
+        return _compared([_flat(one.recipe) for one in told], [one.name for one in told])
+    groups: dict[str, dict[str, str]] = {"recipe": {}}
+    for key, value in told[0].recipe.items():
+        if isinstance(value, Mapping):
+            groups[key] = _flat(value)
+        else:
+            groups["recipe"][key] = _text(value)
+    return html.grid((html.pairs(rows, name) for name, rows in groups.items() if rows), "columns")
+
+
+def _environment(told: Sequence[Told]) -> str:
+    tables = [_environment_rows(one.environment) for one in told]
+    if len(told) > 1:
+        return _compared(tables, [one.name for one in told])
+    versions = told[0].environment.get("versions")
+    parts = [html.pairs(tables[0])]
+    if isinstance(versions, Mapping):
+        parts.append(html.pairs({name: str(version) for name, version in versions.items()}))
+    return html.grid(parts, "columns")
+
+
+def _environment_rows(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Machine, threads, commit: what a reader wants first; versions stand apart."""
+    here = environment.get("machine")
+    rows: dict[str, str] = {}
+    if isinstance(here, Mapping):
+        rows = {
+            "machine": str(here.get("name", "")),
+            "processor class": str(here.get("cpu_class", "")),
+            "system": str(here.get("system", "")),
+            "memory": format_bytes(here["memory_bytes"]) if here.get("memory_bytes") else "",
+        }
+    git = environment.get("git")
+    if isinstance(git, Mapping):
+        rows["commit"] = f"{str(git.get('commit', ''))[:12]}{' + changes' if git.get('changed') else ''}"
+    rest = {k: v for k, v in environment.items() if k not in ("machine", "git", "versions", "sessions")}
+    return {key: value for key, value in (rows | _flat(rest)).items() if value}
+
+
+def _compared(tables: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
+    """Side by side, what differs first and set off."""
+    keys = list(dict.fromkeys(key for one in tables for key in one))
+    differing = [key for key in keys if len({one.get(key) for one in tables}) > 1]
+    rows = [[key, *(html.Marked(one.get(key, "")) for one in tables)] for key in differing]
+    rows += [[key, *(one.get(key, "") for one in tables)] for key in keys if key not in differing]
+    return html.table(["", *names], rows) if rows else ""
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = _text(value)
+    return flat
+
+
+def _text(value: Any) -> str:
+    if value is None or value == {} or value == []:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value[:12])) + (f" … ({len(value)})" if len(value) > 12 else "")
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _last(curve: Curve) -> float | None:
+    return float(curve.y[-1]) if len(curve.y) else None
+
+
+def _smoothed_end(curve: Curve) -> float | None:
+    return float(plots.smooth(curve.y, len(curve.y) / 60)[-1]) if len(curve.y) else None
+
+
+def _median(curve: Curve) -> float | None:
+    return float(np.median(curve.y)) if len(curve.y) else None
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
