@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from darkroom.data.importers import ImportReport, import_pictures
+from darkroom.data.pictures import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.store import FragmentInfo, Store
 
-__all__ = ["FragmentInfo", "Store"]
+__all__ = [
+    "FragmentInfo",
+    "ImportReport",
+    "PictureError",
+    "Store",
+    "buckets",
+    "decode",
+    "import_pictures",
+    "nearest_bucket",
+    "resize_crop",
+    "to_tensor",
+]

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from darkroom.data.seen import Seen, short_id
+from darkroom.errors import StoreError
 
 REJECTED = "rejected.jsonl"
+PARTS = "_parts.jsonl"
+
+
+@dataclass
+class Finished:
+    """What an import counted in a part of a source that it read to the end."""
+
+    added: int = 0
+    doubles: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
 
 
 class Sidecars:
@@ -39,6 +56,72 @@ class Sidecars:
         if self.root is not None:
             new = sorted(set(ids) - self.deleted_ids())
             append_lines(self.root / "deleted.txt", new)
+
+    @property
+    def rejected_path(self) -> str:
+        return str(self.root / REJECTED) if self.root is not None else ""
+
+    def rejected_before(self) -> Seen:
+        """What stands in `rejected.jsonl`, so that it is told once however often it is imported."""
+        seen = Seen(self.root)
+        for told in self._lines(REJECTED):
+            place = {"source": told.get("source"), "key": told.get("key")}
+            seen.add(short_id(f"{told.get('reason')}|{told.get('id') or place}"))
+        return seen
+
+    def add_rejected(self, lines: Iterable[str]) -> None:
+        if self.root is not None:
+            append_lines(self.root / REJECTED, lines)
+
+    def finished(self, source: str, settings: str) -> dict[str, Finished]:
+        """The parts of a source that were read to the end with the same settings."""
+        return {
+            told["part"]: Finished(told["added"], told["doubles"], Counter(told["rejected"]))
+            for told in self._lines(PARTS)
+            if told.get("source") == source and told.get("settings") == settings
+        }
+
+    def add_finished(self, source: str, settings: str, parts: Mapping[str, Finished]) -> None:
+        """Note parts as read, once all of their rows are committed."""
+        lines = [
+            json.dumps({"source": source, "part": name, "settings": settings, **asdict(part)})
+            for name, part in parts.items()
+        ]
+        if self.root is not None:
+            append_lines(self.root / PARTS, lines)
+
+    def forget_finished(self, source: str) -> None:
+        """Have a source read anew from its start."""
+        lines = [json.dumps(told) + "\n" for told in self._lines(PARTS) if told.get("source") != source]
+        if self.root is not None and (self.root / PARTS).is_file():
+            write_atomically(self.root / PARTS, "".join(lines))
+
+    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """The entries of a file of JSON lines; one torn by a kill is no entry."""
+        if self.root is None or not (self.root / name).is_file():
+            return
+        with (self.root / name).open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(entry, dict):
+                    yield entry
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, no other import writes to the store; the system ends the claim with its process."""
+        if self.root is None:
+            raise StoreError("an import into a store that is not in a local folder", mend="import, then copy")
+        with (self.root / "_import.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise StoreError(
+                    f"another import into {self.root} is running", mend="wait until it is done"
+                ) from None
+            yield
 
     def deleted_ids(self) -> set[str]:
         path = self.root / "deleted.txt" if self.root is not None else None

@@ -51,6 +51,7 @@ COMMIT_TRIES = 20
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
 WIDENED = "_widened_"
+SOURCE_KEY = "darkroom.source."
 
 Shapes = Counter[tuple[int, int]]
 """How many rows there are of each (width, height), in upright pixels."""
@@ -299,8 +300,27 @@ class Store:
         sources = self.sources()
         if source not in sources:
             raise _no_column(source, list(sources), "source")
+        self._sidecars.forget_finished(source)
         self.dataset.delete(f"source = {_quoted(source)}")
         self.refresh()
+
+    def name_source(self, path: Path) -> str:
+        """The name under which rows of a source are kept: its own, with its parent's where that is taken.
+
+        A path that is no longer there gives its name away: the source was moved.
+        """
+        place = path.resolve()
+        known = self.dataset.config()
+        name = place.name
+        for parent in place.parents:
+            noted = known.get(SOURCE_KEY + name)
+            if noted is None or Path(noted) == place or not Path(noted).exists():
+                break
+            name = f"{parent.name}/{name}"
+        if known.get(SOURCE_KEY + name) != str(place):
+            self.dataset.update_config({SOURCE_KEY + name: str(place)})
+            self.refresh()
+        return name
 
     def sources(self) -> dict[str, int]:
         """The name of each source and how many rows came from it."""

@@ -1,0 +1,247 @@
+"""Folders and zips of pictures, with captions in one metadata file or in a text beside each picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import posixpath
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from darkroom.data.pictures import EXTENSIONS
+from darkroom.data.seen import Seen, short_id
+from darkroom.data.source import (
+    CAPTION_NAMES,
+    IMAGE_NAMES,
+    KEYS_LOOKED_AT,
+    MAX_PICTURE_BYTES,
+    Columns,
+    Item,
+    Problem,
+    Sample,
+    captions_of,
+    find_name,
+    no_column,
+    typed,
+)
+from darkroom.data.zips import ZipReader
+from darkroom.errors import InputError
+
+METADATA = ("metadata.jsonl", "captions.jsonl", "metadata.csv", "captions.csv")
+BESIDE = (".txt", ".caption")
+Entry = tuple[str, dict[str, Any] | str]
+"""Where it stands (file:line), and the entry itself or why it is none."""
+
+
+class Tree(Protocol):
+    """Files under names with slashes, in a folder or a zip."""
+
+    label: str
+
+    def names(self) -> Iterator[str]: ...
+    def has(self, name: str) -> bool: ...
+    def size(self, name: str) -> int: ...
+    def read(self, name: str) -> bytes: ...
+    def lines(self, name: str) -> Iterator[str]: ...
+
+
+class FolderTree:
+    """The files below a folder; hidden ones and stores are left out."""
+
+    label = ""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def names(self) -> Iterator[str]:
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = sorted(f for f in folders if not _is_hidden(f) and not f.endswith(".lance"))
+            within = Path(folder).relative_to(self.root)
+            yield from ((within / file).as_posix() for file in sorted(files) if not _is_hidden(file))
+
+    def has(self, name: str) -> bool:
+        return (self.root / name).is_file()
+
+    def size(self, name: str) -> int:
+        return (self.root / name).stat().st_size
+
+    def read(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def lines(self, name: str) -> Iterator[str]:
+        with (self.root / name).open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            yield from file
+
+
+class ZipTree:
+    """The files in a zip."""
+
+    def __init__(self, path: Path, label: str = "") -> None:
+        self.label = label
+        self._zip = ZipReader(path)
+
+    def names(self) -> Iterator[str]:
+        return (m.name for m in self._zip.members() if not any(_is_hidden(p) for p in m.name.split("/")))
+
+    def has(self, name: str) -> bool:
+        return self._zip.find(name) is not None
+
+    def size(self, name: str) -> int:
+        member = self._zip.find(name)
+        return member.size if member else 0
+
+    def read(self, name: str) -> bytes:
+        member = self._zip.find(name)
+        if member is None:
+            raise ValueError("not in the archive")
+        return self._zip.read(member)
+
+    def lines(self, name: str) -> Iterator[str]:
+        member = self._zip.find(name)
+        rest = b""
+        for chunk in self._zip.chunks(member) if member else ():
+            *whole, rest = (rest + chunk).split(b"\n")
+            yield from (line.decode("utf-8-sig", "replace") + "\n" for line in whole)
+        if rest:
+            yield rest.decode("utf-8-sig", "replace")
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "__MACOSX"))
+
+
+class FolderSource:
+    """A folder, a zip, or a folder with zips: first what metadata files list, then all other pictures.
+
+    A metadata file names pictures relative to itself; where they are not beside it they are looked for in
+    the zips. Pictures that no metadata file lists take their caption from a text of the same name.
+    """
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self._columns = columns
+        self._trees = _trees(path)
+        self._metadata: list[tuple[Tree, str]] = []
+        self.left_out: set[str] = set()
+        self.total: int | None = 0
+        for tree in self._trees:
+            for name in tree.names():
+                self.total += _is_picture(name)
+                if posixpath.basename(name).lower() in METADATA or name == _only(path):
+                    self._metadata.append((tree, name))
+        if not self.total:
+            raise InputError(f"no pictures in {path}", allowed=", ".join(sorted(EXTENSIONS)))
+
+    def items(self, finished: Collection[str]) -> Iterator[Item]:
+        listed = Seen()
+        for tree, name in self._metadata:
+            yield from self._listed(tree, name, listed)
+        for tree in self._trees:
+            for name in tree.names():
+                if _is_picture(name) and short_id(tree.label + name) not in listed:
+                    yield self._sample(tree, name, _caption_beside(tree, name), {})
+
+    def _listed(self, tree: Tree, metadata: str, listed: Seen) -> Iterator[Item]:
+        entries = read_entries(tree, metadata)
+        first = list(islice(entries, KEYS_LOOKED_AT))
+        names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
+        image = find_name(self._columns.image, IMAGE_NAMES, names, "image")
+        if image is None and names:
+            raise no_column("image", metadata, names)
+        caption = find_name(self._columns.caption, CAPTION_NAMES, [n for n in names if n != image], "caption")
+        if caption is None and names:
+            raise no_column("caption", metadata, names)
+        for place, entry in chain(first, entries):
+            if isinstance(entry, str):
+                yield Problem(place, "bad-metadata", entry)
+                continue
+            named = str(entry.pop(str(image), None) or "")
+            found = self._find(tree, posixpath.dirname(metadata), named)
+            if found is None:
+                yield Problem(named or place, "no-picture", f"{place} names '{named}', which is not there")
+                continue
+            listed.add(short_id(found[0].label + found[1]))
+            for text in captions_of(entry.pop(str(caption), None)):
+                yield self._sample(*found, text, entry)
+
+    def _find(self, own: Tree, folder: str, name: str) -> tuple[Tree, str] | None:
+        """The file that a metadata file means; never one outside of the source."""
+        if not name or posixpath.isabs(name):
+            return None
+        beside = posixpath.normpath(posixpath.join(folder, name.replace("\\", "/")))
+        plain = posixpath.normpath(name.replace("\\", "/"))
+        for tree in (own, *(tree for tree in self._trees if tree is not own)):
+            for place in (beside, plain):
+                if not place.startswith("../") and tree.has(place):
+                    return tree, place
+        return None
+
+    def _sample(self, tree: Tree, name: str, caption: str | None, extras: Mapping[str, Any]) -> Item:
+        key = tree.label + name
+        try:
+            if tree.size(name) > MAX_PICTURE_BYTES:
+                return Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
+            return Sample(key, tree.read(name), caption, extras)
+        except (OSError, ValueError) as error:
+            return Problem(key, "undecodable", f"cannot be read: {error}")
+
+
+def _only(path: Path) -> str | None:
+    """The metadata file that is the source itself."""
+    return path.name if path.suffix in (".jsonl", ".csv") else None
+
+
+def _trees(path: Path) -> list[Tree]:
+    if path.suffix.lower() == ".zip":
+        return [ZipTree(path)]
+    root = path if path.is_dir() else path.parent
+    zips = sorted(file for file in root.glob("*.[zZ][iI][pP]") if not _is_hidden(file.name))
+    return [FolderTree(root), *(ZipTree(z, f"{z.name}/" if len(zips) > 1 else "") for z in zips)]
+
+
+def _is_picture(name: str) -> bool:
+    return posixpath.splitext(name)[1].lower() in EXTENSIONS
+
+
+def _caption_beside(tree: Tree, name: str) -> str | None:
+    stem = posixpath.splitext(name)[0]
+    for extension in BESIDE:
+        if tree.has(stem + extension):
+            text = tree.read(stem + extension).decode("utf-8-sig", "replace")
+            return captions_of(" ".join(text.split()))[0]
+    return None
+
+
+def read_entries(tree: Tree, name: str) -> Iterator[Entry]:
+    """The entries of a metadata file, line by line."""
+    lines = tree.lines(name)
+    yield from _csv_entries(name, lines) if name.lower().endswith(".csv") else _json_entries(name, lines)
+
+
+def _json_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            yield f"{name}:{number}", f"no JSON: {error}"
+            continue
+        yield f"{name}:{number}", entry if isinstance(entry, dict) else "no JSON object"
+
+
+def _csv_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
+    reader = csv.DictReader(lines, restkey="")
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"{name}:{reader.line_num}", f"no CSV: {error}"
+            continue
+        whole = "" not in row and None not in row.values()
+        entry = {key: typed(value) for key, value in row.items()} if whole else "another number of cells"
+        yield f"{name}:{reader.line_num}", entry

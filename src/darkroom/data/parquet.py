@@ -1,0 +1,132 @@
+"""Parquet files with pictures in them: bytes, the hub's `image: {bytes, path}`, or paths of files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from darkroom.data.source import (
+    CAPTION_NAMES,
+    IMAGE_NAMES,
+    MAX_PICTURE_BYTES,
+    Columns,
+    Item,
+    PartRead,
+    Problem,
+    Sample,
+    captions_of,
+    find_name,
+    no_column,
+    part_key,
+    part_name,
+)
+from darkroom.errors import InputError
+
+BATCH_ROWS = 64
+READ_BYTES = 1024**2
+
+
+class ParquetSource:
+    """One Parquet file or all below a folder, read a few rows at a time.
+
+    Binary columns other than the picture are left out, and `left_out` names them.
+    """
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self._root, self._columns = path, columns
+        self._files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+        self.left_out: set[str] = set()
+        self.total: int | None = 0
+        if not self._files:
+            raise InputError(f"no .parquet file in {path}")
+        self._names(_opened(self._files[0]).schema_arrow, self._files[0])
+        for file in self._files:
+            self.total += _opened(file).metadata.num_rows
+
+    def items(self, finished: Collection[str]) -> Iterator[Item]:
+        for file in self._files:
+            part = part_name(file, self._root if self._root.is_dir() else file)
+            if part not in finished:
+                yield from self._rows(file)
+            yield PartRead(part)
+
+    def _names(self, schema: pa.Schema, file: Path) -> tuple[str, str]:
+        """Which columns hold the picture and the caption."""
+        fitting = [field.name for field in schema if _may_be_picture(field.type)]
+        fitting.sort(key=lambda name: not _holds_bytes(schema.field(name).type))
+        usual = [*IMAGE_NAMES, *(n.lower() for n in fitting if _holds_bytes(schema.field(n).type))]
+        bytes_first = [name for name in fitting if _holds_bytes(schema.field(name).type)] or fitting
+        given = self._columns.image
+        image = find_name(given, usual, schema.names if given else bytes_first, "image")
+        caption = find_name(self._columns.caption, CAPTION_NAMES, schema.names, "caption")
+        if image is None or caption is None:
+            raise no_column("caption" if image else "image", file.name, schema.names)
+        return image, caption
+
+    def _rows(self, file: Path) -> Iterator[Item]:
+        prefix = part_key(file, self._root)
+        try:
+            parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
+            image, caption = self._names(parquet.schema_arrow, file)
+            columns = self._kept(parquet.schema_arrow, image)
+            number = 0
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                for row in batch.to_pylist():
+                    yield from self._row(f"{prefix}{number}", row, image, caption, file)
+                    number += 1
+        except (pa.ArrowException, OSError) as error:
+            yield Problem(prefix or file.name, "torn-part", " ".join(str(error).split()))
+
+    def _kept(self, schema: pa.Schema, image: str) -> list[str]:
+        out = {f.name for f in schema if _holds_bytes(f.type) and f.name != image}
+        self.left_out |= out
+        return [name for name in schema.names if name not in out]
+
+    def _row(self, key: str, row: dict[str, Any], image: str, caption: str, file: Path) -> Iterator[Item]:
+        value = row.pop(image)
+        data, path = (value.get("bytes"), value.get("path")) if isinstance(value, dict) else (value, None)
+        if isinstance(data, str):
+            data, path = None, data
+        if data is None:
+            data = self._read(path, file)
+        if isinstance(data, str):
+            yield Problem(key, "no-picture", data)
+        elif len(data) > MAX_PICTURE_BYTES:
+            yield Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
+        else:
+            for text in captions_of(row.pop(caption)):
+                yield Sample(key, data, text, row)
+
+    def _read(self, path: str | None, file: Path) -> bytes | str:
+        """The picture at a path beside the Parquet file, or why there is none; never outside the source."""
+        root = self._root if self._root.is_dir() else self._root.parent
+        if not path:
+            return "neither bytes nor a path"
+        for folder in (file.parent, root):
+            place = (folder / path).resolve()
+            if place.is_relative_to(root.resolve()) and place.is_file():
+                return place.read_bytes()
+        return f"no file '{path}' in {root.name}"
+
+
+def _opened(file: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{file} is no Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _holds_bytes(type_: pa.DataType) -> bool:
+    if pa.types.is_struct(type_):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in type_)
+    return bool(
+        pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_binary_view(type_)
+    )
+
+
+def _may_be_picture(type_: pa.DataType) -> bool:
+    return _holds_bytes(type_) or bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))

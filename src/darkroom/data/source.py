@@ -1,0 +1,126 @@
+"""What a source of pictures gives, whatever its format: samples, problems, and marks that a part is read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from darkroom.errors import InputError
+
+IMAGE_NAMES = (
+    "file_name", "filename", "image", "picture", "jpg", "jpeg", "png", "webp", "img", "bytes", "image_bytes",
+    "content", "image_path", "file_path", "filepath", "path", "file",
+)  # fmt: skip
+CAPTION_NAMES = (
+    "text", "caption", "captions", "prompt", "description", "sentence", "sentences", "alt_text", "txt",
+)  # fmt: skip
+MAX_PICTURE_BYTES = 256 * 1024**2
+KEYS_LOOKED_AT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A picture as the source has it. `key` is its name there; a missing or empty caption is None."""
+
+    key: str
+    picture: bytes
+    caption: str | None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something in the source that is no sample: a picture that is not there, a line that is torn."""
+
+    key: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartRead:
+    """All of a part (a tar, a Parquet file, a shard) was given; a later run may leave it out."""
+
+    name: str
+
+
+Item = Sample | Problem | PartRead
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where the user says the picture and the caption are; None: found by the usual names."""
+
+    image: str | None = None
+    caption: str | None = None
+
+
+class Source(Protocol):
+    """A stream of samples in an order that is the same each time."""
+
+    total: int | None
+    left_out: set[str]
+
+    def items(self, finished: Collection[str]) -> Iterator[Item]:
+        """Everything in order, but for the parts (see `part_name`) that were finished before."""
+
+
+def part_name(path: Path, root: Path) -> str:
+    """A file as part of a source: its place, size and time of change, so that a new file is a new part."""
+    stat = path.stat()
+    return f"{path.relative_to(root).as_posix()}|{stat.st_size}|{stat.st_mtime_ns}"
+
+
+def part_key(path: Path, root: Path) -> str:
+    """How rows of a part are named; of a source that is one file, the part is not said."""
+    return "" if path == root else path.relative_to(root).as_posix() + ":"
+
+
+def find_name(given: str | None, usual: Iterable[str], names: Collection[str], what: str) -> str | None:
+    """The column given, or the first usual one, upper and lower case alike. InputError for a wrong one."""
+    lowered = {name.lower(): name for name in reversed(list(names))}
+    if given is not None:
+        if given in names:
+            return given
+        near = difflib.get_close_matches(given.lower(), lowered, 3, 0.5)
+        mend = f"did you mean {' or '.join(lowered[name] for name in near)}?" if near else ""
+        raise InputError(f"no {what} column '{given}'", allowed=", ".join(names), mend=mend)
+    return next((lowered[name] for name in usual if name in lowered), None)
+
+
+def no_column(what: str, where: str, names: Iterable[str]) -> InputError:
+    """The error for a source in which no column looks like what is needed."""
+    return InputError(
+        f"no {what} column found in {where}, which has {', '.join(names)}",
+        mend=f"say which it is with --{what}-column",
+    )
+
+
+def captions_of(value: Any) -> list[str | None]:
+    """The captions in a field: none, one, or several in a list; white space around them goes."""
+    if isinstance(value, (list, tuple)):
+        found = [caption for entry in value for caption in captions_of(entry) if caption is not None]
+        return list(found) or [None]
+    if value is None or isinstance(value, (dict, bytes)):
+        return [None]
+    return [clean(str(value)).strip() or None]
+
+
+def clean(text: str) -> str:
+    """Text that can be stored: halves of surrogate pairs, which JSON lets through, are replaced."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def typed(text: str | None) -> Any:
+    """A cell of a CSV as what it says: a number, true or false, nothing, or text."""
+    if text is None or text == "":
+        return None
+    if re.fullmatch(r"-?(0|[1-9]\d{0,17})", text):
+        return int(text)
+    if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", text) and not re.match(r"[-+]?0\d", text):
+        return float(text)
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,137 @@
+"""Webdataset tars: the files of a sample stand together and share a name up to the first dot."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import tarfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from darkroom.data.pictures import EXTENSIONS
+from darkroom.data.source import (
+    CAPTION_NAMES,
+    MAX_PICTURE_BYTES,
+    Columns,
+    Item,
+    PartRead,
+    Problem,
+    Sample,
+    captions_of,
+    find_name,
+    part_key,
+    part_name,
+    typed,
+)
+from darkroom.errors import InputError
+
+TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+TEXTS = ("txt", "text", "caption")
+LABELS = ("cls", "id", "url")
+READ_BYTES = 1024**2
+
+
+def tars_in(path: Path) -> list[Path]:
+    """The tars below a folder, in order, or the one that the path is."""
+    if path.is_file():
+        return [path] if path.name.lower().endswith(TARS) else []
+    return sorted(file for file in path.rglob("*") if file.name.lower().endswith(TARS) and file.is_file())
+
+
+class WebdatasetSource:
+    """Tars as img2dataset and webdataset write them: a picture, `.txt` and `.json` a sample.
+
+    The caption is the text, or without one a field of the JSON; the JSON's other fields come along, and so
+    do small texts such as `.cls`. What lies beside the tars (Parquet, statistics) is not read.
+    """
+
+    total: int | None = None
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self._root, self._columns = path, columns
+        self.left_out: set[str] = set()
+        self._tars = tars_in(path)
+        if not self._tars:
+            raise InputError(f"no tar in {path}", allowed=", ".join(TARS))
+
+    def items(self, finished: Collection[str]) -> Iterator[Item]:
+        for tar in self._tars:
+            part = part_name(tar, self._root if self._root.is_dir() else tar)
+            if part not in finished:
+                yield from self._samples(tar)
+            yield PartRead(part)
+
+    def _samples(self, tar: Path) -> Iterator[Item]:
+        prefix, key, files = part_key(tar, self._root), "", dict[str, bytes | None]()
+        try:
+            for name, extension, content in _files(tar):
+                if name != key or extension in files:
+                    yield from self._sample(prefix + key, files)
+                    key, files = name, {}
+                files[extension] = content
+        except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+            yield Problem(prefix + key, "torn-part", f"{tar.name} ends early: {error}")
+        yield from self._sample(prefix + key, files)
+
+    def _sample(self, key: str, files: dict[str, bytes | None]) -> Iterator[Item]:
+        wanted = self._columns.image
+        name = wanted if wanted in files else next((e for e in files if _ends_in(e, EXTENSIONS)), None)
+        if name is None:
+            if files:
+                yield Problem(key, "no-picture", f"only {', '.join(files)}")
+            return
+        picture = files.pop(name)
+        if picture is None:
+            yield Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
+            return
+        try:
+            extras = self._extras(files)
+        except ValueError as error:
+            yield Problem(key, "bad-metadata", f"no JSON: {error}")
+            return
+        for caption in self._captions(files, extras):
+            yield Sample(key, picture, caption, extras)
+
+    def _extras(self, files: dict[str, bytes | None]) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        for extension, content in files.items():
+            if content is not None and _ends_in(extension, (".json",)):
+                told = json.loads(content)
+                extras |= told if isinstance(told, dict) else {extension: told}
+            elif content is not None and extension in LABELS:
+                extras[extension] = typed(content.decode("utf-8", "replace").strip())
+            elif extension not in TEXTS:
+                self.left_out.add(extension)
+        return extras
+
+    def _captions(self, files: dict[str, bytes | None], extras: dict[str, Any]) -> list[str | None]:
+        wanted = self._columns.caption
+        if wanted is not None and wanted in extras:
+            return captions_of(extras.pop(wanted))
+        text = next((files[e] for e in (wanted, *TEXTS) if e is not None and files.get(e) is not None), None)
+        named = find_name(None, CAPTION_NAMES, extras, "caption")
+        if text is None:
+            return captions_of(extras.pop(named)) if named else [None]
+        captions = captions_of(text.decode("utf-8-sig", "replace"))
+        if named and captions_of(extras[named]) == captions:
+            extras.pop(named)  # img2dataset writes it twice
+        return captions
+
+
+def _ends_in(extension: str, ends: Collection[str]) -> bool:
+    return "." + extension.rpartition(".")[2] in ends
+
+
+def _files(tar: Path) -> Iterator[tuple[str, str, bytes | None]]:
+    """The files of a tar: name up to the first dot, what follows the dot, content; None of huge ones."""
+    with tarfile.open(tar, "r|*", bufsize=READ_BYTES) as archive:
+        while (member := archive.next()) is not None:
+            # Without this a tar of any size is kept as a list of its members.
+            cast(Any, archive).members = []
+            folder, base = posixpath.split(member.name)
+            stem, _, extension = base.partition(".")
+            if not member.isfile() or not stem or not extension:
+                continue
+            file = archive.extractfile(member) if member.size <= MAX_PICTURE_BYTES else None
+            yield posixpath.join(folder, stem), extension.lower(), file.read() if file else None
