@@ -18,12 +18,12 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "p10_s": ("p10", lambda v: seconds(v)),
     "p90_s": ("p90", lambda v: seconds(v)),
     "repeats": ("repeats", str),
-    "images_per_s": ("images/s", lambda v: f"{v:,.4g}"),
-    "steps_per_s": ("steps/s", lambda v: f"{v:,.4g}"),
+    "images_per_s": ("images/s", lambda v: rate(v)),
+    "steps_per_s": ("steps/s", lambda v: rate(v)),
     "mfu": ("MFU", lambda v: f"{v:.1%}"),
     "peak_memory_bytes": ("peak memory", format_bytes),
     "energy_j": ("energy", lambda v: f"{v:.3g} J"),
-    "usd_per_image": ("USD/image", lambda v: f"{v:.2g}"),
+    "usd_per_image": ("USD/1000 images", lambda v: f"{v * 1000:.2g}"),
     "warmup_s": ("warm-up", lambda v: seconds(v)),
 }
 _SAME = ("machine", "device", "num_devices", "commit", "date", "note")
@@ -46,6 +46,11 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
+def rate(value: float) -> str:
+    """'24,050', '12.3'."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _plots(rows: Sequence[Measurement]) -> Iterator[str]:
     """Ratios where there are any, and images a second or times."""
     names = _names(rows)
@@ -56,7 +61,10 @@ def _plots(rows: Sequence[Measurement]) -> Iterator[str]:
             "Ratio of times",
             f"to {references}; shorter is faster, the dashed line is 1",
             plots.bars(
-                [Bar(name, row.ratio or 0.0, text=f"{row.ratio:.3g}x") for name, row in ratios],
+                [
+                    Bar(name, row.ratio or 0.0, text=f"{row.ratio:.3g}x", strong=row.ratio_to != row.case)
+                    for name, row in ratios
+                ],
                 label=f"Ratio of times {rows[0].benchmark}",
                 mark=1.0,
             ),
@@ -64,7 +72,13 @@ def _plots(rows: Sequence[Measurement]) -> Iterator[str]:
     rates = [(name, row) for name, row in zip(names, rows, strict=True) if row.images_per_s]
     if rates:
         bars = [
-            Bar(name, row.images_per_s or 0.0, *_rate_spread(row), text=f"{row.images_per_s:,.4g}")
+            Bar(
+                name,
+                row.images_per_s or 0.0,
+                *_rate_spread(row),
+                text=rate(row.images_per_s or 0.0),
+                strong=row.ratio_to != row.case,
+            )
             for name, row in rates
         ]
         svg = plots.bars(bars, label=f"Images a second {rows[0].benchmark}")

@@ -92,7 +92,7 @@ def curves(raw: Sequence[Curve], *, label: str, ylabel: str = "", held_out: Sequ
 
     def draw(axes: Axes) -> None:
         for i, curve in enumerate(raw):
-            _curve(axes, curve, SERIES[i % NUM_SERIES])
+            _curve(axes, curve, SERIES[i % NUM_SERIES], faint=0.3 / len(raw) ** 0.5)
         names = [curve.name for curve in raw]
         for curve in held_out:
             colour = SERIES[names.index(curve.name) % NUM_SERIES]
@@ -131,7 +131,7 @@ def two_rows(top: Sequence[Curve], bottom: Sequence[Curve], *, labels: tuple[str
     figure, (upper, lower) = _figure(rows=2)
     for axes, group, name in ((upper, top, labels[0]), (lower, bottom, labels[1])):
         for i, curve in enumerate(group):
-            _curve(axes, curve, SERIES[i % NUM_SERIES], raw=axes is lower)
+            _curve(axes, curve, SERIES[i % NUM_SERIES], faint=0.3 / len(group) ** 0.5 if axes is lower else 0)
         axes.set_ylabel(name)
         _scale(axes, [curve.y for curve in group])
         axes.yaxis.set_major_locator(MaxNLocator(3)) if axes.get_yscale() == "linear" else None
@@ -155,7 +155,7 @@ class Bar:
 
 def bars(rows: Sequence[Bar], *, label: str, xlabel: str = "", mark: float | None = None) -> str:
     """Horizontal bars from the top down; `mark` draws a line to compare with."""
-    height = 0.62 + 0.27 * len(rows)
+    height = (0.58 if xlabel else 0.42) + 0.27 * len(rows)
     with matplotlib.rc_context(_STYLE):
         figure, (axes,) = _figure(height=height)
         places = np.arange(len(rows))[::-1]
@@ -170,11 +170,15 @@ def bars(rows: Sequence[Bar], *, label: str, xlabel: str = "", mark: float | Non
             axes.axvline(mark, color=INK, lw=0.9, ls=(0, (2, 2)))
         axes.set_yticks(places, [_shorten(row.name) for row in rows], color=INK)
         axes.set_xlim(0, longest * 1.18)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+        axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(xlabel)
         left = min(0.5, 0.04 + 0.0135 * max(len(_shorten(row.name)) for row in rows))
-        figure.subplots_adjust(left=left, right=0.985, top=1 - 0.08 / height, bottom=0.42 / height)
+        figure.subplots_adjust(
+            left=left, right=0.985, top=1 - 0.08 / height, bottom=(0.42 if xlabel else 0.26) / height
+        )
         return _to_svg(figure, label)
 
 
@@ -229,14 +233,15 @@ def _to_svg(figure: Figure, label: str) -> str:
     return re.sub(r"font: ([^;\"]*?)px [^;\"]*", r"font-size: \1px; font-family: inherit", text)
 
 
-def _curve(axes: Axes, curve: Curve, colour: str, *, raw: bool = True) -> None:
+def _curve(axes: Axes, curve: Curve, colour: str, *, faint: float) -> None:
+    """Smoothed, over the values themselves drawn `faint`; as it is where that is 0."""
     known = np.isfinite(curve.y)
     x, y = curve.x[known], curve.y[known]
     if not len(x):
         return
-    width = len(y) / 60 if raw else 0
-    if raw and width >= 0.5:
-        axes.plot(*thin(x, y), color=colour, lw=0.6, alpha=0.3)
+    width = len(y) / 60 if faint else 0
+    if width >= 0.5:
+        axes.plot(*thin(x, y), color=colour, lw=0.6, alpha=faint)
     axes.plot(*thin(x, smooth(y, width), 400), color=colour, lw=1.7)
 
 

@@ -66,7 +66,7 @@ def run_sections(runs: Sequence[Run], highlights: Mapping[str, str]) -> list[str
         "" if alone else _overview(told),
         html.section("Course", html.grid(_curves(told))),
         *(_samples(one, titled=alone is None) for one in told),
-        html.section("Bill", html.grid((_bill(one, titled=alone is None) for one in told), "columns")),
+        html.section("Bill", html.grid((_bill(one, titled=alone is None) for one in told), "columns two")),
         html.section("Settings", _settings(told)),
         html.section("Environment", _environment(told)),
     ]
@@ -259,7 +259,8 @@ def _bill(one: Told, *, titled: bool) -> str:
         "sessions": str(bill.sessions),
     }
     box = html.pairs({key: value for key, value in rows.items() if value}, one.name if titled else "")
-    return box + (_parts(bill) if bill.parts else "")
+    parts = _parts(bill) if bill.parts else ""
+    return f'<div class="stack">{box}{parts}</div>' if titled else box + parts
 
 
 def _parts(bill: Bill) -> str:
@@ -293,7 +294,7 @@ def _environment(told: Sequence[Told]) -> str:
     parts = [html.pairs(tables[0])]
     if isinstance(versions, Mapping):
         parts.append(html.pairs({name: str(version) for name, version in versions.items()}))
-    return html.grid(parts, "columns")
+    return html.grid(parts, "columns two")
 
 
 def _environment_rows(environment: Mapping[str, Any]) -> dict[str, str]:
