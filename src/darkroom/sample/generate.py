@@ -70,7 +70,8 @@ class GenerateSettings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"])
-            raise InputError(f"{name}: {first.get('input')!r}", allowed=first["msg"]) from error
+            allowed = first["msg"].removeprefix("Input should be ")
+            raise InputError(f"{name}: {first.get('input')!r}", allowed=allowed) from error
 
     def resolved(self, solver: str) -> GenerateSettings:
         """With the defaults of a solver in place of None."""
@@ -128,7 +129,7 @@ def generate(
     for note in job.notes:
         notice(note)
     pictures: list[Picture] = []
-    for start, count in _chunks(job.num_pictures, batch_rows or job.rows_a_call):
+    for start, count in _chunks(job.num_pictures, job.rows_a_call if batch_rows is None else batch_rows):
         rows = [job.row(i) for i in range(start, start + count)]
         for state in denoise(job.unet, rows):
             if progress is not None:

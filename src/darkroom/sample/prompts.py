@@ -59,7 +59,8 @@ def encode_prompts(
         for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True):
             config: Any = encoder.config
             ids_BL, cut = tokenize(tokenizer, some, config.max_position_embeddings)
-            notices |= dict.fromkeys(cut)
+            if not states:  # SDXL's two tokenizers cut alike
+                notices |= dict.fromkeys(cut)
             given = encoder(ids_BL.to(_device(encoder)), output_hidden_states=model.is_sdxl)
             states.append(given.hidden_states[-2] if model.is_sdxl else given[0])
             pooled = given[0] if model.is_sdxl else None

@@ -1,0 +1,193 @@
+"""Pictures on disk: what they say about themselves, never over another, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.models import Model
+from darkroom.sample import Picture, decode, generate, make_grid, read_parameters, save_pictures
+from darkroom.sample.pictures import parse_a1111
+
+TOLD: dict[str, Any] = {
+    "prompt": "a red circle, very round",
+    "negative": "blurry: yes",
+    "seed": 12,
+    "width": 16,
+    "height": 8,
+    "steps": 20,
+    "guidance": 7.5,
+    "guidance_rescale": 0.0,
+    "solver": "dpmpp_2m",
+    "eta": 0.0,
+    "karras": True,
+    "spacing": "trailing",
+    "model": "my, model",
+    "notes": ["something"],
+    "version": "0.1.0",
+}
+
+
+def picture(colour: str = "red", **told: Any) -> Picture:
+    return Picture(Image.new("RGB", (16, 8), colour), {**TOLD, **told}, torch.zeros(4, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "prompt", ["plain", "ein Fuß, 猫 and é", 'quotes " and : colons,', "two\nlines", "", "Steps: 3"]
+)
+def test_parameters_come_back(tmp_path: Path, prompt: str) -> None:
+    (path,) = save_pictures([picture(prompt=prompt)], tmp_path)
+    assert read_parameters(path) == {**TOLD, "prompt": prompt}
+
+
+def test_a1111_text_is_what_its_web_ui_writes(tmp_path: Path) -> None:
+    (path,) = save_pictures([picture()], tmp_path)
+    with Image.open(path) as image:
+        text = image.info["parameters"]
+        assert json.loads(image.info["darkroom"]) == TOLD
+    assert text == (
+        "a red circle, very round\n"
+        "Negative prompt: blurry: yes\n"
+        "Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 7.5, Seed: 12, Size: 16x8, "
+        'Model: "my, model", Version: darkroom 0.1.0'
+    )
+
+
+def test_a1111_pictures_of_others_are_read(tmp_path: Path) -> None:
+    info = PngImagePlugin.PngInfo()
+    info.add_text(
+        "parameters",
+        "a cat\non a mat\nNegative prompt: dog\nbird\n"
+        "Steps: 25, Sampler: DPM++ 2M SDE Karras, CFG scale: 6, Seed: 4294967295, Size: 512x768, "
+        'Model hash: abc123, Model: sd15, Lora hashes: "one: 1, two: 2", Clip skip: 2',
+    )
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
+    assert read_parameters(tmp_path / "a.png") == {
+        "prompt": "a cat\non a mat",
+        "negative": "dog\nbird",
+        "steps": 25,
+        "solver": "dpmpp_2m_sde",
+        "karras": True,
+        "guidance": 6.0,
+        "seed": 4294967295,
+        "width": 512,
+        "height": 768,
+        "Model hash": "abc123",
+        "model": "sd15",
+        "Lora hashes": "one: 1, two: 2",
+        "Clip skip": "2",
+    }
+    assert parse_a1111("only a prompt") == {"prompt": "only a prompt", "negative": ""}
+
+
+@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n broken"])
+def test_files_that_say_nothing_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(InputError, match="no picture that can be read"):
+        read_parameters(tmp_path / "a.png")
+    with pytest.raises(InputError, match="no file"):
+        read_parameters(tmp_path / "b.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "c.png")
+    with pytest.raises(InputError, match="does not say how it was made"):
+        read_parameters(tmp_path / "c.png")
+
+
+def test_names_count_on_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    first = save_pictures([picture(), picture(seed=13)], out)
+    assert [path.name for path in first] == ["00000-12.png", "00001-13.png", "grid-00000.png"]
+    (out / "00002-12.png").write_text("someone else's")
+    second = save_pictures([picture("blue"), picture("blue")], out)
+    assert [path.name for path in second] == ["00003-12.png", "00004-12.png", "grid-00001.png"]
+    assert (out / "00002-12.png").read_text() == "someone else's"
+    with Image.open(first[0]) as image:
+        assert image.getpixel((0, 0)) == (255, 0, 0)
+    assert len(save_pictures([picture(), picture()], out, grid=False)) == 2
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_two_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    saved: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: saved.extend(save_pictures([picture()] * 5, tmp_path, grid=False)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(saved) == len(set(saved)) == 20
+    assert sorted(saved) == sorted(tmp_path.iterdir())
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    bad = Picture(Image.new("RGB", (8, 8)), {**TOLD, "notes": {1, 2}}, torch.zeros(1))
+    with pytest.raises(TypeError):
+        save_pictures([bad], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be saved"):
+        save_pictures([picture()], tmp_path / "file")
+
+
+def test_grid_is_in_reading_order() -> None:
+    colours = ["red", "lime", "blue", "yellow", "black"]
+    grid = make_grid([picture(colour).image for colour in colours])
+    assert grid.size == (48, 16)
+    assert [grid.getpixel((16 * x + 8, 8 * y + 4)) for y in range(2) for x in range(3)] == [
+        (255, 0, 0),
+        (0, 255, 0),
+        (0, 0, 255),
+        (255, 255, 0),
+        (0, 0, 0),
+        (255, 255, 255),
+    ]
+
+
+def test_decoding_is_bounded_and_does_not_depend_on_it(tiny: Model) -> None:
+    sizes: list[int] = []
+    assert tiny.vae is not None
+    hook = tiny.vae.decoder.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    latents = torch.randn(5, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    try:
+        whole, parts = decode(tiny.vae, latents), decode(tiny.vae, latents, max_pixels=2 * 32 * 32)
+        one_by_one = decode(tiny.vae, latents, max_pixels=1)
+    finally:
+        hook.remove()
+    assert sizes == [5, 2, 2, 1, 1, 1, 1, 1, 1]
+    for a, b, c in zip(whole, parts, one_by_one, strict=True):
+        assert a.size == (32, 32)
+        assert np.abs(np.asarray(a).astype(int) - np.asarray(b)).max() <= 1
+        assert np.abs(np.asarray(a).astype(int) - np.asarray(c)).max() <= 1
+    assert np.abs(np.asarray(whole[0]).astype(int) - np.asarray(whole[1])).max() >= 10
+
+
+def test_numbers_that_are_not_finite_are_an_error(tiny: Model) -> None:
+    latents = torch.zeros(1, 4, 8, 8)
+    latents[0, 0, 0, 0] = torch.inf
+    with pytest.raises(DarkroomError, match="not finite"):
+        decode(tiny.vae, latents)
+
+
+def test_a_generated_picture_can_be_made_again_from_its_file(tiny: Model, tmp_path: Path) -> None:
+    made = generate(tiny, "a red circle", seed=9, steps=4, solver="euler", karras=True, negative="a horse")
+    (path,) = save_pictures(made, tmp_path)
+    told = read_parameters(path)
+    again = generate(
+        tiny,
+        told["prompt"],
+        size=(told["width"], told["height"]),
+        **{
+            key: told[key] for key in ("negative", "seed", "steps", "guidance", "solver", "karras", "spacing")
+        },
+    )
+    with Image.open(path) as image:
+        assert np.abs(np.asarray(image).astype(int) - np.asarray(again[0].image)).max() <= 1
