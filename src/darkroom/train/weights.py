@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 
 class Weights:
@@ -146,6 +147,7 @@ def attend_in_float32(module: nn.Module) -> None:
     """
     if isinstance(module, PreTrainedModel):
         AttentionInterface.register(_NAME, _float32_attention)
+        AttentionMaskInterface.register(_NAME, sdpa_mask)  # else the mask, causal in CLIP, is left out
         module.set_attn_implementation(_NAME)
     for part in module.modules():
         if isinstance(part, Attention):

@@ -1,0 +1,361 @@
+"""The training loop: one for every task."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from darkroom.bill import Bill, Meter, format_seconds, format_usd
+from darkroom.errors import DarkroomError, Stopped
+from darkroom.run import BILL, Run
+from darkroom.train.checkpoint import Checkpoint, checkpoints, save_checkpoint, step_of
+from darkroom.train.export import write_model
+from darkroom.train.optimisers import optimiser_tensors, restore_optimiser
+from darkroom.train.step import Step, StepResult
+from darkroom.train.tasks import Autoencoder, Columns, Task
+from darkroom.train.tracking import Tracker
+from darkroom.train.watch import heldout_metrics, reconstruction_grid, sample_grid
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+Say = Callable[[str], None]
+Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
+"""Opens the stream of global batches from step k on."""
+
+BILL_EVERY_S = 10.0  # what a killed process's bill may lack
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked recipe with everything that training it needs, made by `job.make_job`."""
+
+    recipe: Recipe
+    task: Task
+    step: Step
+    feed: Feed
+    device: torch.device
+    rows: int  # pictures trained on
+    environment: Mapping[str, Any]  # what bit-exactness depends on
+    store: Mapping[str, Any]  # version and rows, pinned for the run
+    heldout: dict[str, Tensor] | None
+    calibration: list[dict[str, Tensor]]
+    prompts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished run."""
+
+    run: Path
+    model: Path
+    steps: int
+    loss: float | None
+    heldout_loss: float | None
+    bill: Bill
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "run": str(self.run),
+            "model": str(self.model),
+            "steps": self.steps,
+            "loss": self.loss,
+            "heldout_loss": self.heldout_loss,
+            "bill": self.bill.model_dump(mode="json"),
+        }
+
+
+@dataclass
+class _Window:
+    """What was measured since metrics were last written."""
+
+    results: list[tuple[int, StepResult, float]] = field(default_factory=list)  # step, result, waited s
+    busy_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Trainer:
+    """Trains a job in a run's folder, from where it stands to the end."""
+
+    def __init__(self, job: Job, run: Run, *, tracker: Tracker, say: Say) -> None:
+        self.job, self.run, self.tracker, self.say = job, run, tracker, say
+        self.recipe, self.task, self.step = job.recipe, job.task, job.step
+        self.k = 0
+        self.meter = Meter(job.device, run.bill())
+        self.last_row: dict[str, Any] = {}
+        self._window = _Window()
+        self._stop = StopRequest()
+        self._billed = time.perf_counter()
+
+    # ---- state
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint."""
+        tensors, step = checkpoint.tensors, self.step
+        step.weights.load(tensors["weights"])
+        step.ema.restore(tensors.get("ema", {}))
+        restore_optimiser(step.optimiser, step.weights.masters, tensors["optimiser"])
+        if scaler := checkpoint.scalars.get("scaler"):
+            step.scaler.load_state_dict(scaler)
+        self.k = checkpoint.step
+
+    def save(self) -> Path:
+        """Save the state after step k; metrics up to it are on the disk before."""
+        self._flush()
+        self.run.sync()
+        step = self.step
+        tensors = {
+            "weights": step.weights.masters,
+            "optimiser": optimiser_tensors(step.optimiser, step.weights.masters),
+            "ema": step.ema.state(),
+        }
+        scalars = {
+            "step": self.k,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "environment": dict(self.job.environment),
+            "store": dict(self.job.store),
+            "micro_batch": step.micro_batch,
+            "scaler": step.scaler.state_dict(),
+            "measured": self._measure(),
+        }
+        with self.meter.part("checkpoint"):
+            keep = self.recipe.checkpoint.keep
+            path = save_checkpoint(self.run.checkpoints, self.k, tensors, scalars, keep=keep)
+        self._save_bill()
+        return path
+
+    def _measure(self) -> dict[str, float]:
+        if not self.job.calibration:
+            return {}
+        with self._averaged():
+            return self.task.measure(self.job.calibration)
+
+    # ---- the loop
+
+    def train(self) -> TrainResult:
+        """Train to the end; Stopped where Ctrl-C or SIGTERM asks for it, with the state saved."""
+        steps, device = self.recipe.train.steps, self.job.device
+        try:
+            with self._stop.listening(), self.job.feed(self.k) as batches, self.meter.part("train"):
+                if self.k == 0:
+                    self._write({"step": 0, **self._evaluate()})
+                self._sample_if_missing()
+                self._window = _Window()
+                while self.k < steps:
+                    started = time.perf_counter()
+                    with self.meter.part("wait"):
+                        columns = next(batches)
+                    waited_s = time.perf_counter() - started
+                    result = self.step(self.k, self.task.inputs(columns, device))
+                    self.k += 1
+                    self._window.results.append((self.k, result, waited_s))
+                    self._after_step()
+        finally:
+            self.tracker.close()
+            self._save_bill()
+        return self._finish()
+
+    def _after_step(self) -> None:
+        """Whatever is due after step k: write metrics, look, save, stop."""
+        recipe, last = self.recipe, self.k == self.recipe.train.steps
+        looks = last or _due(self.k, recipe.evaluate.every)
+        draws = _due(self.k, recipe.sample.every) or (
+            last and bool(recipe.sample.every or recipe.sample.prompts)
+        )
+        saves = last or _due(self.k, recipe.checkpoint.every) or self._stop.asked
+        if looks or saves or draws or _due(self.k, recipe.train.log_every):
+            self._flush(self._evaluate if looks else dict)
+            if draws and not self._stop.asked:
+                self._sample()
+            if saves:
+                self.save()
+            self._window = _Window()
+        if self._stop.asked and not last:
+            raise Stopped(
+                f"stopped after step {self.k} of {recipe.train.steps}, saved; the same command goes on"
+            )
+
+    def _flush(self, more: Callable[[], dict[str, Any]] = dict) -> None:
+        """Write the rows of the window; `more` is measured after its last step and stands in its row."""
+        results = self._window.results
+        if not results:
+            return
+        # One copy from the device for all steps: nothing waited for it until here.
+        names = list(results[0][1].losses)
+        values = torch.stack([torch.stack([*r.losses.values(), r.grad_norm]) for _, r, _ in results]).tolist()
+        elapsed_s = time.perf_counter() - self._window.started
+        images = len(results) * self.recipe.train.global_batch
+        rows = [
+            {
+                "step": step,
+                **dict(zip(names, numbers, strict=False)),
+                "lr": result.lr,
+                "grad_norm": numbers[-1],
+                "epoch": step * self.recipe.train.global_batch / self.job.rows,
+                "images_per_s": images / elapsed_s,
+                "data_wait_s": waited_s,
+            }
+            for (step, result, waited_s), numbers in zip(results, values, strict=True)
+        ]
+        self.meter.images += images
+        self._window = _Window()
+        self._check_finite(rows)
+        rows[-1] |= more()
+        self._write(*rows)
+        if time.perf_counter() - self._billed > BILL_EVERY_S:
+            self._save_bill()
+        self.say(self._line(rows[-1]))
+
+    def _check_finite(self, rows: list[dict[str, Any]]) -> None:
+        bad = next((i for i, row in enumerate(rows) if not math.isfinite(row["loss"])), None)
+        if bad is None:
+            return
+        self._write(*rows[:bad])
+        kept = checkpoints(self.run.checkpoints)
+        last = f"the checkpoint of step {step_of(kept[-1])} is kept" if kept else "no checkpoint was due yet"
+        raise DarkroomError(
+            f"the loss of step {rows[bad]['step']} is {rows[bad]['loss']}; {last}; start a new run with a "
+            f"lower optim.lr (now {self.recipe.optim.lr:g}), more optim.warmup_steps or "
+            "train.precision=float32"
+        )
+
+    def _write(self, *rows: dict[str, Any]) -> None:
+        self.run.log(*rows)
+        for row in rows:
+            self.tracker.log(row["step"], row)
+        self.last_row = rows[-1] if rows else self.last_row
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        steps = self.recipe.train.steps
+        left_s = (steps - self.k) * self.recipe.train.global_batch / row["images_per_s"]
+        bill = self.meter.bill()
+        parts = [
+            f"step {self.k:>{len(str(steps))}}/{steps}",
+            f"loss {row['loss']:.4g}",
+            *([f"held out {row['heldout_loss']:.4g}"] if "heldout_loss" in row else []),
+            f"lr {row['lr']:.2e}",
+            f"{row['images_per_s']:,.1f} images/s",
+            f"{format_seconds(left_s)} left" if left_s else f"{format_seconds(bill.wall_s)} in all",
+            *([format_usd(bill.usd)] if bill.usd is not None else []),
+        ]
+        return "  ".join(parts)
+
+    # ---- looking
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Within, the model holds the averaged weights and is in evaluation mode."""
+        for module in self.task.modules.values():
+            module.eval()
+        try:
+            with self.step.weights.showing(self.step.ema.weights()):
+                yield
+        finally:
+            for module in self.task.modules.values():
+                module.train()
+
+    def _evaluate(self) -> dict[str, Any]:
+        if self.job.heldout is None:
+            return {}
+        with self.meter.part("evaluate"), self._averaged():
+            return heldout_metrics(self.task, self.job.heldout, self.step.micro_batch)
+
+    def _sample_path(self) -> Path:
+        return self.run.samples / f"step-{self.k:08d}.png"
+
+    def _sample_if_missing(self) -> None:
+        """A run that was stopped while it drew the pictures of this step draws them now."""
+        if self.k and _due(self.k, self.recipe.sample.every) and not self._sample_path().exists():
+            self._sample()
+
+    def _sample(self) -> None:
+        path, settings = self._sample_path(), self.recipe.sample
+        with self.meter.part("sample"), self._averaged():
+            try:
+                if isinstance(self.task, Autoencoder):
+                    if self.job.heldout is None:
+                        return
+                    reconstruction_grid(self.task, self.job.heldout, path)
+                elif self.job.prompts:
+                    size = self.recipe.data.resolution
+                    sample_grid(self.task.model, settings, self.job.prompts, size, path, self._stop.check)
+            except _Abandoned:
+                return
+        if path.exists():
+            self.tracker.picture(self.k, "samples", path)
+
+    # ---- the end
+
+    def _finish(self) -> TrainResult:
+        measured = self._measure()
+        values = self.step.ema.weights()
+        with self.meter.part("checkpoint"):
+            write_model(self.task, values, measured, self.run.model)
+        self._save_bill()
+        return result_of(self.run)
+
+    def _save_bill(self) -> None:
+        self._billed = time.perf_counter()
+        self.meter.bill().save(self.run.path / BILL)
+
+
+def result_of(run: Run) -> TrainResult:
+    """What a finished run came to."""
+    rows = run.metrics()
+    last = rows[-1] if rows else {}
+    bill = run.bill() or Bill()
+    return TrainResult(
+        run.path, run.model, last.get("step", 0), last.get("loss"), last.get("heldout_loss"), bill
+    )
+
+
+class _Abandoned(Exception):
+    """Pictures are not worth waiting for when the user wants to stop."""
+
+
+class StopRequest:
+    """Whether Ctrl-C or SIGTERM came. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note the signals instead of dying of them; in another thread than the main one nothing is done."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def check(self, done: int, total: int) -> None:
+        """A progress callback that ends the work when a stop was asked for."""
+        if self.asked:
+            raise _Abandoned
+
+
+def _due(k: int, every: int) -> bool:
+    return every > 0 and k % every == 0

@@ -1,0 +1,126 @@
+"""Checkpoints: exact there and back, whole or not there, the older one kept until the newer is proven."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from darkroom.errors import CheckpointError
+from darkroom.train.checkpoint import checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+
+AWKWARD = {"tenth": 0.1, "third": 1 / 3, "tiny": 5e-324, "large": 1.7976931348623157e308, "n": 2**62 + 1}
+
+
+def tensors(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    kernel = torch.randn(8, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last)
+    weights = {"unet.conv.weight": kernel, "unet.step": torch.tensor(3.0), "half": torch.ones(3).bfloat16()}
+    return {"weights": weights, "ema": {}}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_reads_back_to_the_bit(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 7, tensors(), AWKWARD, keep=2)
+    read = load_checkpoint(path)
+    assert (read.step, read.scalars) == (7, AWKWARD)
+    assert same(read.tensors["weights"], tensors()["weights"])
+    assert read.tensors["ema"] == {}
+    assert not same(read.tensors["weights"], tensors(seed=1)["weights"])
+
+
+def test_the_files_are_plain_safetensors_and_json(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 7, tensors(), {}, keep=2)
+    assert same(load_file(path / "weights.safetensors"), tensors()["weights"])
+    names = sorted(file.name for file in path.iterdir())
+    assert names == ["ema.safetensors", "manifest.json", "state.json", "weights.safetensors"]
+    assert json.loads((path / "manifest.json").read_text())["step"] == 7
+
+
+def test_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 100_000_000):
+        save_checkpoint(tmp_path, step, tensors(step), {}, keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000030", "step-100000000"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def damage_a_byte(path: Path) -> None:
+    file = path / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path / "weights.safetensors", 100)
+
+
+def lose_a_file(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def spoil_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{")
+
+
+def point_outside(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../../etc.safetensors"] = manifest["files"].pop("weights.safetensors")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGES = [damage_a_byte, cut_short, lose_a_file, spoil_manifest, point_outside]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_passed_over_aloud(tmp_path: Path, damage: object) -> None:
+    save_checkpoint(tmp_path, 10, tensors(1), {"k": 10}, keep=2)
+    newest = save_checkpoint(tmp_path, 20, tensors(2), {"k": 20}, keep=2)
+    damage(newest)  # type: ignore[operator]
+    said: list[str] = []
+    found = newest_checkpoint(tmp_path, said.append)
+    assert found is not None
+    assert (found.step, found.scalars) == (10, {"k": 10})
+    assert len(said) == 1
+    assert "step-00000020' is damaged" in said[0]
+    save_checkpoint(tmp_path, 20, tensors(3), {"k": 20}, keep=2)  # its place can be taken
+    again = newest_checkpoint(tmp_path, said.append)
+    assert again is not None
+    assert same(again.tensors["weights"], tensors(3)["weights"])
+
+
+def test_none_whole_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path, print) is None
+    damage_a_byte(save_checkpoint(tmp_path, 10, tensors(), {}, keep=2))
+    with pytest.raises(CheckpointError, match="none of 1 checkpoints .* another hash"):
+        newest_checkpoint(tmp_path, lambda _: None)
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_saving_leaves_a_whole_one(tmp_path: Path) -> None:
+    """SIGKILL at 40 moments of a loop that saves without pause."""
+    for i in range(40):
+        child = os.fork()
+        if child == 0:
+            step = 1 + max((int(p.name[5:]) for p in checkpoints(tmp_path)), default=0)
+            while True:
+                save_checkpoint(tmp_path, step, tensors(step), {"k": step}, keep=1)
+                step += 1
+        signal.sigtimedwait([], 0.002 + 0.0007 * i)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = newest_checkpoint(tmp_path, lambda _: None)
+        if found is not None:
+            assert found.scalars == {"k": found.step}
+            assert same(found.tensors["weights"], tensors(found.step)["weights"])
+    assert found is not None
+    save_checkpoint(tmp_path, found.step + 1, tensors(), {}, keep=1)
+    assert len(list(tmp_path.iterdir())) == 1  # what the killed ones left is cleared away
