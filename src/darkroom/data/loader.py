@@ -1,0 +1,435 @@
+"""The loader: turns an order into batches of tensors, ahead of time, on threads.
+
+Threads, not processes: Lance, Pillow, numpy and torch work outside Python's global lock, so nothing has to be
+copied between processes, nothing lies in shared memory, and no dead process can be waited for.
+
+Blocks of neighbouring rows are read whole and kept in memory as long as their window is served. Reading
+runs a window ahead of the batches that are asked for, so a new window's blocks come in while the last one
+is served.
+
+Legend: B rows of a batch, C channels, h and w latent pixels, H and W pixels, L tokens, D width of a state.
+"""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.data import draws
+from darkroom.data.blocks import (
+    Array,
+    Block,
+    BlockCache,
+    Reader,
+    Values,
+    Wanted,
+    decode_rows,
+    gather,
+    parse_bytes,
+    parse_latents,
+    parse_plain,
+    parse_text,
+    pixels_of,
+)
+from darkroom.data.draws import Purpose
+from darkroom.data.order import BatchRows, Ints, SampleOrder
+from darkroom.data.store import Store
+from darkroom.errors import InputError, LoaderError
+
+Draw = Literal["noise", "posterior", "u", "offset"]
+"""noise float32 [B, C, h, w]; posterior likewise, for mean + std * posterior; u float64 [B] in [0, 1), for
+the timestep; offset float32 [B, C, 1, 1], for offset noise."""
+
+
+class ReadSettings(BaseModel):
+    """What of its rows a batch holds, and which draws come with it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    latents: str | None = Field(None, description="prepared column to read as `moments`")
+    text: str | None = Field(None, description="prepared column to read as `text` (and `pooled`)")
+    caption: bool = Field(False, description="read captions")
+    pixels: int | None = Field(None, gt=0, description="decode pictures to this side; buckets say their own")
+    crop: Literal["centre", "random"] = Field("centre", description="where pictures are cut")
+    flip: bool = Field(False, description="mirror half of the pictures")
+    background: str = Field("white", description="colour laid under transparent pictures")
+    columns: tuple[str, ...] = Field((), description="further columns, under their own names")
+    caption_dropout: float = Field(0.0, ge=0, le=1, description="share of rows that get the empty caption")
+    draws: tuple[Draw, ...] = Field((), description="which random numbers come with each row")
+    latent_channels: int = Field(4, gt=0, description="shape of the draws where no latents are read")
+    latent_factor: int = Field(8, gt=0, description="pixels a latent pixel spans, likewise")
+    seed: int = Field(0, description="of all draws")
+
+
+@dataclass
+class Batch:
+    """One rank's share of global batch k.
+
+    `columns` holds what was asked for: `moments` float16 [B, 2, C, h, w] (mean and standard deviation, not
+    scaled), `pixels` uint8 [B, 3, H, W], `caption` list[str], `text` float16 [B, L, D], `pooled` float16
+    [B, P], `dropped` bool [B] where captions are dropped (caption, text and pooled are the empty caption's
+    there), and the draws. `wait_s` is how long the caller stood still for this batch.
+    """
+
+    k: int
+    epochs_B: Ints
+    positions_B: Ints
+    columns: dict[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+    wait_s: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.positions_B)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+
+class Loader:
+    """Batches start, start+1, ... of an order, each rank its slice; endless unless `end` is given.
+
+    An error on a worker thread is raised by next() (and closes the loader); so is LoaderError when no batch
+    comes for `timeout_s`. All needed columns stay in memory when they take at most half of `memory_bytes`;
+    else two windows of blocks do; when not even those fit, rows are read one by one, which is slower.
+    `wait_s` sums up how long callers stood still, `memory_bytes` what the cache holds now.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        order: SampleOrder,
+        *,
+        read: ReadSettings,
+        start: int = 0,
+        end: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 2,
+        ahead: int = 4,
+        timeout_s: float = 120.0,
+        memory_bytes: int = 1 << 30,
+        pin_memory: bool = False,
+    ) -> None:
+        if workers < 1 or ahead < 1:
+            raise InputError(f"workers={workers}, ahead={ahead}", allowed="1 or more of each")
+        self._order, self._read = order, read
+        self._rank, self._world_size = rank, world_size
+        self._ahead, self._timeout_s, self._pin = ahead, timeout_s, pin_memory
+        self._next, self._end = start, end
+        self._submitted = self._prefetched = start
+        self.wait_s, self.batches = 0.0, 0
+        first = self._rows(start)
+        self._reader = Reader(store, order, _wanted(read))
+        self._plan = _plan_memory(self._reader, order, first, world_size, memory_bytes)
+        if _keeps_decoded(read, order, memory_bytes):
+            self._reader = Reader(store, order, _wanted(read, decoded=True))
+        self._empty = _empty_states(store, read)
+        self._cache = BlockCache(self._reader.block, self._plan.capacity_bytes)
+        self._batches: dict[int, Future[Batch]] = {}
+        self._pool = _Pool(workers)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the cache of blocks holds now."""
+        return self._cache.memory_bytes
+
+    def _rows(self, k: int) -> BatchRows:
+        return self._order.batch(k).rank(self._rank, self._world_size)
+
+    # ---- the caller's side
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._end is not None and self._next >= self._end:
+            self.close()
+            raise StopIteration
+        if self._pool.closed:
+            raise LoaderError("the loader is closed")
+        self._run_ahead()
+        began = time.perf_counter()
+        batch = self._take(self._next)
+        batch.wait_s = time.perf_counter() - began
+        self.wait_s += batch.wait_s
+        self.batches += 1
+        self._next += 1
+        return batch
+
+    def _take(self, k: int) -> Batch:
+        future = self._batches.pop(k)
+        try:
+            return future.result(self._timeout_s)
+        except CancelledError:
+            raise LoaderError("the loader was closed while a batch was awaited") from None
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError) and not future.done():
+                raise LoaderError(
+                    f"no batch for {self._timeout_s:g} s (batch {k}); is the storage reachable?"
+                ) from None
+            raise
+
+    def _run_ahead(self) -> None:
+        """Order batches up to `ahead`, and the blocks of those up to a window after them."""
+        last = self._next + self._ahead
+        reach = last + self._plan.prefetch_batches
+        if self._end is not None:
+            last, reach = min(last, self._end), min(reach, self._end)
+        for k in range(self._submitted, last):
+            self._batches[k] = self._pool.submit(k, partial(self._build, k))
+        self._submitted = max(self._submitted, last)
+        for k in range(max(self._prefetched, last), reach):
+            self._pool.submit(k, partial(self._prefetch, k))
+        self._prefetched = max(self._prefetched, reach)
+
+    def close(self) -> None:
+        """Stop the threads; returns within seconds even when one of them hangs in a read."""
+        self._pool.close()
+        for future in list(self._batches.values()):
+            future.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the workers' side
+
+    def _prefetch(self, k: int) -> None:
+        for number in np.unique(self._order.block_of(self._rows(k).indices_B)).tolist():
+            if self._pool.closed:
+                return
+            if not self._cache.has(number):
+                self._cache.get(number)
+
+    def _build(self, k: int) -> Batch:
+        rows = self._rows(k)
+        batch = Batch(k, rows.epochs_B, rows.positions_B, size=rows.size)
+        blocks, picks = self._blocks(rows.indices_B)
+        for name in blocks[0].values:
+            parts = [block.values[name] for block in blocks]
+            if name == "picture":
+                batch.columns["pixels"] = self._pixels(rows, _rows_of(parts, picks))
+            else:
+                batch.columns[name] = _stack(parts, picks, len(rows), self._pin)
+        self._flip(batch)
+        self._drop_captions(batch)
+        self._add_draws(batch)
+        return batch
+
+    def _blocks(self, indices: Ints) -> tuple[list[Block], list[Ints]]:
+        """The blocks of ascending indices, and which rows of each are meant."""
+        if not self._plan.cached:
+            distinct, inverse = np.unique(indices, return_inverse=True)
+            return [self._reader.rows(distinct)], [inverse]
+        numbers = self._order.block_of(indices)
+        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        firsts = numbers[np.r_[0, cuts]].tolist()
+        blocks = [self._cache.get(number) for number in firsts]
+        starts = [self._order.block(number)[0] for number in firsts]
+        return blocks, [part - start for part, start in zip(np.split(indices, cuts), starts, strict=True)]
+
+    def _uniform(self, batch: Batch | BatchRows, purpose: Purpose) -> Array:
+        return draws.uniform(self._read.seed, batch.epochs_B, batch.positions_B, purpose)
+
+    def _pixels(self, rows: BatchRows, pictures: list[memoryview]) -> torch.Tensor:
+        width, height = rows.size or (self._read.pixels or 0,) * 2
+        out = _empty((len(rows), 3, height, width), torch.uint8, self._pin)
+        at: Array = np.full((len(rows), 2), 0.5)
+        if self._read.crop == "random":
+            at[:, 0] = self._uniform(rows, Purpose.CROP_X)
+            at[:, 1] = self._uniform(rows, Purpose.CROP_Y)
+        for target, picture, (u, v) in zip(out.numpy(), pictures, at.tolist(), strict=True):
+            target[:] = pixels_of(picture, (width, height), background=self._read.background, at=(u, v))
+        return out
+
+    def _flip(self, batch: Batch) -> None:
+        if self._read.flip and "pixels" in batch:
+            flips = torch.from_numpy(self._uniform(batch, Purpose.FLIP) < 0.5)
+            batch["pixels"][flips] = batch["pixels"][flips].flip(-1)
+
+    def _drop_captions(self, batch: Batch) -> None:
+        rate = self._read.caption_dropout
+        if not rate:
+            return
+        dropped = self._uniform(batch, Purpose.DROPOUT) < rate
+        batch.columns["dropped"] = torch.from_numpy(dropped)
+        if "caption" in batch:
+            pairs = zip(batch["caption"], dropped, strict=True)
+            batch.columns["caption"] = ["" if drop else caption for caption, drop in pairs]
+        for name, empty in self._empty.items():
+            batch[name][batch["dropped"]] = empty
+
+    def _add_draws(self, batch: Batch) -> None:
+        keys = self._read.seed, batch.epochs_B, batch.positions_B
+        latent = self._latent_shape(batch)
+        for name in self._read.draws:
+            if name == "u":
+                drawn: Array = draws.uniform(*keys, Purpose.TIMESTEP)
+            elif name == "offset":
+                drawn = draws.normal(*keys, (latent[0], 1, 1), Purpose.OFFSET_NOISE)
+            else:
+                purpose = Purpose.NOISE if name == "noise" else Purpose.POSTERIOR
+                drawn = draws.normal(*keys, latent, purpose)
+            tensor = torch.from_numpy(drawn)
+            batch.columns[name] = tensor.pin_memory() if self._pin else tensor
+
+    def _latent_shape(self, batch: Batch) -> tuple[int, int, int]:
+        if "moments" in batch:
+            channels, height, width = batch["moments"].shape[2:]
+            return channels, height, width
+        wide, high = batch.size or (self._read.pixels or 0,) * 2
+        factor = self._read.latent_factor
+        return self._read.latent_channels, high // factor, wide // factor
+
+
+# ---- what a batch is made of
+
+
+def _keeps_decoded(read: ReadSettings, order: SampleOrder, memory_bytes: int) -> bool:
+    """Whether each picture is decoded once for all epochs: always cut alike, and all of them fit."""
+    if not read.pixels or read.crop == "random" or order.batch(0).size:
+        return False
+    return 3 * read.pixels**2 * order.num_rows <= memory_bytes // 4
+
+
+def _wanted(read: ReadSettings, *, decoded: bool = False) -> list[Wanted]:
+    wanted = [Wanted(read.latents, parse_latents)] if read.latents else []
+    if read.text:
+        wanted.append(Wanted(read.text, parse_text))
+    if read.caption:
+        wanted.append(Wanted("caption", parse_plain))
+    if read.pixels:
+        decode = partial(decode_rows, side=read.pixels, background=read.background)
+        wanted.append(Wanted("picture", decode if decoded else parse_bytes))
+    return wanted + [Wanted(name, parse_plain) for name in read.columns]
+
+
+def _empty_states(store: Store, read: ReadSettings) -> dict[str, torch.Tensor]:
+    """The empty caption's states from the text column's metadata, where captions are dropped."""
+    if not read.text or not read.caption_dropout:
+        return {}
+    stored = json.loads(store.columns().get(read.text, {}).get("darkroom.empty", "{}"))
+    return {name: _unpacked(part["data"], part["shape"]) for name, part in stored.items()}
+
+
+def _unpacked(data: str, shape: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(data), dtype=np.float16).reshape(shape).copy())
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=pin)
+
+
+def _rows_of(parts: list[Values], picks: list[Ints]) -> list[Any]:
+    return [part[i] for part, pick in zip(parts, picks, strict=True) for i in pick.tolist()]
+
+
+def _stack(parts: list[Values], picks: list[Ints], count: int, pin: bool) -> Any:
+    """One tensor [B, ...] of the picked rows, or a list of what does not stack."""
+    sample = parts[0][int(picks[0][0])]
+    if not isinstance(sample, (np.ndarray, np.generic)):
+        return _rows_of(parts, picks)
+    dtype = torch.from_numpy(np.empty(0, sample.dtype)).dtype
+    out = _empty((count, *sample.shape), dtype, pin)
+    gather(parts, picks, out.numpy())
+    return out
+
+
+# ---- memory
+
+
+@dataclass(frozen=True)
+class _Memory:
+    cached: bool
+    capacity_bytes: int
+    prefetch_batches: int
+
+
+def _plan_memory(
+    reader: Reader, order: SampleOrder, rows: BatchRows, world_size: int, memory_bytes: int
+) -> _Memory:
+    """Keep everything, two windows of blocks, or nothing: by the size of one row that is read to see."""
+    row_bytes = reader.rows(rows.indices_B[:1]).memory_bytes
+    window_batches = -(-order.window_rows // order.global_batch)
+    if row_bytes * order.num_rows <= memory_bytes // 2:
+        return _Memory(True, memory_bytes, window_batches)
+    # A rank's slice of each batch covers its share of a window's blocks, and some at the borders.
+    blocks = order.window_rows / order.block_rows
+    share = min(blocks, blocks / world_size * 1.25 + 4) * order.block_rows * row_bytes
+    if share > memory_bytes:
+        return _Memory(False, 0, 0)
+    capacity = int(min(2.25 * share, memory_bytes))
+    ahead = max(0.0, min(1.0, capacity / share - 1.1))
+    return _Memory(True, capacity, int(window_batches * ahead))
+
+
+# ---- threads
+
+
+class _Pool:
+    """Threads that do the task with the smallest number first; daemons, so that a hung one holds up
+    nobody."""
+
+    def __init__(self, workers: int) -> None:
+        self.closed = False
+        self._tasks: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
+        self._changed = threading.Condition()
+        self._serial = itertools.count()
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, priority: int, call: Callable[[], Any]) -> Future[Any]:
+        """Queue a call; its result or error is the future's."""
+        future: Future[Any] = Future()
+        with self._changed:
+            heapq.heappush(self._tasks, (priority, next(self._serial), future, call))
+            self._changed.notify()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._tasks and not self.closed:
+                    self._changed.wait()
+                if self.closed:
+                    return
+                _, _, future, call = heapq.heappop(self._tasks)
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # whatever it is, the caller must hear of it
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Take no further task; wait a moment for running ones."""
+        with self._changed:
+            if self.closed:
+                return
+            self.closed = True
+            self._tasks.clear()
+            self._changed.notify_all()
+        deadline = time.monotonic() + 2.0
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
