@@ -1,0 +1,103 @@
+"""Cards, CPU classes and networks: what the tables say and how a device's name finds its row."""
+
+from __future__ import annotations
+
+import pytest
+
+from darkroom.hardware import cards, find_card, mfu, networks, peak_flops
+
+ISSUE_LIST = (
+    *(
+        "T4",
+        "V100",
+        "A10",
+        "A10G",
+        "L4",
+        "L40S",
+        "RTX3080",
+        "RTX3090",
+        "RTX4090",
+        "RTX5090",
+        "A5500",
+        "A6000",
+    ),
+    *("RTX6000Ada", "RTX8000", "TITANRTX", "A100-PCIE-40GB", "A100-SXM4-40GB", "A100-PCIE-80GB"),
+    *("A100-SXM4-80GB", "H100-PCIE", "H100-SXM", "H200", "B200", "GB200", "MI300X"),
+)
+
+
+@pytest.mark.parametrize("name", ISSUE_LIST)
+def test_every_card_asked_for_is_there_with_a_source(name):
+    card = find_card(name)
+    assert card is not None
+    assert card.kind == "gpu"
+    assert card.source
+    assert card.memory_bytes
+    assert card.memory_bytes >= 10e9
+    assert 50 <= card.power_w <= 1200
+    assert card.link in networks() or card.link == "PCIe 3.0 x16"
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "row"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIE-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIE"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB200", "GB200"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100-SXM2-16GB"),
+        ("NVIDIA GeForce RTX 3080", "RTX 3080"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Quadro RTX 6000", "RTX 6000"),
+        ("NVIDIA TITAN RTX", "TITAN RTX"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("a10g", "A10G"),
+    ],
+)
+def test_a_drivers_name_finds_its_row(driver_name, row):
+    card = find_card(driver_name)
+    assert card is not None
+    assert card.name == row
+
+
+def test_an_unknown_card_is_not_taken_for_another():
+    assert find_card("Voodoo 2") is None
+    assert peak_flops("Voodoo 2", "bf16") is None
+    assert mfu(1e12, 1.0, "Voodoo 2", "bf16") is None
+
+
+def test_rates_are_dense_and_in_flops():
+    assert peak_flops("A100-SXM4-80GB", "bf16") == 312e12
+    assert peak_flops("H100", "fp16") == pytest.approx(989.4e12)
+    assert peak_flops("RTX 3090", "fp16") == 71e12  # accumulated in float32, as training does
+    assert peak_flops("RTX 3090", "fp16_acc16") == 142e12
+    assert peak_flops("T4", "bf16") == peak_flops("T4", "float32") == pytest.approx(8.1e12)
+    assert peak_flops("CPU AVX-512 BF16", "bf16", cores=2) == pytest.approx(0.448e12)
+    assert peak_flops("A100", "fp4") is None
+
+
+def test_rates_do_not_fall_with_narrower_numbers():
+    for card in cards().values():
+        order = [card.flops.get(name) for name in ("float32", "tf32", "bf16", "int8")]
+        known = [rate for rate in order if rate is not None]
+        assert known == sorted(known), card.name
+
+
+def test_mfu_is_the_share_of_the_peak():
+    # 128 A100 at 1618.4 images/s (MosaicML's table), with 2.41 TFLOP an image at 512 px.
+    used = mfu(2.41e12, 1618.4, "A100-SXM4-40GB", "bf16", num_devices=128)
+    assert used == pytest.approx(2.41e12 * 1618.4 / (128 * 312e12))
+    assert used == pytest.approx(0.0977, abs=1e-3)
+
+
+def test_networks_have_plausible_bandwidth():
+    table = networks()
+    assert table["NVLink 3"].bandwidth_bytes_s == 300e9
+    assert table["EFA 400 Gbit"].bandwidth_bytes_s == 50e9
+    assert all(1e9 <= row.bandwidth_bytes_s <= 1e12 and row.source for row in table.values())

@@ -1,0 +1,100 @@
+"""Prices: the table is sane, the pick is said, age is said, the user's own price comes first."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+
+import pytest
+
+from darkroom.hardware import cards, price, prices
+from darkroom.hardware.prices import Price
+
+# USD for one device and hour, on demand: a row outside is a slip of the pen or of the catalogue.
+BANDS = {
+    "T4": (0.3, 1.5),
+    "V100": (0.5, 4.5),
+    "A10": (0.5, 3.0),
+    "L4": (0.5, 2.5),
+    "L40S": (1.0, 5.0),
+    "A40": (0.4, 3.0),
+    "A100": (1.0, 5.5),
+    "H100": (1.5, 12.0),
+    "H200": (2.0, 12.0),
+    "GH200": (1.5, 6.0),
+    "B200": (4.0, 18.0),
+    "RTX": (0.2, 2.5),
+    "CPU": (0.01, 0.15),
+}
+
+
+def test_there_are_about_sixty_rows_and_each_is_dated_and_sourced():
+    rows = prices()
+    assert 55 <= len(rows) <= 80
+    assert all(row.source and date(2023, 1, 1) <= row.as_of <= date.today() for row in rows)
+    assert {row.device for row in rows} <= set(cards())
+
+
+@pytest.mark.parametrize("row", prices(), ids=lambda row: f"{row.provider} {row.instance} {row.region}")
+def test_spot_is_below_on_demand_and_the_price_is_in_its_familys_band(row):
+    assert row.count >= 1
+    if row.spot_usd_per_hour is not None:
+        assert 0 < row.spot_usd_per_hour <= row.on_demand_usd_per_hour
+    family = max((name for name in BANDS if row.device.startswith(name)), key=len)
+    low, high = BANDS[family]
+    assert low <= row.usd_per_device_hour <= high
+
+
+def offer(name: str, usd: float, as_of: str, device: str = "T4", count: int = 1) -> Price:
+    return Price("cloud", name, device, count, "", usd, None, date.fromisoformat(as_of), "a test")
+
+
+def test_the_median_of_the_newest_reading_is_picked_and_said():
+    table = [
+        offer("old and cheap", 0.1, "2025-01-01"),
+        offer("a", 0.5, "2026-07-01"),
+        offer("b", 8.0, "2026-07-10", count=10),
+        offer("c", 0.9, "2026-06-20"),
+    ]
+    found = price("Tesla T4", table=table)
+    assert found is not None
+    assert (found.instance, found.usd_per_device_hour) == ("b", 0.8)
+    assert "median of 3 offers" in str(found)
+    cheapest = price("T4", table=table, pick="cheapest")
+    assert cheapest is not None
+    assert cheapest.instance == "a"
+    assert price("T4", table=table, provider="nobody") is None
+
+
+def test_an_old_price_says_so():
+    row = offer("a", 1.0, "2026-01-01")
+    day = row.as_of + timedelta(days=91)
+    assert row.age_days(day) == 91
+    assert row.stale(day)
+    assert not row.stale(row.as_of + timedelta(days=90))
+    assert "days old" in str(offer("a", 1.0, "2020-01-01"))
+    assert "days old" not in str(offer("a", 1.0, date.today().isoformat()))
+
+
+def test_the_users_price_overrides_and_needs_no_known_device():
+    given = price("Voodoo 2", usd_per_hour=2.5)
+    assert given is not None
+    assert (given.usd_per_device_hour, given.as_of) == (2.5, date.today())
+    assert price("Voodoo 2") is None
+
+
+def test_a_cpu_has_a_price_for_a_virtual_cpu():
+    known = price("CPU AMX")
+    assert known is not None
+    assert known.device == "CPU AMX"
+    other = price("CPU AVX2")  # no offer of its own: the median of all CPU classes
+    assert other is not None
+    assert 0.01 <= other.usd_per_device_hour <= 0.15
+
+
+def test_a_table_of_ones_own_is_read(tmp_path):
+    header = "provider,instance,device,count,region,on_demand_usd_per_hour,spot_usd_per_hour,as_of,source"
+    (tmp_path / "mine.csv").write_text(f"{header}\nus,rack 1,H200,8,cellar,16,,2026-11-01,invoice\n")
+    found = price("NVIDIA H200", table=prices(tmp_path / "mine.csv"))
+    assert found is not None
+    assert found.usd_per_device_hour == 2.0
+    assert found.spot_usd_per_device_hour is None
