@@ -172,6 +172,14 @@ def test_guidance_and_its_rescaling_are_diffusers(rescale: float) -> None:
     assert far(one.latents_CHW, guided_by_hand(0.7)) > 1e-3
 
 
+def test_what_is_yielded_may_go_into_a_module_with_gradients() -> None:
+    layer = torch.nn.Conv2d(4, 4, 1)
+    for state in denoise(CountingUnet(), [row(steps=2)]):
+        layer(state.x0_BCHW).sum().backward()
+    assert layer.weight.grad is not None
+    assert not state.latents_BCHW.requires_grad
+
+
 def test_half_precision_output_is_added_up_in_float32() -> None:
     one = row()
     advance(lambda x, t, text, added: torch.ones_like(x, dtype=torch.bfloat16), [one])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from darkroom import models
 from darkroom.errors import InputError
 from darkroom.models import Model
 from darkroom.sample import SOLVERS, GenerateSettings, Picture, generate
@@ -113,6 +115,24 @@ def test_same_picture_as_the_sdxl_pipeline(small_xl: Model, negative: str | None
     latents, pixels = apart(pictures, want)
     assert latents <= 1e-4
     assert pixels <= 2
+
+
+@pytest.mark.parametrize("solver", ["pndm", "euler", "unipc", "dpmpp_2m_sde"])
+def test_a_saved_folder_gives_one_picture_here_and_in_diffusers(
+    tiny: Model, tmp_path: Path, solver: str
+) -> None:
+    """The folder's own scheduler on both sides, nothing said about solvers."""
+    model = copy.copy(tiny)
+    model.scheduler = dict(pipeline_of(tiny, solver).scheduler.config)
+    models.save(model, tmp_path / "model")
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "model")
+    pipe.set_progress_bar_config(disable=True)
+    assert type(pipe.scheduler) is CLASSES[solver]
+    generator = torch.Generator().manual_seed(SEED)
+    (reference,) = pipe(PROMPTS[0], num_inference_steps=7, generator=generator).images
+    (picture,) = generate(models.load(tmp_path / "model"), PROMPTS[0], seed=SEED, steps=7)
+    assert picture.parameters["solver"] == solver
+    assert np.abs(np.asarray(picture.image).astype(int) - np.asarray(reference)).max() <= 2
 
 
 def test_sdxl_is_told_the_size(small_xl: Model) -> None:

@@ -289,6 +289,13 @@ def test_substitutions_are_told(settings: dict[str, Any], solver: str, said: str
     assert make_table(None, configured("dpmpp_2m"), 10).notes == ()
 
 
+def test_a_model_without_a_scheduler_is_taken_for_stable_diffusion() -> None:
+    assert error(ours(None, {}, 10), theirs("ddim", configured("ddim"), 10)) <= 1
+    assert error(ours("euler", {}, 10), theirs("euler", configured("euler"), 10)) <= 1
+    linear = {**configured("ddim"), "beta_schedule": "linear"}
+    assert error(ours(None, {}, 10), theirs("ddim", linear, 10)) > 10
+
+
 def test_another_class_that_is_silent_about_clipping_does_not_clip() -> None:
     """DDIMScheduler clips unless told not to; on SDXL's Euler folder that would ruin latents."""
     silent = {key: value for key, value in configured("euler").items() if key != "clip_sample"}

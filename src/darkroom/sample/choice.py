@@ -79,6 +79,14 @@ UNKNOWN = {
     "predict_x0": (True, "UniPC is known on x0"),
     "variance_type": (None, ""),
 }
+# Stable Diffusion's own, for a model without a scheduler.
+SD_SCHEDULE: dict[str, Any] = {
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "steps_offset": 1,
+    "set_alpha_to_one": False,
+}
 STOCHASTIC_DPM = ("sde-dpmsolver++", "sde-dpmsolver")
 
 
@@ -89,7 +97,7 @@ def default_solver(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """
     cls = config.get("_class_name")
     if cls is None:
-        return "ddim", ("the model has no scheduler: solver ddim",)
+        return "ddim", ("the model has no scheduler: solver ddim on Stable Diffusion's noise schedule",)
     if cls in INSTEAD_OF_CLASS:
         name = INSTEAD_OF_CLASS[cls]
         return name, (f"the model's scheduler {cls} is replaced by solver {name}",)
@@ -129,6 +137,8 @@ def make_table(
     notes: tuple[str, ...] = ()
     if solver is None:
         solver, notes = default_solver(config)
+    if config.get("_class_name") is None:
+        config = {**SD_SCHEDULE, **config}
     known = _known(solver)
     is_own = OF_CLASS.get(str(config.get("_class_name"))) == solver.removesuffix("_sde")
     settings = {

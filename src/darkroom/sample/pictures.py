@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Picture:
     latents: torch.Tensor
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode(vae: Any, latents_BCHW: torch.Tensor, *, max_pixels: int = DECODE_PIXELS) -> list[Image.Image]:
     """Latents to RGB pictures, at most `max_pixels` of them (at least one picture) in the decoder at a time.
 
@@ -109,7 +109,7 @@ def save_pictures(pictures: Sequence[Picture], out_dir: str | Path, *, grid: boo
         paths = []
         for picture in pictures:
             path, index = _place(
-                picture.image, folder, index, f"-{picture.parameters.get('seed', 0)}", picture
+                picture.image, folder, index, f"-{int(picture.parameters.get('seed', 0))}", picture
             )
             paths.append(path)
         if grid and len(pictures) > 1:
@@ -129,11 +129,10 @@ def _place(
     image: Image.Image, folder: Path, index: int, suffix: str, picture: Picture | None
 ) -> tuple[Path, int]:
     """Write beside, then link to the first free number: linking fails where another got there first."""
-    handle, beside = tempfile.mkstemp(prefix=".picture-", suffix=".png", dir=folder)
+    beside = folder / f".{uuid.uuid4().hex}.png"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(beside, "xb") as file:
             image.save(file, "PNG", pnginfo=_png_text(picture))
-        os.chmod(beside, 0o644)
         while True:
             stem = f"{index:05d}{suffix}" if picture is not None else f"grid-{index:05d}"
             path = folder / f"{stem}.png"
@@ -142,11 +141,10 @@ def _place(
                 _link(beside, path)
                 return path, index
     finally:
-        with suppress(FileNotFoundError):
-            os.unlink(beside)
+        beside.unlink(missing_ok=True)
 
 
-def _link(beside: str, path: Path) -> None:
+def _link(beside: Path, path: Path) -> None:
     try:
         os.link(beside, path)
     except FileExistsError:

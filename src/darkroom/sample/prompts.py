@@ -42,7 +42,7 @@ def _short(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def encode_prompts(
     model: Model, prompts: Sequence[str], size: tuple[int, int]
 ) -> tuple[list[Condition], list[str]]:
@@ -55,7 +55,8 @@ def encode_prompts(
     notices: dict[str, None] = {}
     for start in range(0, len(prompts), ENCODE_BATCH):
         some = prompts[start : start + ENCODE_BATCH]
-        states, pooled = [], None
+        states: list[torch.Tensor] = []
+        pooled = None
         for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True):
             config: Any = encoder.config
             ids_BL, cut = tokenize(tokenizer, some, config.max_position_embeddings)
