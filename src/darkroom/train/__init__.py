@@ -1,24 +1,27 @@
-"""Training: the objective, one optimiser step, averaged weights, checkpoints, and the loop around them."""
+"""Training: the objective, one optimiser step, averaged weights, checkpoints, and the loop around them.
+
+`train` starts a run or goes on with one; `export` writes a model from a run's checkpoint. `job` checks a
+recipe and puts together what trains it, `trainer` is the loop, `tasks` say what is trained, `step` is the
+bare optimiser step. The settings stand beside what they set, in files that import little.
+"""
 
 from __future__ import annotations
 
-from darkroom.train.checkpoint import CheckpointSettings
-from darkroom.train.ema import EmaSettings
-from darkroom.train.objective import AutoencoderLossSettings, NoiseSettings, ObjectiveSettings
-from darkroom.train.optimisers import OptimSettings
-from darkroom.train.step import TrainSettings
-from darkroom.train.tracking import TrackSettings
-from darkroom.train.watch import EvaluateSettings, SampleSettings
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AutoencoderLossSettings",
-    "CheckpointSettings",
-    "EmaSettings",
-    "EvaluateSettings",
-    "NoiseSettings",
-    "ObjectiveSettings",
-    "OptimSettings",
-    "SampleSettings",
-    "TrackSettings",
-    "TrainSettings",
-]
+if TYPE_CHECKING:
+    from darkroom.train.job import Job, Pinned, bare_step, make_job
+    from darkroom.train.start import export, train
+    from darkroom.train.trainer import TrainResult
+
+__all__ = ["Job", "Pinned", "TrainResult", "bare_step", "export", "make_job", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the doors when they are used: reading a recipe needs the settings alone."""
+    from importlib import import_module
+
+    for module in ("start", "trainer", "job"):
+        if name in __all__ and hasattr(found := import_module(f"darkroom.train.{module}"), name):
+            return getattr(found, name)
+    raise AttributeError(f"module 'darkroom.train' has no attribute '{name}'")

@@ -62,9 +62,14 @@ def check_resolution(resolution: int, model: Model) -> None:
             "model.unet.in_channels",
             f"{model.unet.config.in_channels}, but the VAE's latents have {model.latent_channels} channels",
         )
-    unit = model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1)
-    if resolution % unit:
+    if resolution % (unit := size_unit(model)):
         raise RecipeError("data.resolution", f"{resolution}", allowed=f"multiples of {unit} with this model")
+
+
+def size_unit(model: Model) -> int:
+    """What the sides of pictures must be multiples of, in pixels."""
+    assert model.unet is not None
+    return int(model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1))
 
 
 def _vae_of(settings: ModelSettings) -> Any:

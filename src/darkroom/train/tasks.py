@@ -3,39 +3,27 @@
 The loop around a task knows nothing of diffusion. A new task (fine-tuning, LoRA, textual inversion) is
 another small class with the same methods.
 
+Captions arrive with some of them dropped already (empty), and so do prepared text states.
+
 Shapes: B rows of a batch, b of a micro-batch, C latent channels, h and w latent pixels, H and W pixels,
 L tokens, D text width.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from darkroom.data.loader import Draw, ReadSettings
 from darkroom.models import Model
 from darkroom.train.objective import AutoencoderLossSettings, Objective, offset_noise, square_error
 
 Columns = Mapping[str, Any]
 """A batch's columns and draws by name: tensors with B rows, and lists of B captions."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a task reads of each row, and which draws of chance it wants."""
-
-    pixels: bool = False
-    latents: str | None = None  # name of the prepared column
-    text: str | None = None  # name of the prepared column
-    captions: bool = False
-    noise: bool = False  # with timestep and, if `offset`, offset noise
-    posterior: bool = False
-    offset: bool = False
 
 
 class Task(Protocol):
@@ -44,7 +32,7 @@ class Task(Protocol):
     model: Model
     modules: dict[str, nn.Module]  # what is trained, by part
     rates: dict[str, float]  # peak learning rates by part that differ from optim.lr
-    needs: Needs
+    read: ReadSettings
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """A batch as tensors on the device, each with B rows. Frozen encoders run here, without gradients."""
@@ -64,11 +52,10 @@ class Task(Protocol):
         ...
 
     def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
-        """What the finished model needs to know of its training data; saved with each checkpoint."""
-        ...
+        """What the model's configuration needs to know of its training data, such as `vae.scaling_factor`.
 
-    def finish(self, measured: Mapping[str, float]) -> None:
-        """Write what was measured into the model's configuration, before it is saved."""
+        Measured with the averaged weights and saved with each checkpoint.
+        """
         ...
 
 
@@ -79,19 +66,19 @@ class Pretrain:
         self,
         model: Model,
         objective: Objective,
-        needs: Needs,
+        read: ReadSettings,
         *,
         train_text_encoder: bool = False,
         text_encoder_lr: float | None = None,
         noise_offset: float = 0.0,
         num_points: int = 8,
-        empty_text: tuple[Tensor, Tensor | None] | None = None,
         encode: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """`empty_text` are the empty caption's states [L, D] (and pooled [D]) where text is prepared;
-        `encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not."""
+        """`encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not read."""
         assert model.unet is not None
-        self.model, self.objective, self.needs = model, objective, needs
+        draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(("offset",) if noise_offset else ()))
+        self.model, self.objective = model, objective
+        self.read = read.model_copy(update={"draws": draws})
         self.modules: dict[str, nn.Module] = {"unet": model.unet}
         self.rates: dict[str, float] = {}
         self._trains_text = train_text_encoder
@@ -99,7 +86,7 @@ class Pretrain:
             self.modules |= {name: m for name, m in model.modules.items() if name.startswith("text_encoder")}
             if text_encoder_lr is not None:
                 self.rates = {name: text_encoder_lr for name in self.modules if name != "unet"}
-        self._offset, self._empty, self._encode = noise_offset, empty_text, encode
+        self._offset, self._encode = noise_offset, encode
         total = objective.num_timesteps
         self._points = [int((i + 0.5) * total / num_points) for i in range(num_points)]
         self._token_cache: dict[str, list[Tensor]] = {}
@@ -142,9 +129,6 @@ class Pretrain:
     def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
         return {}
 
-    def finish(self, measured: Mapping[str, float]) -> None:
-        pass
-
     def _predict(self, inputs: Mapping[str, Tensor], t_b: Tensor) -> tuple[Tensor, Tensor]:
         latents_bChw, noise_bChw = inputs["latents"], inputs["noise"]
         unet: Any = self.model.unet
@@ -163,29 +147,15 @@ class Pretrain:
     # ---- text
 
     def _text(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
-        dropped_B = columns["dropped"]
-        if self._empty is not None:
-            return self._prepared_text(columns, dropped_B, device)
-        captions = [
-            "" if dropped else caption
-            for caption, dropped in zip(columns["caption"], dropped_B.tolist(), strict=True)
-        ]
-        rows = [self._tokens(caption) for caption in captions]
+        if "text" in columns:
+            return {name: _to(columns[name], device) for name in ("text", "pooled") if name in columns}
+        rows = [self._tokens(caption) for caption in columns["caption"]]
         ids = {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
         if self._trains_text:
             return ids
         with torch.no_grad():
             text_BLD, pooled_BD = self._encoded(ids)
         return {"text": text_BLD} if pooled_BD is None else {"text": text_BLD, "pooled": pooled_BD}
-
-    def _prepared_text(self, columns: Columns, dropped_B: Tensor, device: torch.device) -> dict[str, Tensor]:
-        assert self._empty is not None
-        states_LD, pooled_D = self._empty
-        text_BLD = torch.where(dropped_B[:, None, None], states_LD, columns["text"])
-        inputs = {"text": _to(text_BLD, device)}
-        if pooled_D is not None:
-            inputs["pooled"] = _to(torch.where(dropped_B[:, None], pooled_D, columns["pooled"]), device)
-        return inputs
 
     def _tokens(self, caption: str) -> list[Tensor]:
         """Token ids [L] of a caption for each text encoder; captions come round every epoch."""
@@ -226,12 +196,12 @@ class Pretrain:
 class Autoencoder:
     """Train the VAE to give back pictures through a small latent close to a normal distribution."""
 
-    def __init__(self, model: Model, settings: AutoencoderLossSettings) -> None:
+    def __init__(self, model: Model, settings: AutoencoderLossSettings, read: ReadSettings) -> None:
         assert model.vae is not None
         self.model, self._settings = model, settings
         self.modules: dict[str, nn.Module] = {"vae": model.vae}
         self.rates: dict[str, float] = {}
-        self.needs = Needs(pixels=True, posterior=True)
+        self.read = read.model_copy(update={"draws": ("posterior",)})
 
     @property
     def points(self) -> Sequence[int]:
@@ -274,12 +244,7 @@ class Autoencoder:
             count += latents.numel()
         mean, square = total / max(count, 1)
         variance = square - mean**2
-        return {"scaling_factor": float(variance**-0.5)} if variance > 0 else {}
-
-    def finish(self, measured: Mapping[str, float]) -> None:
-        vae: Any = self.model.vae
-        if "scaling_factor" in measured:
-            vae.register_to_config(scaling_factor=measured["scaling_factor"])
+        return {"vae.scaling_factor": float(variance**-0.5)} if variance > 0 else {}
 
     def reconstruct(self, pixels_b3HW: Tensor) -> Tensor:
         """What the VAE gives back of pictures, from the mean latent."""
@@ -313,11 +278,6 @@ def edge_distance(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
     across = difference.diff(dim=-1).abs().mean(dim=(1, 2, 3))
     down = difference.diff(dim=-2).abs().mean(dim=(1, 2, 3))
     return across + down
-
-
-def unpack_states(text: str) -> np.ndarray[Any, np.dtype[np.float16]]:
-    """Float16 values from a column's metadata."""
-    return np.frombuffer(base64.b64decode(text), dtype="<f2")
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,51 +7,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from darkroom.bill import Bill, Meter, format_seconds, format_usd
 from darkroom.errors import DarkroomError, Stopped
 from darkroom.run import BILL, Run
 from darkroom.train.checkpoint import Checkpoint, checkpoints, save_checkpoint, step_of
 from darkroom.train.export import write_model
+from darkroom.train.job import Job, Say
 from darkroom.train.optimisers import optimiser_tensors, restore_optimiser
-from darkroom.train.step import Step, StepResult
-from darkroom.train.tasks import Autoencoder, Columns, Task
+from darkroom.train.step import StepResult
+from darkroom.train.tasks import Autoencoder
 from darkroom.train.tracking import Tracker
 from darkroom.train.watch import heldout_metrics, reconstruction_grid, sample_grid
 
-if TYPE_CHECKING:
-    from darkroom.recipe import Recipe
-
-Say = Callable[[str], None]
-Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
-"""Opens the stream of global batches from step k on."""
-
 BILL_EVERY_S = 10.0  # what a killed process's bill may lack
-
-
-@dataclass(frozen=True)
-class Job:
-    """A checked recipe with everything that training it needs, made by `job.make_job`."""
-
-    recipe: Recipe
-    task: Task
-    step: Step
-    feed: Feed
-    device: torch.device
-    rows: int  # pictures trained on
-    environment: Mapping[str, Any]  # what bit-exactness depends on
-    store: Mapping[str, Any]  # version and rows, pinned for the run
-    heldout: dict[str, Tensor] | None
-    calibration: list[dict[str, Tensor]]
-    prompts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -302,7 +278,7 @@ class Trainer:
         measured = self._measure()
         values = self.step.ema.weights()
         with self.meter.part("checkpoint"):
-            write_model(self.task, values, measured, self.run.model)
+            write_model(self.task.model, values, measured, self.run.model)
         self._save_bill()
         return result_of(self.run)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from darkroom import sample
-from darkroom.models import Model
 from darkroom.train.step import micro_batches
-from darkroom.train.tasks import Task
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+    from darkroom.train.tasks import Autoencoder, Task
 
 
 class SampleSettings(BaseModel):
@@ -68,6 +69,8 @@ def sample_grid(
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Draw the prompts' pictures, `size` pixels square, and save them as one PNG."""
+    from darkroom import sample
+
     pictures = sample.generate(
         model,
         prompts,
@@ -83,7 +86,7 @@ def sample_grid(
 
 
 @torch.no_grad()
-def reconstruction_grid(task: Any, inputs: Mapping[str, Tensor], path: Path) -> Path:
+def reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: Path) -> Path:
     """Held-out pictures above what the VAE gives back, as one PNG."""
     from PIL import Image
 
@@ -98,7 +101,9 @@ def reconstruction_grid(task: Any, inputs: Mapping[str, Tensor], path: Path) -> 
 
 def save_grid(images: Sequence[Any], path: Path, columns: int | None = None) -> Path:
     """One PNG of all images, written beside and renamed."""
+    from darkroom.sample import make_grid
+
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}")
-    sample.make_grid(images, columns).save(beside, format="PNG")
+    make_grid(images, columns).save(beside, format="PNG")
     return beside.replace(path)

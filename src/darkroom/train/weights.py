@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+
+from darkroom.errors import CheckpointError
 
 
 class Weights:
@@ -53,7 +51,17 @@ class Weights:
             param.grad = None
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Set the masters, by name."""
+        """Set the masters, by name; CheckpointError where they are another model's."""
+        odd = sorted(values.keys() ^ self.masters.keys())
+        odd += [
+            name
+            for name, param in self.masters.items()
+            if name not in odd and values[name].shape != param.shape
+        ]
+        if odd:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {odd[0]} differs, and {len(odd) - 1} more"
+            )
         with torch.no_grad():
             for name, param in self.masters.items():
                 param.copy_(values[name])
@@ -145,30 +153,38 @@ def attend_in_float32(module: nn.Module) -> None:
     torch 2.13's bf16 attention on CPU has a backward pass 3 to 10 times slower than the float32 one at up
     to 256 tokens, and as slow at 4,096.
     """
+    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+    from transformers import PreTrainedModel
+
+    class Float32Attention(AttnProcessor2_0):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            with _Float32Product():
+                out: Tensor = super().__call__(*args, **kwargs)
+            return out
+
     if isinstance(module, PreTrainedModel):
-        AttentionInterface.register(_NAME, _float32_attention)
-        AttentionMaskInterface.register(_NAME, sdpa_mask)  # else the mask, causal in CLIP, is left out
-        module.set_attn_implementation(_NAME)
+        module.set_attn_implementation(_register_float32_attention())
     for part in module.modules():
         if isinstance(part, Attention):
-            part.set_processor(_Float32Attention())
+            part.set_processor(Float32Attention())
 
 
-_NAME = "sdpa_float32"
+def _register_float32_attention() -> str:
+    """Tell transformers of the attention in float32; returns the name it knows it by."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
 
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        out, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
+        return out.to(query.dtype), None
 
-def _float32_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    out, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), *args, **kwargs)
-    return out.to(query.dtype), None
-
-
-class _Float32Attention(AttnProcessor2_0):  # type: ignore[misc]
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        with _Float32Product():
-            out: Tensor = super().__call__(*args, **kwargs)
-        return out
+    name = "sdpa_float32"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)  # without it the mask, causal in CLIP, is left out
+    return name
 
 
 class _Float32Product(TorchFunctionMode):

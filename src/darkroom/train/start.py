@@ -1,0 +1,177 @@
+"""The doors: `train` starts a run or goes on with one, `export` writes a model from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from darkroom import hardware
+from darkroom.data import Store
+from darkroom.errors import CheckpointError, InputError
+from darkroom.run import Run, numbered_folder
+from darkroom.train.build import build_model, keep_tokenizer
+from darkroom.train.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    step_of,
+)
+from darkroom.train.export import write_model
+from darkroom.train.job import Feed, Job, Pinned, Say, make_job
+from darkroom.train.resume import check_changes, check_environment
+from darkroom.train.tracking import make_tracker
+from darkroom.train.trainer import Trainer, TrainResult, result_of
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: Path | str,
+    resume: str = "auto",
+    feed: Feed | None = None,
+    estimate: Any = None,
+    console: Say = print,
+) -> TrainResult:
+    """Train a recipe in the run folder `out`; the same call again goes on where it stopped, to the bit.
+
+    `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one beside it,
+    numbered; a checkpoint's folder starts a new one from that state, and the recipe may then differ.
+    `feed(k)` opens another stream of batches from step k on; `estimate` is what the plan foretells, shown
+    first. Raises InputError before any work for what
+    cannot be, Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError when the loss is not finite.
+    """
+    place = _place(Path(out), resume)
+    if estimate is not None:
+        console(str(estimate))
+    if place.run is None:
+        return _begin(recipe, place, feed, console)
+    with place.run.lock():
+        return _go_on(recipe, place.run, feed, console)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a run will be: one that goes on, or a free folder, with a checkpoint to start from or none."""
+
+    path: Path
+    run: Run | None = None
+    start: Checkpoint | None = None
+
+
+def _place(out: Path, resume: str) -> _Place:
+    if resume == "auto":
+        return _Place(out, Run.open(out) if (out / "recipe.yaml").is_file() else None)
+    if resume == "never":
+        return _Place(numbered_folder(out))
+    start = Path(resume)
+    if not (start / "manifest.json").is_file():
+        raise InputError(
+            f"--resume {resume}", allowed="auto, never, or a checkpoint's folder (RUN/checkpoints/step-...)"
+        )
+    return _Place(numbered_folder(out), start=load_checkpoint(start))
+
+
+def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say) -> TrainResult:
+    if place.path.exists() and any(place.path.iterdir()):
+        raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
+    job = make_job(recipe, Pinned(place.path), feed)
+    environment = {**hardware.environment(), "store": dict(job.store)}
+    run = Run.create(place.path, recipe.dump(), environment)
+    with run.lock():
+        keep_tokenizer(recipe.model, job.task.model, run.path)
+        _pin_store(recipe, job, run, say)
+        trainer = _trainer(job, run, say, first_step=0)
+        if place.start is not None:
+            trainer.restore(place.start)
+            say(f"starting from {place.start.path} (step {place.start.step})")
+        return trainer.train()
+
+
+def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say) -> TrainResult:
+    before = type(recipe).model_validate(run.recipe)
+    checkpoint = newest_checkpoint(run.checkpoints, say)
+    step = checkpoint.step if checkpoint else 0
+    notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
+    if step == recipe.train.steps and run.model.is_dir():
+        say(f"'{run.path}' is finished: all {step} steps are made")
+        return result_of(run)
+    store = run.environment.get("store", {})
+    micro = checkpoint.scalars["micro_batch"] if checkpoint else None
+    pinned = Pinned(run.path, store.get("version"), store.get("rows"), micro)
+    job = make_job(recipe, pinned, feed)
+    if checkpoint:
+        notes += check_environment(checkpoint.scalars["environment"], job.environment)
+    run.truncate(step if checkpoint else -1)
+    run.set_recipe(recipe.dump())
+    run.add_session({**hardware.environment(), "store": dict(job.store)})
+    if checkpoint is None:
+        keep_tokenizer(recipe.model, job.task.model, run.path)
+        _pin_store(recipe, job, run, say)
+    trainer = _trainer(job, run, say, first_step=step)
+    say(f"going on after step {step} of {recipe.train.steps}")
+    for note in notes:
+        say(f"note: {note}")
+    if checkpoint:
+        trainer.restore(checkpoint)
+    return trainer.train()
+
+
+def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
+    for note in job.notes:
+        say(note)
+    tracker = make_tracker(job.recipe.track, run.path, first_step + 1)
+    return Trainer(job, run, tracker=tracker, say=say)
+
+
+def _pin_store(recipe: Recipe, job: Job, run: Run, say: Say) -> None:
+    """Keep the store's version while the run may need it. The folder's whole path makes the name its own."""
+    store = Store.open(recipe.data.store, version=job.store["version"])
+    try:
+        store.pin(f"run {run.path.resolve()}")
+    except OSError as error:
+        say(
+            f"the store cannot be written ({error}): resuming works while its version {store.version} is kept"
+        )
+
+
+def export(
+    run: Path | str, to: Path | str, *, checkpoint: int | None = None, ema: bool = True, say: Say = print
+) -> Path:
+    """Write a run's model as a folder that diffusers opens, from a checkpoint (the newest unless said).
+
+    With `ema` the averaged weights, else the trained ones. InputError names the checkpoints there are.
+    """
+    from darkroom.recipe import Recipe
+
+    source, target = Run.open(run), Path(to)
+    if target.exists():
+        raise InputError(f"'{target}' is there already", mend="choose another folder")
+    recipe = Recipe.model_validate(source.recipe)
+    state = _state(source, checkpoint, say)
+    model = build_model(recipe, _no_captions, source.path)
+    values = state.tensors.get("ema") if ema else None
+    write_model(model, values or state.tensors["weights"], state.scalars["measured"], target)
+    return target
+
+
+def _no_captions() -> Iterator[str]:
+    raise CheckpointError("the run has lost its tokenizer")
+
+
+def _state(run: Run, step: int | None, say: Say) -> Checkpoint:
+    there = checkpoints(run.checkpoints)
+    if step is None:
+        newest = newest_checkpoint(run.checkpoints, say)
+        if newest is None:
+            raise InputError(f"'{run.path}' has no checkpoint yet")
+        return newest
+    for path in there:
+        if step_of(path) == step:
+            return load_checkpoint(path)
+    raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(step_of(path)) for path in there))
