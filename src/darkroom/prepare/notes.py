@@ -1,0 +1,91 @@
+"""What a prepare has finished but not yet committed: small JSON files inside the store's folder.
+
+`_prepare/<column>/<fragment>.json` names a finished file of encoded values that lies beside it. Committing
+moves the file into the dataset and lets the note go, so the folder holds only what a kill would lose; what is
+committed, the dataset itself knows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from darkroom.data.sidecars import write_atomically
+from darkroom.errors import StoreError
+
+
+@dataclass(frozen=True)
+class Note:
+    """A fragment whose rows are all encoded."""
+
+    fragment: int
+    physical_rows: int
+    base: str  # the data file that the values were made from
+    file: str  # the data file that holds them
+    rows: int  # how many were encoded
+    unreadable: list[str]  # ids of rows whose picture could not be decoded; they stay null
+
+
+class Notes:
+    """The notes of one column, held by one process at a time."""
+
+    def __init__(self, store_path: str, column: str) -> None:
+        if "://" in store_path:
+            raise StoreError(f"{store_path} is no local folder", mend="prepare a store on a local disk")
+        self.column = column
+        self.folder = Path(store_path) / "_prepare" / column
+        self._data = Path(store_path) / "data"
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> Notes:
+        """Take the lock, and clear away what a killed process left half-written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise StoreError(
+                f"another process is preparing {self.column}", mend="wait for it, or stop it"
+            ) from None
+        notes = self.all()
+        kept = {"lock"} | {note.file for note in notes} | {f"{note.fragment}.json" for note in notes}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def all(self) -> list[Note]:
+        """Every finished fragment whose file is there."""
+        found = []
+        for path in sorted(self.folder.glob("[0-9]*.json")):
+            note = Note(**json.loads(path.read_text()))
+            if (self.folder / note.file).is_file() or (self._data / note.file).is_file():
+                found.append(note)
+        return found
+
+    def add(self, note: Note) -> None:
+        """Note a fragment; its file is flushed to the disk first."""
+        with (self.folder / note.file).open("rb") as file:
+            os.fsync(file.fileno())
+        write_atomically(self.folder / f"{note.fragment}.json", json.dumps(asdict(note)))
+
+    def place(self, note: Note) -> None:
+        """Move a finished file to where the dataset looks for it."""
+        if (waiting := self.folder / note.file).is_file():
+            waiting.replace(self._data / note.file)
+
+    def drop(self, note: Note, *, with_file: bool = False) -> None:
+        """Forget a fragment: it is committed, or (with its file) of no use any more."""
+        (self.folder / f"{note.fragment}.json").unlink(missing_ok=True)
+        if with_file:
+            (self.folder / note.file).unlink(missing_ok=True)
+            (self._data / note.file).unlink(missing_ok=True)
