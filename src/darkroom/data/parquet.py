@@ -56,12 +56,13 @@ class ParquetSource:
 
     def _names(self, schema: pa.Schema, file: Path) -> tuple[str, str]:
         """Which columns hold the picture and the caption."""
-        fitting = [field.name for field in schema if _may_be_picture(field.type)]
-        fitting.sort(key=lambda name: not _holds_bytes(schema.field(name).type))
-        usual = [*IMAGE_NAMES, *(n.lower() for n in fitting if _holds_bytes(schema.field(n).type))]
-        bytes_first = [name for name in fitting if _holds_bytes(schema.field(name).type)] or fitting
-        given = self._columns.image
-        image = find_name(given, usual, schema.names if given else bytes_first, "image")
+        given, with_bytes = self._columns.image, [f.name for f in schema if _holds_bytes(f.type)]
+        paths = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        image = (
+            find_name(given, IMAGE_NAMES, schema.names if given else with_bytes, "image")
+            or find_name(None, IMAGE_NAMES, paths, "image")
+            or (with_bytes[0] if len(with_bytes) == 1 else None)
+        )
         caption = find_name(self._columns.caption, CAPTION_NAMES, schema.names, "caption")
         if image is None or caption is None:
             raise no_column("caption" if image else "image", file.name, schema.names)
@@ -126,7 +127,3 @@ def _holds_bytes(type_: pa.DataType) -> bool:
     return bool(
         pa.types.is_binary(type_) or pa.types.is_large_binary(type_) or pa.types.is_binary_view(type_)
     )
-
-
-def _may_be_picture(type_: pa.DataType) -> bool:
-    return _holds_bytes(type_) or bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))

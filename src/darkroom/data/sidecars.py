@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Sidecars:
     def add_finished(self, source: str, settings: str, parts: Mapping[str, Finished]) -> None:
         """Note parts as read, once all of their rows are committed."""
         lines = [
-            json.dumps({"source": source, "part": name, "settings": settings, **asdict(part)})
+            json.dumps({"source": source, "part": name, "settings": settings, **vars(part)})
             for name, part in parts.items()
         ]
         if self.root is not None:
