@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -104,7 +105,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
         self._live: dict[int, weakref.ref[Any]] = {}  # by storage
         self._live_bytes = 0
-        self._whole: set[Any] = set()  # operations that are not made of others
+        self._whole: dict[Any, bool] = {}  # of operations seen
         self.reset()
 
     def reset(self) -> None:
@@ -143,13 +144,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in _BOOKKEEPING:
             return func(*args, **kwargs)
         packet = func._overloadpacket
-        if packet not in FORMULAS and func not in self._whole:
+        if packet not in FORMULAS and not self._is_whole(func):
             # In inference mode composite operations arrive whole.
             with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
-            self._whole.add(func)
+                return func.decompose(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._refuse_real_weights(inputs)
         out = _run(func, args, kwargs)
@@ -182,6 +180,14 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live_bytes -= size
         if self._live.get(key) is ref:
             del self._live[key]
+
+    def _is_whole(self, func: Any) -> bool:
+        """Whether an operation runs as one kernel; of those with parts too, the kernel is what runs."""
+        if func not in self._whole:
+            made_of_parts = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+            kernel = any(func.has_kernel_for_dispatch_key(key) for key in (DispatchKey.CPU, DispatchKey.CUDA))
+            self._whole[func] = kernel or not made_of_parts
+        return self._whole[func]
 
     def _refuse_real_weights(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:

@@ -148,7 +148,7 @@ def measurement(
     note: str = "",
     **columns: Any,
 ) -> Measurement:
-    """A row from a timing: rates from `images` and `steps` a repeat, MFU, cost, and all that says where it ran.
+    """A row from a timing: rates from `images` and `steps` a repeat, MFU, cost, and where it ran.
 
     `columns` are further columns as they are (settings, peak_memory_bytes, energy_j, ...).
     """
