@@ -38,6 +38,8 @@ Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
+    for library in ("DIFFUSERS", "TRANSFORMERS"):  # their hints are for those who call them directly
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
         code = app(args=arguments, standalone_mode=False)
     except typer.Abort:
@@ -125,7 +127,24 @@ def _table(content: dict[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key:<{width}}  {_cell(value)}"
 
 
+def _columns(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Dictionaries of the same keys as a table with a heading."""
+    if not rows:
+        return
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _console(as_json: bool) -> Callable[[str], None]:
+    """Where a job tells how it goes: beside the JSON object, on the error stream."""
+    return lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -157,7 +176,7 @@ def quickstart(
     """
     from darkroom.quickstart import quickstart as run
 
-    result = run(out, seed=seed, quiet=as_json)
+    result = run(out, seed=seed, console=_console(as_json))
     _print(result, as_json, result.lines)
 
 
@@ -214,9 +233,11 @@ def inspect(
 
 def _described(what: Path, out: Path | None) -> dict[str, Any]:
     if (what / "metrics.jsonl").is_file() or (what / "recipe.yaml").is_file():
-        from darkroom.run import Run
+        from darkroom.run import Run, summarise
 
-        return Run.open(what).describe()
+        run = Run.open(what)
+        bill = run.bill()
+        return {**summarise(run).to_dict(), "bill": bill.model_dump(mode="json") if bill else None}
     if (what / "model_index.json").is_file() or what.suffix != ".lance":
         from darkroom import models
 
@@ -286,9 +307,10 @@ def train(
         read_recipe(recipe, overrides or []),
         out=out or Path("runs") / recipe.stem,
         resume=resume,
-        quiet=as_json,
+        console=_console(as_json),
     )
-    _print(result, as_json, result.lines)
+    told = result.to_dict()
+    _print(told, as_json, lambda: [f"model: {result.model}", f"bill: {result.bill.line()}"])
 
 
 @app.command()
@@ -305,7 +327,7 @@ def runs(
 
     if not compare:
         found = run.list_runs(root)
-        _print(found, as_json, lambda: run.table(found))
+        _print(found, as_json, lambda: _columns([one.to_dict() for one in found]))
         return
     if compare[0] != "compare" or len(compare) != 3:
         raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN")
