@@ -226,7 +226,7 @@ def _to_svg(figure: Figure, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?)width="[^"]*"', r"<svg \1\2", text, count=1)
+    text = re.sub(r'(<svg [^>]*?) width="[^"]*" height="[^"]*"', r"\1", text, count=1)  # as wide as its place
     text = text.replace("<svg ", f'<svg role="img" aria-label="{_attribute(label)}" ', 1)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
