@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from darkroom import models
 from darkroom.errors import CheckpointError
 from darkroom.models import Model
+from darkroom.train.weights import cast
 
 
 def write_model(
@@ -21,7 +23,7 @@ def write_model(
     `measured` goes into the parts' configurations, named likewise: `vae.scaling_factor`.
     """
     for part, module in model.modules.items():
-        module.float().eval()
+        cast(module.eval(), torch.float32)
         start = f"{part}."
         state = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
         unknown = module.load_state_dict(state, strict=False).unexpected_keys

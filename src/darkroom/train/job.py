@@ -20,6 +20,7 @@ from darkroom.data.order import BucketOrder, Order, OrderSettings, Rows, SampleO
 from darkroom.data.pictures import buckets, nearest_bucket
 from darkroom.errors import RecipeError
 from darkroom.models import Model
+from darkroom.prepare import TextEncoder, VaeEncoder, latents_column, text_column
 from darkroom.train.build import build_model, size_unit
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
 from darkroom.train.objective import Objective
@@ -80,7 +81,8 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None) -> Job:
     precision, why = choose_precision(recipe.train.precision, device, hardware.machine().instructions)
     notes = [f"precision {precision}: {why}"]
     model = build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
-    model.to(device)
+    for module in model.modules.values():
+        nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
     task = make_task(recipe, model, store, device)
     heldout = _heldout(recipe, task, store, held_rows, device)
     calibration = _calibration(recipe, task, store, train_rows, device)
@@ -217,13 +219,11 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         return Autoencoder(model, recipe.objective.autoencoder, pixels)
     read = pixels.model_copy(update={"caption_dropout": data.caption_dropout})
     encode = None
-    from darkroom.prepare import VaeEncoder, latents_column
-
     if data.encode == "stored":
         column = latents_column(store, data.resolution, models.identity(_vae(model)))
         read = read.model_copy(update={"latents": column, "pixels": None})
     else:
-        encode = VaeEncoder(model.vae, device=device).encode
+        encode = VaeEncoder(_vae(model), device=device).encode
     text = _text_column(recipe, model, store)
     read = read.model_copy(update={"text": text, "caption": text is None})
     _train(model.unet, *(model.text_encoders if settings.train_text_encoder else ()))
@@ -260,9 +260,7 @@ def _text_column(recipe: Recipe, model: Model, store: Store) -> str | None:
     prepared = any(meta.get("darkroom.kind") == "text" for meta in store.columns().values())
     if asked == "auto" and not prepared:
         return None
-    from darkroom.prepare import text_column
-
-    return text_column(store, models.identity(*model.text_encoders))
+    return text_column(store, TextEncoder(model.text_encoders, model.tokenizers).identity)
 
 
 def _order(recipe: Recipe, model: Model, store: Store, rows: Rows) -> SampleOrder:

@@ -20,10 +20,15 @@ from torch import Tensor, nn
 
 from darkroom.data.loader import Draw, ReadSettings
 from darkroom.models import Model
+from darkroom.prepare import sample_latents, text_states, tokenize
 from darkroom.train.objective import AutoencoderLossSettings, Objective, offset_noise, square_error
 
 Columns = Mapping[str, Any]
 """A batch's columns and draws by name: tensors with B rows, and lists of B captions."""
+
+
+CACHED_CAPTIONS = 100_000
+ENCODED_PIXELS = 2**22  # at a time, where pictures are encoded inline: 16 of 512 px
 
 
 class Task(Protocol):
@@ -89,29 +94,33 @@ class Pretrain:
         self._offset, self._encode = noise_offset, encode
         total = objective.num_timesteps
         self._points = [int((i + 0.5) * total / num_points) for i in range(num_points)]
-        self._token_cache: dict[str, list[Tensor]] = {}
+        self._token_cache: dict[str, tuple[Tensor, ...]] = {}
 
     @property
     def points(self) -> Sequence[int]:
         return self._points
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
-        moments = columns["moments"] if self._encode is None else self._encode(columns["pixels"])
-        moments_B2Chw = moments.to(device, torch.float32, non_blocking=True)
-        drawn = {
-            name: _to(columns[name], device) for name in ("noise", "posterior", "offset") if name in columns
-        }
+        drawn = {name: _to(columns[name], device) for name in self.read.draws}
+        moments_B2Chw = _to(self._moments(columns), device)
         assert self.model.vae is not None
-        scale = self.model.vae_scale
-        latents_BChw = (moments_B2Chw[:, 0] + moments_B2Chw[:, 1] * drawn["posterior"]) * scale
+        latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.vae_scale)
         noise_BChw = drawn["noise"]
         if self._offset:
             noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._offset)
-        inputs = {"latents": latents_BChw, "noise": noise_BChw, "u": _to(columns["u"], device)}
+        inputs = {"latents": latents_BChw, "noise": noise_BChw, "u": drawn["u"]}
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
             inputs["time_ids"] = self._time_ids(latents_BChw)
         return inputs
+
+    def _moments(self, columns: Columns) -> Tensor:
+        if self._encode is None:
+            moments: Tensor = columns["moments"]
+            return moments
+        pixels_B3HW: Tensor = columns["pixels"]
+        rows = max(1, ENCODED_PIXELS // (pixels_B3HW.shape[-1] * pixels_B3HW.shape[-2]))
+        return torch.cat([self._encode(some) for some in torch.split(pixels_B3HW, rows)])
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         t_b = self.objective.timesteps(inputs["u"])
@@ -149,7 +158,7 @@ class Pretrain:
     def _text(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         if "text" in columns:
             return {name: _to(columns[name], device) for name in ("text", "pooled") if name in columns}
-        rows = [self._tokens(caption) for caption in columns["caption"]]
+        rows = self._tokens(columns["caption"])
         ids = {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
         if self._trains_text:
             return ids
@@ -157,34 +166,22 @@ class Pretrain:
             text_BLD, pooled_BD = self._encoded(ids)
         return {"text": text_BLD} if pooled_BD is None else {"text": text_BLD, "pooled": pooled_BD}
 
-    def _tokens(self, caption: str) -> list[Tensor]:
-        """Token ids [L] of a caption for each text encoder; captions come round every epoch."""
-        if caption not in self._token_cache:
-            if len(self._token_cache) >= 100_000:
-                self._token_cache.clear()
-            self._token_cache[caption] = [
-                tokenizer(
-                    caption,
-                    padding="max_length",
-                    max_length=min(tokenizer.model_max_length, _config(encoder).max_position_embeddings),
-                    truncation=True,
-                    return_tensors="pt",
-                ).input_ids[0]
-                for tokenizer, encoder in zip(self.model.tokenizers, self.model.text_encoders, strict=True)
-            ]
-        return self._token_cache[caption]
+    def _tokens(self, captions: Sequence[str]) -> list[tuple[Tensor, ...]]:
+        """Token ids [L] of each caption for each text encoder; captions come round every epoch."""
+        if len(self._token_cache) > CACHED_CAPTIONS:
+            self._token_cache.clear()
+        new = [caption for caption in dict.fromkeys(captions) if caption not in self._token_cache]
+        if new:
+            ids = tokenize(self.model.tokenizers, new)
+            self._token_cache |= zip(new, zip(*ids, strict=True), strict=True)
+        return [self._token_cache[caption] for caption in captions]
 
     def _states(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         return (inputs["text"], inputs.get("pooled")) if "text" in inputs else self._encoded(inputs)
 
     def _encoded(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Text states [b, L, D], for SDXL both encoders' last but one side by side, and the pooled [b, D]."""
-        states, pooled = [], None
-        for i, encoder in enumerate(self.model.text_encoders):
-            given = encoder(inputs[f"ids_{i}"], output_hidden_states=self.model.is_sdxl)
-            states.append(given.hidden_states[-2] if self.model.is_sdxl else given[0])
-            pooled = given[0] if self.model.is_sdxl else None
-        return torch.cat(states, dim=-1), pooled
+        encoders = self.model.text_encoders
+        return text_states(encoders, [inputs[f"ids_{i}"] for i in range(len(encoders))])
 
     def _time_ids(self, latents_BChw: Tensor) -> Tensor:
         """SDXL's size conditioning [B, 6]: original size, crop's corner, target size."""
@@ -282,7 +279,3 @@ def edge_distance(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
-
-
-def _config(encoder: nn.Module) -> Any:
-    return encoder.config

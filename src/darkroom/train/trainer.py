@@ -125,8 +125,8 @@ class Trainer:
         steps, device = self.recipe.train.steps, self.job.device
         try:
             with self._stop.listening(), self.job.feed(self.k) as batches, self.meter.part("train"):
-                if self.k == 0:
-                    self._write({"step": 0, **self._evaluate()})
+                if self.k == 0 and (before := self._evaluate()):
+                    self._write({"step": 0, **before})
                 self._sample_if_missing()
                 self._window = _Window()
                 while self.k < steps:

@@ -87,7 +87,7 @@ class CastWeights(Weights):
         masters = Weights(modules).masters
         kept = {name: param.detach().clone().requires_grad_() for name, param in masters.items()}
         for module in modules.values():
-            module.to(dtype)
+            cast(module, dtype)
         super().__init__(modules)
         self.masters = kept
         self._dtype = dtype
@@ -140,6 +140,11 @@ def make_weights(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Weight
         if device_of(module).type == "cpu":
             attend_in_float32(module)
     return CastWeights(modules, dtype)
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module in place; diffusers' own `to` would warn of an empty list of layers to leave alone."""
+    nn.Module.to(module, dtype)
 
 
 def device_of(module: nn.Module) -> torch.device:
