@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from darkroom.data.doubles import find_doubles, mark_doubles
 from darkroom.data.importers import ImportReport, import_pictures
+from darkroom.data.inspect import contact_sheet, describe
 from darkroom.data.pictures import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.store import FragmentInfo, Store
 
@@ -12,8 +14,12 @@ __all__ = [
     "PictureError",
     "Store",
     "buckets",
+    "contact_sheet",
     "decode",
+    "describe",
+    "find_doubles",
     "import_pictures",
+    "mark_doubles",
     "nearest_bucket",
     "resize_crop",
     "to_tensor",

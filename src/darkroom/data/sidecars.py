@@ -69,6 +69,10 @@ class Sidecars:
             seen.add(short_id(f"{told.get('reason')}|{told.get('id') or place}"))
         return seen
 
+    def rejected_counts(self) -> dict[str, int]:
+        """How many entries of `rejected.jsonl` there are of each reason."""
+        return dict(Counter(str(told.get("reason")) for told in self._lines(REJECTED)).most_common())
+
     def add_rejected(self, lines: Iterable[str]) -> None:
         if self.root is not None:
             append_lines(self.root / REJECTED, lines)

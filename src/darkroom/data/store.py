@@ -217,10 +217,10 @@ class Store:
         # Noted before the commit: a note without its fragment harms nobody, the other way costs a scan.
         self._sidecars.write_shapes(fragments[0].files[0].path, sizes)
         operation = lance.LanceOperation.Append(fragments)
-        self._commit(lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version))
+        self.commit(lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version))
         return sum(sizes.values())
 
-    def _commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
+    def commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         """Commit, trying again from the newest version where another process was quicker."""
         for tries_left in reversed(range(COMMIT_TRIES)):
             try:
@@ -243,7 +243,7 @@ class Store:
             return self.dataset
 
         if len(schema):
-            self._commit(add)
+            self.commit(add)
 
     def widen(self, types: Mapping[str, pa.DataType]) -> None:
         """Change columns to types that hold all they have: whole numbers to fractions, any to text."""

@@ -1,0 +1,307 @@
+"""What a store holds, in numbers and as a contact sheet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from PIL import Image, ImageDraw, ImageFont
+
+from darkroom.data.doubles import DOUBLE_OF
+from darkroom.data.pictures import PictureError, decode, resize_crop
+from darkroom.data.seen import Seen, short_id
+from darkroom.data.sidecars import Sidecars
+from darkroom.data.store import Store
+from darkroom.errors import StoreError
+
+LONGEST_CAPTION = 10_000
+SHOWN_SIZES = 8
+RATIOS = (
+    (0.0, "under 1:2"),
+    (0.5, "1:2 to 3:4"),
+    (0.75, "3:4 to 1:1"),
+    (0.999, "square"),
+    (1.001, "1:1 to 4:3"),
+    (4 / 3, "4:3 to 2:1"),
+    (2.0, "over 2:1"),
+)
+
+
+@dataclass
+class _Counts:
+    """What one scan over the small columns counts; memory does not grow but for 8 bytes a row."""
+
+    formats: Counter[str] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+    shapes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    characters: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(LONGEST_CAPTION + 1, np.int64))
+    words: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(LONGEST_CAPTION + 1, np.int64))
+    captions: Seen = field(default_factory=Seen)
+    hashes: Seen = field(default_factory=Seen)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        for name, counter in (("format", self.formats), ("source", self.sources)):
+            for entry in batch.column(name).value_counts().to_pylist():
+                counter[entry["values"]] += entry["counts"]
+        captions = batch.column("caption")
+        words = pc.list_value_length(pc.utf8_split_whitespace(pc.utf8_trim_whitespace(captions)))
+        filled = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(captions)), 0)
+        self._lengths(self.characters, pc.utf8_length(captions))
+        self._lengths(self.words, pc.if_else(filled, words, pa.scalar(0, words.type)))
+        for caption in captions.to_pylist():
+            self.captions.add(short_id(caption))
+        for phash in batch.column("phash").to_pylist():
+            self.hashes.add(phash & (2**64 - 1))
+
+    @staticmethod
+    def _lengths(counts: np.ndarray[Any, Any], lengths: pa.Array) -> None:
+        clipped = np.minimum(np.asarray(lengths), LONGEST_CAPTION)
+        counts += np.bincount(clipped, minlength=len(counts))
+
+
+def describe(store: Store) -> dict[str, Any]:
+    """A store in numbers: rows, columns with what made them, sizes, captions, doubles, what was set aside."""
+    counts = _Counts()
+    for batch in store.scan(["format", "source", "caption", "phash"], batch_rows=16_384):
+        counts.add(batch)
+    counts.shapes = sum(store.shapes(), Counter())
+    sidecars = Sidecars(store.path)
+    return {
+        "store": store.path,
+        "version": store.version,
+        "rows": store.num_rows,
+        "fragments": len(store.fragments),
+        "disk_bytes": _disk_bytes(store.path),
+        "sources": dict(counts.sources.most_common()),
+        "formats": dict(counts.formats.most_common()),
+        "columns": {name: _made(store, name, noted) for name, noted in store.columns().items()},
+        "sizes": _sizes(counts.shapes),
+        "shortest_side_px": _spread(_bincount(counts.shapes, min)),
+        "aspect_ratios": _ratios(counts.shapes),
+        "captions": {
+            "distinct": len(counts.captions),
+            "empty": int(counts.characters[0]),
+            "characters": _spread(counts.characters),
+            "words": _spread(counts.words),
+        },
+        "doubles": _doubles(store, len(counts.hashes)),
+        "set_aside": sidecars.rejected_counts(),
+        "deleted_ids": len(store.deleted_ids()),
+        "pinned_versions": store.pins(),
+    }
+
+
+def _doubles(store: Store, distinct: int) -> dict[str, Any]:
+    told: dict[str, Any] = {"of_one_hash": store.num_rows - distinct}
+    if DOUBLE_OF in store.columns():
+        marked = store.dataset.count_rows(filter=f"{DOUBLE_OF} IS NOT NULL")
+        return {**told, "marked": int(marked)}
+    return told
+
+
+def _made(store: Store, name: str, noted: dict[str, str]) -> str:
+    """A column's type; of a prepared one what made it and how far it is."""
+    kind = noted.get("darkroom.kind")
+    if kind not in ("latents", "text"):
+        return str(store.dataset.schema.field(name).type).replace("list<item: string>", "list of string")
+    done = store.dataset.count_rows(filter=f"`{name}`.width IS NOT NULL")
+    at = f" at {noted['darkroom.resolution']} px" if "darkroom.resolution" in noted else ""
+    encoder = noted.get("darkroom.encoder", "?")[:16]
+    precision = noted.get("darkroom.precision", "?")
+    return f"{kind}{at}, {done:,} of {store.num_rows:,} rows, by encoder {encoder} in {precision}"
+
+
+def _sizes(shapes: Counter[tuple[int, int]]) -> dict[str, int]:
+    told = {f"{width} x {height}": number for (width, height), number in shapes.most_common(SHOWN_SIZES)}
+    rest = len(shapes) - len(told)
+    return told | ({f"{rest:,} others": shapes.total() - sum(told.values())} if rest else {})
+
+
+def _ratios(shapes: Counter[tuple[int, int]]) -> dict[str, int]:
+    told = dict.fromkeys((name for _, name in RATIOS), 0)
+    for (width, height), number in shapes.items():
+        told[next(name for least, name in reversed(RATIOS) if width / height >= least)] += number
+    return {name: number for name, number in told.items() if number}
+
+
+def _bincount(shapes: Counter[tuple[int, int]], side: Any) -> np.ndarray[Any, Any]:
+    sides = np.array([side(shape) for shape in shapes], np.int64)
+    return np.bincount(sides, weights=list(shapes.values())).astype(np.int64) if len(sides) else np.zeros(1)
+
+
+def _spread(counts: np.ndarray[Any, Any]) -> dict[str, int]:
+    """Least, median, 95th percentile and most of numbers given by how often each occurs."""
+    if not counts.sum():
+        return {}
+    there = np.flatnonzero(counts)
+    below = np.cumsum(counts) / counts.sum()
+    middle, high = (int(np.searchsorted(below, share)) for share in (0.5, 0.95))
+    return {"least": int(there[0]), "median": middle, "p95": high, "most": int(there[-1])}
+
+
+def _disk_bytes(path: str) -> int:
+    files = Path(path).rglob("*") if "://" not in path else ()
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+# ---- the contact sheet, drawn at twice its size for sharp screens
+
+SHEET_WIDTH, ROW_HEIGHT, GAP, MARGIN, CAPTION_LINES = 1600, 176, 20, 56, 2
+HEADING, CAPTION, LINE = 40, 19, 26
+PAPER, EDGE, INK, FADED = (246, 245, 242), (221, 218, 211), (34, 33, 31), (112, 108, 101)
+WIDEST, TALLEST = 2.2, 0.6
+ROUND = 10
+
+
+class _Tile(NamedTuple):
+    image: Image.Image
+    caption: str
+
+    @property
+    def ratio(self) -> float:
+        return min(WIDEST, max(TALLEST, self.image.width / self.image.height))
+
+
+def contact_sheet(store: Store, path: str | Path, *, pictures: int = 64, filter: str | None = None) -> Path:
+    """A PNG with pictures from all over the store and their captions, in rows of one height.
+
+    The pictures are evenly spread over the positions (of the rows that a filter lets through), so the same
+    store gives the same sheet. StoreError where there is none to show.
+    """
+    positions = store.select(filter)
+    if not len(positions):
+        raise StoreError(f"{store.path} has no pictures to show")
+    chosen = positions[np.linspace(0, len(positions) - 1, min(pictures, len(positions))).astype(np.int64)]
+    rows = list(_rows(list(_tiles(store, chosen))))
+    height = MARGIN * 2 + HEADING + LINE * 2 + sum(_row_height(r) + GAP for r in rows)
+    sheet = Image.new("RGB", (SHEET_WIDTH, height), PAPER)
+    draw = ImageDraw.Draw(sheet)
+    draw.text((MARGIN, MARGIN - 8), Path(store.path).name, INK, _font(HEADING, bold=True))
+    draw.text((MARGIN, MARGIN + HEADING + 6), _subtitle(store, len(chosen), filter), FADED, _font(CAPTION))
+    top = MARGIN + HEADING + LINE * 2
+    for row in rows:
+        _draw_row(sheet, row, top)
+        top += _row_height(row) + GAP
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}")
+    sheet.save(beside, "PNG")
+    return beside.replace(target)
+
+
+def _subtitle(store: Store, shown: int, filter: str | None) -> str:
+    sizes = sum(store.shapes(), Counter())
+    (width, height), number = sizes.most_common(1)[0]
+    size = f"{width} x {height}" if number == store.num_rows else f"{len(sizes):,} sizes"
+    chosen = f", where {filter}" if filter else ""
+    return f"{store.num_rows:,} pictures · {size} · version {store.version} · {shown} shown{chosen}"
+
+
+def _tiles(store: Store, positions: Sequence[int] | np.ndarray[Any, Any]) -> Iterator[_Tile]:
+    for start in range(0, len(positions), 16):
+        for row in store.take(np.asarray(positions[start : start + 16]), ["picture", "caption"]).to_pylist():
+            try:
+                image = decode(row["picture"])
+            except PictureError:
+                image = Image.new("RGB", (1, 1), FADED)
+            # Kept no larger than it is drawn.
+            image.thumbnail((ROW_HEIGHT * 4, ROW_HEIGHT * 4))
+            yield _Tile(image, row["caption"])
+
+
+Placed = list[tuple[_Tile, int, int]]
+"""A row's tiles, each with its left edge and width; the height follows from the row."""
+
+
+def _rows(tiles: list[_Tile]) -> Iterator[Placed]:
+    """Tiles in rows that fill the width, all of a row as high as each other."""
+    room = SHEET_WIDTH - 2 * MARGIN
+    row: list[_Tile] = []
+    height = float(ROW_HEIGHT)
+    for tile in tiles:
+        row.append(tile)
+        ratios, gaps = sum(t.ratio for t in row), GAP * (len(row) - 1)
+        if ratios * ROW_HEIGHT + gaps >= room:
+            height = (room - gaps) / ratios
+            yield _placed(row, height)
+            row = []
+    if row:
+        yield _placed(row, height)
+
+
+def _placed(row: list[_Tile], height: float) -> Placed:
+    placed, left = [], float(MARGIN)
+    for tile in row:
+        width = tile.ratio * height
+        placed.append((tile, round(left), round(left + width) - round(left)))
+        left += width + GAP
+    return placed
+
+
+def _picture_height(row: Placed) -> int:
+    tile, _, width = row[0]
+    return round(width / tile.ratio)
+
+
+def _row_height(row: Placed) -> int:
+    return _picture_height(row) + CAPTION_LINES * LINE + 8
+
+
+def _draw_row(sheet: Image.Image, row: Placed, top: int) -> None:
+    draw, font, height = ImageDraw.Draw(sheet), _font(CAPTION), _picture_height(row)
+    for tile, left, width in row:
+        image = resize_crop(tile.image, (width, height))
+        sheet.paste(image, (left, top), _rounded((width, height)))
+        draw.rounded_rectangle((left, top, left + width - 1, top + height - 1), ROUND, outline=EDGE, width=2)
+        for number, line in zip(range(CAPTION_LINES), _wrapped(tile.caption, font, width), strict=False):
+            draw.text((left + 2, top + height + 6 + number * LINE), line, FADED, font)
+
+
+@cache
+def _rounded(size: tuple[int, int]) -> Image.Image:
+    large = Image.new("L", (size[0] * 4, size[1] * 4))
+    ImageDraw.Draw(large).rounded_rectangle((0, 0, *(side - 1 for side in large.size)), ROUND * 4, fill=255)
+    return large.resize(size, Image.Resampling.BOX)
+
+
+def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
+    """A caption in as many lines as there is room for, the last with an ellipsis where it goes on."""
+    words, lines = " ".join(text.split())[:400].split(" "), [""]
+    for word in words:
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    shown = lines[:CAPTION_LINES]
+    if len(lines) > CAPTION_LINES:
+        shown[-1] += "…"
+    return [_fitted(line, font, width) for line in shown]
+
+
+def _fitted(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    if font.getlength(line) <= width:
+        return line
+    bare = line.rstrip("…")
+    while len(bare) > 1 and font.getlength(bare + "…") > width:
+        bare = bare[:-1].rstrip()
+    return bare + "…"
+
+
+@cache
+def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """The font that comes with matplotlib, which has most of the world's letters; else Pillow's own."""
+    spec = find_spec("matplotlib")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        file = Path(folder) / "mpl-data" / "fonts" / "ttf" / f"DejaVuSans{'-Bold' if bold else ''}.ttf"
+        if file.is_file():
+            return ImageFont.truetype(str(file), size)
+    return ImageFont.load_default(size)

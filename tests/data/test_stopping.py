@@ -1,0 +1,129 @@
+"""An import that is killed or stopped at any moment goes on with the same call, without doubles or gaps."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from material import encoded, noise_picture
+
+from darkroom.data import Store, import_pictures
+
+NUM = 1200
+CHILD = """
+import sys
+from darkroom.data import import_pictures
+from darkroom.errors import Stopped
+def tell(done, total):
+    print(done, flush=True)
+try:
+    report = import_pictures(sys.argv[1], sys.argv[2], rows_per_fragment=64, progress=tell)
+except Stopped as stop:
+    print("stopped:", stop, flush=True)
+    sys.exit(1)
+print("added", report.added, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory) -> Path:
+    """Webdataset tars with a broken picture here and there, and one double."""
+    folder = tmp_path_factory.mktemp("tars")
+    for part in range(6):
+        with tarfile.open(folder / f"{part:05d}.tar", "w") as archive:
+            for number in range(part * NUM // 6, (part + 1) * NUM // 6):
+                data = encoded(noise_picture(number % (NUM - 1), (96, 96)))
+                for name, content in (
+                    (f"{number:06d}.png", data[:100] if number % 100 == 7 else data),
+                    (f"{number:06d}.json", json.dumps({"caption": "a picture", "n": number}).encode()),
+                ):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+    return folder
+
+
+def start(source: Path, store: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(source), str(store)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def numbers_in(store: Path) -> list[int]:
+    opened = Store.open(store)
+    return opened.take(opened.select(None), ["n"])["n"].to_pylist()
+
+
+EXPECTED = [n for n in range(NUM - 1) if n % 100 != 7]
+
+
+def check_whole(store: Path) -> None:
+    assert numbers_in(store) == EXPECTED
+    lines = [json.loads(line) for line in (store / "rejected.jsonl").read_text().splitlines()]
+    assert len(lines) == len({line["key"] for line in lines}) == NUM // 100
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(tars, tmp_path):
+    store, chance, kills = tmp_path / "s.lance", random.Random(0), 0
+    for _ in range(60):
+        child = start(tars, store)
+        assert child.stdout is not None
+        child.stdout.readline()  # it is at work
+        time.sleep(chance.uniform(0, 0.12))
+        child.send_signal(signal.SIGKILL)
+        rest = child.communicate()[0]
+        kills += "added" not in rest
+        if (store / "_versions").is_dir():
+            have = numbers_in(store) if "n" in Store.open(store).columns() else []
+            assert have == EXPECTED[: len(have)], "what is there is a whole beginning of the source"
+        if kills >= 8 or "added" in rest:
+            break
+    assert kills >= 3
+    report = import_pictures(tars, store)
+    assert report.num_rows == len(EXPECTED)
+    check_whole(store)
+    assert import_pictures(tars, store).added == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_commits_what_it_has(tars, tmp_path, number):
+    store = tmp_path / "s.lance"
+    child = start(tars, store)
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.send_signal(number)
+    out, err = child.communicate(timeout=30)
+    assert child.returncode == 1, err
+    assert "stopped: stopped with" in out
+    assert "the same command goes on" in out
+    had = len(numbers_in(store))
+    assert 0 < had < len(EXPECTED)
+    report = import_pictures(tars, store)
+    assert report.added == len(EXPECTED) - had
+    check_whole(store)
+
+
+def test_parts_that_are_read_are_not_read_again(tars, tmp_path):
+    """A part counts as read only for the same settings, and while it is the same file."""
+    store = tmp_path / "s.lance"
+    first = import_pictures(tars, store)
+    assert (first.added, first.doubles, first.rejected) == (len(EXPECTED), 1, {"undecodable": NUM // 100})
+    again = import_pictures(tars, store)
+    assert (again.added, again.doubles, again.rejected) == (0, len(EXPECTED) + 1, first.rejected)
+    assert again.wall_s < first.wall_s
+    other = import_pictures(tars, store, max_pixels=1_000_000)
+    assert (other.added, other.doubles) == (0, len(EXPECTED) + 1)
+    check_whole(store)
+    (tars / "00003.tar").touch()
+    assert import_pictures(tars, store).doubles == len(EXPECTED) + 1
+    Store.open(store).delete(source=tars.name)
+    assert import_pictures(tars, store).added == len(EXPECTED)
