@@ -47,7 +47,7 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
 
 def keep_tokenizer(settings: ModelSettings, model: Model, run: Path) -> None:
     """Keep a learned tokenizer in the run, whole or not at all."""
-    if settings.tokenizer == "train" and model.tokenizers:
+    if settings.tokenizer == "train" and model.tokenizers and not (run / TOKENIZER).exists():
         beside = run / f".{TOKENIZER}"
         model.tokenizers[0].save_pretrained(str(beside))
         beside.rename(run / TOKENIZER)

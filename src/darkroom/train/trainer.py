@@ -188,11 +188,13 @@ class Trainer:
         self.meter.images += images
         self._window = _Window()
         self._check_finite(rows)
-        rows[-1] |= more()
+        looked = more()
+        rows[-1] |= looked
         self._write(*rows)
         if time.perf_counter() - self._billed > BILL_EVERY_S:
             self._save_bill()
-        self.say(self._line(rows[-1]))
+        if _due(self.k, self.recipe.train.log_every) or looked or self.k == self.recipe.train.steps:
+            self.say(self._line(rows[-1]))
 
     def _check_finite(self, rows: list[dict[str, Any]]) -> None:
         bad = next((i for i, row in enumerate(rows) if not math.isfinite(row["loss"])), None)
