@@ -6,7 +6,10 @@ import csv
 import json
 import os
 import posixpath
-from collections.abc import Collection, Iterator, Mapping
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,15 +39,27 @@ Entry = tuple[str, dict[str, Any] | str]
 """Where it stands (file:line), and the entry itself or why it is none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of a tree: under which name, how large, and how to read it."""
+
+    tree: Tree
+    name: str
+    size: int
+    read: Callable[[], bytes]
+
+    @property
+    def key(self) -> str:
+        return self.tree.label + self.name
+
+
 class Tree(Protocol):
     """Files under names with slashes, in a folder or a zip."""
 
     label: str
 
     def names(self) -> Iterator[str]: ...
-    def has(self, name: str) -> bool: ...
-    def size(self, name: str) -> int: ...
-    def read(self, name: str) -> bytes: ...
+    def find(self, name: str) -> Found | None: ...
     def lines(self, name: str) -> Iterator[str]: ...
 
 
@@ -62,14 +77,13 @@ class FolderTree:
             within = Path(folder).relative_to(self.root)
             yield from ((within / file).as_posix() for file in sorted(files) if not _is_hidden(file))
 
-    def has(self, name: str) -> bool:
-        return (self.root / name).is_file()
-
-    def size(self, name: str) -> int:
-        return (self.root / name).stat().st_size
-
-    def read(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+    def find(self, name: str) -> Found | None:
+        path = self.root / name
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return Found(self, name, status.st_size, path.read_bytes) if stat.S_ISREG(status.st_mode) else None
 
     def lines(self, name: str) -> Iterator[str]:
         with (self.root / name).open(encoding="utf-8-sig", errors="replace", newline="") as file:
@@ -86,18 +100,9 @@ class ZipTree:
     def names(self) -> Iterator[str]:
         return (m.name for m in self._zip.members() if not any(_is_hidden(p) for p in m.name.split("/")))
 
-    def has(self, name: str) -> bool:
-        return self._zip.find(name) is not None
-
-    def size(self, name: str) -> int:
+    def find(self, name: str) -> Found | None:
         member = self._zip.find(name)
-        return member.size if member else 0
-
-    def read(self, name: str) -> bytes:
-        member = self._zip.find(name)
-        if member is None:
-            raise ValueError("not in the archive")
-        return self._zip.read(member)
+        return None if member is None else Found(self, name, member.size, partial(self._zip.read, member))
 
     def lines(self, name: str) -> Iterator[str]:
         member = self._zip.find(name)
@@ -126,11 +131,15 @@ class FolderSource:
         self._metadata: list[tuple[Tree, str]] = []
         self.left_out: set[str] = set()
         self.total: int | None = 0
+        self._with_pictures: list[Tree] = []
         for tree in self._trees:
+            before = self.total
             for name in tree.names():
                 self.total += _is_picture(name)
                 if posixpath.basename(name).lower() in METADATA or name == _only(path):
                     self._metadata.append((tree, name))
+            if self.total > before:
+                self._with_pictures.append(tree)
         if not self.total:
             raise InputError(f"no pictures in {path}", allowed=", ".join(sorted(EXTENSIONS)))
 
@@ -138,10 +147,12 @@ class FolderSource:
         listed = Seen()
         for tree, name in self._metadata:
             yield from self._listed(tree, name, listed)
-        for tree in self._trees:
+        for tree in self._with_pictures:
             for name in tree.names():
                 if _is_picture(name) and short_id(tree.label + name) not in listed:
-                    yield self._sample(tree, name, _caption_beside(tree, name), {})
+                    found = tree.find(name)
+                    if found is not None:
+                        yield _sample(found, _caption_beside(tree, name), {})
 
     def _listed(self, tree: Tree, metadata: str, listed: Seen) -> Iterator[Item]:
         entries = read_entries(tree, metadata)
@@ -162,30 +173,28 @@ class FolderSource:
             if found is None:
                 yield Problem(named or place, "no-picture", f"{place} names '{named}', which is not there")
                 continue
-            listed.add(short_id(found[0].label + found[1]))
+            listed.add(short_id(found.key))
             for text in captions_of(entry.pop(str(caption), None)):
-                yield self._sample(*found, text, entry)
+                yield _sample(found, text, entry)
 
-    def _find(self, own: Tree, folder: str, name: str) -> tuple[Tree, str] | None:
+    def _find(self, own: Tree, folder: str, name: str) -> Found | None:
         """The file that a metadata file means; never one outside of the source."""
         if not name or posixpath.isabs(name):
             return None
-        beside = posixpath.normpath(posixpath.join(folder, name.replace("\\", "/")))
         plain = posixpath.normpath(name.replace("\\", "/"))
-        for tree in (own, *(tree for tree in self._trees if tree is not own)):
-            for place in (beside, plain):
-                if not place.startswith("../") and tree.has(place):
-                    return tree, place
-        return None
+        beside = posixpath.normpath(posixpath.join(folder, plain))
+        places = [place for place in dict.fromkeys((beside, plain)) if not place.startswith("../")]
+        trees = sorted(self._with_pictures, key=lambda tree: tree is not own)
+        return next((found for t in trees for place in places if (found := t.find(place)) is not None), None)
 
-    def _sample(self, tree: Tree, name: str, caption: str | None, extras: Mapping[str, Any]) -> Item:
-        key = tree.label + name
-        try:
-            if tree.size(name) > MAX_PICTURE_BYTES:
-                return Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
-            return Sample(key, tree.read(name), caption, extras)
-        except (OSError, ValueError) as error:
-            return Problem(key, "undecodable", f"cannot be read: {error}")
+
+def _sample(found: Found, caption: str | None, extras: Mapping[str, Any]) -> Item:
+    if found.size > MAX_PICTURE_BYTES:
+        return Problem(found.key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
+    try:
+        return Sample(found.key, found.read(), caption, extras)
+    except (OSError, ValueError) as error:
+        return Problem(found.key, "undecodable", f"cannot be read: {error}")
 
 
 def _only(path: Path) -> str | None:
@@ -208,8 +217,9 @@ def _is_picture(name: str) -> bool:
 def _caption_beside(tree: Tree, name: str) -> str | None:
     stem = posixpath.splitext(name)[0]
     for extension in BESIDE:
-        if tree.has(stem + extension):
-            text = tree.read(stem + extension).decode("utf-8-sig", "replace")
+        found = tree.find(stem + extension)
+        if found is not None and found.size <= MAX_PICTURE_BYTES:
+            text = found.read().decode("utf-8-sig", "replace")
             return captions_of(" ".join(text.split()))[0]
     return None
 

@@ -6,6 +6,7 @@ import os
 import struct
 import zlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ END64 = struct.Struct("<4sQ2H2I4Q")
 ENTRY = struct.Struct("<4s6H3I5H2I")
 LOCAL = struct.Struct("<4s5H3I2H")
 READ_BYTES = 1024**2
+WINDOW_BYTES = 256 * 1024
 UTF8, ENCRYPTED = 0x800, 0x1
 
 
@@ -49,6 +51,7 @@ class ZipReader:
         self.path = path
         self._file = path.open("rb")
         self._size = os.fstat(self._file.fileno()).st_size
+        self._window: tuple[int, bytes] = (0, b"")
         try:
             self._start, self._length, self._shift = self._find_contents()
             self._index()
@@ -60,7 +63,17 @@ class ZipReader:
         self._file.close()
 
     def _read_at(self, offset: int, length: int) -> bytes:
-        return os.pread(self._file.fileno(), length, offset)
+        """Bytes of the file; where they are asked for in order, a stretch at once.
+
+        Each call to the system hands Python's lock to the threads that decode and waits to get it back.
+        """
+        start, window = self._window
+        if start <= offset and offset + length <= start + len(window):
+            return window[offset - start : offset - start + length]
+        follows = 0 <= offset - start <= len(window)
+        data = os.pread(self._file.fileno(), max(length, WINDOW_BYTES) if follows else length, offset)
+        self._window = (offset, data)
+        return data[:length]
 
     def _find_contents(self) -> tuple[int, int, int]:
         """Where the list of contents starts, its length, and how far the archive stands in the file."""
@@ -118,17 +131,19 @@ class ZipReader:
             )  # fmt: skip
             for column, number in zip(columns, numbers, strict=True):
                 column.append(number)
-        arrays = [np.frombuffer(column, column.typecode) if column else np.zeros(0) for column in columns]
-        order = np.argsort(arrays[0], kind="stable")
-        self._hashes, *self._fields = (column[order] for column in arrays)
+        order = np.argsort(np.array(columns[0], np.uint64), kind="stable")
+        for column in columns:
+            sorted_ = np.frombuffer(column, column.typecode)[order] if column else np.zeros(0)
+            column[:] = array(column.typecode, sorted_.tobytes())
+        self._hashes, *self._fields = columns
 
     def find(self, name: str) -> Member | None:
         """A member by its name."""
         wanted = short_id(name)
-        at = int(np.searchsorted(self._hashes, np.uint64(wanted)))
-        if at >= len(self._hashes) or int(self._hashes[at]) != wanted:
+        at = bisect_left(self._hashes, wanted)
+        if at >= len(self._hashes) or self._hashes[at] != wanted:
             return None
-        offset, packed, size, crc, method = (int(column[at]) for column in self._fields)
+        offset, packed, size, crc, method = (column[at] for column in self._fields)
         return Member(name, method, method == 255, crc, packed, size, offset)
 
     def read(self, member: Member) -> bytes:
