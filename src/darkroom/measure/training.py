@@ -141,6 +141,7 @@ def _rows(recipe: Recipe, job: Job, turns: _Turns, warmup: int, peak_bytes: int)
         name: Timing(name, tuple(seconds[warmup:]), sum(seconds[:warmup]), None)
         for name, seconds in turns.seconds.items()
     }
+    flops = flops_per_image(job, turns.inputs)
     settings = {
         "task": recipe.task,
         "model": recipe.model.base,
@@ -158,7 +159,7 @@ def _rows(recipe: Recipe, job: Job, turns: _Turns, warmup: int, peak_bytes: int)
             baseline=timings[BARE],
             images=recipe.train.global_batch,
             steps=1,
-            flops_per_image=flops_per_image(job, turns.inputs),
+            flops_per_image=flops,
             precision=job.environment["precision"],
             device=str(job.device),
             note=f"median of chunks of {turns.chunk} steps, in turns",
