@@ -427,3 +427,61 @@ def _size(text: str | None) -> tuple[int, int] | None:
     if not (width.isdecimal() and height.isdecimal()):
         raise InputError(f"--size {text}", allowed="WIDTHxHEIGHT, such as 512x512")
     return int(width), int(height)
+
+
+def _measured(rows: list[Any], out: Path | None, as_json: bool) -> None:
+    """Print measurements and append them to a CSV."""
+    from darkroom.measure import append_csv
+
+    if out is not None:
+        append_csv(out, rows)
+    shown = ("benchmark", "case", "median_s", "ratio", "ratio_to", "images_per_s", "repeats", "note")
+    _print(rows, as_json, lambda: _columns([{name: getattr(row, name) for name in shown} for row in rows]))
+
+
+@bench.command("train")
+def bench_train(
+    recipe: Annotated[Path, typer.Argument(help="the recipe, a YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    repeats: Annotated[int, typer.Option(min=5, help="chunks of steps measured")] = 7,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """What the training loop adds to the bare step: forward, backward, optimiser.
+
+    Example: darkroom bench train recipes/emoji.yaml --out results.csv
+    """
+    from darkroom.measure import bench_train as run
+    from darkroom.recipe import read_recipe
+
+    _measured(run(read_recipe(recipe, overrides or []), repeats=repeats), out, as_json)
+
+
+@bench.command("loader")
+def bench_loader(
+    repeats: Annotated[int, typer.Option(min=5, help="passes over the store")] = 7,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Samples/s of the loader, shuffled, against a plain scan of the same store.
+
+    Example: darkroom bench loader --out results.csv
+    """
+    from darkroom.measure import bench_loader as run
+
+    _measured(run(repeats=repeats), out, as_json)
+
+
+@bench.command("import")
+def bench_import(
+    repeats: Annotated[int, typer.Option(min=5, help="imports measured")] = 5,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Pictures/s of an import from a zip, and the memory it takes.
+
+    Example: darkroom bench import --out results.csv
+    """
+    from darkroom.measure import bench_import as run
+
+    _measured(run(repeats=repeats), out, as_json)

@@ -70,3 +70,7 @@ def test_sd2_pads_with_the_exclamation_mark(shared_data):
     sd2 = models.create("sd2", tokenizer=shared_data / "clip_tokenizer", parts=("tokenizer",))
     sd15 = models.create("sd15", tokenizer=shared_data / "clip_tokenizer", parts=("tokenizer",))
     assert (sd2.tokenizers[0].pad_token_id, sd15.tokenizers[0].pad_token_id) == (0, 49407)
+    told = [model.tokenizers[0]("a photo of sks dog", padding="max_length") for model in (sd2, sd15)]
+    assert [len(ids.input_ids) for ids in told] == [77, 77]
+    assert told[0].input_ids[:7] == told[1].input_ids[:7] == [49406, 320, 1125, 539, 48136, 1929, 49407]
+    assert sd2.tokenizers[0].decode([320, 1125]) == sd15.tokenizers[0].decode([320, 1125]) == "a photo"

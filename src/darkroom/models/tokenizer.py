@@ -73,9 +73,14 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
 
 
 def with_padding(tokenizer: CLIPTokenizer, pad_token: str) -> CLIPTokenizer:
-    """A copy that pads with another token: SD 2 and SDXL's second encoder pad with '!', which has id 0."""
-    import copy
+    """The same tokenizer with another padding: SD 2 and SDXL's second encoder pad with '!', which has id 0."""
+    from transformers import CLIPTokenizer
 
-    other = copy.deepcopy(tokenizer)
-    other.pad_token = pad_token
-    return other
+    # Built anew: a deep copy decodes wrongly, its decoder being bound to the original.
+    learned = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return CLIPTokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        pad_token=pad_token,
+        model_max_length=tokenizer.model_max_length,
+    )
