@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import lance
 import numpy as np
@@ -136,12 +137,33 @@ def test_a_stale_writer_loses_nothing(store):
     assert stale.dataset.schema.names == [*SCHEMA.names, "score"]
 
 
+def fill(store: Store, name: str) -> None:
+    """Fill a column of the fragments there are, in the way of a job that adds columns."""
+    table = pa.table({"id": [f"{i:032x}" for i in range(50)], name: pa.array(range(50), pa.int32())})
+    for _ in range(50):
+        store.refresh()
+        parts = [
+            fragment.update_columns(table, left_on="id", right_on="id")
+            for fragment in store.dataset.get_fragments()
+        ]
+        operation = lance.LanceOperation.Update(
+            updated_fragments=[p[0] for p in parts], fields_modified=parts[0][1]
+        )
+        try:
+            lance.LanceDataset.commit(store.dataset, operation, read_version=store.version)
+        except OSError:
+            continue  # another was quicker
+        return
+    raise AssertionError("never came through")
+
+
 def test_writers_that_race_lose_nothing(store):
-    """Appends, a filled column as `prepare` makes it, and a deletion, all at once."""
+    """Appends, columns that are added and filled, and a deletion, all at once."""
+    store.add_columns([pa.field("filled", pa.int32())])
     errors: list[BaseException] = []
 
-    def guarded(work):
-        def run():
+    def guarded(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
             try:
                 work()
             except BaseException as error:
@@ -154,19 +176,24 @@ def test_writers_that_race_lose_nothing(store):
         for i in range(4):
             mine.append(rows(3, start + 3 * i))
 
-    def add(name: str) -> None:
-        Store.open(store.path).add_columns([pa.field(name, pa.int32())])
-
     threads = [guarded(lambda n=n: append(100 * n)) for n in (1, 2, 3)]
-    threads += [guarded(lambda n=n: add(n)) for n in ("a", "b")]
+    threads += [
+        guarded(lambda n=n: Store.open(store.path).add_columns([pa.field(n, pa.int32())])) for n in "ab"
+    ]
+    threads += [guarded(lambda: fill(Store.open(store.path), "filled"))]
+    threads += [guarded(lambda: Store.open(store.path).delete(ids=[f"{7:032x}"]) and None)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert errors == []
     store.refresh()
-    expected = [*range(50), *(100 * n + i for n in (1, 2, 3) for i in range(12))]
-    assert sorted(store.take(store.select(None), ["phash"])["phash"].to_pylist()) == expected
+    expected = [*(i for i in range(50) if i != 7), *(100 * n + i for n in (1, 2, 3) for i in range(12))]
+    found = store.take(store.select(None), ["phash", "filled"]).to_pylist()
+    assert sorted(row["phash"] for row in found) == expected
+    assert {row["phash"]: row["filled"] for row in found if row["phash"] < 50} == {
+        i: i for i in range(50) if i != 7
+    }
     assert {"a", "b"} <= set(store.dataset.schema.names)
 
 
@@ -225,6 +252,28 @@ def test_compacting_joins_fragments_and_keeps_positions(store):
     assert [f.num_rows for f in store.fragments] == [50]
     assert captions(store, store.select(None)) == before
     assert len(store.dataset.versions()) == 1
+
+
+def test_prepared_columns_survive_deleting_and_compacting(store):
+    type_ = pa.struct([("moments", pa.large_binary()), ("width", pa.int16())])
+    field = pa.field("latents", type_, metadata={"darkroom.kind": "latents", "darkroom.encoder": "ab"})
+    store.add_columns([field])
+    values = [{"moments": b"%d" % i * 100, "width": i} for i in range(50)]
+    for fragment in store.fragments:
+        ids = store.take(range(fragment.offset, fragment.offset + fragment.num_rows), ["id"])["id"]
+        table = pa.table({"id": ids, "latents": pa.array([values[int(i.as_py(), 16)] for i in ids], type_)})
+        metadata, fields = store.dataset.get_fragment(fragment.id).update_columns(table, "id", "id")
+        operation = lance.LanceOperation.Update(updated_fragments=[metadata], fields_modified=fields)
+        store.commit(
+            lambda o=operation: lance.LanceDataset.commit(store.dataset, o, read_version=store.version)
+        )
+    store.delete(ids=[f"{9:032x}"])
+    store.compact()
+    found = {
+        r["phash"]: r["latents"] for r in store.take(store.select(None), ["phash", "latents"]).to_pylist()
+    }
+    assert found == {i: values[i] for i in range(50) if i != 9}
+    assert store.columns()["latents"] == {"darkroom.kind": "latents", "darkroom.encoder": "ab"}
 
 
 def test_shapes_are_noted_and_true_after_any_change(tmp_path):

@@ -42,8 +42,8 @@ KINDS: dict[str, Callable[[Path, Columns], Source]] = {
     "parquet": ParquetSource,
     "mds": MdsSource,
 }
-CHUNK_ITEMS, CHUNK_BYTES = 128, 16 * 1024**2
-TABLE_ROWS, TABLE_BYTES = 1024, 32 * 1024**2
+CHUNK_ITEMS, CHUNK_BYTES = 128, 8 * 1024**2
+TABLE_ROWS, TABLE_BYTES = 1024, 16 * 1024**2
 MAX_WORKERS = 16
 
 

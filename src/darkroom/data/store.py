@@ -10,12 +10,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import random
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Self
 
@@ -229,21 +231,30 @@ class Store:
             except OSError as error:
                 if "conflict" not in str(error).lower() or not tries_left:
                     raise
-                time.sleep(0.05)
+                time.sleep(random.uniform(0.02, 0.1))
                 self.refresh()
+
+    def _change(self, change: Callable[[lance.LanceDataset], object]) -> None:
+        """Change the newest version in place, trying again as `commit` does."""
+
+        def changed() -> lance.LanceDataset:
+            self.refresh()
+            change(self.dataset)
+            return lance.dataset(self.path)
+
+        self.commit(changed)
 
     def add_columns(self, fields: Iterable[pa.Field]) -> None:
         """Add columns that are null in all rows; nothing is rewritten."""
-        schema = pa.schema(fields)
+        wanted = list(fields)
 
-        def add() -> lance.LanceDataset:
-            new = [field for field in schema if field.name not in self.dataset.schema.names]
+        def add(dataset: lance.LanceDataset) -> None:
+            new = [field for field in wanted if field.name not in dataset.schema.names]
             if new:
-                self.dataset.add_columns(pa.schema(new))
-            return self.dataset
+                dataset.add_columns(pa.schema(new))
 
-        if len(schema):
-            self.commit(add)
+        if wanted:
+            self._change(add)
 
     def widen(self, types: Mapping[str, pa.DataType]) -> None:
         """Change columns to types that hold all they have: whole numbers to fractions, any to text."""
@@ -255,8 +266,8 @@ class Store:
                     [widened(batch.column(name), type_)], [to]
                 )
             )
-            self.dataset.add_columns(converted, read_columns=[name])
-            self.dataset.drop_columns([name])
+            self._change(methodcaller("add_columns", converted, read_columns=[name]))
+            self._change(methodcaller("drop_columns", [name]))
             self.mend()
 
     def mend(self) -> None:
@@ -264,10 +275,9 @@ class Store:
         for temporary in [n for n in self.dataset.schema.names if n.startswith(WIDENED)]:
             name = temporary.removeprefix(WIDENED)
             if name in self.dataset.schema.names:
-                self.dataset.drop_columns([temporary])
+                self._change(methodcaller("drop_columns", [temporary]))
             else:
-                self.dataset.alter_columns({"path": temporary, "name": name})
-        self.refresh()
+                self._change(methodcaller("alter_columns", {"path": temporary, "name": name}))
 
     def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> int:
         """Delete rows by id or source for good; returns their number.
@@ -278,31 +288,28 @@ class Store:
         """
         if (ids is None) == (source is None):
             raise StoreError("delete without a choice, or with two", allowed="either ids or source")
-        before = self.num_rows
-        if ids is not None:
-            self._delete_ids(list(ids))
-        else:
-            self._delete_source(str(source))
-        deleted = before - self.num_rows
+        deleted = self._delete_ids(list(ids)) if ids is not None else self._delete_source(str(source))
         if deleted:
             self._purge()
         return deleted
 
-    def _delete_ids(self, ids: list[str]) -> None:
+    def _delete_ids(self, ids: list[str]) -> int:
         # Noted first: stopped in between, the rows are still there and the same call goes on.
         self._sidecars.note_deleted(ids)
-        for start in range(0, len(ids), IDS_PER_DELETE):
-            listed = ", ".join(_quoted(id_) for id_ in ids[start : start + IDS_PER_DELETE])
-            self.dataset.delete(f"id IN ({listed})")
-            self.refresh()
+        parts = [ids[start : start + IDS_PER_DELETE] for start in range(0, len(ids), IDS_PER_DELETE)]
+        return sum(self._delete_where(f"id IN ({', '.join(map(_quoted, part))})") for part in parts)
 
-    def _delete_source(self, source: str) -> None:
+    def _delete_source(self, source: str) -> int:
         sources = self.sources()
         if source not in sources:
             raise _no_column(source, list(sources), "source")
         self._sidecars.forget_finished(source)
-        self.dataset.delete(f"source = {_quoted(source)}")
-        self.refresh()
+        return self._delete_where(f"source = {_quoted(source)}")
+
+    def _delete_where(self, where: str) -> int:
+        counted: list[int] = []
+        self._change(lambda dataset: counted.append(dataset.delete(where)["num_deleted_rows"]))
+        return sum(counted)
 
     def name_source(self, path: Path) -> str:
         """The name under which rows of a source are kept: its own, with its parent's where that is taken.
@@ -318,8 +325,7 @@ class Store:
                 break
             name = f"{parent.name}/{name}"
         if known.get(SOURCE_KEY + name) != str(place):
-            self.dataset.update_config({SOURCE_KEY + name: str(place)})
-            self.refresh()
+            self._change(methodcaller("update_config", {SOURCE_KEY + name: str(place)}))
         return name
 
     def sources(self) -> dict[str, int]:
@@ -336,26 +342,29 @@ class Store:
 
     def _purge(self) -> None:
         """Rewrite the fragments that lost rows, those alone, and drop the versions that still show them."""
-        whole = [f.fragment_id for f in self.dataset.get_fragments() if not f.metadata.num_deletions]
-        self._rewrite(max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments), 1), whole)
+        longest = max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments), 1)
+        self._rewrite(longest, only_deletions=True)
 
     def compact(self, *, rows_per_fragment: int = ROWS_PER_FRAGMENT) -> None:
         """Join small fragments and drop the versions that nobody has pinned.
 
         Positions and fragments are others afterwards; a run that must keep its order has pinned its version.
         """
-        self._rewrite(rows_per_fragment, [])
+        self._rewrite(rows_per_fragment)
 
-    def _rewrite(self, rows_per_fragment: int, excluded: list[int]) -> None:
-        self.dataset.optimize.compact_files(
-            target_rows_per_fragment=rows_per_fragment,
-            materialize_deletions=True,
-            materialize_deletions_threshold=0.0,
-            excluded_fragment_ids=excluded,
-            batch_size=COMPACT_BATCH_ROWS,
-            num_threads=1,
-        )
-        self.refresh()
+    def _rewrite(self, rows_per_fragment: int, *, only_deletions: bool = False) -> None:
+        def rewrite(dataset: lance.LanceDataset) -> None:
+            fragments = dataset.get_fragments() if only_deletions else []
+            dataset.optimize.compact_files(
+                target_rows_per_fragment=rows_per_fragment,
+                materialize_deletions=True,
+                materialize_deletions_threshold=0.0,
+                excluded_fragment_ids=[f.fragment_id for f in fragments if not f.metadata.num_deletions],
+                batch_size=COMPACT_BATCH_ROWS,
+                num_threads=1,
+            )
+
+        self._change(rewrite)
         self.drop_old_versions()
 
     # ---- versions
