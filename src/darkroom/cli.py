@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # their hints are for those who call them directly
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     try:
-        code = app(args=arguments, standalone_mode=False)
+        code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:
         sys.exit(_failed("stopped", 1))
     except typer.TyperException as error:

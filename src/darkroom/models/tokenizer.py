@@ -73,7 +73,7 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
 
 
 def with_padding(tokenizer: CLIPTokenizer, pad_token: str) -> CLIPTokenizer:
-    """The same tokenizer with another padding: SD 2 and SDXL's second encoder pad with '!', which has id 0."""
+    """The same tokenizer with another padding: SD 2's and SDXL's second pad with '!', which has id 0."""
     from transformers import CLIPTokenizer
 
     # Built anew: a deep copy decodes wrongly, its decoder being bound to the original.

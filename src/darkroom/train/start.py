@@ -19,8 +19,8 @@ from darkroom.train.checkpoint import (
     newest_checkpoint,
     step_of,
 )
-from darkroom.train.export import write_model
 from darkroom.train.job import Feed, Job, Pinned, Say, make_job
+from darkroom.train.result import write_model
 from darkroom.train.resume import check_changes, check_environment
 from darkroom.train.tracking import make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of

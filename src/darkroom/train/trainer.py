@@ -19,9 +19,9 @@ from darkroom.bill import Bill, Meter, format_seconds, format_usd
 from darkroom.errors import DarkroomError, Stopped
 from darkroom.run import BILL, Run
 from darkroom.train.checkpoint import Checkpoint, checkpoints, save_checkpoint, step_of
-from darkroom.train.export import write_model
 from darkroom.train.job import Job, Say
 from darkroom.train.optimisers import optimiser_tensors, restore_optimiser
+from darkroom.train.result import write_model
 from darkroom.train.step import StepResult
 from darkroom.train.tasks import Autoencoder
 from darkroom.train.tracking import Tracker

@@ -1,0 +1,107 @@
+"""The door: exit codes, one-line mistakes, help with an example, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from darkroom import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = [name for name in (command.name for command in cli.app.registered_commands) if name]
+VERBS += [command.callback.__name__ for command in cli.app.registered_commands if not command.name]
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    told = capsys.readouterr()
+    return left.value.code or 0, told.out, told.err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    code, out, _ = run(capsys, verb, "--help")
+    assert code == 0
+    assert f"Example: darkroom {verb}" in out
+
+
+@pytest.mark.parametrize("verb", ["train", "loader", "import"])
+def test_every_benchmark_has_help_with_an_example(verb, capsys):
+    code, out, _ = run(capsys, "bench", verb, "--help")
+    assert code == 0
+    assert f"Example: darkroom bench {verb}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["develop"], "No such command 'develop'"),
+        (["generate", "--sed", "1"], "No such option: --sed"),
+        (["generate", "nowhere", "a dog"], "no model at 'nowhere'"),
+        (["generate", "tiny", "a dog", "--size", "big"], "allowed: WIDTHxHEIGHT"),
+        (["generate", "tiny", "a dog", "--solver", "eular"], "eular"),
+        (["generate", "tiny", "a dog", "--size", "33x32"], "multiples of"),
+        (["generate", "tiny", "a dog", "--precision", "fp16"], "float16 on a CPU"),
+        (["generate", "tiny", "a dog", "--precision", "fp8"], "allowed: float32, bf16, fp16"),
+        (["generate", "tiny", "a dog", "--device", "tpu9"], "device 'tpu9'"),
+        (["train", "nowhere.yaml"], "no such recipe file"),
+        (["import", "nowhere", "store.lance"], "nowhere"),
+        (["inspect", "nowhere"], "no model at 'nowhere'"),
+        (["inspect", "nowhere.lance"], "nowhere.lance"),
+        (["prepare", "nowhere.lance", "--model", "tiny"], "nowhere.lance"),
+        (["report", "nowhere"], "nowhere"),
+        (["runs", "compare", "a"], "allowed: runs, or runs compare RUN RUN"),
+        (["export", "nowhere", "--to", "model"], "nowhere"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert err.startswith("darkroom: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_nothing_said_shows_the_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 2
+    assert "Usage: darkroom" in out
+
+
+def test_doctor_says_the_same_as_json(capsys):
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 0
+    names = [check["name"] for check in json.loads(out)]
+    assert {"python", "torch", "memory", "disk"} <= set(names)
+    _, told, _ = run(capsys, "doctor")
+    assert all(name in told for name in names)
+
+
+def test_generate_writes_pictures_that_say_how_they_were_made(capsys, tmp_path):
+    from darkroom.sample import read_parameters
+
+    arguments = ["generate", "tiny", "a red circle", "--steps", "2", "--num", "2", "--seed", "5"]
+    code, out, _ = run(capsys, *arguments, "--out", str(tmp_path), "--json")
+    assert code == 0
+    *pictures, grid = json.loads(out)["pictures"]
+    assert Path(grid).is_file()
+    assert [read_parameters(path)["seed"] for path in pictures] == [5, 6]
+
+
+def test_the_readme_names_only_verbs_and_options_that_exist(capsys):
+    blocks = re.findall(r"^```\n(.+?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    commands = [found for block in blocks for found in re.findall(r"^darkroom ([^#\n]+)", block, re.M)]
+    assert len(commands) >= 10
+    for command in commands:
+        words = command.split()
+        verb = words[:2] if words[0] == "bench" else words[:1]
+        code, out, _ = run(capsys, *verb, "--help")
+        assert code == 0, command
+        for option in re.findall(r"--[a-z-]+", command):
+            assert option in out, command
