@@ -45,7 +45,7 @@ def test_money_is_device_hours_times_the_price_and_dated():
     assert bill.device_hours == pytest.approx(bill.wall_s / 3600)
     assert bill.usd == pytest.approx(bill.wall_s * 0.001)
     assert bill.price_as_of == date.today()
-    assert "given by the user" not in bill.line()
+    assert "by the user" in (bill.price_source or "")
     assert f"as of {date.today()}" in bill.line()
 
 

@@ -166,7 +166,7 @@ class Meter:
             num_devices=self._num_devices,
             usd=None if self._usd_per_hour is None else hours * self._usd_per_hour,
             usd_per_hour=self._usd_per_hour,
-            price_source=None if self._price is None else str(self._price),
+            price_source=None if self._price is None else self._price.origin,
             price_as_of=None if self._price is None else self._price.as_of,
             kwh=self._energy.joules() / JOULES_PER_KWH if known else None,
             kwh_source=self._energy.source if known else None,

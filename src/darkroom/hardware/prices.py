@@ -48,6 +48,12 @@ class Price:
         """Whether the price is older than 90 days and should be read again."""
         return self.age_days(today) > STALE_DAYS
 
+    @property
+    def origin(self) -> str:
+        """Whose price it is, why this one, and where it was read; without its date."""
+        where = " ".join(filter(None, (self.provider, self.instance, self.region)))
+        return "; ".join(filter(None, (where, self.picked, self.source)))
+
     def __str__(self) -> str:
         where = " ".join(filter(None, (self.provider, self.instance, self.region)))
         age = f", {self.age_days()} days old" if self.stale() else ""
@@ -89,7 +95,7 @@ def price(
     device and overrides all. A CPU class without an offer takes those of all CPU classes.
     """
     if usd_per_hour is not None:
-        return Price("given", "", device, 1, "", usd_per_hour, None, date.today(), "given by the user")
+        return Price("given", "", device, 1, "", usd_per_hour, None, date.today(), "by the user")
     card = find_card(device)
     if card is None:
         return None

@@ -50,9 +50,10 @@ def frame(path: Path, caption: str, *, first: bool = False) -> str:
     source, (width, height) = embed(path)
     small = ' class="small"' if max(width, height) <= 400 else ""  # shown enlarged, pixel by pixel
     place = "frame first" if first else "frame"
+    widest = f' style="max-width: {min(860, round(600 * width / height))}px"' if first else ""
     size = f'width="{width}" height="{height}" loading="lazy" alt="{escape(caption)}"'
     words = f"<figcaption>{escape(caption)}</figcaption>"
-    return f'<figure class="{place}"><img{small} src="{source}" {size}>{words}</figure>'
+    return f'<figure class="{place}"><img{small}{widest} src="{source}" {size}>{words}</figure>'
 
 
 def embed(path: Path) -> tuple[str, tuple[int, int]]:

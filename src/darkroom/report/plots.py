@@ -93,13 +93,15 @@ def curves(raw: Sequence[Curve], *, label: str, ylabel: str = "", held_out: Sequ
     def draw(axes: Axes) -> None:
         for i, curve in enumerate(raw):
             _curve(axes, curve, SERIES[i % NUM_SERIES], faint=0.3 / len(raw) ** 0.5)
-        names = [curve.name for curve in raw]
+        names = list(dict.fromkeys(curve.name for curve in (*raw, *held_out)))
         for curve in held_out:
             colour = SERIES[names.index(curve.name) % NUM_SERIES]
             axes.plot(curve.x, curve.y, color=colour, lw=1.1, ls=(0, (3, 2)), zorder=4)
-            axes.plot(curve.x, curve.y, "o", ms=3, color=colour, mec=PAPER, mew=0.6, zorder=5)
+            axes.plot(
+                curve.x, curve.y, "o", ms=4.2, color=colour, mec=PAPER, mew=0.8, zorder=5, clip_on=False
+            )
         _scale(axes, [curve.y for curve in (*raw, *held_out)])
-        _steps(axes, raw)
+        _steps(axes, [*raw, *held_out])
         axes.set_ylabel(ylabel)
 
     return _svg(draw, label)
@@ -133,7 +135,7 @@ def two_rows(top: Sequence[Curve], bottom: Sequence[Curve], *, labels: tuple[str
         for i, curve in enumerate(group):
             _curve(axes, curve, SERIES[i % NUM_SERIES], faint=0.3 / len(group) ** 0.5 if axes is lower else 0)
         axes.set_ylabel(name)
-        _scale(axes, [curve.y for curve in group])
+        _scale(axes, [curve.y for curve in group], may_be_log=axes is lower)
         axes.yaxis.set_major_locator(MaxNLocator(3)) if axes.get_yscale() == "linear" else None
     figure.align_ylabels([upper, lower])
     _steps(lower, bottom or top)
@@ -245,14 +247,14 @@ def _curve(axes: Axes, curve: Curve, colour: str, *, faint: float) -> None:
     axes.plot(*thin(x, smooth(y, width), 400), color=colour, lw=1.7)
 
 
-def _scale(axes: Axes, values: Sequence[np.ndarray]) -> None:
+def _scale(axes: Axes, values: Sequence[np.ndarray], *, may_be_log: bool = True) -> None:
     """Logarithmic where the values span more than a factor of 12; outliers do not squash the rest."""
     known = np.concatenate([v[np.isfinite(v)] for v in values]) if len(values) else np.array([])
     if not len(known):
         return
     low, high = float(known.min()), float(known.max())
     typical = np.quantile(known, [0.005, 0.995])
-    if low > 0 and typical[1] / typical[0] > 12:
+    if may_be_log and low > 0 and typical[1] / typical[0] > 12:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -274,12 +276,12 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[float, str]], colours: Sequence[
     """Write names to the right of the last values, moved apart where they would touch."""
     to_axes = axes.transData + axes.transAxes.inverted()
     order = sorted(range(len(ends)), key=lambda i: ends[i][0])
+    wanted = [float(to_axes.transform((0.0, ends[i][0]))[1]) for i in order]
     places: list[float] = []
-    least = 0.062
-    for i in order:
-        wanted = float(to_axes.transform((0.0, ends[i][0]))[1])
-        places.append(max(wanted, places[-1] + least) if places else wanted)
-    shift = max(0.0, places[-1] - 1.0) if places else 0.0
+    for place in wanted:
+        places.append(max(place, places[-1] + 0.062) if places else place)
+    # Pushed up only so far; all together they move half of that back.
+    shift = float(np.mean(places) - np.mean(wanted)) if places else 0.0
     for place, i in zip(places, order, strict=True):
         axes.text(
             1.015,

@@ -17,6 +17,7 @@ from darkroom.run import Run
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _MOST_GRIDS = 13
+_NOTHING = "–"
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,25 @@ def _curves(told: Sequence[Told]) -> Iterator[str]:
                 rates, norms, labels=("rate", "norm"), label="Learning rate and gradient norm by step"
             ),
         )
+    for key in sorted({key for one in told for row in one.rows for key in row if _is_score(key, row[key])}):
+        scores = [one.curve(key) for one in told]
+        if max(len(curve.x) for curve in scores) < 2:
+            continue
+        name, _, unit = key.removeprefix("heldout_").partition("_")
+        title = f"Held-out {name.upper() if name == 'psnr' else name}"
+        yield html.plot(
+            title, unit.replace("_", " ").replace("db", "dB"), plots.curves([], label=title, held_out=scores)
+        )
     speeds = [one.curve("images_per_s") for one in told]
     if any(len(curve.x) for curve in speeds):
         yield html.plot(
             "Throughput", "images a second", plots.curves(speeds, label="Images a second by step")
         )
+
+
+def _is_score(key: str, value: Any) -> bool:
+    """Whether a metric is a held-out number besides the loss, such as `heldout_psnr_db`."""
+    return key.startswith("heldout_") and key != "heldout_loss" and isinstance(value, (int, float))
 
 
 def _timestep_losses(row: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
@@ -251,7 +266,7 @@ def _bill(one: Told, *, titled: bool) -> str:
         "cost": f"{format_usd(bill.usd)} at {bill.price_note()}"
         if bill.usd is not None
         else "no price known",
-        "price": bill.price_source or "",
+        "price from": bill.price_source or "",
         "a thousand images": format_usd(bill.usd_per_image * 1000) if bill.usd_per_image else "",
         "energy": f"{bill.kwh:.3g} kWh ({bill.kwh_source})" if bill.kwh is not None else "",
         "peak memory": format_bytes(bill.peak_memory_bytes),
@@ -280,7 +295,7 @@ def _settings(told: Sequence[Told]) -> str:
     groups: dict[str, dict[str, str]] = {"recipe": {}}
     for key, value in told[0].recipe.items():
         if isinstance(value, Mapping):
-            groups[key] = _flat(value)
+            groups[key] = {name: text for name, text in _flat(value).items() if text != _NOTHING}
         else:
             groups["recipe"][key] = _text(value)
     return html.grid((html.pairs(rows, name) for name, rows in groups.items() if rows), "columns")
@@ -336,7 +351,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _text(value: Any) -> str:
     if value is None or value == {} or value == []:
-        return "–"
+        return _NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
