@@ -231,6 +231,30 @@ def test_the_kind_is_found(tmp_path, made, kind):
     assert find_kind(SOURCES[made](tmp_path / "source")) == kind
 
 
+def test_parquet_beside_pictures_is_taken_only_where_it_has_pictures(tmp_path):
+    source = folder_with(tmp_path / "set" / "train", "metadata.jsonl").parent
+    pq.write_table(pa.table({"n": [1, 2]}), source / "notes.parquet")
+    assert find_kind(source) == "folder"
+    assert find_kind(parquet(tmp_path / "p", "paths")) == "parquet"
+    (tmp_path / "only").mkdir()
+    pq.write_table(pa.table({"n": [1, 2]}), tmp_path / "only" / "notes.parquet")
+    with pytest.raises(InputError, match="no image column found in notes.parquet"):
+        import_pictures(tmp_path / "only", tmp_path / "s.lance")
+
+
+def test_several_zips_keep_their_names_apart(tmp_path):
+    folder = folder_with(tmp_path / "pictures", "")
+    for name in ("a.zip", "b.ZIP"):
+        zip_of(folder, tmp_path / "set" / name)
+    (folder / "000.txt").write_text("another caption")
+    zip_of(folder, tmp_path / "set" / "b.ZIP")
+    report = import_pictures(tmp_path / "set", tmp_path / "s.lance")
+    assert (report.added, report.doubles) == (7, 5)
+    keys = [row["key"] for row in rows_of(tmp_path / "s.lance", ["key"])]
+    assert keys[0] == "a.zip/000.png"
+    assert keys[-1] == "b.ZIP/000.png"
+
+
 def test_what_is_no_source_is_told(tmp_path):
     with pytest.raises(InputError, match="no such file or folder"):
         import_pictures(tmp_path / "none", tmp_path / "s.lance")

@@ -26,7 +26,9 @@ from darkroom.data.source import (
     Problem,
     Sample,
     captions_of,
+    files_below,
     find_name,
+    is_hidden,
     no_column,
     typed,
 )
@@ -72,10 +74,11 @@ class FolderTree:
         self.root = root
 
     def names(self) -> Iterator[str]:
-        for folder, folders, files in os.walk(self.root):
-            folders[:] = sorted(f for f in folders if not _is_hidden(f) and not f.endswith(".lance"))
-            within = Path(folder).relative_to(self.root)
-            yield from ((within / file).as_posix() for file in sorted(files) if not _is_hidden(file))
+        prefix = len(str(self.root)) + 1
+        return (
+            posixpath.join(folder[prefix:].replace(os.sep, "/"), name)
+            for folder, name in files_below(self.root)
+        )
 
     def find(self, name: str) -> Found | None:
         path = self.root / name
@@ -98,7 +101,7 @@ class ZipTree:
         self._zip = ZipReader(path)
 
     def names(self) -> Iterator[str]:
-        return (m.name for m in self._zip.members() if not any(_is_hidden(p) for p in m.name.split("/")))
+        return (m.name for m in self._zip.members() if not any(is_hidden(p) for p in m.name.split("/")))
 
     def find(self, name: str) -> Found | None:
         member = self._zip.find(name)
@@ -112,10 +115,6 @@ class ZipTree:
             yield from (line.decode("utf-8-sig", "replace") + "\n" for line in whole)
         if rest:
             yield rest.decode("utf-8-sig", "replace")
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith((".", "__MACOSX"))
 
 
 class FolderSource:
@@ -206,7 +205,7 @@ def _trees(path: Path) -> list[Tree]:
     if path.suffix.lower() == ".zip":
         return [ZipTree(path)]
     root = path if path.is_dir() else path.parent
-    zips = sorted(file for file in root.glob("*.[zZ][iI][pP]") if not _is_hidden(file.name))
+    zips = sorted(file for file in root.glob("*.[zZ][iI][pP]") if not is_hidden(file.name))
     return [FolderTree(root), *(ZipTree(z, f"{z.name}/" if len(zips) > 1 else "") for z in zips)]
 
 

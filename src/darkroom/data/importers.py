@@ -24,12 +24,12 @@ from PIL import Image
 
 from darkroom.data.folder import METADATA, FolderSource
 from darkroom.data.mds import MdsSource, indices_in
-from darkroom.data.parquet import ParquetSource
+from darkroom.data.parquet import ParquetSource, parquets_in
 from darkroom.data.pictures import EXTENSIONS, MAX_PIXELS, PILLOW_MAX_PIXELS, PictureError, colour, examine
 from darkroom.data.rows import Extras, Row, table
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Finished, Sidecars
-from darkroom.data.source import Columns, Item, PartRead, Problem, Sample, Source
+from darkroom.data.source import Columns, Item, PartRead, Problem, Sample, Source, paths_below
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store
 from darkroom.data.webdataset import WebdatasetSource, tars_in
 from darkroom.data.writing import FragmentWriter
@@ -80,6 +80,8 @@ class ImportReport:
         if self.rejected:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.rejected.items()))
             told.append(f"set aside: {reasons}; see {self.rejected_file}")
+        if "no-caption" in self.rejected:
+            told.append("pictures without a caption come in with: --missing-caption keep")
         if self.left_out:
             told.append(f"left out, no number, text or list: {', '.join(self.left_out)}")
         if self.renamed:
@@ -152,8 +154,20 @@ def find_kind(path: Path, kind: str = "auto") -> str:
     if tars_in(path):
         return "webdataset"
     names = [file.name.lower() for file in path.iterdir()]
-    pictures = any(name in METADATA or Path(name).suffix in (*EXTENSIONS, ".zip") for name in names)
-    return "parquet" if not pictures and next(path.rglob("*.parquet"), None) else "folder"
+    if any(name in METADATA or Path(name).suffix in (*EXTENSIONS, ".zip") for name in names):
+        return "folder"
+    return "parquet" if parquets_in(path) and _parquet_has_pictures(path) else "folder"
+
+
+def _parquet_has_pictures(path: Path) -> bool:
+    """Parquet files beside folders of pictures may be about anything; alone they are what is meant."""
+    if not paths_below(path, tuple(EXTENSIONS)):
+        return True
+    try:
+        ParquetSource(path, Columns())
+    except InputError:
+        return False
+    return True
 
 
 def _kind_of_file(path: Path) -> str:

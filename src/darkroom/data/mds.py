@@ -36,6 +36,7 @@ from darkroom.data.source import (
     find_name,
     no_column,
     part_name,
+    paths_below,
 )
 from darkroom.errors import InputError
 
@@ -76,8 +77,8 @@ class _Shard(BaseModel):
 
 def indices_in(path: Path) -> list[Path]:
     """The folders below a path that hold MDS shards, in order."""
-    found = sorted(path.rglob(INDEX)) if path.is_dir() else [path] if path.name == INDEX else []
-    return [index.parent for index in found if _mentions_mds(index)]
+    found = paths_below(path, (INDEX,))
+    return [index.parent for index in found if index.name == INDEX and _mentions_mds(index)]
 
 
 def _mentions_mds(index: Path) -> bool:

@@ -23,11 +23,17 @@ from darkroom.data.source import (
     no_column,
     part_key,
     part_name,
+    paths_below,
 )
 from darkroom.errors import InputError
 
 BATCH_ROWS = 64
 READ_BYTES = 1024**2
+
+
+def parquets_in(path: Path) -> list[Path]:
+    """The Parquet files below a folder, in order."""
+    return paths_below(path, (".parquet",))
 
 
 class ParquetSource:
@@ -38,7 +44,7 @@ class ParquetSource:
 
     def __init__(self, path: Path, columns: Columns) -> None:
         self._root, self._columns = path, columns
-        self._files = [path] if path.is_file() else sorted(path.rglob("*.parquet"))
+        self._files = [path] if path.is_file() else parquets_in(path)
         self.left_out: set[str] = set()
         self.total: int | None = 0
         if not self._files:

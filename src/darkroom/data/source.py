@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -67,6 +68,25 @@ class Source(Protocol):
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
         """Everything in order, but for the parts (see `part_name`) that were finished before."""
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is the system's or an editor's business."""
+    return name.startswith((".", "__MACOSX"))
+
+
+def files_below(root: Path) -> Iterator[tuple[str, str]]:
+    """All files as (folder, name) in a fixed order; hidden ones and stores are left out."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if not is_hidden(f) and not f.endswith(".lance"))
+        yield from ((folder, file) for file in sorted(files) if not is_hidden(file))
+
+
+def paths_below(root: Path, endings: tuple[str, ...]) -> list[Path]:
+    """The files below a folder whose names end so, or the file that the path is."""
+    if root.is_file():
+        return [root] if root.name.lower().endswith(endings) else []
+    return [Path(folder, name) for folder, name in files_below(root) if name.lower().endswith(endings)]
 
 
 def part_name(path: Path, root: Path) -> str:

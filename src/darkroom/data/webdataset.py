@@ -22,6 +22,7 @@ from darkroom.data.source import (
     find_name,
     part_key,
     part_name,
+    paths_below,
     typed,
 )
 from darkroom.errors import InputError
@@ -34,9 +35,7 @@ READ_BYTES = 1024**2
 
 def tars_in(path: Path) -> list[Path]:
     """The tars below a folder, in order, or the one that the path is."""
-    if path.is_file():
-        return [path] if path.name.lower().endswith(TARS) else []
-    return sorted(file for file in path.rglob("*") if file.name.lower().endswith(TARS) and file.is_file())
+    return paths_below(path, TARS)
 
 
 class WebdatasetSource:
