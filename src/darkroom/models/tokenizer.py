@@ -35,8 +35,12 @@ def train_tokenizer(
         raise InputError(f"a vocabulary of {vocab_size} tokens", allowed=f"at least {len(letters) + 2}")
     blank = CLIPTokenizer(vocab={START: 0, END: 1}, merges=[])
     backend = blank.backend_tokenizer
+    # Letters at a word's end are given as special tokens, so that they are numbered here: the trainer would
+    # number them in the order of a hash table, which differs from process to process, and by these numbers it
+    # decides between pairs that are equally frequent. Only its merges are kept.
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(letters) + len(alphabet) - 2,
+        vocab_size=vocab_size - 2,
+        special_tokens=letters,
         initial_alphabet=alphabet,
         end_of_word_suffix="</w>",
         show_progress=False,
