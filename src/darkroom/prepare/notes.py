@@ -83,9 +83,7 @@ class Notes:
         if (waiting := self.folder / note.file).is_file():
             waiting.replace(self._data / note.file)
 
-    def drop(self, note: Note, *, with_file: bool = False) -> None:
-        """Forget a fragment: it is committed, or (with its file) of no use any more."""
+    def drop(self, note: Note) -> None:
+        """Forget a fragment. A file that waits here goes too; one in the dataset may be in use by now."""
         (self.folder / f"{note.fragment}.json").unlink(missing_ok=True)
-        if with_file:
-            (self.folder / note.file).unlink(missing_ok=True)
-            (self._data / note.file).unlink(missing_ok=True)
+        (self.folder / note.file).unlink(missing_ok=True)
