@@ -9,7 +9,8 @@ import torch
 
 from darkroom.train.optimisers import (
     OptimSettings,
-    clip,
+    clipped_step,
+    gradient_norm,
     lr_factor,
     make_optimiser,
     optimiser_tensors,
@@ -42,13 +43,26 @@ def test_biases_and_norms_are_not_decayed_and_parts_have_their_rates() -> None:
     assert all(group["fused"] for group in optimiser.param_groups)
 
 
-def test_clipping_returns_the_norm_before_and_bounds_it() -> None:
-    params = [torch.zeros(3, requires_grad=True), torch.zeros(1, requires_grad=True)]
-    params[0].grad, params[1].grad = torch.tensor([0.0, 3.0, 0.0]), torch.tensor([4.0])
-    assert clip(params, None).item() == 5.0
-    assert params[1].grad.item() == 4.0
-    assert clip(params, 1.0).item() == 5.0
-    assert math.hypot(*params[0].grad.tolist(), *params[1].grad.tolist()) == pytest.approx(1.0, abs=1e-5)
+def test_clipping_is_torchs_own_without_a_pass_of_its_own() -> None:
+    def stepped(max_norm: float | None, *, ours: bool) -> tuple[list[torch.Tensor], float]:
+        params = [torch.zeros(3, 2, requires_grad=True), torch.zeros(1, requires_grad=True)]
+        params[0].grad, params[1].grad = torch.arange(6.0).view(3, 2), torch.tensor([4.0])
+        optimiser = make_optimiser([{"params": params, "lr": 0.1}], OptimSettings(eps=1.0))
+        norm = gradient_norm(params)
+        if ours:
+            clipped_step(optimiser, norm, max_norm)
+        else:
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(params, max_norm)
+            optimiser.step()
+        assert not hasattr(optimiser, "grad_scale")
+        return [param.detach() for param in params], norm.item()
+
+    for max_norm in (None, 1.0, 100.0):
+        (one, norm), (other, _) = stepped(max_norm, ours=True), stepped(max_norm, ours=False)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+        assert norm == pytest.approx(math.sqrt(55 + 16))
+    assert not torch.allclose(stepped(1.0, ours=True)[0][0], stepped(None, ours=True)[0][0])
 
 
 def test_a_restored_optimiser_goes_on_to_the_bit() -> None:

@@ -83,16 +83,27 @@ def set_lr(optimiser: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["peak_lr"] * factor
 
 
-def clip(params: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """Scale the gradients so that their global norm is at most `max_norm`; returns the norm before.
-
-    The norm stays on the device: nothing waits for it.
-    """
-    params = [p for p in params if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], foreach=True)
-    if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=True)
+def gradient_norm(params: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together. It stays on the device: nothing waits for it."""
+    norms = torch._foreach_norm([param.grad for param in params if param.grad is not None])
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
+
+
+def clipped_step(optimiser: torch.optim.Optimizer, norm: Tensor, max_norm: float | None) -> None:
+    """One step with the gradients scaled down so that their norm is at most `max_norm`.
+
+    The fused kernel divides by `grad_scale` as it reads the gradients, which saves a pass over them.
+    """
+    if max_norm is None:
+        optimiser.step()
+        return
+    scaled: Any = optimiser
+    scaled.grad_scale = (norm / max_norm).clamp_(min=1.0)
+    try:
+        optimiser.step()
+    finally:
+        del scaled.grad_scale
 
 
 def optimiser_tensors(optimiser: torch.optim.Optimizer, params: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
 from darkroom.train.ema import Ema, EmaSettings
-from darkroom.train.optimisers import OptimSettings, clip, lr_factor, make_optimiser, parameter_groups, set_lr
+from darkroom.train.optimisers import (
+    OptimSettings,
+    clipped_step,
+    gradient_norm,
+    lr_factor,
+    make_optimiser,
+    parameter_groups,
+    set_lr,
+)
 from darkroom.train.weights import Weights, make_weights
 
 Precision = Literal["float32", "bf16", "fp16"]
@@ -109,15 +117,26 @@ class Step:
         factor = lr_factor(k, self._train.steps, self._optim)
         set_lr(self.optimiser, factor)
         losses = self._gradients(inputs)
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(self.optimiser)
-        norm = clip(self.weights.masters.values(), self._optim.clip_norm)
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
+        norm = self._update()
         self.weights.clear_gradients()
         self.weights.publish()
         self.ema.update(k)
         return StepResult(losses, norm, self._optim.lr * factor)
+
+    def _update(self) -> Tensor:
+        """Clip and take the optimiser's step; returns the norm of the gradients before."""
+        masters, max_norm = list(self.weights.masters.values()), self._optim.clip_norm
+        if not self.scaler.is_enabled():
+            norm = gradient_norm(masters)
+            clipped_step(self.optimiser, norm, max_norm)
+            return norm
+        self.scaler.unscale_(self.optimiser)
+        norm = gradient_norm(masters)
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(masters, max_norm, norm)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        return norm
 
     def _gradients(self, inputs: Inputs) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; returns the means over the global batch."""

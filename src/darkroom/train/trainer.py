@@ -197,14 +197,17 @@ class Trainer:
             self.say(self._line(rows[-1]))
 
     def _check_finite(self, rows: list[dict[str, Any]]) -> None:
-        bad = next((i for i, row in enumerate(rows) if not math.isfinite(row["loss"])), None)
+        # fp16 passes over steps whose gradients overflow; elsewhere such a step spoils the weights.
+        told = ("loss",) if self.step.scaler.is_enabled() else ("loss", "grad_norm")
+        odd = ((i, name) for i, row in enumerate(rows) for name in told if not math.isfinite(row[name]))
+        bad, name = next(odd, (None, ""))
         if bad is None:
             return
         self._write(*rows[:bad])
         kept = checkpoints(self.run.checkpoints)
         last = f"the checkpoint of step {step_of(kept[-1])} is kept" if kept else "no checkpoint was due yet"
         raise DarkroomError(
-            f"the loss of step {rows[bad]['step']} is {rows[bad]['loss']}; {last}; start a new run with a "
+            f"the {name} of step {rows[bad]['step']} is {rows[bad][name]}; {last}; start a new run with a "
             f"lower optim.lr (now {self.recipe.optim.lr:g}), more optim.warmup_steps or "
             "train.precision=float32"
         )
