@@ -13,7 +13,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
     {"errors", "hardware", "count", "progress"},
-    {"bill", "run"},
+    {"bill"},
+    {"run"},
     {"models", "data"},
     {"prepare", "sample", "evaluate"},
     {"train", "recipe"},

@@ -220,13 +220,23 @@ def import_(
 @app.command()
 def inspect(
     what: Annotated[Path, typer.Argument(help="a store, a model folder or a run folder")],
-    out: Out = None,
+    out: Annotated[Path | None, typer.Option(help="the contact sheet of a store, a PNG")] = None,
+    mark_doubles: Annotated[
+        bool, typer.Option("--mark-doubles", help="note near-doubles of a store in its column double_of")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What is in it; a store also gets a contact sheet.
 
+    Marked doubles are left out of training by data.filter='double_of IS NULL'.
+
     Example: darkroom inspect pictures.lance
     """
+    if mark_doubles:
+        from darkroom import data
+
+        with _progress("doubles", as_json) as progress:
+            data.mark_doubles(data.Store.open(what), progress=progress)
     told = _described(what, out)
     _print(told, as_json, lambda: _table(told))
 
@@ -248,6 +258,23 @@ def _described(what: Path, out: Path | None) -> dict[str, Any]:
     sheet = out or what.with_suffix(".contact.png")
     data.contact_sheet(store, sheet)
     return {**data.describe(store), "contact_sheet": str(sheet)}
+
+
+@app.command()
+def delete(
+    store: Annotated[Path, typer.Argument(help="the picture store")],
+    ids: Annotated[list[str] | None, typer.Option("--id", help="a row's id; may be given again")] = None,
+    source: Annotated[str | None, typer.Option(help="all rows that came from this source")] = None,
+    as_json: Json = False,
+) -> None:
+    """Delete pictures from a store for good: their bytes leave the disk; by id they stay out.
+
+    Example: darkroom delete pictures.lance --id 2c26b46b68ffc68ff99b453c1d304134
+    """
+    from darkroom.data import Store
+
+    deleted = Store.open(store).delete(ids=ids or None, source=source)
+    _print({"deleted": deleted}, as_json, lambda: [f"{deleted:,} pictures deleted from {store}"])
 
 
 @app.command()
@@ -451,7 +478,7 @@ def bench_train(
 
     Example: darkroom bench train recipes/emoji.yaml --out results.csv
     """
-    from darkroom.measure import bench_train as run
+    from darkroom.measure.training import bench_train as run
     from darkroom.recipe import read_recipe
 
     _measured(run(read_recipe(recipe, overrides or []), repeats=repeats), out, as_json)
@@ -467,7 +494,7 @@ def bench_loader(
 
     Example: darkroom bench loader --out results.csv
     """
-    from darkroom.measure import bench_loader as run
+    from darkroom.measure.loading import bench_loader as run
 
     _measured(run(repeats=repeats), out, as_json)
 
@@ -482,6 +509,6 @@ def bench_import(
 
     Example: darkroom bench import --out results.csv
     """
-    from darkroom.measure import bench_import as run
+    from darkroom.measure.importing import bench_import as run
 
     _measured(run(repeats=repeats), out, as_json)
