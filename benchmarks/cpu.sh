@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Every CPU row of benchmarks/, in one go, on an otherwise idle machine: benchmarks/cpu.sh [RESULTS.csv]
+# Needs the emoji recipes' store and VAE for the training row; without them it makes small ones from the quickstart.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
+out="${1:-benchmarks/cpu-$(date +%Y-%m-%d).csv}"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+darkroom="$PWD/.venv/bin/darkroom"
+
+uptime
+"$darkroom" bench import --out "$out"
+"$darkroom" bench loader --out "$out"
+
+# The loop's overhead is measured on the quickstart's own U-Net and latents.
+if [ ! -f quickstart/result.json ]; then "$darkroom" quickstart --out quickstart; fi
+"$darkroom" bench train quickstart/runs/pretrain/recipe.yaml --out "$out"
+uptime
+"$darkroom" report "$out" --out "$work/report.html"
+echo "rows: $out"
