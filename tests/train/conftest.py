@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,6 @@ def recipe_of(store_path: Path) -> MakeRecipe:
         }
         if task == "pretrain":
             content["model"] |= {"unet": UNET, "text_encoder": TEXT}
-        return make_recipe(content | extra, overrides)
+        return make_recipe(copy.deepcopy(content | extra), overrides)
 
     return make

@@ -181,7 +181,7 @@ REFUSED = [
     (
         "train.micro_batch=3",
         RecipeError,
-        r"train.micro_batch: 3 does not divide train.global_batch 8; allowed: 2, 4",
+        r"train.micro_batch: 3 does not divide train.global_batch 8; allowed: 1, 2, 4 or auto",
     ),
     ("optim.warmup_steps=9", RecipeError, r"optim.warmup_steps: 9 is more than train.steps 4"),
     ("train.precision=fp16", RecipeError, r"train.precision: fp16 on a CPU.*use bf16"),
@@ -231,7 +231,7 @@ def test_contradictions_are_refused(
 
 
 def test_a_folders_shape_cannot_be_changed(recipe_of: MakeRecipe, unet_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"model.vae: changes to .* whose weights fix its shape"):
+    with pytest.raises(RecipeError, match=r"model.unet: changes to .* whose weights fix its shape"):
         quietly(recipe_of("pretrain", f"model.base={unet_run / 'model'}"), tmp_path / "run")
 
 

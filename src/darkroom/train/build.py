@@ -35,8 +35,8 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
             settings.base, seed=settings.seed, tokenizer=tokenizer, overrides=overrides, parts=wanted
         )
     else:
-        _refuse_overrides(settings)
         model = models.load(settings.base, parts=wanted, variant=settings.variant, revision=settings.revision)
+        _refuse_overrides(settings)
     if vae is not None:
         model.vae = vae
     if recipe.task != "autoencoder":

@@ -257,10 +257,14 @@ def _text_column(recipe: Recipe, model: Model, store: Store) -> str | None:
     asked = recipe.data.text
     if recipe.model.train_text_encoder or asked == "inline":
         return None
-    prepared = any(meta.get("darkroom.kind") == "text" for meta in store.columns().values())
-    if asked == "auto" and not prepared:
+    made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "text"]
+    if asked == "auto" and not made:
         return None
-    return text_column(store, TextEncoder(model.text_encoders, model.tokenizers).identity)
+    identity = TextEncoder(model.text_encoders, model.tokenizers).identity
+    if asked == "auto" and all(meta.get("darkroom.encoder") != identity for meta in made):
+        return None  # what is there is another model's
+    column: str = text_column(store, identity)
+    return column
 
 
 def _order(recipe: Recipe, model: Model, store: Store, rows: Rows) -> SampleOrder:
