@@ -172,9 +172,21 @@ def test_another_vaes_column_is_refused_with_both_hashes(
 ) -> None:
     with pytest.raises(ColumnError, match=r"another encoder: [0-9a-f]{64}, the model's is [0-9a-f]{64}"):
         quietly(recipe_of("pretrain", "data.encode=stored"), tmp_path / "run")
-    with pytest.raises(ColumnError, match="no latents at resolution 32"):
-        quietly(recipe_of("pretrain", "data.encode=stored", "data.resolution=32"), tmp_path / "run")
+    with pytest.raises(ColumnError, match="no latents at resolution 64"):
+        quietly(recipe_of("pretrain", "data.encode=stored", "data.resolution=64"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_buckets_are_those_the_column_was_prepared_in(
+    recipe_of: MakeRecipe, prepared: Path, vae_run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=r"data.buckets: true, but latents_16_.* was prepared in squares"):
+        quietly(pretrain_of(recipe_of, vae_run, "data.buckets=true"), tmp_path / "run")
+    wide = ("data.resolution=32", "train.steps=1")
+    prepare(Store.open(prepared), str(vae_run / "model"), resolution=32, bucket_step=8)
+    with pytest.raises(RecipeError, match=r"data.buckets: false, but .* in buckets of 8 pixels; set .*=true"):
+        quietly(pretrain_of(recipe_of, vae_run, *wide), tmp_path / "run")
+    assert quietly(pretrain_of(recipe_of, vae_run, "data.buckets=true", *wide), tmp_path / "run").steps == 1
 
 
 REFUSED = [

@@ -145,11 +145,11 @@ def check_settings(recipe: Recipe) -> None:
         )
     if recipe.task == "autoencoder":
         _check_autoencoder(recipe)
-    elif data.encode == "stored" and (data.flip or data.crop == "random" or data.buckets):
-        named = "flip" if data.flip else "crop" if data.crop == "random" else "buckets"
+    elif data.encode == "stored" and (data.flip or data.crop == "random"):
+        named = "flip" if data.flip else "crop"
         raise RecipeError(
             f"data.{named}",
-            f"{getattr(data, named)}, but prepared latents are of the whole picture, cut at the centre",
+            f"{getattr(data, named)}, but prepared latents are of pictures as they are, cut at the centre",
             mend="set data.encode=inline",
         )
     if recipe.model.train_text_encoder and data.text == "stored":
@@ -221,6 +221,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     encode = None
     if data.encode == "stored":
         column = latents_column(store, data.resolution, models.identity(_vae(model)))
+        _bucket_step(recipe, store, column)
         read = read.model_copy(update={"latents": column, "pixels": None})
     else:
         encode = VaeEncoder(_vae(model), device=device).encode
@@ -267,13 +268,30 @@ def _text_column(recipe: Recipe, model: Model, store: Store) -> str | None:
     return column
 
 
-def _order(recipe: Recipe, model: Model, store: Store, rows: Rows) -> SampleOrder:
-    train, data = recipe.train, recipe.data
+def _bucket_step(recipe: Recipe, store: Store, column: str) -> int:
+    """What the sides of a prepared column's pictures are multiples of; 0 where they are squares.
+
+    RecipeError where the recipe asks for the other kind.
+    """
+    crop = store.columns()[column].get("darkroom.crop", "centre")
+    step = int(crop.removeprefix("buckets-")) if crop.startswith("buckets-") else 0
+    if recipe.data.buckets != bool(step):
+        made = f"buckets of {step} pixels" if step else "squares"
+        raise RecipeError(
+            "data.buckets",
+            f"{str(recipe.data.buckets).lower()}, but {column} was prepared in {made}",
+            mend=f"set data.buckets={str(bool(step)).lower()}, or encode=inline",
+        )
+    return step
+
+
+def _order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+    train, data, column = recipe.train, recipe.data, task.read.latents
     if not data.buckets:
         return Order(rows, seed=train.seed, global_batch=train.global_batch)
     positions = rows.positions(np.arange(len(rows)))
     sizes = store.take(positions, ["width", "height"])
-    step = 64 if data.resolution >= 256 else size_unit(model)
+    step = _bucket_step(recipe, store, column) if column else _inline_step(data.resolution, task.model)
     allowed = buckets(data.resolution, step=step)
     chosen: dict[tuple[int, int], list[int]] = {}
     pairs = zip(sizes["width"].to_pylist(), sizes["height"].to_pylist(), strict=True)
@@ -283,8 +301,13 @@ def _order(recipe: Recipe, model: Model, store: Store, rows: Rows) -> SampleOrde
     return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
 
 
+def _inline_step(resolution: int, model: Model) -> int:
+    """Bucket sides as the SDXL trainers have them; small models take what their levels allow."""
+    return 64 if resolution >= 256 else size_unit(model)
+
+
 def _feed(recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device) -> Feed:
-    order = _order(recipe, task.model, store, rows)
+    order = _order(recipe, task, store, rows)
 
     @contextmanager
     def feed(k: int) -> Iterator[Iterator[Columns]]:
