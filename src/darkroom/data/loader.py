@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -134,6 +134,8 @@ class Loader:
         self._next, self._end = start, end
         self._submitted = self._prefetched = start
         self.wait_s, self.batches = 0.0, 0
+        # Asked twice for each batch: once to fetch its blocks ahead, once to build it.
+        self._rows: Callable[[int], BatchRows] = lru_cache(maxsize=128)(self._find_rows)
         first = self._rows(start)
         self._reader = Reader(store, order, _wanted(read))
         self._plan = _plan_memory(self._reader, order, first, world_size, memory_bytes)
@@ -149,7 +151,7 @@ class Loader:
         """What the cache of blocks holds now."""
         return self._cache.memory_bytes
 
-    def _rows(self, k: int) -> BatchRows:
+    def _find_rows(self, k: int) -> BatchRows:
         return self._order.batch(k).rank(self._rank, self._world_size)
 
     # ---- the caller's side

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import lance
 import numpy as np
@@ -53,6 +53,7 @@ TOMBSTONE = -2  # Lance's mark for a field that a file no longer answers for
 
 Progress = Callable[[int, int | None], None]
 Value = dict[str, Any] | None
+T = TypeVar("T")
 
 
 @dataclass
@@ -236,14 +237,20 @@ class _Job:
         self._report.columns.append(name)
         self._report.encoded[name] = self._report.done_before[name] = 0
         with Notes(self._store.path, name) as notes:
-            self._add_column()
-            self._report.encoded[name] += self._commit(notes)
-            pending = self._pending()
-            self._report.done_before[name] = self._store.num_rows - sum(count for _, count in pending)
-            self._done_rows = self._report.done_before[name]
-            while pending:
-                self._encode_all(notes, [number for number, _ in pending])
-                pending = self._pending()
+            _patiently(self._add_column)
+            _patiently(partial(self._commit, notes))  # what a killed job had finished
+            missing = sum(count for _, count in _patiently(self._pending))
+            self._done_rows = self._report.done_before[name] = self._store.num_rows - missing
+            while _patiently(partial(self._pass, notes)):
+                pass
+
+    def _pass(self, notes: Notes) -> bool:
+        """Encode what is pending now; False when nothing is."""
+        self._report.encoded[self._column.name] += self._commit(notes)
+        pending = self._pending()
+        if pending:
+            self._encode_all(notes, [number for number, _ in pending])
+        return bool(pending)
 
     def _add_column(self) -> None:
         self._store.refresh()
@@ -419,6 +426,18 @@ class _Job:
             metadata.files = [*kept, lance.fragment.DataFile.create(self._store.dataset, note.file)]
             updated.append(metadata)
         return lance.LanceOperation.Update(updated_fragments=updated, fields_modified=sorted(layout.leaves))
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    """Call again when files vanish under it: another process joined fragments and dropped the old ones."""
+    for _ in range(COMMIT_TRIES):
+        try:
+            return call()
+        except (OSError, ValueError) as error:
+            if "not found" not in str(error).lower():
+                raise
+            time.sleep(random.uniform(0.02, 0.1))
+    return call()
 
 
 def _counted(note: Note, piece: _Piece, encoded: list[Value]) -> Note:
