@@ -42,16 +42,16 @@ class Scale:
 
 FULL = Scale()
 TOY = Scale(
-    num_pictures=600,
+    num_pictures=400,
     num_prompts=8,
     sample_steps=4,
-    autoencoder=("train.steps=12", "train.log_every=6", "checkpoint.every=6", "optim.warmup_steps=2"),
+    autoencoder=("train.steps=6", "train.log_every=3", "checkpoint.every=3", "optim.warmup_steps=2"),
     pretrain=(
-        "train.steps=12",
-        "train.log_every=6",
-        "checkpoint.every=6",
+        "train.steps=6",
+        "train.log_every=3",
+        "checkpoint.every=3",
         "evaluate.every=0",
-        "sample.every=12",
+        "sample.every=6",
         "sample.steps=2",
         "optim.warmup_steps=2",
     ),
