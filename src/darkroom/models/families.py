@@ -151,6 +151,8 @@ TINY_TEXT: Config = {
     "num_attention_heads": 4,
     "projection_dim": 64,
 }
+CLIP_WORD_SPREAD, TINY_WORD_SPREAD = 0.02, 0.5
+"""Standard deviation of the words' embeddings at the start: transformers' for CLIP, and a tiny model's."""
 TINY_WORDS = "a photo of an astronaut riding a horse, a red circle and a blue square on a green background"
 
 
@@ -299,7 +301,20 @@ def _text_encoder(model: Model, config: Config, changes: Config, *, last: bool) 
             "pad_token_id": tokenizer.pad_token_id,
         }
     cls = CLIPTextModelWithProjection if last else CLIPTextModel
-    return cls(CLIPTextConfig(**{**config, **changes}))
+    encoder = cls(CLIPTextConfig(**{**config, **changes}))
+    if model.family == "tiny":
+        _spread_words(encoder)
+    return encoder
+
+
+def _spread_words(encoder: Any) -> None:
+    """Start the words of an encoder that learns from nothing far enough apart to be told from each other.
+
+    CLIP's own start (standard deviation 0.02) is for billions of captions: with it a small model's first
+    thousands of steps draw well-made shapes, but not the ones that were asked for.
+    """
+    with torch.no_grad():
+        encoder.get_input_embeddings().weight.mul_(TINY_WORD_SPREAD / CLIP_WORD_SPREAD)
 
 
 def _made(part: str, cls: Any, config: Config) -> Any:
