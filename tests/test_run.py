@@ -11,7 +11,7 @@ import yaml
 
 from darkroom.bill import Bill
 from darkroom.errors import InputError
-from darkroom.run import Run, compare, differences, list_runs, numbered_folder
+from darkroom.run import Run, compare, differences, is_free, list_runs, numbered_folder
 
 RECIPE = {
     "task": "pretrain",
@@ -114,3 +114,22 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert numbered_folder(tmp_path / "run") == tmp_path / "run-2"
     (tmp_path / "run-2").mkdir()
     assert numbered_folder(tmp_path / "run-2") == tmp_path / "run-3"
+
+
+def test_what_a_killed_process_left_is_cleared_and_no_hindrance(tmp_path: Path) -> None:
+    unborn = tmp_path / "unborn"
+    (unborn / "checkpoints").mkdir(parents=True)
+    (unborn / ".recipe.yaml.123").write_text("half")
+    assert is_free(unborn)
+    assert is_free(tmp_path / "nothing")
+    run = make_run(unborn)
+    (run.path / ".model-abc").mkdir()
+    (run.path / ".model-abc" / "unet").write_text("half")
+    with run.lock():
+        run.tidy()
+        assert sorted(path.name for path in run.path.glob(".*")) == [".lock"]
+    assert len(run.metrics()) == 3
+    assert not is_free(run.path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("no run")
+    assert not is_free(tmp_path / "mine")

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,14 @@ class Run:
     def set_recipe(self, recipe_text: str) -> None:
         """Replace the recipe, where what was changed is harmless."""
         write_whole(self.path / RECIPE, recipe_text)
+
+    def tidy(self) -> None:
+        """Clear away what a killed process left half-written; only for who holds the lock."""
+        for path in self.path.glob(".*"):
+            if path.name.startswith((f".{self.model.name}-", ".tokenizer")):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _LOCK and path.is_file():
+                path.unlink(missing_ok=True)
 
     # ---- metrics
 
@@ -230,6 +239,14 @@ def compare(a: Path | str, b: Path | str) -> dict[str, Any]:
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where two nested settings differ: dotted key -> (value of a, value of b), None where missing."""
     return {key: pair for key, pair in _side_by_side(_flat(a), _flat(b)).items() if pair[0] != pair[1]}
+
+
+def is_free(path: Path) -> bool:
+    """Whether a run may be made here: nothing is there, or what a process killed while making one left."""
+    if not path.exists():
+        return True
+    own = {ENVIRONMENT, "checkpoints", "samples"}
+    return path.is_dir() and all(p.name in own or p.name.startswith(".") for p in path.iterdir())
 
 
 def numbered_folder(path: Path) -> Path:

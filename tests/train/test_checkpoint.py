@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,23 +106,34 @@ def test_none_whole_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None:
         newest_checkpoint(tmp_path, lambda _: None)
 
 
+SAVES_WITHOUT_PAUSE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import checkpoints, save_checkpoint, tensors
+folder = Path(sys.argv[2])
+print("ready", flush=True)
+step = max((int(path.name[5:]) for path in checkpoints(folder)), default=0)
+while True:
+    step += 1
+    save_checkpoint(folder, step, tensors(step), {"k": step}, keep=1)
+"""
+
+
 @pytest.mark.slow
 def test_a_process_killed_while_saving_leaves_a_whole_one(tmp_path: Path) -> None:
-    """SIGKILL at 40 moments of a loop that saves without pause."""
-    for i in range(40):
-        child = os.fork()
-        if child == 0:
-            step = 1 + max((int(p.name[5:]) for p in checkpoints(tmp_path)), default=0)
-            while True:
-                save_checkpoint(tmp_path, step, tensors(step), {"k": step}, keep=1)
-                step += 1
-        signal.sigtimedwait([], 0.002 + 0.0007 * i)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        found = newest_checkpoint(tmp_path, lambda _: None)
-        if found is not None:
+    """SIGKILL to processes that do nothing but save."""
+    folder, found = tmp_path / "checkpoints", None
+    for i in range(5):
+        command = [sys.executable, "-c", SAVES_WITHOUT_PAUSE, str(Path(__file__).parent), str(folder)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(0.05 + 0.013 * i)
+            child.kill()
+        if (found := newest_checkpoint(folder, lambda _: None)) is not None:
             assert found.scalars == {"k": found.step}
             assert same(found.tensors["weights"], tensors(found.step)["weights"])
     assert found is not None
-    save_checkpoint(tmp_path, found.step + 1, tensors(), {}, keep=1)
-    assert len(list(tmp_path.iterdir())) == 1  # what the killed ones left is cleared away
+    save_checkpoint(folder, found.step + 1, tensors(), {}, keep=1)
+    assert len(list(folder.iterdir())) == 1  # what the killed ones left is cleared away

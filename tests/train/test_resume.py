@@ -18,11 +18,11 @@ from killing import TrainingServer
 from safetensors.torch import load_file
 
 from conftest import MakeRecipe
-from darkroom.errors import CheckpointError, RecipeError
+from darkroom.errors import CheckpointError, InputError, RecipeError
 from darkroom.recipe import Recipe
 from darkroom.run import Run
 from darkroom.train import train
-from darkroom.train.checkpoint import checkpoints, load_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint, step_of
 
 STEPS = 40
 EXACT = ("step", "loss", "lr", "grad_norm", "epoch", "heldout_loss", "heldout_loss_by_timestep")
@@ -248,3 +248,15 @@ def test_resume_from_a_checkpoint_starts_a_new_run_with_another_rate(
     assert result.run.name == "run-2"
     rows = Run.open(result.run).metrics()
     assert [(row["step"], row["lr"]) for row in rows] == [(3, 1e-3), (4, 1e-3)]
+    assert [step_of(path) for path in checkpoints(result.run / "checkpoints")] == [2, 4]
+    with pytest.raises(RecipeError, match=r"train.steps: 2, but 2 steps are made"):
+        train(recipe_of("autoencoder", "train.steps=2"), out=out, resume=str(start), console=print)
+    with pytest.raises(InputError, match=r"--resume 7; allowed: auto, never, or a checkpoint's folder"):
+        train(other, out=out, resume="7", console=print)
+
+
+def test_a_folder_that_is_no_run_is_left_alone(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(InputError, match="holds something that is no run"):
+        train(recipe_of("autoencoder"), out=tmp_path, console=print)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

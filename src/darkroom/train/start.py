@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom import hardware
 from darkroom.data import Store
-from darkroom.errors import CheckpointError, InputError
-from darkroom.run import Run, numbered_folder
+from darkroom.errors import CheckpointError, InputError, RecipeError
+from darkroom.run import Run, is_free, numbered_folder
 from darkroom.train.build import build_model, keep_tokenizer
 from darkroom.train.checkpoint import (
     Checkpoint,
@@ -78,8 +78,10 @@ def _place(out: Path, resume: str) -> _Place:
 
 
 def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say) -> TrainResult:
-    if place.path.exists() and any(place.path.iterdir()):
+    if not is_free(place.path):
         raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
+    if place.start is not None and place.start.step >= recipe.train.steps:
+        raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
     job = make_job(recipe, Pinned(place.path), feed)
     environment = {**hardware.environment(), "store": dict(job.store)}
     run = Run.create(place.path, recipe.dump(), environment)
@@ -89,6 +91,7 @@ def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say) -> TrainR
         trainer = _trainer(job, run, say, first_step=0)
         if place.start is not None:
             trainer.restore(place.start)
+            trainer.save()  # from now on the run stands on its own
             say(f"starting from {place.start.path} (step {place.start.step})")
         return trainer.train()
 
@@ -101,6 +104,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say) -> TrainResult
     if step == recipe.train.steps and run.model.is_dir():
         say(f"'{run.path}' is finished: all {step} steps are made")
         return result_of(run)
+    run.tidy()
     store = run.environment.get("store", {})
     micro = checkpoint.scalars["micro_batch"] if checkpoint else None
     pinned = Pinned(run.path, store.get("version"), store.get("rows"), micro)

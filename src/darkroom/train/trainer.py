@@ -150,15 +150,16 @@ class Trainer:
         draws = _due(self.k, recipe.sample.every) or (
             last and bool(recipe.sample.every or recipe.sample.prompts)
         )
-        saves = last or _due(self.k, recipe.checkpoint.every) or self._stop.asked
-        if looks or saves or draws or _due(self.k, recipe.train.log_every):
+        if looks or draws or _due(self.k, recipe.train.log_every):
             self._flush(self._evaluate if looks else dict)
-            if draws and not self._stop.asked:
+            if draws:
                 self._sample()
-            if saves:
-                self.save()
+        stops = self._stop.asked  # once: a signal between two looks at it must not leave without saving
+        if last or stops or _due(self.k, recipe.checkpoint.every):
+            self.save()
+        if not self._window.results:
             self._window = _Window()
-        if self._stop.asked and not last:
+        if stops and not last:
             raise Stopped(
                 f"stopped after step {self.k} of {recipe.train.steps}, saved; the same command goes on"
             )
