@@ -32,17 +32,19 @@ def load(
     variant: str | None = None,
     revision: str | None = None,
 ) -> Model:
-    """Open a model folder, a family's name (random weights) or a hub id; weights from safetensors only.
+    """Open a family's name (random weights), a model folder or a hub id; weights from safetensors only.
+
+    A folder that has a family's name is opened as `./sd15`.
 
     `parts` names what must be there (of `unet, vae, text_encoder, tokenizer`); None takes all there is.
     `variant` picks weight files such as `fp16`; `revision` a hub branch, tag or commit. A gated model
     is opened with the token in $HF_TOKEN. Raises ModelError where something asked for is missing.
     """
     with quiet():
-        if (path := Path(ref)).is_dir():
-            model = _open(path, parts, variant)
-        elif str(ref) in FAMILIES:
+        if str(ref) in FAMILIES:
             model = create(str(ref), parts=parts or PARTS)
+        elif (path := Path(ref)).is_dir():
+            model = _open(path, parts, variant)
         else:
             model = _open(_from_hub(str(ref), revision), parts, variant)
         return model.to(device, dtype)

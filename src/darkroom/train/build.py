@@ -28,7 +28,7 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
     parts = ("vae",) if recipe.task == "autoencoder" else PARTS
     wanted = tuple(part for part in parts if not (own_vae and part == "vae"))
     vae = _vae_of(settings) if own_vae else None
-    if settings.base in FAMILIES and not Path(settings.base).is_dir():
+    if settings.base in FAMILIES:
         tokenizer = None if recipe.task == "autoencoder" else _tokenizer(settings, captions, run)
         overrides = _overrides(recipe, vae)
         model = models.create(
