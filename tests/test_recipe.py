@@ -96,3 +96,9 @@ def test_a_missing_file_names_the_nearest(recipe_file):
 def test_several_mistakes_are_counted():
     with pytest.raises(RecipeError, match="and 2 more in recipe"):
         make_recipe({"task": "pretrain", "model": {"base": "tiny"}, "data": {}, "optim": {"lr": -1}, "x": 1})
+
+
+def test_the_callers_dictionary_is_left_alone():
+    content = {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "a"}}
+    assert make_recipe(content, ["data.store=b", "train.steps=3"]).data.store == "b"
+    assert content == {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "a"}}

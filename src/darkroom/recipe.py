@@ -7,6 +7,7 @@ from mistakes. A value is overridden on the command line by its path: `optim.lr=
 
 from __future__ import annotations
 
+import copy
 import difflib
 import types
 import typing
@@ -104,6 +105,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
     """A recipe from its content as a dictionary, checked; `source` is named in errors."""
+    content = copy.deepcopy(content)
     for override in overrides:
         _override(content, override)
     try:
