@@ -34,7 +34,7 @@ class Scale:
 
     num_pictures: int = 6528
     num_prompts: int = NUM_HELD_OUT
-    sample_steps: int = 25
+    sample_steps: int = 15
     guidance: float = 1.5
     autoencoder: tuple[str, ...] = ()  # overrides of the recipes
     pretrain: tuple[str, ...] = ()
