@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every CPU row of benchmarks/, in one go, on an otherwise idle machine: benchmarks/cpu.sh [RESULTS.csv]
-# Needs the emoji recipes' store and VAE for the training row; without them it makes small ones from the quickstart.
+# The training row uses the quickstart's model and latents; without them the quickstart runs first.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
@@ -15,7 +15,7 @@ uptime
 
 # The loop's overhead is measured on the quickstart's own U-Net and latents.
 if [ ! -f quickstart/result.json ]; then "$darkroom" quickstart --out quickstart; fi
-"$darkroom" bench train quickstart/runs/pretrain/recipe.yaml --out "$out"
+"$darkroom" bench train quickstart/runs/pretrain/recipe.yaml train.log_every=20 --out "$out"
 uptime
 "$darkroom" report "$out" --out "$work/report.html"
 echo "rows: $out"
