@@ -1,0 +1,127 @@
+"""Verbs for pictures: import, inspect, delete, prepare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from darkroom.cli.door import Json, app, progress_bar, show, table
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="a folder, zip, tar, Parquet file or MDS folder")],
+    store: Annotated[Path, typer.Argument(help="the picture store, such as pictures.lance")],
+    kind: Annotated[str, typer.Option(help="auto, folder, webdataset, parquet or mds")] = "auto",
+    image_column: Annotated[str | None, typer.Option(help="Parquet, MDS: where the picture is")] = None,
+    caption_column: Annotated[str | None, typer.Option(help="where the caption is")] = None,
+    background: Annotated[str, typer.Option(help="colour behind transparent pictures")] = "white",
+    min_size: Annotated[int, typer.Option(min=1, help="shortest side taken, in pixels")] = 16,
+    max_pixels: Annotated[
+        int, typer.Option(min=1, help="most pixels taken, checked before decoding")
+    ] = 178_000_000,
+    missing_caption: Annotated[str, typer.Option(help="reject, or keep with an empty caption")] = "reject",
+    as_json: Json = False,
+) -> None:
+    """Bring pictures and captions into a store; a second run goes on and adds no doubles.
+
+    Example: darkroom import photos/ pictures.lance
+    """
+    from darkroom.data import import_pictures
+
+    with progress_bar("import", as_json) as progress:
+        report = import_pictures(
+            source,
+            store,
+            kind=kind,
+            image_column=image_column,
+            caption_column=caption_column,
+            background=background,
+            min_size=min_size,
+            max_pixels=max_pixels,
+            on_missing_caption=missing_caption,
+            progress=progress,
+        )
+    show(report, as_json, report.lines)
+
+
+@app.command()
+def inspect(
+    what: Annotated[Path, typer.Argument(help="a store, a model folder or a run folder")],
+    out: Annotated[Path | None, typer.Option(help="the contact sheet of a store, a PNG")] = None,
+    mark_doubles: Annotated[
+        bool, typer.Option("--mark-doubles", help="note near-doubles of a store in its column double_of")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What is in it; a store also gets a contact sheet.
+
+    Marked doubles are left out of training by data.filter='double_of IS NULL'.
+
+    Example: darkroom inspect pictures.lance
+    """
+    if mark_doubles:
+        from darkroom import data
+
+        with progress_bar("doubles", as_json) as progress:
+            data.mark_doubles(data.Store.open(what), progress=progress)
+    told = _described(what, out)
+    show(told, as_json, lambda: table(told))
+
+
+def _described(what: Path, out: Path | None) -> dict[str, Any]:
+    if (what / "metrics.jsonl").is_file() or (what / "recipe.yaml").is_file():
+        from darkroom.run import Run, summarise
+
+        run = Run.open(what)
+        bill = run.bill()
+        return {**summarise(run).to_dict(), "bill": bill.model_dump(mode="json") if bill else None}
+    if (what / "model_index.json").is_file() or what.suffix != ".lance":
+        from darkroom import models
+
+        return models.describe(what)
+    from darkroom import data
+
+    store = data.Store.open(what)
+    sheet = out or what.with_suffix(".contact.png")
+    data.contact_sheet(store, sheet)
+    return {**data.describe(store), "contact_sheet": str(sheet)}
+
+
+@app.command()
+def delete(
+    store: Annotated[Path, typer.Argument(help="the picture store")],
+    ids: Annotated[list[str] | None, typer.Option("--id", help="a row's id; may be given again")] = None,
+    source: Annotated[str | None, typer.Option(help="all rows that came from this source")] = None,
+    as_json: Json = False,
+) -> None:
+    """Delete pictures from a store for good: their bytes leave the disk; by id they stay out.
+
+    Example: darkroom delete pictures.lance --id 2c26b46b68ffc68ff99b453c1d304134
+    """
+    from darkroom.data import Store
+
+    deleted = Store.open(store).delete(ids=ids or None, source=source)
+    show({"deleted": deleted}, as_json, lambda: [f"{deleted:,} pictures deleted from {store}"])
+
+
+@app.command()
+def prepare(
+    store: Annotated[Path, typer.Argument(help="the picture store")],
+    model: Annotated[str, typer.Option(help="whose encoders: a model folder, hub id or family")],
+    resolution: Annotated[int, typer.Option(min=8, help="side in pixels")] = 512,
+    text: Annotated[bool, typer.Option("--text", help="the captions' states too")] = False,
+    precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
+
+    Example: darkroom prepare pictures.lance --model runs/vae/model --resolution 64
+    """
+    from darkroom.prepare import prepare as run
+
+    with progress_bar("prepare", as_json) as progress:
+        report = run(store, model, resolution=resolution, text=text, precision=precision, progress=progress)
+    show(report, as_json, report.lines)

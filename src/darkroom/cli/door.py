@@ -1,0 +1,159 @@
+"""The door itself: the application, its exit codes, and how every verb prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import darkroom
+from darkroom.errors import DarkroomError
+
+app = typer.Typer(
+    name="darkroom",
+    help="Stable Diffusion models, from pictures to pictures: import, prepare, train, generate, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure: rows of a tidy CSV.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
+    for library in ("DIFFUSERS", "TRANSFORMERS"):  # their hints are for those who call them directly
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    try:
+        code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
+    except typer.Abort:
+        sys.exit(_failed("stopped", 1))
+    except typer.TyperException as error:
+        sys.exit(_misused(error))
+    except DarkroomError as error:
+        sys.exit(_failed(str(error), error.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(_failed("stopped", 1))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        sys.exit(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
+    # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
+    sys.exit(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+def _misused(error: typer.TyperException) -> int:
+    """A mistake on the command line: one line and where to look; nothing said at all shows the help."""
+    context = getattr(error, "ctx", None)
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if message.startswith("Usage:"):
+        print(message)
+        return 2
+    where = context.command_path if context else "darkroom"
+    return _failed(f"{' '.join(message.split())} (see '{where} --help')", 2)
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"darkroom: {message}", file=sys.stderr)
+    return code
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"darkroom {darkroom.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _darkroom(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+def show(result: Any, as_json: bool, lines: Callable[[], Any]) -> None:
+    """Print a result: one JSON object, or what `lines` gives, line by line."""
+    if as_json:
+        print(json.dumps(plain(result), ensure_ascii=False))
+        return
+    for line in lines():
+        print(line)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has them: models, dataclasses and paths taken apart."""
+    import dataclasses
+
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+def table(content: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """A dictionary as aligned lines, dictionaries in it indented below their name."""
+    width = max((len(key) for key in content), default=0)
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield f"{indent}{key}"
+            yield from table(value, indent + "  ")
+        else:
+            yield f"{indent}{key:<{width}}  {cell(value)}"
+
+
+def columns(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Dictionaries of the same keys as a table with a heading."""
+    if not rows:
+        return
+    cells = [list(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    for line in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+
+
+def console(as_json: bool) -> Callable[[str], None]:
+    """Where a job tells how it goes: beside the JSON object, on the error stream."""
+    return lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return ", ".join(cell(v) for v in value) if isinstance(value, (list, tuple)) else str(value)
+
+
+@contextmanager
+def progress_bar(label: str, quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
+    """A bar on a terminal, a plain line every few seconds in a log, nothing beside `--json`."""
+    if quiet:
+        yield None
+        return
+    from darkroom.progress import progress
+
+    with progress(label) as advance:
+        yield advance

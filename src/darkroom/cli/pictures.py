@@ -1,0 +1,78 @@
+"""Verbs for new pictures: generate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from darkroom.cli.door import Json, app, progress_bar, show
+from darkroom.errors import InputError
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="a model folder, a hub id, or a family")],
+    prompts: Annotated[list[str], typer.Argument(help="one or more prompts")],
+    negative: Annotated[str | None, typer.Option(help="what to steer away from")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="picture i has seed + i")] = 0,
+    num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 1,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
+    steps: Annotated[int | None, typer.Option(help="solver steps; 30 if not said")] = None,
+    guidance: Annotated[float | None, typer.Option(help="above 1 is on; 7.5 if not said")] = None,
+    solver: Annotated[str | None, typer.Option(help="the model's own if not said")] = None,
+    guidance_rescale: Annotated[float, typer.Option(help="0 to 1, against burnt contrast")] = 0.0,
+    eta: Annotated[float, typer.Option(help="noise of ddim, 0 to 1")] = 0.0,
+    karras: Annotated[bool | None, typer.Option(help="Karras sigmas")] = None,
+    spacing: Annotated[str | None, typer.Option(help="leading, trailing or linspace")] = None,
+    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
+    variant: Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")] = None,
+    revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
+    out: Annotated[Path, typer.Option(help="the folder for the pictures")] = Path("out"),
+    as_json: Json = False,
+) -> None:
+    """Prompts -> pictures, each with its parameters inside, and a grid of them.
+
+    Example: darkroom generate model/ "a red circle" --num 4 --solver dpmpp_2m --steps 20
+    """
+    from darkroom import models, sample
+
+    opened = models.load(
+        model,
+        dtype=models.precision(precision),
+        device=models.device(device),
+        variant=variant,
+        revision=revision,
+    )
+    with progress_bar("denoise", as_json) as progress:
+        pictures = sample.generate(
+            opened,
+            prompts,
+            negative=negative,
+            seed=seed,
+            num=num,
+            size=_size(size),
+            steps=steps,
+            guidance=guidance,
+            solver=solver,
+            guidance_rescale=guidance_rescale,
+            eta=eta,
+            karras=karras,
+            spacing=spacing,
+            progress=progress,
+            notice=lambda note: print(f"note: {note}", file=sys.stderr),
+        )
+    files = sample.save_pictures(pictures, out)
+    show({"pictures": files}, as_json, lambda: files)
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    width, _, height = text.lower().partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise InputError(f"--size {text}", allowed="WIDTHxHEIGHT, such as 512x512")
+    return int(width), int(height)

@@ -1,0 +1,108 @@
+"""Verbs for jobs: quickstart, train, runs, export, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from darkroom.cli.door import Json, Out, app, columns, console, show, table
+from darkroom.errors import InputError
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="the folder for everything it makes")] = Path("quickstart"),
+    seed: Annotated[int, typer.Option(min=0, help="of the pictures, the weights and the training")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Pictures -> model -> pictures -> report, on a CPU, in minutes.
+
+    Example: darkroom quickstart --out quickstart
+    """
+    from darkroom.quickstart import quickstart as run
+
+    result = run(out, seed=seed, console=console(as_json))
+    show(result, as_json, result.lines)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="the recipe, a YAML file")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    out: Out = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train what a recipe says; the same command goes on where it was stopped.
+
+    Example: darkroom train recipes/emoji.yaml train.steps=2000 --out runs/emoji
+    """
+    from darkroom.recipe import read_recipe
+    from darkroom.train import train as run
+
+    result = run(
+        read_recipe(recipe, overrides or []),
+        out=out or Path("runs") / recipe.stem,
+        resume=resume,
+        console=console(as_json),
+    )
+    told = result.to_dict()
+    show(told, as_json, lambda: [f"model: {result.model}", f"bill: {result.bill.line()}"])
+
+
+@app.command()
+def runs(
+    compare: Annotated[list[str] | None, typer.Argument(metavar="[compare RUN RUN]")] = None,
+    root: Annotated[Path, typer.Option(help="the folder that holds the runs")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """What ran, what runs; or two runs side by side.
+
+    Example: darkroom runs compare runs/a runs/b
+    """
+    from darkroom import run
+
+    if not compare:
+        found = run.list_runs(root)
+        show(found, as_json, lambda: columns([one.to_dict() for one in found]))
+        return
+    if compare[0] != "compare" or len(compare) != 3:
+        raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN")
+    side_by_side = run.compare(Path(compare[1]), Path(compare[2]))
+    show(side_by_side, as_json, lambda: table(side_by_side))
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="a run folder")],
+    to: Annotated[Path, typer.Option(help="the model folder to write")],
+    checkpoint: Annotated[int | None, typer.Option(help="the step; the newest if not said")] = None,
+    ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
+    as_json: Json = False,
+) -> None:
+    """Write a run's weights as a model folder, also while it trains.
+
+    Example: darkroom export runs/emoji --to model/ --checkpoint 2000
+    """
+    from darkroom.train import export as write
+
+    folder = write(source, to, checkpoint=checkpoint, ema=ema)
+    show({"model": folder}, as_json, lambda: [f"model: {folder}"])
+
+
+@app.command()
+def report(
+    sources: Annotated[list[Path], typer.Argument(help="run folders and measurement CSVs")],
+    out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
+    as_json: Json = False,
+) -> None:
+    """One HTML file: curves, samples by step, settings, environment, bill.
+
+    Example: darkroom report runs/emoji --out report.html
+    """
+    from darkroom.report import write_report
+
+    page = write_report(sources, out)
+    show({"report": page}, as_json, lambda: [f"report: {page}"])
