@@ -143,6 +143,10 @@ def test_a_column_made_otherwise_is_refused(store: Store, model: Model) -> None:
         run(store, model, bucket_step=8)
     with pytest.raises(InputError, match="fp16 on a CPU"):
         run(store, model, precision="fp16")
+    with pytest.raises(InputError, match="buckets 7; allowed: multiples of 4"):
+        run(store, model, bucket_step=7, resolution=24)
+    with pytest.raises(InputError, match="resolution 18; allowed: multiples of 4"):
+        run(store, model, resolution=18)
 
 
 def test_buckets_keep_aspect_ratios(store: Store, model: Model) -> None:

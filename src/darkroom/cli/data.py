@@ -114,6 +114,12 @@ def prepare(
     resolution: Annotated[int, typer.Option(min=8, help="side in pixels")] = 512,
     text: Annotated[bool, typer.Option("--text", help="the captions' states too")] = False,
     precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
+    buckets: Annotated[
+        int,
+        typer.Option(
+            min=0, help="keep aspect ratios, sides being multiples of this: 64, or 8 for small models"
+        ),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
@@ -123,5 +129,13 @@ def prepare(
     from darkroom.prepare import prepare as run
 
     with progress_bar("prepare", as_json) as progress:
-        report = run(store, model, resolution=resolution, text=text, precision=precision, progress=progress)
+        report = run(
+            store,
+            model,
+            resolution=resolution,
+            text=text,
+            precision=precision,
+            bucket_step=buckets,
+            progress=progress,
+        )
     show(report, as_json, report.lines)

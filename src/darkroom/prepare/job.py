@@ -35,7 +35,7 @@ from darkroom import models
 from darkroom.data.pictures import PictureError, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.pictures import buckets as bucket_sizes
 from darkroom.data.store import Store
-from darkroom.errors import StoreError
+from darkroom.errors import InputError, StoreError
 from darkroom.prepare.columns import (
     Layout,
     check_made_alike,
@@ -168,6 +168,12 @@ def _columns(
 
 def latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batch_rows: int = 16) -> Column:
     """The column of this VAE's latents at a resolution."""
+    odd = next((side for side in (bucket_step, resolution) if side % vae.factor), None)
+    if odd is not None:
+        name = "resolution" if odd == resolution else "buckets"
+        raise InputError(
+            f"{name} {odd}", allowed=f"multiples of {vae.factor}, the side of a latent pixel"
+        )
     sizes = bucket_sizes(resolution, step=bucket_step) if bucket_step else [(resolution, resolution)]
     crop = f"buckets-{bucket_step}" if bucket_step else "centre"
     made = latents_field(resolution, vae.identity, scale=vae.scale, crop=crop, precision=vae.precision)
