@@ -28,6 +28,7 @@ def generate(
     karras: Annotated[bool | None, typer.Option(help="Karras sigmas")] = None,
     spacing: Annotated[str | None, typer.Option(help="leading, trailing or linspace")] = None,
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16")] = "float32",
+    backend: Annotated[str, typer.Option(help="torch, compile, onnx or openvino")] = "torch",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
     variant: Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
@@ -62,6 +63,7 @@ def generate(
             eta=eta,
             karras=karras,
             spacing=spacing,
+            backend=backend,
             progress=progress,
             notice=lambda note: print(f"note: {note}", file=sys.stderr),
         )

@@ -2,19 +2,22 @@
 
 `schedule` reads noise schedules, `solvers` fills a `Table` for each solver (`table` says what is in one),
 `choice` picks the solver; `denoise` packs rows and takes the steps; `prompts` encodes text; `pictures`
-decodes, saves and reads back; `generate` is the whole way in one call.
+decodes, saves and reads back; `backends` computes the U-Net and VAE; `generate` is the whole way in one call.
 """
 
+from darkroom.sample.backends import BACKENDS, Backend, open_backend, unet_call
 from darkroom.sample.choice import SOLVERS, default_solver, make_table
 from darkroom.sample.denoise import Batch, Condition, Row, StepState, Unet, advance, denoise
-from darkroom.sample.generate import GenerateSettings, Job, generate, unet_call
+from darkroom.sample.generate import GenerateSettings, Job, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, read_parameters, save_pictures
 from darkroom.sample.prompts import encode_prompts, tokenize
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.table import Table
 
 __all__ = [
+    "BACKENDS",
     "SOLVERS",
+    "Backend",
     "Batch",
     "Condition",
     "GenerateSettings",
@@ -33,6 +36,7 @@ __all__ = [
     "generate",
     "make_grid",
     "make_table",
+    "open_backend",
     "read_parameters",
     "save_pictures",
     "tokenize",

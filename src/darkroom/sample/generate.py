@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import darkroom
 from darkroom.errors import InputError
+from darkroom.sample.backends import Backend, open_backend
 from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
-from darkroom.sample.denoise import Condition, Row, Unet, denoise
-from darkroom.sample.pictures import Picture, decode
+from darkroom.sample.denoise import Condition, Row, denoise
+from darkroom.sample.pictures import Picture
 from darkroom.sample.prompts import check_text_parts, encode_prompts, guidance_embedding, silent
 from darkroom.sample.table import Table
 
@@ -103,13 +104,15 @@ def generate(
     karras: bool | None = None,
     spacing: str | None = None,
     batch_rows: int | None = None,
+    backend: str | Backend = "torch",
     progress: Callable[[int, int], None] | None = None,
     notice: Callable[[str], None] = LOG.warning,
 ) -> list[Picture]:
     """Make `num` pictures of each prompt, in the order of the prompts; picture i of the call has seed + i.
 
     The settings are those of `GenerateSettings`. `batch_rows` bounds the pictures of one U-Net call (guidance
-    doubles the rows in it); the pictures do not depend on it. `progress(done, total)` counts steps. What was
+    doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
+    `openvino`, or one opened before (`open_backend`). `progress(done, total)` counts steps. What was
     substituted or cut goes to `notice` and into each picture's parameters. InputError for what cannot be.
     """
     settings = GenerateSettings.of(
@@ -125,13 +128,13 @@ def generate(
         karras=karras,
         spacing=spacing,
     )
-    job = Job(model, [prompts] if isinstance(prompts, str) else list(prompts), settings)
+    job = Job(model, [prompts] if isinstance(prompts, str) else list(prompts), settings, backend, notice)
     for note in job.notes:
         notice(note)
     pictures: list[Picture] = []
     for start, count in _chunks(job.num_pictures, job.rows_a_call if batch_rows is None else batch_rows):
         rows = [job.row(i) for i in range(start, start + count)]
-        for state in denoise(job.unet, rows):
+        for state in denoise(job.backend.unet, rows):
             if progress is not None:
                 progress(
                     start * len(job.table) + (state.index + 1) * count, job.num_pictures * len(job.table)
@@ -150,7 +153,14 @@ def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
 class Job:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture."""
 
-    def __init__(self, model: Model, prompts: Sequence[str], settings: GenerateSettings) -> None:
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[str],
+        settings: GenerateSettings,
+        backend: str | Backend = "torch",
+        notice: Callable[[str], None] = LOG.warning,
+    ) -> None:
         _check_parts(model)
         self.model, self.prompts = model, prompts
         self.table = table_for(model, settings)
@@ -161,11 +171,11 @@ class Job:
             raise InputError("no prompt", mend="give at least one")
         if settings.seed + self.num_pictures - 1 > MAX_SEED:
             raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
-        self.unet = unet_call(model.unet)
-        parameter = next(model.unet.parameters())  # type: ignore[union-attr]
-        self.device, self.dtype = parameter.device, parameter.dtype
+        if isinstance(backend, str):
+            backend = open_backend(backend, model, notice=notice)
+        self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
         self.positives, self.negative, cut = self._conditions()
-        self.notes = [*self.table.notes, *cut]
+        self.notes = [*self.table.notes, *backend.notes, *cut]
 
     @property
     def rows_a_call(self) -> int:
@@ -225,7 +235,7 @@ class Job:
     def finish(self, start: int, rows: Sequence[Row]) -> list[Picture]:
         """Decode finished rows, the first of which is picture `start`."""
         latents_BCHW = torch.stack([row.latents_CHW for row in rows])
-        images = decode(self.model.vae, latents_BCHW)
+        images = self.backend.decode(latents_BCHW)
         latents_BCHW = latents_BCHW.cpu()
         return [Picture(image, self.parameters(start + i), latents_BCHW[i]) for i, image in enumerate(images)]
 
@@ -247,7 +257,8 @@ class Job:
             "karras": self.table.karras,
             "spacing": self.table.spacing,
             "model": model.path.rstrip("/").rsplit("/", 1)[-1] if model.path else model.family,
-            "precision": str(self.dtype).removeprefix("torch."),
+            "precision": self.backend.precision,
+            "backend": self.backend.name,
             "notes": self.notes,
             "version": darkroom.__version__,
         }
@@ -267,28 +278,6 @@ def table_for(model: Model, settings: GenerateSettings) -> Table:
         spacing=settings.spacing,
         karras=settings.karras,
     )
-
-
-def unet_call(unet: Any) -> Unet:
-    """A diffusers U-Net as the denoising loop calls it, in the precision of its weights."""
-    dtype = next(unet.parameters()).dtype
-
-    def call(
-        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        added = dict(added)
-        guidance = added.pop("timestep_cond", None)
-        out: torch.Tensor = unet(
-            x.to(dtype),
-            t,
-            encoder_hidden_states=text,
-            timestep_cond=guidance,
-            added_cond_kwargs=added or None,
-            return_dict=False,
-        )[0]
-        return out
-
-    return call
 
 
 def checked_size(model: Model, size: tuple[int, int] | None) -> tuple[int, int]:
@@ -322,6 +311,3 @@ def _check_parts(model: Model) -> None:
             f"the U-Net takes {takes} channels and the latents have {model.latent_channels}",
             mend="inpainting and picture-to-picture U-Nets are not known",
         )
-    parameter = next(model.unet.parameters())
-    if parameter.device.type == "cpu" and parameter.dtype == torch.float16:
-        raise InputError("float16 on a CPU is about five times slower than float32", mend="use bfloat16")

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,16 +49,26 @@ class Picture:
 
 
 @torch.no_grad()
-def decode(vae: Any, latents_BCHW: torch.Tensor, *, max_pixels: int = DECODE_PIXELS) -> list[Image.Image]:
+def decode(
+    vae: Any,
+    latents_BCHW: torch.Tensor,
+    *,
+    max_pixels: int = DECODE_PIXELS,
+    decoder: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> list[Image.Image]:
     """Latents to RGB pictures, at most `max_pixels` of them (at least one picture) in the decoder at a time.
 
-    Raises DarkroomError where latents or pixels are not finite: half precision overflows in some VAEs.
+    `decoder` (unscaled float32 latents to pixels of -1 to 1) computes in the VAE's place where given. Raises
+    DarkroomError where latents or pixels are not finite: half precision overflows in some VAEs.
     """
     if not torch.isfinite(latents_BCHW).all():
         raise DarkroomError("denoising ended in numbers that are not finite; try bfloat16 or float32")
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
     pixels = latents_BCHW.shape[-2] * latents_BCHW.shape[-1] * factor**2
     rows = max(1, min(DECODE_PICTURES, max_pixels // pixels))
+    if decoder is not None:
+        parts = torch.split(_unscaled(vae, latents_BCHW.float()), rows)
+        return [image for some in parts for image in _to_images(decoder(some))]
     with _decoding_precision(vae):
         weight = next(vae.parameters())
         scaled = _unscaled(vae, latents_BCHW.float()).to(weight.device, weight.dtype)
@@ -73,6 +83,25 @@ def _unscaled(vae: Any, latents_BCHW: torch.Tensor) -> torch.Tensor:
         return latents
     shape = (1, -1, 1, 1)
     return torch.addcmul(latents.new_tensor(mean).view(shape), latents, latents.new_tensor(std).view(shape))
+
+
+@torch.no_grad()
+def encode(vae: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pixels of -1 to 1 to the mean and standard deviation [B, C, H/f, W/f] of their latents, in float32.
+
+    Both are in the scale in which the U-Net sees latents.
+    """
+    with _decoding_precision(vae):
+        weight = next(vae.parameters())
+        told = vae.encode(pixels_B3HW.to(weight.device, weight.dtype)).latent_dist
+    mean_BCHW, std_BCHW = told.mean.float(), told.std.float()
+    scale = float(vae.config.scaling_factor)
+    mean, std = vae.config.get("latents_mean"), vae.config.get("latents_std")
+    if mean is not None and std is not None:
+        shape = (1, -1, 1, 1)
+        mean_BCHW = mean_BCHW - mean_BCHW.new_tensor(mean).view(shape)
+        scale = scale / mean_BCHW.new_tensor(std).view(shape)
+    return mean_BCHW * scale, std_BCHW * scale
 
 
 @contextmanager
