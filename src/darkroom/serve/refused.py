@@ -1,0 +1,55 @@
+"""`Refused`: a request that is not served, told so that every dialect can say it in its own words."""
+
+from __future__ import annotations
+
+from darkroom.errors import DarkroomError
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    410: "not_found_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+    507: "unavailable_error",
+}
+
+
+class Refused(DarkroomError):
+    """`status` is HTTP's; `code` one word for programs; `param` the field at fault; `message` for people.
+
+    `retry_after_s` says when it is worth asking again, where waiting helps.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        self.status, self.code, self.message = status, code, message
+        self.param, self.retry_after_s = param, retry_after_s
+        super().__init__(message)
+
+    @property
+    def kind(self) -> str:
+        """The class of error, as OpenAI's error object has it."""
+        return KINDS.get(self.status, "server_error")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes along with the answer."""
+        found = {}
+        if self.retry_after_s is not None:
+            found["Retry-After"] = str(max(1, -int(-self.retry_after_s // 1)))
+        if self.status == 401:
+            found["WWW-Authenticate"] = "Bearer"
+        return found

@@ -1,0 +1,141 @@
+"""What is asked for and what is told back: `PictureRequest`, `Job`, `Event`, `StoredPicture`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MAX_SEED = 2**63 - 1
+JOB_ID = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+"""What a client may call a job."""
+
+State = Literal["queued", "running", "done", "failed", "cancelled"]
+FINAL: tuple[State, ...] = ("done", "failed", "cancelled")
+EventKind = Literal["queued", "step", "preview", "done", "failed", "cancelled"]
+
+
+class _Strict(BaseModel):
+    # Strict: "20", true and 20.5 are no step count. Fields that are not known are refused by name.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class AdapterChoice(_Strict):
+    """One adapter of the server's folder, by name."""
+
+    name: str = Field(min_length=1, max_length=200)
+    weight: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
+
+
+class PictureRequest(_Strict):
+    """Pictures of one prompt. None leaves a choice to the model. The server's `Limits` bound it further."""
+
+    prompt: str = Field(max_length=100_000, description="what to draw")
+    negative: str | None = Field(None, max_length=100_000, description="what to steer away from")
+    num: int = Field(1, ge=1, le=1000, description="pictures; the i-th has seed + i")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="None: drawn when the job is accepted")
+    width: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
+    height: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
+    steps: int | None = Field(None, ge=1, le=1000, description="None: 30, with lcm 4")
+    guidance: float | None = Field(
+        None, ge=0, le=1000, allow_inf_nan=False, description="above 1 is on; None: 7.5, with lcm 1"
+    )
+    solver: str | None = Field(None, max_length=40, description="None: the scheduler in the model's folder")
+    guidance_rescale: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="less contrast")
+    eta: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="noise of ddim")
+    karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
+    spacing: str | None = Field(None, max_length=40, description="timesteps leading, trailing or linspace")
+    strength: float | None = Field(
+        None, ge=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
+    )
+    adapters: tuple[AdapterChoice, ...] = Field((), max_length=16, description="of the server's folder")
+    priority: Literal["low", "normal", "high"] = Field(
+        "normal", description="among the jobs of one's own key; it takes nothing from others"
+    )
+    deadline_s: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="given up when it is not done so long after acceptance"
+    )
+    previews: int = Field(0, ge=0, le=100, description="intermediate pictures, evenly spread over the steps")
+
+    @field_validator("prompt", "negative")
+    @classmethod
+    def _plain_text(cls, text: str | None) -> str | None:
+        if text is not None and "\0" in text:
+            raise ValueError("must not hold a NUL character")
+        return text
+
+    @field_validator("adapters", mode="before")
+    @classmethod
+    def _from_list(cls, given: Any) -> Any:
+        return tuple(given) if isinstance(given, list) else given
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Width and height; one of them alone means a square."""
+        if self.width is None and self.height is None:
+            return None
+        return self.width or self.height or 0, self.height or self.width or 0
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """Pictures that came with a request, as bytes of PNG, JPEG or WebP; checked by `Core.submit`."""
+
+    image: bytes | None = None
+    mask: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as it is now. Times are seconds since 1970."""
+
+    id: str
+    uid: str
+    """Unique in the whole store, where `id` is unique only among the jobs of one key."""
+    key: str
+    state: State
+    request: PictureRequest
+    """With its seed drawn."""
+    created_s: float
+    started_s: float | None = None
+    finished_s: float | None = None
+    place: int | None = None
+    """Pictures to be drawn before its first one, while queued."""
+    steps_done: int = 0
+    """Of all its pictures together."""
+    steps_total: int = 0
+    pictures: tuple[dict[str, Any], ...] = ()
+    """The parameters of each picture of a done job."""
+    error: dict[str, Any] | None = None
+    """`code` and `message` of a failed job."""
+    notes: tuple[str, ...] = ()
+    """What was substituted or cut."""
+    cost: dict[str, float] = field(default_factory=dict)
+    """Of a done job: `device_s`, and `usd` where the server knows its price."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.state in FINAL
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job. `id` grows within a job.
+
+    queued: place, of. step: picture, step, of, done, total. preview: picture, step, of, index, png (bytes).
+    done: pictures (their parameters), cost. failed: code, message. cancelled: nothing more.
+    """
+
+    id: int
+    kind: EventKind
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredPicture:
+    """A finished picture: its PNG file's bytes, which hold its parameters too."""
+
+    png: bytes
+    parameters: dict[str, Any]
