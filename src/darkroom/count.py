@@ -42,6 +42,30 @@ class OpCount:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """One operation of a trace: what it computes and moves, and in which stage. Views move nothing."""
+
+    op: str
+    flops: int
+    bytes: int
+    stage: str
+
+
+@dataclass
+class Trace:
+    """Every operation in its order, and every storage's life: for time and memory of other batch sizes.
+
+    `changes` are (number of operations begun, storage, bytes gained or lost); `born` says the stage in which a
+    storage came to be, `kinds` what `Counter.tag` said it is.
+    """
+
+    kernels: list[Kernel] = field(default_factory=list)
+    changes: list[tuple[int, int, int]] = field(default_factory=list)
+    born: dict[int, str] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Count:
     """What a call does. `bytes` sums what each operation reads and writes, nothing kept in caches; memory is
     of live tensors, given and made, without workspaces inside kernels and without fragmentation.
@@ -106,6 +130,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, weakref.ref[Any]] = {}  # by storage
         self._live_bytes = 0
         self._whole: dict[Any, bool] = {}  # of operations seen
+        self.stage = ""  # what the caller says is going on, noted in the trace
+        self.trace: Trace | None = None
+        self._serial: dict[int, int] = {}  # of live storages, by storage
+        self._born = 0
+        self._kinds: dict[int, str] = {}  # by serial, of live storages
         self.reset()
 
     def reset(self) -> None:
@@ -123,6 +152,30 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             start_memory_bytes=self._start_bytes,
             end_memory_bytes=self._live_bytes,
         )
+
+    def start_trace(self) -> Trace:
+        """Forget what was counted and note every operation from here on; what is alive stands at its head."""
+        self.reset()
+        self.trace = Trace(kinds=dict(self._kinds))
+        for key, serial in self._serial.items():
+            storage = self._live[key]()
+            if storage is not None:
+                self._note(serial, _rounded(storage.nbytes()))
+        return self.trace
+
+    def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the memory of live tensors is: weights, gradients, ..."""
+        for tensor in tensors:
+            serial = self._serial.get(tensor.untyped_storage()._cdata)
+            if serial is not None:
+                self._kinds[serial] = kind
+                if self.trace is not None:
+                    self.trace.kinds[serial] = kind
+
+    def _note(self, serial: int, size: int) -> None:
+        if self.trace is not None:
+            self.trace.changes.append((len(self.trace.kernels), serial, size))
+            self.trace.born.setdefault(serial, self.stage)
 
     def fake(self, tree: Any) -> Any:
         """Lists, dicts and tuples with each tensor replaced by a fake one that counts as live."""
@@ -154,14 +207,21 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._hold(inputs)
         self._hold(outputs)
-        op = self._ops.setdefault(str(packet), OpCount())
-        op.calls += 1
-        op.bytes += _bytes_moved(func, inputs, outputs)
+        flops = 0
         if packet in FORMULAS:
-            op.flops += int(FORMULAS[packet](*args, **kwargs, out_val=out))
+            flops = int(FORMULAS[packet](*args, **kwargs, out_val=out))
         elif _looks_like_matrix_work(func):
             raise UncountedOperation(f"{func}: add its FLOPs to FORMULAS in {__name__}")
+        self._count(str(packet), flops, _bytes_moved(func, inputs, outputs))
         return out
+
+    def _count(self, name: str, flops: int, moved: int) -> None:
+        op = self._ops.setdefault(name, OpCount())
+        op.calls += 1
+        op.flops += flops
+        op.bytes += moved
+        if self.trace is not None:
+            self.trace.kernels.append(Kernel(name, flops, moved, self.stage))
 
     def _hold(self, tensors: Iterable[Tensor]) -> None:
         """Count each storage once while it lives."""
@@ -171,15 +231,20 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = self._live.get(key)
             if known is not None and known() is storage:
                 continue
-            size = -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
-            self._live[key] = weakref.ref(storage, partial(self._free, key, size))
+            size = _rounded(storage.nbytes())
+            self._born += 1
+            self._serial[key] = self._born
+            self._live[key] = weakref.ref(storage, partial(self._free, key, self._born, size))
             self._live_bytes += size
+            self._note(self._born, size)
         self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
-    def _free(self, key: int, size: int, ref: weakref.ref[Any]) -> None:
+    def _free(self, key: int, serial: int, size: int, ref: weakref.ref[Any]) -> None:
         self._live_bytes -= size
+        self._note(serial, -size)
+        self._kinds.pop(serial, None)
         if self._live.get(key) is ref:
-            del self._live[key]
+            del self._live[key], self._serial[key]
 
     def _is_whole(self, func: Any) -> bool:
         """Whether an operation runs as one kernel; of those with parts too, the kernel is what runs."""
@@ -236,6 +301,10 @@ def _like(tensor: Tensor, counter: Counter) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUND_BYTES) * ROUND_BYTES
 
 
 def _is_real(leaf: object) -> bool:
