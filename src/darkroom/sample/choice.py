@@ -127,11 +127,13 @@ def make_table(
     eta: float = 0.0,
     spacing: str | None = None,
     karras: bool | None = None,
+    strength: float = 1.0,
 ) -> Table:
     """Fill a solver's table for a scheduler configuration (a dict in diffusers' terms).
 
     `solver` None takes the configuration's own. What is not given comes from the configuration and then from
-    the defaults of the diffusers class, as its `from_config` does. `eta` is for ddim alone. What was
+    the defaults of the diffusers class, as its `from_config` does. `eta` is for ddim alone. With a
+    `strength` below 1 only that share of the steps is taken, the last ones, as in image-to-image. What was
     substituted or is unusual stands in the table's `notes`. Raises InputError on what cannot be.
     """
     notes: tuple[str, ...] = ()
@@ -164,11 +166,27 @@ def make_table(
         clip,
         settings,
         notes,
+        _first_step(num_steps, strength),
     )
     check_spacing(plan.spacing)
     with np.errstate(divide="ignore", invalid="ignore"):
         filled = replace(known.fill(plan), spacing=plan.spacing, karras=plan.karras)
-    return _checked(filled, schedule)
+    if len(filled) <= plan.start:
+        raise InputError(f"strength {strength:g} of {len(filled)} steps leaves none", mend="raise one of them")
+    return _checked(filled.begun_at(plan.start) if plan.start else filled, schedule)
+
+
+def _first_step(num_steps: int, strength: float) -> int:
+    """How many of the steps are left out at the start, rounded as diffusers rounds."""
+    if not 0 < strength <= 1:
+        raise InputError(f"strength {strength:g}", allowed="above 0 to 1")
+    start = num_steps - min(int(num_steps * strength), num_steps)
+    if start == num_steps:
+        raise InputError(
+            f"strength {strength:g} of {num_steps} steps leaves none",
+            mend="raise the strength or the steps",
+        )
+    return start
 
 
 def _known(solver: str) -> Solver:

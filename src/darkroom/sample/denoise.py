@@ -42,6 +42,16 @@ class Condition:
     added: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Known:
+    """What stays of a picture in part repainted: after each step it is laid over the latents, made as noisy."""
+
+    latents_CHW: torch.Tensor
+    noise_CHW: torch.Tensor
+    mask_1HW: torch.Tensor
+    """1 where the picture is made anew, 0 where it stays."""
+
+
 @dataclass(eq=False)
 class Row:
     """One picture on its way. `latents_CHW` starts as noise times the table's `initial_scale`, in float32.
@@ -64,6 +74,9 @@ class Row:
     """The picture's latents as predicted at the latest step."""
     earlier: tuple[torch.Tensor, ...] = ()
     """x, x0 of the steps before, newest first."""
+    known: Known | None = None
+    extra_CHW: torch.Tensor | None = None
+    """Channels that the U-Net sees behind the latents, unscaled: an inpainting U-Net's mask and picture."""
 
     @property
     def done(self) -> bool:
@@ -92,7 +105,7 @@ class Batch:
     """Rows packed for shared U-Net calls; good for `steps_left` steps, until the first row is done.
 
     While aboard, a row's latents and history live here; `unpack` gives them back. Every row must have the
-    same latent shape and text length.
+    same latent shape; rows whose texts differ in length share a batch, but not a U-Net call.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -105,7 +118,9 @@ class Batch:
         self._x = torch.stack([row.latents_CHW for row in self.rows]).float()
         self._x0 = self._x
         self._earlier = self._stack_earlier()
+        self._extra = self._stack_extra()
         self._read_tables()
+        self._read_known()
         self._guided: tuple[int, ...] | None = None
 
     def _stack_earlier(self) -> list[torch.Tensor]:
@@ -115,6 +130,27 @@ class Batch:
             torch.stack([row.earlier[j] if j < len(row.earlier) else blank for row in self.rows])
             for j in range(depth)
         ]
+
+    def _stack_extra(self) -> torch.Tensor | None:
+        extra = [row.extra_CHW for row in self.rows if row.extra_CHW is not None]
+        if extra and len(extra) < len(self.rows):
+            raise ValueError("rows with and without extra channels cannot share a batch")
+        return torch.stack(extra) if extra else None
+
+    def _read_known(self) -> None:
+        """Lay side by side what stays of each picture, and how noisy it is after each step ahead."""
+        self._knows = any(row.known is not None for row in self.rows)
+        if not self._knows:
+            return
+        blank, anew = torch.zeros_like(self._x[0]), torch.ones_like(self._x[0, :1])
+        known = [row.known or Known(blank, blank, anew) for row in self.rows]
+        self._known = torch.stack([one.latents_CHW for one in known]).float()
+        self._known_noise = torch.stack([one.noise_CHW for one in known]).float()
+        self._mask = torch.stack([one.mask_1HW for one in known]).float()
+        ahead = range(1, self.steps_left + 1)
+        levels = [[_level(row.table, row.step + p) for row in self.rows] for p in ahead]
+        levels_P2B = torch.tensor(levels, device=self.device).transpose(1, 2)
+        self._levels = levels_P2B[..., None, None, None]
 
     def _read_tables(self) -> None:
         """Lay the rows' next steps side by side: a step then takes slices and never waits for the device."""
@@ -151,6 +187,10 @@ class Batch:
             x_next.addcmul_(c[CLIPPED], x0)
         if any(self._draws[p]):
             x_next.addcmul_(c[NOISE], self._noise(self._draws[p]))
+        if self._knows:
+            picture, noise = self._levels[p].unbind()
+            stays = (picture * self._known).addcmul_(noise, self._known_noise)
+            x_next = x_next.mul_(self._mask).addcmul_(1 - self._mask, stays)
         self._earlier = terms[: len(self._earlier)]
         self._x, self._x0 = x_next, x0
         self._move_on()
@@ -166,10 +206,20 @@ class Batch:
     def _evaluate(self, unet: Unet, x_in: torch.Tensor) -> torch.Tensor:
         """One U-Net call: every row with its own text, then the guided ones with their negative text."""
         guided = self._guided
+        if self._extra is not None:
+            x_in = torch.cat([x_in, self._extra], dim=1)
         if guided:
             again = x_in if len(guided) == len(self.rows) else x_in[self._guided_index]
             x_in = torch.cat([x_in, again])
-        out = unet(x_in, self._unet_timesteps[self._at], self._text, self._added)
+        timesteps = self._unet_timesteps[self._at]
+        if len(self._texts) == 1:
+            out = unet(x_in, timesteps, self._texts[0], self._added)
+        else:
+            parts = [
+                unet(x_in[i], timesteps[i], text, {name: value[i] for name, value in self._added.items()})
+                for i, text in zip(self._members, self._texts, strict=True)
+            ]
+            out = torch.cat(parts)[self._places]
         return out if out.dtype == torch.float32 else out.float()
 
     def _gather_conditions(self, guided: tuple[int, ...]) -> None:
@@ -178,7 +228,7 @@ class Batch:
         self._guided_index = torch.tensor(guided, device=self.device, dtype=torch.int64)
         told = [row.positive for row in self.rows]
         told += [negative for i in guided if (negative := self.rows[i].negative) is not None]
-        self._text = torch.stack([condition.text_LD for condition in told])
+        self._gather_texts([condition.text_LD for condition in told])
         self._added = {
             name: torch.stack([condition.added[name] for condition in told]) for name in told[0].added
         }
@@ -188,6 +238,15 @@ class Batch:
         self._weight = self._vector([row.guidance for row in rows])
         rescale = [row.guidance_rescale for row in rows]
         self._rescale = self._vector(rescale) if any(rescale) else None
+
+    def _gather_texts(self, texts: list[torch.Tensor]) -> None:
+        """Stack texts by their length; each length is a U-Net call of its own."""
+        lengths = sorted({len(text) for text in texts})
+        self._texts = [torch.stack([text for text in texts if len(text) == length]) for length in lengths]
+        if len(lengths) > 1:
+            members = [[i for i, text in enumerate(texts) if len(text) == length] for length in lengths]
+            self._members = [torch.tensor(some, device=self.device) for some in members]
+            self._places = torch.cat(self._members).argsort()
 
     def _vector(self, values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=self.device, dtype=torch.float32)[:, None, None, None]
@@ -221,6 +280,11 @@ class Batch:
         for i, (row, x, x0) in enumerate(zip(self.rows, self._x.unbind(), self._x0.unbind(), strict=True)):
             row.latents_CHW, row.x0_CHW = x, x0 if self._at else row.x0_CHW
             row.earlier = tuple(tensor[i] for tensor in earlier[: 2 * row.table.earlier])
+
+
+def _level(table: Table, step: int) -> list[float]:
+    """How much of picture and noise x is made of before a step; after the last, of the picture alone."""
+    return table.levels_S2[step].tolist() if step < len(table) else [1.0, 0.0]
 
 
 def _draw(shape: torch.Size, generator: torch.Generator | None) -> torch.Tensor:

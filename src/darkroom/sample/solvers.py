@@ -51,6 +51,8 @@ class Plan:
     clip: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    start: int = 0
+    """The first step that is taken, which has no history; the rows before it are filled and left out."""
 
     @property
     def offset(self) -> int:
@@ -183,16 +185,16 @@ def pndm(plan: Plan) -> Table:
     rising = np.round(plan.spaced())[::-1]
     timesteps = np.concatenate([rising[:-1], rising[-2:-1], rising[-1:]])[::-1].copy()
     origins, targets = timesteps.copy(), timesteps - plan.stride
-    if len(timesteps) > 1:
-        origins[1], targets[1] = timesteps[1] + plan.stride, timesteps[1]
+    if (again := plan.start + 1) < len(timesteps):
+        origins[again], targets[again] = timesteps[again] + plan.stride, timesteps[again]
     keep, gain = _transfer(plan, origins, targets)
     sheet = Sheet(timesteps)
     bar = plan.alphas_cumprod(timesteps)
     sheet.predict(plan.schedule.prediction, np.sqrt(bar), np.sqrt(1 - bar))
-    first = keep[:2], gain[:2]
-    for i in range(len(timesteps)):
-        outputs = _plms_outputs(sheet, i, *first)
-        start = _unit(2) if i == 1 else _unit(0)
+    first = keep[plan.start : plan.start + 2], gain[plan.start : plan.start + 2]
+    for i in range(plan.start, len(timesteps)):
+        outputs = _plms_outputs(sheet, i, i - plan.start, *first)
+        start = _unit(2) if i == plan.start + 1 else _unit(0)
         sheet.columns[i, TERMS:] = keep[i] * start + gain[i] * outputs
     return sheet.finish("pndm", plan.num_steps, notes=plan.notes)
 
@@ -207,8 +209,8 @@ def _transfer(plan: Plan, origins: Array, targets: Array) -> tuple[Array, Array]
     return keep, gain
 
 
-def _plms_outputs(sheet: Sheet, i: int, keep: Array, gain: Array) -> Array:
-    """The combination of the U-Net's outputs that call i steps along, over h.
+def _plms_outputs(sheet: Sheet, i: int, taken: int, keep: Array, gain: Array) -> Array:
+    """The combination of the U-Net's outputs that row i steps along, over h, with `taken` calls before it.
 
     The output of call 1 leaves the multistep sum after its own step, so call 4 needs that of call 0, four
     calls back. It follows from pairs nearer by: x_1 and x_2 both start from x_0.
@@ -218,15 +220,15 @@ def _plms_outputs(sheet: Sheet, i: int, keep: Array, gain: Array) -> Array:
         k_x, k_out = sheet.columns[i - back, K_X], sheet.columns[i - back, K_OUT]
         return np.asarray((_unit(2 * back + 1) - k_x * _unit(2 * back)) / k_out)
 
-    if i == 0:
+    if taken == 0:
         return output(0)
-    if i == 1:
+    if taken == 1:
         return (output(0) + output(1)) / 2
-    if i == 2:
+    if taken == 2:
         return (3 * output(0) - output(2)) / 2
-    if i == 3:
+    if taken == 3:
         return (23 * output(0) - 16 * output(1) + 5 * output(3)) / 12
-    if i > 4:
+    if taken > 4:
         return (55 * output(0) - 59 * output(1) + 37 * output(2) - 9 * output(3)) / 24
     ratio = keep[1] / keep[0]
     x_1, x_2 = _unit(2 * 3), _unit(2 * 2)
@@ -264,7 +266,7 @@ def _dpmpp(solver: str, plan: Plan, *, stochastic: bool) -> Table:
             continue
         q = 2 * h if stochastic else h
         phi = -math.expm1(-q)
-        now = min(order, i + 1, _final_order(plan, i, len(timesteps)))
+        now = max(1, min(order, i + 1 - plan.start, _final_order(plan, i, len(timesteps))))
         slopes = _slopes(lam, i, now)
         weights = [phi, phi / 2 if now == 2 and not heun else 1 - phi / q if now > 1 else 0.0]
         weights.append(0.5 - (q - phi) / q**2 if now == 3 else 0.0)
@@ -336,7 +338,8 @@ def unipc(plan: Plan) -> Table:
     count = len(timesteps)
     order = int(plan.settings.get("solver_order", 2))
     lower_last = bool(plan.settings.get("lower_order_final", True))
-    orders = [min(order, i + 1, count - i if lower_last else order) for i in range(count)]
+    taken = range(1 - plan.start, count + 1 - plan.start)
+    orders = [max(1, min(order, taken[i], count - i if lower_last else order)) for i in range(count)]
     if sigmas[-1] == 0:  # lambda is infinite there: only the first order is defined
         orders[-1] = 1
     off = plan.settings.get("disable_corrector") or []
@@ -347,7 +350,7 @@ def unipc(plan: Plan) -> Table:
     predicted = [np.zeros(NUM_TERMS)] * count
     for i in range(count):
         corrected = _unit(0)
-        if i > 0 and i - 1 not in off:
+        if i > plan.start and i - 1 not in off:
             # `before` solves x = keep * before + the rest of the last predictor.
             keep, rest = predicted[i - 1][0], _one_step_back(predicted[i - 1])
             before = (_unit(0) - rest) / keep

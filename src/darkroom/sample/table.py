@@ -14,7 +14,7 @@ Shapes: S steps (calls of the U-Net), K columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,8 @@ class Table:
     notes: tuple[str, ...] = ()
     spacing: str = ""
     karras: bool = False
+    levels_S2: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 2), np.float32))
+    """What x is made of before each call: how much of the picture, how much of the noise."""
     earlier: int = field(init=False)
     """How many earlier (x, x0) pairs the steps look back at: 0 to 3."""
 
@@ -53,6 +55,15 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.draws_S)
+
+    def begun_at(self, start: int) -> Table:
+        """The same steps without the first `start` of them."""
+        return replace(
+            self,
+            values_SK=self.values_SK[start:],
+            draws_S=self.draws_S[start:],
+            levels_S2=self.levels_S2[start:],
+        )
 
     @property
     def timesteps(self) -> list[float]:
@@ -68,9 +79,11 @@ class Sheet:
         self.columns[:, SCALE] = 1.0
         self.columns[:, TIMESTEP] = timesteps
         self.columns[:, CLIP_RANGE] = np.inf
+        self.levels = np.zeros((len(timesteps), 2))
 
     def predict(self, prediction: str, alpha: Array, sigma: Array) -> None:
         """Set x0 = k_x * x + k_out * out for x = alpha * x0 + sigma * noise."""
+        self.levels[:, 0], self.levels[:, 1] = alpha, sigma
         if prediction == "epsilon":
             k_x, k_out = 1 / alpha, -sigma / alpha
         elif prediction == "sample":
@@ -103,4 +116,5 @@ class Sheet:
             tuple(draws) if isinstance(draws, list) else (draws,) * count,
             float(initial_scale),
             notes,
+            levels_S2=self.levels.astype(np.float32),
         )
