@@ -1,0 +1,191 @@
+"""Who is next: deficit round robin over keys, and within a key over picture sizes.
+
+Each flow in turn is credited a quantum of work and served while its credit lasts (Shreedhar & Varghese 1996),
+so that a key with many or large pictures takes no more of the device than one with few small ones, and large
+pictures are not starved by small ones. Within a key, higher priority goes first; within a size, first come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(eq=False)
+class Entry:
+    """One picture waiting. `cost` is its work in any unit, the same for all."""
+
+    item: object
+    key: str
+    size: Hashable
+    cost: float
+    priority: int = 0
+
+
+class _Flow(Protocol):
+    def head(self) -> Entry | None: ...
+    def take(self) -> Entry: ...
+    def copy(self) -> _Flow: ...
+
+
+class _Line:
+    """First come, first served."""
+
+    def __init__(self, entries: deque[Entry] | None = None) -> None:
+        self.entries = entries if entries is not None else deque[Entry]()
+
+    def head(self) -> Entry | None:
+        return self.entries[0] if self.entries else None
+
+    def take(self) -> Entry:
+        return self.entries.popleft()
+
+    def copy(self) -> _Line:
+        return _Line(self.entries.copy())
+
+
+class _Ring:
+    """Deficit round robin over flows by name; the flow whose turn it is stands first."""
+
+    def __init__(self, quantum: list[float]) -> None:
+        self.quantum = quantum  # shared by all rings of a queue
+        self.flows: dict[Hashable, _Flow] = {}
+        self.turns: deque[Hashable] = deque()
+        self.credit: dict[Hashable, float] = {}
+        self.credited = False
+
+    def add(self, name: Hashable, flow: _Flow) -> None:
+        self.flows[name] = flow
+        self.turns.append(name)
+        self.credit[name] = 0.0
+
+    def head(self) -> Entry | None:
+        """The next entry; turns pass on until one can pay for its head."""
+        while self.turns:
+            name = self.turns[0]
+            entry = self.flows[name].head()
+            if entry is None:
+                self._drop(name)
+                continue
+            if not self.credited:
+                self.credit[name] += self.quantum[0]
+                self.credited = True
+            if entry.cost <= self.credit[name] or len(self.turns) == 1:
+                return entry
+            self._pass_on()
+        return None
+
+    def take(self) -> Entry:
+        assert self.head() is not None
+        name = self.turns[0]
+        entry = self.flows[name].take()
+        self.credit[name] = max(0.0, self.credit[name] - entry.cost)
+        return entry
+
+    def _pass_on(self) -> None:
+        self.turns.rotate(-1)
+        self.credited = False
+
+    def _drop(self, name: Hashable) -> None:
+        self.turns.popleft()
+        self.credited = False
+        del self.flows[name], self.credit[name]
+
+    def copy(self) -> _Ring:
+        twin = _Ring(self.quantum)
+        twin.flows = {name: flow.copy() for name, flow in self.flows.items()}
+        twin.turns, twin.credit, twin.credited = self.turns.copy(), dict(self.credit), self.credited
+        return twin
+
+
+class _KeyFlow:
+    """One key's entries: a ring over sizes for each priority."""
+
+    def __init__(self, quantum: list[float], rings: dict[int, _Ring] | None = None) -> None:
+        self.quantum = quantum
+        self.rings = rings if rings is not None else {}
+
+    def line(self, entry: Entry) -> _Line:
+        ring = self.rings.setdefault(entry.priority, _Ring(self.quantum))
+        if entry.size not in ring.flows:
+            ring.add(entry.size, _Line())
+        line = ring.flows[entry.size]
+        assert isinstance(line, _Line)
+        return line
+
+    def head(self) -> Entry | None:
+        return next((entry for entry in (ring.head() for ring in self._by_priority()) if entry), None)
+
+    def take(self) -> Entry:
+        return next(ring for ring in self._by_priority() if ring.head() is not None).take()
+
+    def _by_priority(self) -> Iterator[_Ring]:
+        return (self.rings[priority] for priority in sorted(self.rings, reverse=True))
+
+    def copy(self) -> _KeyFlow:
+        return _KeyFlow(self.quantum, {priority: ring.copy() for priority, ring in self.rings.items()})
+
+
+class FairQueue:
+    """Pictures waiting. Not safe for several threads at once: its owner locks."""
+
+    def __init__(self) -> None:
+        self._quantum = [0.0]
+        self._ring = _Ring(self._quantum)
+        self._counts: Counter[str] = Counter()
+        self.cost = 0.0
+        """Work waiting, all together."""
+
+    def __len__(self) -> int:
+        return self._counts.total()
+
+    def count(self, key: str) -> int:
+        """Pictures of one key."""
+        return self._counts[key]
+
+    def push(self, entry: Entry) -> None:
+        """Add one at the end of its flow."""
+        # The largest cost seen lets each turn serve at least one picture, so that finding the head is quick.
+        self._quantum[0] = max(self._quantum[0], entry.cost)
+        self._key_flow(entry.key).line(entry).entries.append(entry)
+        self._counts[entry.key] += 1
+        self.cost += entry.cost
+
+    def _key_flow(self, key: str) -> _KeyFlow:
+        if key not in self._ring.flows:
+            self._ring.add(key, _KeyFlow(self._quantum))
+        flow = self._ring.flows[key]
+        assert isinstance(flow, _KeyFlow)
+        return flow
+
+    def head(self) -> Entry | None:
+        """The one that is next; it stays so until it is taken, removed or outranked by its own key."""
+        return self._ring.head()
+
+    def take(self) -> Entry:
+        """Take the head."""
+        entry = self._ring.take()
+        self._forget(entry)
+        return entry
+
+    def remove(self, entry: Entry) -> bool:
+        """Take one out, wherever it stands; whether it was there."""
+        try:
+            self._key_flow(entry.key).line(entry).entries.remove(entry)
+        except ValueError:
+            return False
+        self._forget(entry)
+        return True
+
+    def _forget(self, entry: Entry) -> None:
+        self._counts[entry.key] -= 1
+        if not self._counts[entry.key]:
+            del self._counts[entry.key]
+        self.cost = self.cost - entry.cost if self._counts else 0.0
+
+    def in_order(self) -> list[Entry]:
+        """All of them in the order in which they would be served if nothing else came."""
+        twin = self._ring.copy()
+        return [twin.take() for _ in range(len(self))]

@@ -1,0 +1,81 @@
+"""The fair queue: shares of work between keys and sizes, priorities, places."""
+
+from __future__ import annotations
+
+import random
+
+from darkroom.serve.fairness import Entry, FairQueue
+
+
+def served(queue: FairQueue, count: int) -> list[Entry]:
+    return [queue.take() for _ in range(count)]
+
+
+def test_a_key_with_many_pictures_takes_turns_with_one_that_has_few():
+    queue = FairQueue()
+    for i in range(100):
+        queue.push(Entry(i, "greedy", 64, 1.0))
+    for i in range(5):
+        queue.push(Entry(i, "modest", 64, 1.0))
+    first = [entry.key for entry in served(queue, 10)]
+    assert first.count("modest") == 5
+
+
+def test_keys_share_work_and_not_pictures():
+    queue = FairQueue()
+    for i in range(200):
+        queue.push(Entry(i, "large", 512, 10.0))
+        queue.push(Entry(i, "small", 64, 1.0))
+    work = {"large": 0.0, "small": 0.0}
+    while queue.count("small") and queue.count("large"):
+        entry = queue.take()
+        work[entry.key] += entry.cost
+    assert abs(work["large"] - work["small"]) <= 2 * 10.0
+
+
+def test_sizes_of_one_key_share_too_and_large_ones_are_not_starved():
+    queue = FairQueue()
+    for i in range(50):
+        queue.push(Entry(i, "one", 64, 1.0))
+    queue.push(Entry("big", "one", 512, 20.0))
+    order = [entry.item for entry in served(queue, 51)]
+    assert order.index("big") <= 21
+
+
+def test_priority_is_among_ones_own():
+    queue = FairQueue()
+    for i in range(4):
+        queue.push(Entry(f"a{i}", "a", 64, 1.0))
+    for i in range(4):
+        queue.push(Entry(f"b{i}", "b", 64, 1.0))
+    queue.push(Entry("urgent", "b", 128, 1.0, priority=1))
+    order = [entry.item for entry in served(queue, 9)]
+    assert [item for item in order if item[0] in "bu"][0] == "urgent"
+    assert order.index("a3") <= 7  # the other key lost no turn to it
+
+
+def test_removing_leaves_counts_and_order_right():
+    draw = random.Random(1)
+    queue, entries = FairQueue(), []
+    for i in range(300):
+        entries.append(
+            Entry(i, draw.choice("abc"), draw.choice((32, 64)), draw.uniform(1, 9), draw.randrange(3))
+        )
+        queue.push(entries[-1])
+    gone = draw.sample(entries, 100)
+    assert all(queue.remove(entry) for entry in gone)
+    assert not queue.remove(gone[0])
+    expected = queue.in_order()
+    assert len(expected) == len(queue) == 200
+    assert queue.cost - sum(entry.cost for entry in expected) < 1e-6
+    assert served(queue, 200) == expected
+    assert queue.head() is None
+    assert len(queue) == 0
+    assert queue.cost == 0
+
+
+def test_first_come_first_served_within_a_flow():
+    queue = FairQueue()
+    for i in range(10):
+        queue.push(Entry(i, "a", 64, 1.0 + i % 3))
+    assert [entry.item for entry in served(queue, 10)] == list(range(10))
