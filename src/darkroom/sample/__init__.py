@@ -10,7 +10,7 @@ from darkroom.sample.choice import SOLVERS, default_solver, make_table
 from darkroom.sample.denoise import Batch, Condition, Row, StepState, Unet, advance, denoise
 from darkroom.sample.generate import GenerateSettings, Job, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, read_parameters, save_pictures
-from darkroom.sample.prompts import encode_prompts, tokenize
+from darkroom.sample.prompts import Part, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.table import Table
 
@@ -22,6 +22,7 @@ __all__ = [
     "Condition",
     "GenerateSettings",
     "Job",
+    "Part",
     "Picture",
     "Row",
     "Schedule",
@@ -38,7 +39,7 @@ __all__ = [
     "make_table",
     "open_backend",
     "read_parameters",
+    "read_prompt",
     "save_pictures",
-    "tokenize",
     "unet_call",
 ]

@@ -1,18 +1,21 @@
 """Prompts to what the U-Net listens to: tokens, text states, and SDXL's pooled text and size conditioning.
 
-Shapes: B prompts, L tokens, D text width.
+A prompt longer than the encoder reads at once is read in parts of 75 tokens, whose states stand one after
+the other. Shapes: B prompts, N parts of all prompts together, L tokens, D text width.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from darkroom.errors import InputError
 from darkroom.sample.denoise import Condition
+from darkroom.sample.weighting import pieces
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -20,22 +23,51 @@ if TYPE_CHECKING:
     from darkroom.models import Model
 
 ENCODE_BATCH = 32
+MAX_PARTS = 16
+# A1111 moves what stands behind a comma to the next part where the comma is at most so many tokens back.
+A1111_COMMA_REACH = 20
 
 
-def tokenize(
-    tokenizer: CLIPTokenizer, prompts: Sequence[str], length: int = 77
-) -> tuple[torch.Tensor, list[str]]:
-    """Token ids [B, L], padded to `length` (77 for CLIP) and cut there, with a notice for each prompt cut."""
-    length = min(length, tokenizer.model_max_length)
-    ids_BL = tokenizer(
-        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
-    ).input_ids
-    notices = []
-    for prompt, whole in zip(prompts, tokenizer(list(prompts), verbose=False).input_ids, strict=True):
-        if len(whole) > length:
-            lost = tokenizer.decode(whole[length - 1 : -1]).strip()
-            notices.append(f"prompt '{_short(prompt)}' is cut after {length - 2} tokens; not read: '{lost}'")
-    return ids_BL, notices
+@dataclass
+class Part:
+    """What an encoder reads at once: token ids between the start and the end token, each with its weight."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+def read_prompt(
+    tokenizer: CLIPTokenizer, prompt: str, *, weighting: str = "none", length: int = 77
+) -> list[Part]:
+    """A prompt in parts of at most `length` - 2 tokens, at least one part. InputError beyond MAX_PARTS."""
+    room = min(length, tokenizer.model_max_length) - 2
+    comma = tokenizer.convert_tokens_to_ids(",</w>") if weighting == "a1111" else None
+    parts = [Part([], [])]
+    for piece in pieces(prompt, weighting):
+        if piece.ends_part:
+            parts.append(Part([], []))
+            continue
+        for token in tokenizer(piece.text, verbose=False).input_ids[1:-1]:
+            if len(parts[-1].ids) == room:
+                parts.append(_carried_over(parts[-1], token, comma))
+            parts[-1].ids.append(token)
+            parts[-1].weights.append(piece.weight)
+    if len(parts) > MAX_PARTS:
+        raise InputError(
+            f"the prompt '{_short(prompt)}' has {len(parts)} parts of {room} tokens",
+            allowed=f"up to {MAX_PARTS}",
+        )
+    return parts
+
+
+def _carried_over(full: Part, token: int, comma: int | None) -> Part:
+    """The start of the part after a full one: empty, or what stood behind a comma near the end."""
+    if comma is None or token == comma or comma not in full.ids[-A1111_COMMA_REACH:]:
+        return Part([], [])
+    cut = len(full.ids) - full.ids[::-1].index(comma)
+    carried = Part(full.ids[cut:], full.weights[cut:])
+    del full.ids[cut:], full.weights[cut:]
+    return carried
 
 
 def _short(text: str, most: int = 40) -> str:
@@ -44,32 +76,118 @@ def _short(text: str, most: int = 40) -> str:
 
 @torch.no_grad()
 def encode_prompts(
-    model: Model, prompts: Sequence[str], size: tuple[int, int]
+    model: Model,
+    prompts: Sequence[str],
+    size: tuple[int, int],
+    *,
+    weighting: str = "none",
+    clip_skip: int | None = None,
+    parts: Sequence[int] | None = None,
 ) -> tuple[list[Condition], list[str]]:
-    """A condition for each prompt, and notices of what was cut. `size` (width, height) is told to SDXL.
+    """A condition for each prompt, and notices of what was read in parts. `size` (width, height) is told to SDXL.
 
     SD 1 and 2: the text encoder's last states after its final norm. SDXL: both encoders' states one layer
-    below the last, side by side, with the second one's pooled projection and the picture's size.
+    below the last, side by side, with the second one's pooled projection (of the first part) and the picture's
+    size. `clip_skip` leaves out so many more of the last layers. `weighting` is the prompts' syntax (none, a1111,
+    compel). `parts` says for each prompt how many parts it has at least; empty ones are added behind it.
     """
-    conditions: list[Condition] = []
-    notices: dict[str, None] = {}
-    for start in range(0, len(prompts), ENCODE_BATCH):
-        some = prompts[start : start + ENCODE_BATCH]
-        states: list[torch.Tensor] = []
-        pooled = None
-        for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True):
-            config: Any = encoder.config
-            ids_BL, cut = tokenize(tokenizer, some, config.max_position_embeddings)
-            if not states:  # SDXL's two tokenizers cut alike
-                notices |= dict.fromkeys(cut)
-            given = encoder(ids_BL.to(_device(encoder)), output_hidden_states=model.is_sdxl)
-            states.append(given.hidden_states[-2] if model.is_sdxl else given[0])
-            pooled = given[0] if model.is_sdxl else None
-        text_BLD = torch.cat(states, dim=-1)
-        for i in range(len(some)):
-            added = {} if pooled is None else {"text_embeds": pooled[i], "time_ids": time_ids(size, text_BLD)}
-            conditions.append(Condition(text_BLD[i], added))
-    return conditions, list(notices)
+    readings = [read_parts(model, prompt, weighting) for prompt in prompts]
+    counts = [
+        max(len(one[0]), least) for one, least in zip(readings, parts or [1] * len(prompts), strict=True)
+    ]
+    notices = [
+        f"prompt '{_short(prompt)}' is read in {len(one[0])} parts of the text encoder's length"
+        for prompt, one in zip(prompts, readings, strict=True)
+        if len(one[0]) > 1
+    ]
+    states: list[torch.Tensor] = []
+    pooled = None
+    for i in range(len(model.text_encoders)):
+        padded = [
+            part
+            for reading, count in zip(readings, counts, strict=True)
+            for part in [*reading[i], *[Part([], [])] * (count - len(reading[i]))]
+        ]
+        text_NLD, pooled = _encode_parts(model, i, padded, weighting, clip_skip)
+        states.append(text_NLD)
+    text_NLD = torch.cat(states, dim=-1)
+    conditions, start = [], 0
+    for count in counts:
+        added = {}
+        if pooled is not None:
+            added = {"text_embeds": pooled[start], "time_ids": time_ids(size, text_NLD)}
+        conditions.append(Condition(text_NLD[start : start + count].flatten(0, 1), added))
+        start += count
+    return conditions, list(dict.fromkeys(notices))
+
+
+def read_parts(model: Model, prompt: str, weighting: str = "none") -> list[list[Part]]:
+    """A prompt as each of the model's encoders reads it; all in the same number of parts."""
+    readings = [
+        read_prompt(tokenizer, prompt, weighting=weighting, length=_length(encoder))
+        for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True)
+    ]
+    most = max(len(reading) for reading in readings)
+    return [[*reading, *[Part([], [])] * (most - len(reading))] for reading in readings]
+
+
+def _length(encoder: Any) -> int:
+    return int(encoder.config.max_position_embeddings)
+
+
+def _encode_parts(
+    model: Model, i: int, parts: Sequence[Part], weighting: str, clip_skip: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weighted states [N, L, D] of the i-th encoder, and for SDXL its pooled text [N, D]."""
+    tokenizer, encoder = model.tokenizers[i], model.text_encoders[i]
+    is_weighted = [any(weight != 1 for weight in part.weights) for part in parts]
+    told = [*parts, *[Part([], [])] * (weighting == "compel" and any(is_weighted))]
+    ids_NL = torch.tensor([_ids(tokenizer, part, _length(encoder)) for part in told])
+    states, pooled = [], []
+    for some_BL in ids_NL.split(ENCODE_BATCH):
+        text_BLD, given = _states(encoder, some_BL, model.is_sdxl, clip_skip)
+        states.append(text_BLD)
+        pooled.append(given)
+    text_NLD = torch.cat(states)
+    for n, part in enumerate(parts):
+        if is_weighted[n]:
+            text_NLD[n] = _weighted(text_NLD[n], part, text_NLD[-1] if weighting == "compel" else None)
+    return text_NLD[: len(parts)], torch.cat(pooled) if model.is_sdxl else None
+
+
+def _ids(tokenizer: CLIPTokenizer, part: Part, length: int) -> list[int]:
+    length = min(length, tokenizer.model_max_length)
+    ids = [tokenizer.bos_token_id, *part.ids, tokenizer.eos_token_id]
+    return ids + [tokenizer.pad_token_id] * (length - len(ids))
+
+
+def _states(
+    encoder: Any, ids_BL: torch.Tensor, is_sdxl: bool, clip_skip: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states the U-Net takes [B, L, D], and the encoder's first output (SDXL's second: pooled text)."""
+    given = encoder(ids_BL.to(_device(encoder)), output_hidden_states=is_sdxl or bool(clip_skip))
+    if not is_sdxl and not clip_skip:
+        return given[0], given[0]
+    back = (clip_skip or 0) + (2 if is_sdxl else 1)
+    if back > encoder.config.num_hidden_layers:
+        raise InputError(
+            f"clip-skip {clip_skip}",
+            allowed=f"up to {encoder.config.num_hidden_layers - (2 if is_sdxl else 1)}",
+        )
+    states = given.hidden_states[-back]
+    if not is_sdxl:
+        states = getattr(encoder, "text_model", encoder).final_layer_norm(states)
+    return states, given[0]
+
+
+def _weighted(text_LD: torch.Tensor, part: Part, empty_LD: torch.Tensor | None) -> torch.Tensor:
+    """States weighted by token: away from the empty prompt's (compel), or scaled with the mean kept (A1111)."""
+    weights_L1 = torch.ones_like(text_LD[:, :1])
+    weights_L1[1 : 1 + len(part.weights), 0] = torch.tensor(part.weights, dtype=text_LD.dtype)
+    if empty_LD is not None:
+        return empty_LD + (text_LD - empty_LD) * weights_L1
+    scaled = text_LD * weights_L1
+    return scaled * (text_LD.mean() / scaled.mean())
 
 
 def _device(module: torch.nn.Module) -> torch.device:
