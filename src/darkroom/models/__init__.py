@@ -3,8 +3,12 @@
 A model is a folder (`unet/ vae/ text_encoder/ tokenizer/ scheduler/ model_index.json`), a hub id, or the
 name of a family (random weights of that architecture). `create`, `load` and `save` are the three doors;
 everything loaded from here is plain diffusers and transformers modules, from safetensors only.
+
+An adapter is a file of what was learned beside a model: `read_adapter`, `write_adapter`, `merge`.
 """
 
+from darkroom.models.adapter_metadata import about
+from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
 from darkroom.models.families import FAMILIES, Family, create
 from darkroom.models.folder import describe, identity, load, save
 from darkroom.models.model import PARTS, Model
@@ -14,15 +18,23 @@ from darkroom.models.tokenizer import find_tokenizer, train_tokenizer
 __all__ = [
     "FAMILIES",
     "PARTS",
+    "Adapter",
+    "Factors",
     "Family",
+    "Layer",
     "Model",
+    "about",
     "create",
     "describe",
     "device",
     "find_tokenizer",
+    "fit",
     "identity",
     "load",
+    "merge",
     "precision",
+    "read_adapter",
     "save",
     "train_tokenizer",
+    "write_adapter",
 ]

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import ModelError
 from darkroom.models.families import FAMILIES, create
@@ -229,12 +230,15 @@ def identity(*modules: nn.Module) -> str:
     """SHA-256 of weights, as hex: over the sorted names, shapes and float32 little-endian values.
 
     It does not depend on files, devices or the order of the layers. Take it before casting down:
-    weights rounded to another precision are other weights.
+    weights rounded to another precision are other weights. Of weights without values (a plan's) it is over
+    names and shapes alone.
     """
     digest = hashlib.sha256()
     for i, module in enumerate(modules):
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(f"{i}:{name}:{tuple(tensor.shape)}".encode())
+            if tensor.is_meta or isinstance(tensor, FakeTensor):
+                continue
             values = tensor.detach().to("cpu", torch.float32).contiguous().numpy()
             digest.update(values if sys.byteorder == "little" else values.byteswap())
     return digest.hexdigest()

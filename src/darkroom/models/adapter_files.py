@@ -1,0 +1,146 @@
+"""Adapter files as untrusted input: safetensors opened with bounds, and written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from darkroom.errors import ModelError
+
+MAX_HEADER_BYTES = 32 * 1024**2
+"""kohya's files list every tag of the training set in their header: some megabytes."""
+MAX_FILE_BYTES = 8 * 1024**3
+MAX_TENSORS = 20_000
+MAX_NAME = 512
+MAX_CONFIG_BYTES = 1024**2
+PEFT_WEIGHTS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+WHOLE = {"I64", "I32", "I16", "I8", "U8"}
+"""What some files keep their alphas in."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file's tensors, what its header says in words, PEFT's configuration beside it, and its hash."""
+
+    tensors: dict[str, torch.Tensor]
+    metadata: dict[str, str]
+    config: dict[str, Any]
+    sha256: str
+
+
+def shown(name: str, most: int = 90) -> str:
+    """A name out of a file, fit to print: no control characters, not too long."""
+    text = name if len(name) <= most else name[: most - 3] + "..."
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def open_tensors(path: Path) -> Stored:
+    """Every tensor of a safetensors file, checked; ModelError that says what is wrong with it."""
+    if path.is_dir():
+        path = path / PEFT_WEIGHTS
+    if not path.is_file():
+        raise ModelError(f"no adapter file at '{path}'", allowed="a .safetensors file, or PEFT's folder")
+    header = _read_header(path)
+    _check_header(path, header)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path, device="cpu")
+    except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"'{path.name}' is damaged: {shown(str(error), 200)}") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+            tensors[name] = tensor = tensor.float()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"'{path.name}': numbers in '{shown(name)}' are not finite")
+    return Stored(tensors, _metadata(header), _peft_config(path), hash_of(path))
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The header as JSON, read by itself with a bound before anything else is."""
+    told = f"'{path.name}'"
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ModelError(f"{told} has {size:,} bytes", allowed=f"at most {MAX_FILE_BYTES:,}")
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start[:2] in (b"PK", b"\x80\x02") or path.suffix in (".pt", ".bin", ".ckpt", ".pkl", ".pth"):
+            raise ModelError(f"{told} is a pickle, which can run code", mend="give it as .safetensors")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ModelError(f"{told} is no safetensors file: its header claims {length:,} of {size:,} bytes")
+        try:
+            header = json.loads(file.read(length))
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{told} is no safetensors file: its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{told} is no safetensors file: its header is not an object")
+    return header
+
+
+def _check_header(path: Path, header: Mapping[str, Any]) -> None:
+    names = [name for name in header if name != "__metadata__"]
+    if len(names) > MAX_TENSORS:
+        raise ModelError(f"'{path.name}' has {len(names):,} tensors", allowed=f"at most {MAX_TENSORS:,}")
+    for name in names:
+        entry = header[name]
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if len(name) > MAX_NAME:
+            raise ModelError(f"'{path.name}': a tensor's name of {len(name):,} characters")
+        # Alphas are whole numbers in some files.
+        if dtype not in FLOATS and not (
+            dtype in ("I64", "I32", "I16", "I8", "U8") and name.endswith(".alpha")
+        ):
+            raise ModelError(
+                f"'{path.name}': '{shown(name)}' holds {dtype}", allowed=", ".join(sorted(FLOATS))
+            )
+
+
+def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
+    told = header.get("__metadata__")
+    return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else {}
+
+
+def _peft_config(path: Path) -> dict[str, Any]:
+    file = path.with_name(PEFT_CONFIG)
+    if path.name != PEFT_WEIGHTS or not file.is_file():
+        return {}
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelError(f"'{file.name}' has {file.stat().st_size:,} bytes", allowed=f"{MAX_CONFIG_BYTES:,}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"'{file}' is not JSON") from error
+    return config if isinstance(config, dict) else {}
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 of a file, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
+    """Write beside the place, then rename into it."""
+    from safetensors.torch import save_file
+
+    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, beside, metadata=metadata)
+        os.replace(beside, path)
+    except OSError as error:
+        raise ModelError(f"'{path}' cannot be written: {error.strerror or error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+    return path

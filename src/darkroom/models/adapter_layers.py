@@ -1,0 +1,138 @@
+"""What an adapter adds to one layer: low rank (LoRA), and its kin LoHa and LoKr; with DoRA's magnitudes.
+
+Shapes: O outputs, I inputs of the layer, r the rank, kh kw the kernel of a convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """LoRA (Hu et al. 2021): `weight + scale * up @ down`, where scale is alpha / rank.
+
+    `down` is [r, I] or [r, I, kh, kw], `up` [O, r] or [O, r, 1, 1]. `magnitude` makes it a DoRA (Liu et al.
+    2024): one number for each output [O], or for each input [1, I] as LyCORIS trains it by default.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float = 1.0
+    magnitude: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Columns of `up`."""
+        return int(self.down.shape[0])
+
+    @property
+    def alpha(self) -> float:
+        """What kohya's files write: scale times rank."""
+        return self.scale * self.rank
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by role."""
+        given = {"down": self.down, "up": self.up}
+        return given if self.magnitude is None else {**given, "magnitude": self.magnitude}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight it was made for."""
+        return (int(self.up.shape[0]), *(int(n) for n in self.down.shape[1:]))
+
+    def delta(self) -> torch.Tensor:
+        """What is added to the weight, in float32 (a DoRA's before its magnitudes)."""
+        up, down = self.up.float().flatten(1), self.down.float().flatten(1)
+        return (up @ down * self.scale).reshape(self.shape)
+
+    def change(self, weight: torch.Tensor) -> torch.Tensor:
+        """The difference that the layer makes to a float32 weight."""
+        delta = self.delta().reshape(weight.shape)
+        return delta if self.magnitude is None else _decomposed(weight, delta, self.magnitude) - weight
+
+
+def _decomposed(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+    """DoRA: the new weight's directions, with the magnitudes that were learned for them."""
+    whole = weight + delta
+    across = (-1, *[1] * (whole.ndim - 1)) if magnitude.shape[0] == whole.shape[0] else None
+    if across is not None:
+        norm = whole.flatten(1).norm(dim=1)
+    else:
+        across = (1, -1, *[1] * (whole.ndim - 2))
+        norm = whole.transpose(0, 1).flatten(1).norm(dim=1)
+    ratio = (magnitude.float().flatten() / norm).reshape(across)
+    return torch.mul(whole, ratio)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """LoHa (a Hadamard product of two low ranks) or LoKr (a Kronecker product), in LyCORIS' names."""
+
+    kind: str
+    parts: Mapping[str, torch.Tensor]
+    scale: float = 1.0
+    magnitude: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension of the factors; 0 where all are whole."""
+        return factors_rank(self.parts)
+
+    @property
+    def alpha(self) -> float:
+        """Scale times rank."""
+        return self.scale * max(1, self.rank)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by LyCORIS' names."""
+        given = dict(self.parts)
+        return given if self.magnitude is None else {**given, "magnitude": self.magnitude}
+
+    def delta(self) -> torch.Tensor:
+        """What is added to the weight, in float32."""
+        parts = {role.split("_", 1)[1]: tensor.float() for role, tensor in self.parts.items()}
+        if self.kind == "loha":
+            one = _low_rank(parts["w1_a"], parts["w1_b"], parts.get("t1"))
+            return one * _low_rank(parts["w2_a"], parts["w2_b"], parts.get("t2")) * self.scale
+        one = parts["w1"] if "w1" in parts else parts["w1_a"] @ parts["w1_b"]
+        two = parts["w2"] if "w2" in parts else _low_rank(parts["w2_a"], parts["w2_b"], parts.get("t2"))
+        one = one.reshape(*one.shape, *[1] * (two.ndim - one.ndim))
+        return torch.kron(one, two) * self.scale
+
+    def change(self, weight: torch.Tensor) -> torch.Tensor:
+        """The difference that the layer makes to a float32 weight."""
+        delta = self.delta().reshape(weight.shape)
+        return delta if self.magnitude is None else _decomposed(weight, delta, self.magnitude) - weight
+
+
+def _low_rank(a: torch.Tensor, b: torch.Tensor, core: torch.Tensor | None) -> torch.Tensor:
+    """`a @ b`, or with a core of the kernel's size between them (Tucker)."""
+    if core is None:
+        return a @ b
+    return torch.einsum("rs...,ro,si->oi...", core, a, b)
+
+
+def factors_rank(parts: Mapping[str, torch.Tensor]) -> int:
+    """The inner dimension of LoHa's or LoKr's factors."""
+    for name in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
+        if name in parts:
+            return int(parts[name].shape[0])
+    return 0
+
+
+def fold_middle(down: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
+    """LyCORIS' Tucker form (1x1 down, then the kernel) as one down of the kernel's size: the same map."""
+    folded = torch.einsum("rshw,si->rihw", middle.float(), down.float().flatten(1))
+    return folded.to(down.dtype) if down.dtype in (torch.float32, torch.float64) else folded
+
+
+def scale_of(alpha: float, rank: int, *, rank_stabilised: bool = False) -> float:
+    """alpha / rank, or alpha / sqrt(rank) (Kalajdzievski 2023)."""
+    return alpha / (math.sqrt(rank) if rank_stabilised else max(1, rank))
