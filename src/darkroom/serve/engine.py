@@ -1,0 +1,333 @@
+"""The engine: a thread that owns the model and, step after step, packs whatever rows are on their way.
+
+Between two steps it lets go of rows that are done, cancelled or failed, and admits waiting pictures while
+their load fits: load is U-Net evaluations a step, counted in pictures of the model's own size. Text encoding
+and decoding are done aside (`aside`). A picture does not depend on who shares its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from darkroom.errors import DarkroomError
+from darkroom.sample.backends import Backend
+from darkroom.serve.aside import Aside, aside_for
+from darkroom.serve.fairness import FairQueue
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.packing import Bucket, Stepped, bucket_of, padded
+from darkroom.serve.studio import Studio
+from darkroom.serve.work import Preview, Ticket, Work
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+    from darkroom.serve.library import Library
+
+LOG = logging.getLogger("darkroom.serve")
+# How much older measurements weigh in the speed that waits are estimated from.
+MEMORY = 0.98
+IDLE_S = 1.0
+
+
+class Engine:
+    """Made by `Core` once the model is loaded. Its public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        *,
+        capacity: int,
+        metrics: Metrics,
+        on_tick: Callable[[], None] = lambda: None,
+        library: Library | None = None,
+        pad_to: Sequence[int] = (),
+        aside: Aside | None = None,
+    ) -> None:
+        self.capacity = float(capacity)
+        self.metrics, self.on_tick = metrics, on_tick
+        self.library = library
+        self.own_pixels = model.sample_size**2
+        self.studio = Studio(model, backend)
+        self.unet = padded(backend.unet, pad_to) if pad_to else backend.unet
+        self.aside = aside if aside is not None else aside_for(backend.device)
+        self.trouble: str | None = None
+        """Why the device answers no more; then every job is kept as it stands."""
+        self.watchers = 0
+        self.step_s = 0.0
+        """A whole round of steps, as measured lately."""
+        self._work_done, self._work_s = 0.0, 0.0
+        self._condition = threading.Condition()
+        self._queue = FairQueue()
+        self._arrived: list[Ticket] = []  # prepared, to go aboard
+        self._failed: list[tuple[Work, BaseException]] = []
+        self._parked: list[Ticket] = []  # admitted, waiting for adapters
+        self._finished: list[Ticket] = []  # denoised, to be decoded
+        self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
+        self._buckets: dict[Hashable, Bucket] = {}
+        self._load = 0.0
+        self._prune, self._stopping = False, False
+        self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
+
+    # ---- from other threads
+
+    def start(self) -> None:
+        """Begin to take steps."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more steps; what is on its way stays as it is."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+        self.aside.close()
+
+    def submit(self, work: Work) -> None:
+        """Put a work's pictures in the queue."""
+        if self.library is not None and work.adapters:
+            self.library.fetch(work.adapters)
+        with self._condition:
+            for ticket in work.tickets:
+                self._queue.push(ticket.entry)
+            self._condition.notify()
+
+    def drop(self, work: Work) -> None:
+        """Have no more of a work computed: out of the queue now, its rows free at the next step."""
+        with self._condition:
+            work.over = True
+            for ticket in work.tickets:
+                self._queue.remove(ticket.entry)
+            self._prune = True
+            self._condition.notify()
+
+    def wake(self) -> None:
+        """Look again: adapters have arrived."""
+        with self._condition:
+            self._condition.notify()
+
+    def waiting(self, key: str | None = None) -> int:
+        """Pictures in the queue, of one key or of all."""
+        return len(self._queue) if key is None else self._queue.count(key)
+
+    def places(self) -> dict[Ticket, int]:
+        """The place of every waiting picture: how many are to be admitted before it."""
+        with self._condition:
+            order = self._queue.in_order()
+        return {entry.item: place for place, entry in enumerate(order) if isinstance(entry.item, Ticket)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What is on its way now: a line for each picture."""
+        return [
+            {
+                "job": ticket.work.uid,
+                "key": ticket.work.key,
+                "picture": ticket.index,
+                "size": f"{ticket.work.shape.width}x{ticket.work.shape.height}",
+                "step": ticket.step,
+                "of": ticket.work.steps_total // len(ticket.work.tickets),
+            }
+            for bucket in list(self._buckets.values())
+            for ticket in list(bucket.tickets)
+        ]
+
+    @property
+    def load(self) -> float:
+        """Load of what is admitted, to be held against `capacity`."""
+        return self._load
+
+    def seconds_for(self, cost: float) -> float | None:
+        """How long so much work takes, by what was measured lately; None before the first step."""
+        return cost * self._work_s / self._work_done if self._work_done else None
+
+    def wait_s(self) -> float | None:
+        """When one more place in the queue will be free, at the speed measured."""
+        count, cost = len(self._queue), self._queue.cost
+        return self.seconds_for(cost / count) if count else 0.0
+
+    # ---- the engine's own thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._round()
+        except Exception as error:
+            LOG.exception("the engine has stopped")
+            self.trouble = f"the device answers no more: {type(error).__name__}"
+
+    def _round(self) -> None:
+        self._admit()
+        self._board()
+        self._let_go()
+        if not self._buckets:
+            self._develop()
+            self._rest()
+            return
+        start = time.perf_counter()
+        for key, bucket in list(self._buckets.items()):
+            self._account(bucket.step(self.unet), bucket)
+            if not bucket.tickets:
+                del self._buckets[key]
+        self.step_s = time.perf_counter() - start
+        self.metrics.step_seconds.observe(self.step_s)
+        self._develop()
+        self._tell()
+
+    def _rest(self) -> None:
+        """Nothing to step: wait until something comes."""
+        self._tell()
+        with self._condition:
+            if not (self._stopping or self._prune or self._arrived or self._failed or self._next_fits()):
+                self._condition.wait(IDLE_S)
+
+    def _next_fits(self) -> Ticket | None:
+        """The head of the queue where its load fits; one too large for the capacity goes alone."""
+        entry = self._queue.head()
+        if entry is None or not isinstance(entry.item, Ticket):
+            return None
+        fits = self._load + self._load_of(entry.item) <= self.capacity or self._load == 0
+        return entry.item if fits else None
+
+    def _load_of(self, ticket: Ticket) -> float:
+        shape = ticket.work.shape
+        return shape.evaluations * shape.pixels / self.own_pixels
+
+    def _admit(self) -> None:
+        admitted = self._parked
+        self._parked = []
+        with self._condition:
+            while (ticket := self._next_fits()) is not None:
+                self._queue.take()
+                self._load += self._load_of(ticket)
+                admitted.append(ticket)
+        if admitted:
+            self._prepare([ticket for ticket in admitted if self._has_adapters(ticket)])
+
+    def _has_adapters(self, ticket: Ticket) -> bool:
+        """Whether its adapters lie in the bank, held there; else it is parked, or fails with its work."""
+        work = ticket.work
+        if self.library is None or not work.adapters or work.over:
+            return True
+        try:
+            if self.library.hold(ticket, work.adapters):
+                return True
+        except Exception as error:
+            self._fail(work, error)
+            return True
+        self._parked.append(ticket)
+        return False
+
+    def _prepare(self, tickets: list[Ticket]) -> None:
+        for work in dict.fromkeys(ticket.work for ticket in tickets):
+            if work.started_s is None and not work.over:
+                work.started_s = time.monotonic()
+                self.metrics.queue_seconds.observe(work.started_s - work.accepted_s)
+                work.listener.started(work)
+        if tickets:
+            self.aside.put(lambda: self._prepare_aside(tickets))
+
+    def _prepare_aside(self, tickets: list[Ticket]) -> None:
+        works = [work for work in dict.fromkeys(ticket.work for ticket in tickets) if not work.over]
+        failed = self.studio.prepare(works, self.library)
+        with self._condition:
+            self._failed += failed
+            for ticket in tickets:
+                self._arrived.append(ticket)
+            self._condition.notify()
+
+    def _board(self) -> None:
+        """Rows that are ready go aboard; works that could not be prepared fail."""
+        with self._condition:
+            arrived, self._arrived = self._arrived, []
+            failed, self._failed = self._failed, []
+        for work, error in failed:
+            self._fail(work, error)
+        for ticket in arrived:
+            if ticket.work.over:
+                self._release(ticket)
+                continue
+            try:
+                self.studio.start(ticket, self.library)
+            except Exception as error:
+                self._release(ticket)
+                self._fail(ticket.work, error)
+                continue
+            assert ticket.row is not None
+            self._buckets.setdefault(bucket_of(ticket.row), Bucket()).add(ticket)
+
+    def _let_go(self) -> None:
+        """The rows of works that are over leave."""
+        if not self._prune:
+            return
+        self._prune = False
+        for key, bucket in list(self._buckets.items()):
+            self._release(*bucket.drop_over())
+            if not bucket.tickets:
+                del self._buckets[key]
+        self._release(*(ticket for ticket in self._parked if ticket.work.over))
+        self._parked = [ticket for ticket in self._parked if not ticket.work.over]
+
+    def _release(self, *tickets: Ticket) -> None:
+        """Give back the load and the adapters of rows that left."""
+        for ticket in tickets:
+            self._load -= self._load_of(ticket)
+            if self.library is not None:
+                self.library.let_go(ticket)
+        if not (self._buckets or self._parked or self._arrived) and self._load < 1e-6:
+            self._load = 0.0
+
+    def _account(self, stepped: Stepped, bucket: Bucket) -> None:
+        """Note what a step cost, and pass on what it finished."""
+        gone = [*stepped.finished, *(ticket for ticket, _ in stepped.failed)]
+        first = (gone or bucket.tickets)[0].work.shape
+        self._work_done = MEMORY * self._work_done + stepped.evaluations * first.pixels
+        self._work_s = MEMORY * self._work_s + stepped.wall_s
+        self.metrics.evaluations.observe(stepped.evaluations)
+        self.metrics.steps.inc(len(bucket.tickets) + len(gone))
+        self._release(*gone)
+        self._finished += stepped.finished
+        self._previews += stepped.previews
+        for ticket, error in stepped.failed:
+            self._fail(ticket.work, error)
+        if stepped.out_of_memory:
+            self.capacity = max(1.0, self.capacity / 2)
+            LOG.warning("out of memory: capacity is now %g rows", self.capacity)
+
+    def _develop(self) -> None:
+        """Decode what is finished, all of it together, unless the last lot is still under way."""
+        if self.aside.busy or not (self._finished or self._previews):
+            return
+        tickets, self._finished = self._finished, []
+        previews, self._previews = self._previews, []
+        self.aside.put(lambda: self._develop_aside(tickets, previews))
+
+    def _develop_aside(self, tickets: list[Ticket], previews: list[tuple[Ticket, int, torch.Tensor]]) -> None:
+        failed = self.studio.finish([ticket for ticket in tickets if not ticket.work.over])
+        with self._condition:
+            self._failed += failed
+            self._condition.notify()
+        for work in dict.fromkeys(ticket.work for ticket in tickets):
+            if not work.over and len(work.pictures) == len(work.tickets):
+                work.over = True
+                work.listener.finished(work)
+        for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
+            ticket.work.previews.append(Preview(ticket.index, index, ticket.step, image))
+
+    def _fail(self, work: Work, error: BaseException) -> None:
+        if work.over:
+            return
+        self.drop(work)
+        LOG.warning("job %s failed: %s", work.uid, error, exc_info=not isinstance(error, DarkroomError))
+        work.listener.failed(work, error)
+
+    def _tell(self) -> None:
+        self.metrics.rows.set(sum(len(bucket.tickets) for bucket in self._buckets.values()))
+        self.metrics.waiting.set(len(self._queue))
+        if self.watchers:
+            self.on_tick()

@@ -1,0 +1,52 @@
+"""What is counted, for Prometheus; a registry of its own, so that two servers in a process do not mix."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+WAIT_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+
+
+class Metrics:
+    """The server's counters, each with its meaning in its help text."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        at = {"registry": self.registry}
+        self.waiting = Gauge("darkroom_queue_pictures", "Pictures waiting to be admitted", **at)
+        self.rows = Gauge("darkroom_rows", "Pictures being denoised", **at)
+        self.capacity = Gauge("darkroom_capacity_rows", "U-Net evaluations a step that are admitted", **at)
+        self.live_jobs = Gauge("darkroom_jobs_live", "Jobs accepted and not over", **at)
+        self.ready = Gauge("darkroom_ready", "1 while new jobs are taken", **at)
+        self.evaluations = Histogram(
+            "darkroom_step_evaluations",
+            "U-Net evaluations in one step of one size",
+            buckets=ROW_BUCKETS,
+            **at,
+        )
+        self.step_seconds = Histogram(
+            "darkroom_step_seconds", "A round of steps, all sizes", buckets=STEP_BUCKETS, **at
+        )
+        self.queue_seconds = Histogram(
+            "darkroom_queue_wait_seconds", "From acceptance to the first step", buckets=WAIT_BUCKETS, **at
+        )
+        self.job_seconds = Histogram(
+            "darkroom_job_seconds", "From acceptance to the stored pictures", buckets=WAIT_BUCKETS, **at
+        )
+        self.steps = Counter("darkroom_picture_steps", "Steps taken, counted by picture", **at)
+        self.accepted = Counter("darkroom_jobs_accepted", "Jobs accepted", **at)
+        self.over = Counter("darkroom_jobs_over", "Jobs that ended", ["state"], **at)
+        self.refused = Counter("darkroom_requests_refused", "Requests refused", ["code"], **at)
+        self.pictures = Counter("darkroom_pictures", "Pictures finished", **at)
+        self.pixels = Counter("darkroom_pixels", "Pixels of pictures finished", **at)
+        self.swaps = Counter("darkroom_adapter_swaps", "Adapters copied into a slot of the bank", **at)
+        self.device_seconds = Counter("darkroom_device_seconds", "Device time of finished jobs", **at)
+        self.usd = Counter("darkroom_usd", "Price of finished jobs' device time", **at)
+        self.device_memory = Gauge("darkroom_device_memory_bytes", "Memory in use on the device", **at)
+        self.requests = Counter("darkroom_http_requests", "Answers by status", ["method", "status"], **at)
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,129 @@
+"""What stands around the steps: requests to rows (settings, text, first latents), latents to pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from PIL import Image
+
+from darkroom import sample
+from darkroom.sample.backends import Backend
+from darkroom.sample.generate import checked_size, table_for
+from darkroom.serve.request import PictureRequest
+from darkroom.serve.work import Shape, Ticket, Work, preview_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from darkroom.models import Model
+    from darkroom.serve.library import Library
+
+Failures = list[tuple[Work, BaseException]]
+
+
+def settings_of(request: PictureRequest) -> sample.GenerateSettings:
+    """A request in the terms of `generate`."""
+    return sample.GenerateSettings.of(
+        negative=request.negative,
+        seed=request.seed or 0,
+        num=request.num,
+        size=request.size,
+        steps=request.steps,
+        guidance=request.guidance,
+        solver=request.solver,
+        guidance_rescale=request.guidance_rescale,
+        eta=request.eta,
+        karras=request.karras,
+        spacing=request.spacing,
+    )
+
+
+def shape_of(model: Model, request: PictureRequest) -> Shape:
+    """What a request costs. InputError where the model cannot do it."""
+    settings = settings_of(request)
+    table = table_for(model, settings)
+    width, height = checked_size(model, settings.size)
+    guidance = settings.resolved(table.solver).guidance or 0.0
+    distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
+    return Shape(width, height, len(table), 2 if guidance > 1 and not distilled else 1)
+
+
+class Studio:
+    """Prepares works and finishes their pictures; used on the aside's thread, but for `start`."""
+
+    def __init__(self, model: Model, backend: Backend) -> None:
+        self.model, self.backend = model, backend
+
+    def prepare(self, works: Sequence[Work], library: Library | None) -> Failures:
+        """Check and encode works; those that cannot be are returned with the reason."""
+        failed: Failures = []
+        for work in works:
+            if work.prepared is not None:
+                continue
+            try:
+                work.prepared = self._prepared(work)
+            except Exception as error:
+                failed.append((work, error))
+        return failed
+
+    def _prepared(self, work: Work) -> sample.Job:
+        return sample.Job(self.model, [work.request.prompt], settings_of(work.request), self.backend)
+
+    def start(self, ticket: Ticket, library: Library | None) -> None:
+        """Give a ticket its row at the first step."""
+        job = ticket.work.prepared
+        assert job is not None
+        ticket.row = job.row(ticket.index)
+        if ticket.work.request.previews:
+            ticket.preview_at = preview_steps(ticket.work.request.previews, len(job.table))
+
+    def finish(self, tickets: Sequence[Ticket]) -> Failures:
+        """Decode finished rows, those of one size together; a failure is traced by decoding each alone."""
+        failed: Failures = []
+        for some in _by_size(tickets):
+            try:
+                self._finish(some)
+            except Exception:
+                failed += self._finish_apart(some)
+        return failed
+
+    def _finish(self, tickets: Sequence[Ticket]) -> None:
+        latents_BCHW = torch.stack([ticket.row.latents_CHW for ticket in tickets if ticket.row is not None])
+        images = self.backend.decode(latents_BCHW)
+        for ticket, image, latents_CHW in zip(tickets, images, latents_BCHW, strict=True):
+            job = ticket.work.prepared
+            assert job is not None
+            picture = sample.Picture(image, job.parameters(ticket.index), latents_CHW)
+            ticket.work.pictures[ticket.index] = picture
+            ticket.done = True
+
+    def _finish_apart(self, tickets: Sequence[Ticket]) -> Failures:
+        failed: Failures = []
+        for ticket in tickets:
+            try:
+                self._finish([ticket])
+            except Exception as error:
+                failed.append((ticket.work, error))
+        return failed
+
+    def preview(
+        self, previews: Sequence[tuple[Ticket, int, torch.Tensor]]
+    ) -> list[tuple[Ticket, int, Image.Image]]:
+        """Decode what is on its way; what cannot be decoded is left out."""
+        shown = []
+        for ticket, index, latents_CHW in previews:
+            try:
+                shown.append((ticket, index, self.backend.decode(latents_CHW[None])[0]))
+            except Exception:  # a preview is a courtesy: the picture itself will tell
+                continue
+        return shown
+
+
+def _by_size(tickets: Iterable[Ticket]) -> Iterable[list[Ticket]]:
+    sizes: dict[Hashable, list[Ticket]] = {}
+    for ticket in tickets:
+        assert ticket.row is not None
+        sizes.setdefault(tuple(ticket.row.latents_CHW.shape), []).append(ticket)
+    return sizes.values()
