@@ -1,0 +1,31 @@
+"""How good pictures are: statistics of features, the networks that give them, and the rows of scores.
+
+`statistics` holds the distances (Frechet, kernel, cosine) in float64, `resample` their bootstrap intervals,
+`metrics` the measures by name. `extractors` opens networks: published ones, or darkroom's own `small` one,
+whose folder says which pictures it has `seen`. `drawing` draws the pictures to be scored, once; `job` is the
+whole way from a model or a folder to rows of `scores`.
+"""
+
+from darkroom.evaluate.extractors import Extractor, open_extractor
+from darkroom.evaluate.job import evaluate, evaluate_folder, open_extractors
+from darkroom.evaluate.metrics import METRICS
+from darkroom.evaluate.pictures import FolderPictures, StorePictures, open_pictures
+from darkroom.evaluate.prompts import Prompts, read_prompts
+from darkroom.evaluate.scores import Score, append_scores, read_scores
+
+__all__ = [
+    "METRICS",
+    "Extractor",
+    "FolderPictures",
+    "Prompts",
+    "Score",
+    "StorePictures",
+    "append_scores",
+    "evaluate",
+    "evaluate_folder",
+    "open_extractor",
+    "open_extractors",
+    "open_pictures",
+    "read_prompts",
+    "read_scores",
+]

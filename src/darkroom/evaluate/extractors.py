@@ -1,0 +1,342 @@
+"""What turns pictures (and prompts) into features: published networks, by folder or hub id, and our own.
+
+Weights come from safetensors alone and are named by their SHA-256 in every row of scores. Pictures are
+resized and normalised here (`preprocess`), as the network's own file says.
+
+Shapes: N pictures, B of a batch, D numbers of a feature, C channels, h w cells, L tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from darkroom import models
+from darkroom.errors import InputError, ModelError
+from darkroom.evaluate.pictures import in_batches
+from darkroom.evaluate.preprocess import Preprocess
+from darkroom.evaluate.seen import Seen
+from darkroom.evaluate.small import KIND, open_small, word_ids
+from darkroom.evaluate.statistics import Array
+from darkroom.models.quiet import quiet
+
+BATCH = 16
+LAYERS = 4
+HUB_FILES = ["*.json", "*.safetensors", "*.txt"]
+VISION = {
+    "vit": "ViTModel",
+    "dinov2": "Dinov2Model",
+    "dinov2_with_registers": "Dinov2WithRegistersModel",
+}
+OPEN_CLIP = "open_clip:"
+INCEPTION = "fid-inception"
+KINDS = f"CLIP, ViT (DINO), DINOv2, {INCEPTION}, {KIND}"
+
+
+@dataclass(frozen=True, eq=False)
+class Extractor:
+    """A network with what has to be known of it. Made by `open_extractor`."""
+
+    name: str
+    """The folder or hub id as given."""
+    kind: str
+    """What network it is: a row of scores says it."""
+    sha256: str
+    """Of the weights, as float32."""
+    module: nn.Module
+    preprocess: Preprocess
+    embed: Callable[[Tensor], Tensor]
+    """Normalised pictures [B, 3, H, W] to features [B, D]."""
+    maps: Callable[[Tensor], list[Tensor]] | None = None
+    """The same to feature maps [B, C, h, w], from shallow to deep."""
+    read: Callable[[Sequence[str]], Tensor] | None = None
+    """Prompts to features [B, D] that compare with those of pictures."""
+    seen: Seen | None = None
+    """Which pictures it was trained on, where that is known."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @torch.no_grad()
+    def pictures(
+        self, images: Iterable[Image.Image], *, progress: Callable[[int], None] | None = None
+    ) -> Array:
+        """Features float64 [N, D] of pictures; `progress(done)` counts them."""
+        found, done = [], 0
+        for x_B3HW in self._batches(images):
+            found.append(self.embed(x_B3HW).double().cpu().numpy())
+            done += len(x_B3HW)
+            if progress is not None:
+                progress(done)
+        if not found:
+            raise InputError("no pictures to take features of")
+        return np.concatenate(found)
+
+    @torch.no_grad()
+    def texts(self, prompts: Sequence[str]) -> Array:
+        """Features float64 [N, D] of prompts; InputError where the extractor reads none."""
+        if self.read is None:
+            raise InputError(
+                f"extractor '{self.name}' ({self.kind}) reads no text",
+                mend="give a CLIP, or an extractor of darkroom that learned captions",
+            )
+        return np.concatenate([self.read(some).double().cpu().numpy() for some in in_batches(prompts, BATCH)])
+
+    @torch.no_grad()
+    def distance(self, images: Sequence[Image.Image]) -> float:
+        """Mean perceptual distance over all pairs of these pictures, 0 for equal ones, about 1 for unrelated.
+
+        As LPIPS compares (Zhang et al. 2018): maps of several layers, each cell's channels brought to
+        length 1, cell against cell. Without LPIPS's learned weights: 1 - cosine, mean over cells and layers.
+        """
+        if self.maps is None:
+            raise InputError(f"extractor '{self.name}' ({self.kind}) has no feature maps")
+        if len(images) < 2:
+            raise InputError("one picture of a prompt has no pairs", allowed="2 or more", mend="raise --num")
+        parts = [self.maps(x_B3HW) for x_B3HW in self._batches(images)]
+        layers = [torch.cat(layer).double() for layer in zip(*parts, strict=True)]
+        return float(np.mean([_pair_distance(layer_NChw) for layer_NChw in layers]))
+
+    def _batches(self, images: Iterable[Image.Image]) -> Iterator[Tensor]:
+        for some in in_batches(images, BATCH):
+            yield torch.stack([self.preprocess(image) for image in some]).to(self.device)
+
+
+def _pair_distance(layer_NChw: Tensor) -> float:
+    """Mean of 1 - cosine over cells and pairs, from the sum over pictures of unit vectors."""
+    unit_NChw = torch.nn.functional.normalize(layer_NChw, dim=1, eps=1e-10)
+    count = len(unit_NChw)
+    total = unit_NChw.sum(dim=0).square().sum(dim=0) - unit_NChw.square().sum(dim=(0, 1))
+    return float(1 - (total / (count * (count - 1))).mean())
+
+
+# ---- opening
+
+
+def open_extractor(where: str | Path, *, device: str | torch.device = "cpu") -> Extractor:
+    """Open an extractor: a local folder, a hub id (ID or ID@REVISION), or `open_clip:NAME:FILE`.
+
+    Raises ModelError where there is none, it is of no known kind, or its weights are no safetensors.
+    """
+    name = str(where)
+    if name.startswith(OPEN_CLIP):
+        return _open_clip(name, device)
+    folder = Path(where) if Path(where).is_dir() else _from_hub(name)
+    kind = _kind(folder)
+    with quiet():
+        if kind == KIND:
+            return _small(name, folder, device)
+        if kind == INCEPTION:
+            return _inception(name, folder, device)
+        return _clip(name, folder, device) if kind == "clip" else _vision(name, folder, kind, device)
+
+
+def _from_hub(name: str) -> Path:
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelError(f"no extractor at '{name}'", allowed=f"a folder or hub id of {KINDS}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    hub_id, _, revision = name.partition("@")
+    try:
+        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"extractor '{name}' is no folder here and could not be had from the hub ({reason})",
+            mend="give a local folder with --extractor NAME=FOLDER",
+        ) from error
+
+
+def _kind(folder: Path) -> str:
+    try:
+        told = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{folder}' is no extractor", allowed=f"a folder of {KINDS}") from error
+    kind = told.get("kind") or told.get("model_type")
+    if kind not in (KIND, INCEPTION, "clip", *VISION):
+        raise ModelError(f"'{folder}' is a {kind}, which is no known extractor", allowed=KINDS)
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"'{folder}' holds no .safetensors weights", mend="pickled weights are never opened: convert them"
+        )
+    return str(kind)
+
+
+def _pretrained(cls: Any, folder: Path, **more: Any) -> Any:
+    try:
+        module, told = cls.from_pretrained(
+            str(folder),
+            use_safetensors=True,
+            local_files_only=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **more,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
+    # transformers fills what a file lacks with random numbers, which would give a score all the same.
+    if missing := sorted(told["missing_keys"]):
+        raise ModelError(f"'{folder}' lacks the weights {missing[0]} and {len(missing) - 1} more")
+    return module.eval()
+
+
+def _vision(name: str, folder: Path, kind: str, device: str | torch.device) -> Extractor:
+    """A vision transformer; its feature is the class token after the last norm, as DINO's authors take it."""
+    import transformers
+
+    more = {"add_pooling_layer": False} if kind == "vit" else {}
+    module = _pretrained(getattr(transformers, VISION[kind]), folder, **more).to(device)
+
+    def embed(x_B3HW: Tensor) -> Tensor:
+        token: Tensor = module(x_B3HW, **_grid(module, x_B3HW)).last_hidden_state[:, 0]
+        return token
+
+    def maps(x_B3HW: Tensor) -> list[Tensor]:
+        states = module(x_B3HW, output_hidden_states=True, **_grid(module, x_B3HW)).hidden_states
+        return _cells(states, x_B3HW, int(module.config.patch_size))
+
+    kinds = {"vit": "ViT class token", "dinov2": "DINOv2 class token"}
+    return _made(name, kinds.get(kind, f"{kind} class token"), module, folder, embed=embed, maps=maps)
+
+
+def _grid(module: Any, x_B3HW: Tensor) -> dict[str, bool]:
+    """ViT takes other sizes than its own where it is told to; DINOv2 always does."""
+    own = module.config.image_size
+    sides = (own, own) if isinstance(own, int) else tuple(own)
+    is_vit = module.config.model_type == "vit"
+    return {"interpolate_pos_encoding": True} if is_vit and tuple(x_B3HW.shape[-2:]) != sides else {}
+
+
+def _cells(states: Sequence[Tensor], x_B3HW: Tensor, patch: int) -> list[Tensor]:
+    """Some layers' patch tokens as maps [B, C, h, w]; class and register tokens stand before them."""
+    high, wide = x_B3HW.shape[-2] // patch, x_B3HW.shape[-1] // patch
+    chosen = np.unique(np.linspace(1, len(states) - 1, LAYERS).round().astype(int))
+    picked = [states[i][:, -high * wide :] for i in chosen]
+    return [state_BLC.transpose(1, 2).unflatten(2, (high, wide)) for state_BLC in picked]
+
+
+def _clip(name: str, folder: Path, device: str | torch.device) -> Extractor:
+    """CLIP: projected picture and text embeddings, which compare with each other."""
+    from transformers import CLIPModel, CLIPTokenizer
+
+    module = _pretrained(CLIPModel, folder).to(device)
+    try:
+        tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"'{folder}' has no tokenizer that can be read") from error
+
+    def embed(x_B3HW: Tensor) -> Tensor:
+        found: Tensor = module.visual_projection(module.vision_model(x_B3HW).pooler_output)
+        return found
+
+    def maps(x_B3HW: Tensor) -> list[Tensor]:
+        states = module.vision_model(x_B3HW, output_hidden_states=True).hidden_states
+        return _cells(states, x_B3HW, int(module.config.vision_config.patch_size))
+
+    def read(prompts: Sequence[str]) -> Tensor:
+        length = min(tokenizer.model_max_length, int(module.config.text_config.max_position_embeddings))
+        tokens = tokenizer(
+            list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        )
+        found: Tensor = module.text_projection(module.text_model(**tokens.to(module.device)).pooler_output)
+        return found
+
+    return _made(name, "CLIP", module, folder, embed=embed, maps=maps, read=read)
+
+
+def _small(name: str, folder: Path, device: str | torch.device) -> Extractor:
+    """darkroom's own extractor, with the pictures that it was trained on."""
+    network = open_small(folder).to(device)
+    with_text = network.words is not None
+
+    def read(prompts: Sequence[str]) -> Tensor:
+        return network.read(word_ids(prompts, network.settings).to(device))
+
+    return Extractor(
+        name,
+        f"darkroom's small extractor ({'pictures and captions' if with_text else 'pictures'})",
+        models.identity(network),
+        network,
+        Preprocess.read(folder),
+        embed=network,
+        maps=network.maps,
+        read=read if with_text else None,
+        seen=Seen.read(folder),
+    )
+
+
+def _inception(name: str, folder: Path, device: str | torch.device) -> Extractor:
+    """The Inception v3 that FID is defined over, from weights that were converted to safetensors."""
+    from darkroom.evaluate.inception import PREPROCESS, open_inception
+
+    network = open_inception(folder).to(device)
+    return Extractor(
+        name,
+        "FID-Inception v3 pool3, antialiased bicubic resize",
+        models.identity(network),
+        network,
+        PREPROCESS,
+        embed=network,
+        maps=network.maps,
+    )
+
+
+def _made(
+    name: str,
+    kind: str,
+    module: nn.Module,
+    folder: Path,
+    *,
+    embed: Callable[[Tensor], Tensor],
+    maps: Callable[[Tensor], list[Tensor]],
+    read: Callable[[Sequence[str]], Tensor] | None = None,
+) -> Extractor:
+    preprocess = Preprocess.read(folder)
+    return Extractor(name, kind, models.identity(module), module, preprocess, embed, maps, read)
+
+
+def _open_clip(name: str, device: str | torch.device) -> Extractor:
+    """A network of open_clip (CoCa): `open_clip:coca_ViT-B-32:weights.safetensors`."""
+    architecture, _, file = name.removeprefix(OPEN_CLIP).partition(":")
+    if not file.endswith(".safetensors") or not Path(file).is_file():
+        raise ModelError(f"extractor '{name}'", allowed=f"{OPEN_CLIP}NAME:FILE.safetensors")
+    try:
+        open_clip: Any = importlib.import_module("open_clip")
+    except ImportError as error:
+        raise ModelError(
+            "open_clip is not installed", mend="pip install open_clip_torch (it brings torchvision)"
+        ) from error
+    if architecture not in open_clip.list_models():
+        raise ModelError(f"open_clip knows no '{architecture}'")
+    module = open_clip.create_model(architecture, pretrained=file).eval().to(device)
+    tokenizer = open_clip.get_tokenizer(architecture)
+    told = module.visual.preprocess_cfg
+    side = told["size"] if isinstance(told["size"], int) else told["size"][0]
+    preprocess = Preprocess(
+        shortest=side, crop=(side, side), mean=tuple(told["mean"]), std=tuple(told["std"])
+    )
+
+    def read(prompts: Sequence[str]) -> Tensor:
+        found: Tensor = module.encode_text(tokenizer(list(prompts)).to(device))
+        return found
+
+    return Extractor(
+        name,
+        f"open_clip {architecture}",
+        models.identity(module),
+        module,
+        preprocess,
+        embed=module.encode_image,
+        read=read,
+    )

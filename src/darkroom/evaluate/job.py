@@ -1,0 +1,305 @@
+"""From a model and prompts, or from a folder of pictures, to scores. Checked first, then worked on."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import darkroom
+from darkroom import models
+from darkroom.errors import InputError
+from darkroom.evaluate.drawing import Generate, draw
+from darkroom.evaluate.extractors import Extractor, open_extractor
+from darkroom.evaluate.metrics import METRICS, Found, Scorer, Sets, check_needs, chosen
+from darkroom.evaluate.pictures import FolderPictures, Pictures, open_pictures
+from darkroom.evaluate.prompts import Prompts, without_token
+from darkroom.evaluate.scores import Score, finite
+from darkroom.models import Model
+
+LOG = logging.getLogger("darkroom")
+ROLES = ("dino", "clip", "inception", "coca")
+ALL = "all"
+DEFAULTS = {"dino": "facebook/dino-vits16", "clip": "openai/clip-vit-base-patch32"}
+Progress = Callable[[int, int | None], None]
+Where = str | Path
+
+
+def evaluate(
+    model: Model,
+    prompts: Prompts | Sequence[str],
+    metrics: Sequence[str],
+    *,
+    generate: Generate,
+    extractors: Mapping[str, Where | Extractor] | None = None,
+    reference: Where | None = None,
+    reference_filter: str | None = None,
+    subject: Where | None = None,
+    class_word: str | None = None,
+    base: Model | None = None,
+    num: int = 4,
+    class_num: int = 16,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    keep: Where | None = None,
+    allow_seen: bool = False,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = LOG.warning,
+) -> list[Score]:
+    """Draw `num` pictures of each prompt and score them: one row for each of `metrics` (see `METRICS`).
+
+    `generate` is `darkroom.sample.generate`; `settings` are its further arguments (steps, size, ...).
+    `extractors` says which network has which of `ROLES`, `all` for those not said; the published ones are
+    had from the hub. `pres` and `drift` draw `class_num` pictures of 'a photo of a <class_word>', drift with
+    `base` too. Pictures are kept in `keep` and drawn once. Raises InputError for what cannot be.
+    """
+    names = chosen(metrics)
+    told = prompts if isinstance(prompts, Prompts) else Prompts.of("prompts", list(prompts))
+    draws_class = any("class_pictures" in METRICS[name].needs for name in names)
+    there = {
+        "reference": reference is not None,
+        "subject": subject is not None,
+        "class_pictures": bool(class_word),
+        "base_pictures": base is not None,
+    }
+    check_needs(names, there)
+    if num < 1 or class_num < 1:
+        raise InputError(f"{min(num, class_num)} pictures of a prompt", allowed="1 or more")
+    if num < 2 and "div" in names:
+        raise InputError("metric 'div' compares pictures of one prompt", mend="draw 2 or more (--num)")
+    rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
+    rows.compare(
+        reference=None if reference is None else open_pictures(reference, filter=reference_filter),
+        subject=None if subject is None else open_pictures(subject),
+    )
+    with _folder(keep) as folder:
+
+        def drawn(part: str, by: Model, texts: Sequence[str], count: int) -> FolderPictures:
+            sha256 = rows.model_sha256(by)
+            found = draw(
+                generate,
+                by,
+                texts,
+                folder=folder / part,
+                model_sha256=sha256,
+                num=count,
+                seed=seed,
+                settings=settings,
+                progress=progress,
+            )
+            return replace(found, name=found.name if keep is not None else model_name(by))
+
+        sets = rows.sets(drawn("pictures", model, told.texts, num), _repeated(told.plain, num))
+        if draws_class:
+            class_prompt = [f"a photo of a {class_word}"]
+            sets = replace(sets, class_pictures=drawn("class", model, class_prompt, class_num))
+            if any("base_pictures" in METRICS[name].needs for name in names):
+                assert base is not None
+                sets = replace(sets, base_pictures=drawn("class-base", base, class_prompt, class_num))
+        where = {
+            "model": model_name(model),
+            "model_sha256": rows.model_sha256(model),
+            "prompts": told.name,
+            "prompts_sha256": told.sha256,
+        }
+        more = {"num": num, "seed": seed, **(settings or {})}
+        more |= {"class_prompt": class_prompt[0], "class_num": class_num} if draws_class else {}
+        named = {"base_pictures": (model_name(base), rows.model_sha256(base))} if base is not None else {}
+        return rows.scores(sets, where, more, named)
+
+
+def evaluate_folder(
+    folder: Where,
+    metrics: Sequence[str],
+    *,
+    extractors: Mapping[str, Where | Extractor] | None = None,
+    reference: Where | None = None,
+    reference_filter: str | None = None,
+    subject: Where | None = None,
+    token: str | None = None,
+    prompt_of: Callable[[Path], str] | None = None,
+    seed: int = 0,
+    allow_seen: bool = False,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = LOG.warning,
+) -> list[Score]:
+    """Score the pictures that lie in a folder, as `evaluate` does.
+
+    `prompt_of` tells the prompt of a picture's file, for metrics that need it; `token` is left out of it.
+    """
+    names = chosen(metrics)
+    check_needs(names, {"reference": reference is not None, "subject": subject is not None})
+    pictures = FolderPictures.of(folder)
+    rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
+    prompts: tuple[str, ...] = ()
+    if any(METRICS[name].reads_text or name == "div" for name in names):
+        if prompt_of is None:
+            raise InputError("pictures without their prompts", mend="score what a model draws instead")
+        prompts = tuple(without_token(prompt_of(file), token) for file in pictures.files)
+    rows.compare(
+        reference=None if reference is None else open_pictures(reference, filter=reference_filter),
+        subject=None if subject is None else open_pictures(subject),
+    )
+    where = {"model": str(folder), "model_sha256": pictures.sha256}
+    return rows.scores(rows.sets(pictures, prompts), where, {"seed": seed}, {})
+
+
+class _Rows:
+    """What the two ways share: extractors opened and checked first, rows made last."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        given: Mapping[str, Where | Extractor],
+        *,
+        seed: int,
+        allow_seen: bool,
+        progress: Progress | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.names, self.seed, self.allow_seen = names, seed, allow_seen
+        self.progress, self.say = progress, say
+        self.extractors = open_extractors([METRICS[name].role for name in names], given)
+        self._reference: Pictures | None = None
+        self._subject: Pictures | None = None
+        self._identities: dict[int, str] = {}
+        for name in names:
+            found = self.extractors[METRICS[name].role]
+            if METRICS[name].reads_text:
+                found.texts(["a word"])  # InputError where it reads none
+            if name == "div" and found.maps is None:
+                raise InputError(f"extractor '{found.name}' has no feature maps, which div needs")
+
+    def compare(self, *, reference: Pictures | None, subject: Pictures | None) -> None:
+        """Set what pictures are compared with; refuse a subject that an extractor was trained on."""
+        self._reference, self._subject = reference, subject
+        for name in self.names:
+            if METRICS[name].same_pictures and self._overlap(name, subject) and not self.allow_seen:
+                found = self.extractors[METRICS[name].role]
+                raise InputError(
+                    f"extractor '{found.name}' was trained on {self._overlap(name, subject)} of the subject",
+                    mend="its similarities would flatter: train it without them, or --allow-seen",
+                )
+
+    def _overlap(self, name: str, pictures: Pictures | None) -> str:
+        seen = self.extractors[METRICS[name].role].seen
+        if seen is None or pictures is None:
+            return ""
+        found = seen.overlap(pictures)
+        return str(found) if found else ""
+
+    def model_sha256(self, model: Model) -> str:
+        if id(model) not in self._identities:
+            self._identities[id(model)] = models.identity(*model.modules.values())
+        return self._identities[id(model)]
+
+    def sets(self, pictures: FolderPictures, prompts: Sequence[str]) -> Sets:
+        return Sets(pictures, tuple(prompts), self._reference, self._subject)
+
+    def scores(
+        self,
+        sets: Sets,
+        where: Mapping[str, str],
+        settings: Mapping[str, Any],
+        named: Mapping[str, tuple[str, str]],
+    ) -> list[Score]:
+        """A row for each metric; `named` says what a drawn set stands for instead of its files."""
+        scorer = Scorer(sets, self.seed, self.progress)
+        told: dict[str, str] = {}
+        made = []
+        for name in self.names:
+            metric = METRICS[name]
+            extractor = self.extractors[metric.role]
+            found = metric.measure(scorer, extractor)
+            compared = named.get("base_pictures") if found.compared is sets.base_pictures else None
+            score = _score(name, found, extractor, compared, where, settings)
+            if found.compared is not None and found.compared in (sets.reference, sets.subject):
+                score = self._with_overlap(name, score, found.compared)
+            if score.note and score.note not in told:
+                told[score.note] = name
+                self.say(f"{name}: {score.note}")
+            made.append(score)
+        return made
+
+    def _with_overlap(self, name: str, score: Score, compared: Pictures) -> Score:
+        overlap = self._overlap(name, compared)
+        parts = [score.note, overlap and f"the extractor was trained on {overlap} compared with"]
+        return score.model_copy(update={"note": "; ".join(part for part in parts if part)})
+
+
+def _score(
+    name: str,
+    found: Found,
+    extractor: Extractor,
+    compared: tuple[str, str] | None,
+    where: Mapping[str, str],
+    settings: Mapping[str, Any],
+) -> Score:
+    if compared is None and found.compared is not None:
+        compared = found.compared.name, found.compared.sha256
+    return Score(
+        metric=name,
+        value=found.interval.value,
+        low=finite(found.interval.low),
+        high=finite(found.interval.high),
+        n=len(found.pictures),
+        compared_n=None if found.compared is None else len(found.compared),
+        better=METRICS[name].better,
+        extractor=extractor.name,
+        extractor_kind=extractor.kind,
+        extractor_sha256=extractor.sha256,
+        compared=compared[0] if compared else "",
+        compared_sha256=compared[1] if compared else "",
+        settings={**settings, **found.settings},
+        note=found.note,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        version=darkroom.__version__,
+        **where,
+    )
+
+
+def open_extractors(roles: Sequence[str], given: Mapping[str, Where | Extractor]) -> dict[str, Extractor]:
+    """The extractor of each role: as given, the one for `all`, or the published one from the hub."""
+    for role in given:
+        if role not in (*ROLES, ALL):
+            raise InputError(f"extractor '{role}'", allowed=", ".join((*ROLES, ALL)))
+    found: dict[str, Extractor] = {}
+    opened: dict[str, Extractor] = {}
+    for role in dict.fromkeys(roles):
+        where = given.get(role, given.get(ALL, DEFAULTS.get(role)))
+        if where is None:
+            raise InputError(
+                f"no {role} extractor",
+                mend=f"add --extractor {role}=FOLDER (docs/evaluation.md says how to come by one)",
+            )
+        if isinstance(where, Extractor):
+            found[role] = where
+            continue
+        if str(where) not in opened:
+            opened[str(where)] = open_extractor(where)
+        found[role] = opened[str(where)]
+    return found
+
+
+def model_name(model: Model) -> str:
+    """A model as a row of scores calls it."""
+    return model.path or model.family
+
+
+def _repeated(prompts: Sequence[str], num: int) -> list[str]:
+    return [prompt for prompt in prompts for _ in range(num)]
+
+
+@contextmanager
+def _folder(keep: Where | None) -> Iterator[Path]:
+    """Where pictures are drawn: the user's folder, or one that goes afterwards."""
+    if keep is not None:
+        yield Path(keep)
+        return
+    with tempfile.TemporaryDirectory(prefix="darkroom-evaluate-") as folder:
+        yield Path(folder)

@@ -1,0 +1,278 @@
+"""The measures by name: which pictures each needs, which extractor, how it is taken and what must be said.
+
+Shapes: N pictures, D numbers of a feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from darkroom.errors import InputError
+from darkroom.evaluate import resample, statistics
+from darkroom.evaluate.extractors import Extractor
+from darkroom.evaluate.pictures import FolderPictures, Pictures, images
+from darkroom.evaluate.resample import Interval
+from darkroom.evaluate.statistics import Array
+
+FULL_RANK, FAIR_SIZE = 2048, 10_000
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The pictures at hand. `prompts` has the prompt of each picture, without the rare token, or is empty."""
+
+    pictures: FolderPictures
+    prompts: tuple[str, ...] = ()
+    reference: Pictures | None = None
+    subject: Pictures | None = None
+    class_pictures: Pictures | None = None
+    base_pictures: Pictures | None = None
+
+
+class Found(NamedTuple):
+    """What a measure came to: its interval, the pictures scored, and what they were compared with."""
+
+    interval: Interval
+    pictures: Pictures
+    compared: Pictures | None = None
+    note: str = ""
+    settings: Mapping[str, Any] = {}
+
+
+@dataclass
+class Scorer:
+    """Takes measures of sets of pictures; features are taken once for all of them."""
+
+    sets: Sets
+    seed: int = 0
+    progress: Callable[[int, int | None], None] | None = None
+    _features: dict[tuple[str, int], Array] = field(default_factory=dict)
+
+    def features(self, extractor: Extractor, pictures: Pictures) -> Array:
+        """Features [N, D] of a set of pictures."""
+        key = extractor.sha256, id(pictures)
+        if key not in self._features:
+            report = self.progress
+            counted = None if report is None else lambda done: report(done, len(pictures))
+            self._features[key] = extractor.pictures(images(pictures), progress=counted)
+        return self._features[key]
+
+    def given(self, need: str) -> Pictures:
+        """A set that the measure cannot do without; checked before, see `check_needs`."""
+        found: Pictures | None = getattr(self.sets, need)
+        assert found is not None
+        return found
+
+
+Measure = Callable[[Scorer, Extractor], Found]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A measure: the role of its extractor, the sets it needs besides the pictures, and what it is."""
+
+    role: str
+    better: str
+    measure: Measure
+    about: str
+    needs: tuple[str, ...] = ()
+    reads_text: bool = False
+    same_pictures: bool = False
+    """Whether the compared pictures are held against the pictures one by one: the extractor must be new to
+    them."""
+
+
+# ---- over a reference
+
+
+def fid(scorer: Scorer, extractor: Extractor) -> Found:
+    x_ND, y_MD = _both(scorer, extractor)
+    interval = resample.frechet(x_ND, y_MD, seed=scorer.seed)
+    settings = {"resamples": resample.frechet_resamples(x_ND, y_MD)}
+    return Found(interval, scorer.sets.pictures, scorer.sets.reference, size_note(x_ND, y_MD), settings)
+
+
+def fid_infinity(scorer: Scorer, extractor: Extractor) -> Found:
+    x_ND, y_MD = _both(scorer, extractor)
+    line = statistics.frechet_infinity(x_ND, y_MD, seed=scorer.seed)
+    interval = Interval(
+        line.value, line.value - 1.96 * line.standard_error, line.value + 1.96 * line.standard_error
+    )
+    note = "interval of the fitted line alone"
+    if min(len(x_ND), len(y_MD)) <= 2 * x_ND.shape[1]:
+        note += f"; fewer than twice {x_ND.shape[1]} pictures: the bias is no straight line yet"
+    return Found(
+        interval, scorer.sets.pictures, scorer.sets.reference, note, {"r_squared": round(line.fit, 4)}
+    )
+
+
+def kid(scorer: Scorer, extractor: Extractor) -> Found:
+    x_ND, y_MD = _both(scorer, extractor)
+    blocks = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
+    note = f"mean and spread of {statistics.BLOCKS} blocks of {statistics.BLOCK_SIZE}" if blocks else ""
+    interval = resample.kid(x_ND, y_MD, seed=scorer.seed)
+    return Found(interval, scorer.sets.pictures, scorer.sets.reference, note)
+
+
+def cmmd(scorer: Scorer, extractor: Extractor) -> Found:
+    x_ND, y_MD = _both(scorer, extractor)
+    cut = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
+    note = f"of {resample.LARGEST_KERNEL} random pictures a set" if cut else ""
+    interval = resample.cmmd(x_ND, y_MD, seed=scorer.seed)
+    return Found(interval, scorer.sets.pictures, scorer.sets.reference, note)
+
+
+def _both(scorer: Scorer, extractor: Extractor) -> tuple[Array, Array]:
+    x_ND = scorer.features(extractor, scorer.sets.pictures)
+    return x_ND, scorer.features(extractor, scorer.given("reference"))
+
+
+def size_note(x_ND: Array, y_MD: Array) -> str:
+    """What a Frechet distance of so few pictures is worth; empty where there are enough."""
+    least, width = min(len(x_ND), len(y_MD)), x_ND.shape[1]
+    parts = []
+    if least <= width:
+        parts.append(f"no more pictures than the {width} numbers of a feature: the covariance lacks rank")
+    if least < FULL_RANK:
+        parts.append(f"{least} pictures are under {FULL_RANK:,}: biased upwards, compare at equal n alone")
+    elif least < FAIR_SIZE:
+        parts.append(f"{least:,} pictures are under {FAIR_SIZE:,}: still biased upwards")
+    return "; ".join(parts)
+
+
+# ---- of prompts
+
+
+def text_fidelity(scorer: Scorer, extractor: Extractor) -> Found:
+    """Mean cosine of each picture with its prompt."""
+    values_N = _with_prompts(scorer, extractor)
+    interval = resample.mean_of(values_N, scorer.sets.prompts, seed=scorer.seed)
+    return Found(interval, scorer.sets.pictures)
+
+
+def clip_score(scorer: Scorer, extractor: Extractor) -> Found:
+    """A hundred times that cosine, not below zero."""
+    values_N = 100 * np.clip(_with_prompts(scorer, extractor), 0, None)
+    interval = resample.mean_of(values_N, scorer.sets.prompts, seed=scorer.seed)
+    return Found(interval, scorer.sets.pictures)
+
+
+def _with_prompts(scorer: Scorer, extractor: Extractor) -> Array:
+    prompts = scorer.sets.prompts
+    distinct = list(dict.fromkeys(prompts))
+    texts = extractor.texts(distinct)
+    place = {prompt: i for i, prompt in enumerate(distinct)}
+    pictures_ND = scorer.features(extractor, scorer.sets.pictures)
+    return statistics.cosine_of_pairs(pictures_ND, texts[[place[prompt] for prompt in prompts]])
+
+
+def diversity(scorer: Scorer, extractor: Extractor) -> Found:
+    """Mean perceptual distance between pictures of the same prompt."""
+    by_prompt: dict[str, list[int]] = {}
+    for i, prompt in enumerate(scorer.sets.prompts):
+        by_prompt.setdefault(prompt, []).append(i)
+    several = [indices for indices in by_prompt.values() if len(indices) > 1]
+    if not several:
+        raise InputError("div compares pictures of one prompt, and each has one", mend="raise --num")
+    files = scorer.sets.pictures.files
+    distances = []
+    for indices in several:
+        group = FolderPictures(scorer.sets.pictures.name, tuple(files[i] for i in indices))
+        distances.append(extractor.distance(list(images(group))))
+    note = f"1 - cosine of feature maps, over {len(several)} prompts; LPIPS without its learned weights"
+    return Found(resample.mean_of(np.array(distances), seed=scorer.seed), scorer.sets.pictures, note=note)
+
+
+# ---- of a subject
+
+
+def subject_fidelity(scorer: Scorer, extractor: Extractor) -> Found:
+    """Mean cosine of each picture with the subject's photographs."""
+    subject = scorer.given("subject")
+    photographs_MD = scorer.features(extractor, subject)
+    values_N = statistics.cosine_to_set(scorer.features(extractor, scorer.sets.pictures), photographs_MD)
+    interval = resample.mean_of(values_N, scorer.sets.prompts or None, seed=scorer.seed)
+    own = statistics.mean_cosine_within(photographs_MD) if len(photographs_MD) > 1 else None
+    settings = {} if own is None else {"photographs_with_each_other": round(own, 6)}
+    return Found(interval, scorer.sets.pictures, subject, settings=settings)
+
+
+def prior_collapse(scorer: Scorer, extractor: Extractor) -> Found:
+    """Mean cosine of pictures of the plain class with the subject's photographs."""
+    pictures, subject = scorer.given("class_pictures"), scorer.given("subject")
+    values_N = statistics.cosine_to_set(
+        scorer.features(extractor, pictures), scorer.features(extractor, subject)
+    )
+    return Found(resample.mean_of(values_N, seed=scorer.seed), pictures, subject)
+
+
+def drift(scorer: Scorer, extractor: Extractor) -> Found:
+    """1 - cosine between the tuned and the base model's picture of the plain class, of the same seed."""
+    pictures, base = scorer.given("class_pictures"), scorer.given("base_pictures")
+    cosines_N = statistics.cosine_of_pairs(
+        scorer.features(extractor, pictures), scorer.features(extractor, base)
+    )
+    return Found(resample.mean_of(1 - cosines_N, seed=scorer.seed), pictures, base)
+
+
+METRICS: dict[str, Metric] = {
+    "fid": Metric("inception", "lower", fid, "Frechet distance to the reference", ("reference",)),
+    "fid-infinity": Metric(
+        "inception", "lower", fid_infinity, "the same extrapolated to endlessly many", ("reference",)
+    ),
+    "kid": Metric("inception", "lower", kid, "kernel distance to the reference", ("reference",)),
+    "cmmd": Metric("clip", "lower", cmmd, "Gaussian kernel distance of CLIP embeddings", ("reference",)),
+    "clip": Metric("clip", "higher", clip_score, "CLIP score, 0 to 100", reads_text=True),
+    "clip-t": Metric("clip", "higher", text_fidelity, "prompt fidelity", reads_text=True),
+    "coca": Metric("coca", "higher", text_fidelity, "prompt fidelity by CoCa", reads_text=True),
+    "dino": Metric("dino", "higher", subject_fidelity, "subject fidelity", ("subject",), same_pictures=True),
+    "clip-i": Metric(
+        "clip", "higher", subject_fidelity, "subject fidelity by CLIP", ("subject",), same_pictures=True
+    ),
+    "pres": Metric(
+        "dino",
+        "lower",
+        prior_collapse,
+        "the plain class taken for the subject",
+        ("subject", "class_pictures"),
+        same_pictures=True,
+    ),
+    "div": Metric("dino", "higher", diversity, "difference between pictures of one prompt"),
+    "drift": Metric(
+        "dino",
+        "lower",
+        drift,
+        "how far the plain class moved from the base model",
+        ("class_pictures", "base_pictures"),
+    ),
+}
+
+NEEDED = {
+    "reference": "--reference STORE_OR_FOLDER",
+    "subject": "--subject FOLDER",
+    "class_pictures": "--class-word WORD and a model to draw with",
+    "base_pictures": "--base MODEL",
+}
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """Names of measures, checked and each once; InputError for an unknown one."""
+    if not names:
+        raise InputError("no metric", allowed=", ".join(METRICS))
+    for name in names:
+        if name not in METRICS:
+            raise InputError(f"metric '{name}'", allowed=", ".join(METRICS))
+    return list(dict.fromkeys(names))
+
+
+def check_needs(names: Sequence[str], there: Mapping[str, bool]) -> None:
+    """InputError unless everything that the measures need is there."""
+    for name in names:
+        for need in METRICS[name].needs:
+            if not there.get(need):
+                raise InputError(f"metric '{name}' has nothing to compare with", mend=f"add {NEEDED[need]}")

@@ -1,0 +1,164 @@
+"""The prompts that are drawn: from a file, a store's captions, or the DreamBooth paper's 25 a class."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from darkroom.data.source import CAPTION_NAMES, find_name, no_column
+from darkroom.data.store import Store
+from darkroom.errors import InputError
+
+DREAMBOOTH = "dreambooth:"
+# Ruiz et al. 2023, the list of github.com/google/dreambooth (CC BY 4.0, Google LLC).
+DREAMBOOTH_FILE = Path(__file__).with_name("dreambooth_prompts.csv")
+TOKEN, CLASS = "{token}", "{class}"
+DEFAULT_TOKEN = "sks"
+KINDS = ".txt (one a line), .jsonl, .csv, .tsv, .parquet, a store, dreambooth:live, dreambooth:object"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as they are drawn, and as a reader who does not know the rare token is asked."""
+
+    name: str
+    texts: tuple[str, ...]
+    plain: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, texts: Sequence[str], token: str | None = None) -> Prompts:
+        """Prompts at hand; `token` is what `plain` leaves out."""
+        if not texts:
+            raise InputError(f"no prompts in '{name}'", mend="give at least one")
+        return cls(name, tuple(texts), tuple(without_token(text, token) for text in texts))
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256("\n".join(self.texts).encode()).hexdigest()
+
+
+def without_token(text: str, token: str | None) -> str:
+    """A prompt without the rare token, which CLIP has never seen beside the subject."""
+    if not token:
+        return text
+    return " ".join(re.sub(rf"(?<!\w){re.escape(token)}(?!\w)", " ", text).split())
+
+
+def read_prompts(
+    where: str | Path,
+    *,
+    class_word: str | None = None,
+    token: str | None = None,
+    column: str | None = None,
+    most: int | None = None,
+) -> Prompts:
+    """Read prompts; InputError for what is none.
+
+    `{token}` and `{class}` in a prompt are filled in. `column` names the column of a table, `most` takes
+    the first so many.
+    """
+    name = str(where)
+    if name.startswith(DREAMBOOTH):
+        found, token = _dreambooth(name), token or DEFAULT_TOKEN
+    elif name.endswith(".lance"):
+        found = _captions(name, most)
+    else:
+        found = _file(Path(where), column)
+    found = [text for raw in found if (text := " ".join(raw.split()))]
+    if len(found) > (most or len(found)):
+        found = found[:most]
+    return Prompts.of(name, [_filled(text, token, class_word) for text in found], token)
+
+
+def _filled(text: str, token: str | None, class_word: str | None) -> str:
+    for mark, value, option in ((TOKEN, token, "--token sks"), (CLASS, class_word, "--class-word dog")):
+        if mark in text:
+            if not value:
+                raise InputError(f"the prompt '{text}' needs a {mark}", mend=f"say it with {option}")
+            text = text.replace(mark, value)
+    return text
+
+
+def _dreambooth(name: str) -> list[str]:
+    kind = name.removeprefix(DREAMBOOTH)
+    with DREAMBOOTH_FILE.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [row["prompt"] for row in rows if row["kind"] == kind]
+    if not found:
+        raise InputError(f"prompts '{name}'", allowed="dreambooth:live or dreambooth:object")
+    return found
+
+
+def _captions(name: str, most: int | None) -> list[str]:
+    found: list[str] = []
+    for batch in Store.open(name).scan(["caption"]):
+        found += batch.column("caption").to_pylist()
+        if most is not None and len(found) >= most:
+            break
+    return found
+
+
+def _file(path: Path, column: str | None) -> list[str]:
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        raise InputError(f"no prompts at '{path}'", allowed=KINDS)
+    if suffix == ".parquet":
+        return _parquet(path, column)
+    if suffix not in (".txt", ".jsonl", ".csv", ".tsv"):
+        raise InputError(f"prompts '{path}'", allowed=KINDS)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' is no UTF-8 text") from error
+    if suffix == ".txt":
+        return text.splitlines()
+    rows = list(_json_rows(path, text) if suffix == ".jsonl" else _table_rows(text, suffix))
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    chosen = _column(path, column, names)
+    return [str(row.get(chosen) or "") for row in rows]
+
+
+def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number} is no JSON: {error}") from error
+        yield row if isinstance(row, dict) else {"prompt": row}
+
+
+def _table_rows(text: str, suffix: str) -> Iterator[dict[str, Any]]:
+    return csv.DictReader(io.StringIO(text), delimiter="\t" if suffix == ".tsv" else ",")
+
+
+def _parquet(path: Path, column: str | None) -> list[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        names = pq.read_schema(path).names
+        chosen = _column(path, column, names)
+        return [str(value or "") for value in pq.read_table(path, columns=[chosen])[chosen].to_pylist()]
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"'{path}' is no Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _column(path: Path, column: str | None, names: Sequence[str]) -> str:
+    if not names:
+        raise InputError(f"no prompts in '{path}'")
+    found = find_name(column, ("prompt", *CAPTION_NAMES), names, "prompt")
+    if found is None:
+        raise no_column("prompt", str(path), names)
+    return found
