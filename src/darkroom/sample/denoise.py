@@ -44,7 +44,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Known:
-    """What stays of a picture in part repainted: after each step it is laid over the latents, made as noisy."""
+    """What stays of a picture in part repainted: after each step it is laid over the latents, as noisy."""
 
     latents_CHW: torch.Tensor
     noise_CHW: torch.Tensor
@@ -88,6 +88,11 @@ class Row:
         low, high = self.guidance_interval
         inside = low <= step / len(self.table) < high
         return inside and self.negative is not None and self.guidance > 1
+
+
+Owner = tuple[Row, bool]
+"""Whose a row of a U-Net call is, and whether it is the one with the negative text. A U-Net that keeps something
+for each row between steps has a method `of_rows(owners)`, which gives the call for them."""
 
 
 @dataclass(frozen=True)
@@ -213,14 +218,24 @@ class Batch:
             x_in = torch.cat([x_in, again])
         timesteps = self._unet_timesteps[self._at]
         if len(self._texts) == 1:
-            out = unet(x_in, timesteps, self._texts[0], self._added)
+            out = self._call_of(unet)(x_in, timesteps, self._texts[0], self._added)
         else:
             parts = [
-                unet(x_in[i], timesteps[i], text, {name: value[i] for name, value in self._added.items()})
+                self._call_of(unet, i)(
+                    x_in[i], timesteps[i], text, {name: value[i] for name, value in self._added.items()}
+                )
                 for i, text in zip(self._members, self._texts, strict=True)
             ]
             out = torch.cat(parts)[self._places]
         return out if out.dtype == torch.float32 else out.float()
+
+    def _call_of(self, unet: Unet, places: torch.Tensor | None = None) -> Unet:
+        """The call for all rows of this step or some of them: a U-Net with `of_rows` is told whose they are."""
+        of_rows: Callable[[Sequence[Owner]], Unet] | None = getattr(unet, "of_rows", None)
+        if of_rows is None:
+            return unet
+        owners = [(row, False) for row in self.rows] + [(self.rows[i], True) for i in self._guided or ()]
+        return of_rows(owners if places is None else [owners[i] for i in places.tolist()])
 
     def _gather_conditions(self, guided: tuple[int, ...]) -> None:
         """Lay out text and timesteps for the U-Net; they hold until another set of rows is guided."""
