@@ -39,6 +39,9 @@ A1111_SOLVERS = {
 }
 
 
+A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
+
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """A finished picture, what it was made with (plain JSON values), and its latents [C, H, W]."""
@@ -161,7 +164,7 @@ def _place(
     beside = folder / f".{uuid.uuid4().hex}.png"
     try:
         with open(beside, "xb") as file:
-            image.save(file, "PNG", pnginfo=_png_text(picture))
+            image.save(file, "PNG", pnginfo=png_text(picture))
         while True:
             stem = f"{index:05d}{suffix}" if picture is not None else f"grid-{index:05d}"
             path = folder / f"{stem}.png"
@@ -183,7 +186,8 @@ def _link(beside: Path, path: Path) -> None:
         os.replace(beside, path)
 
 
-def _png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
+def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
+    """A picture's parameters as the text chunks of a PNG file."""
     if picture is None:
         return None
     info = PngImagePlugin.PngInfo()
@@ -216,11 +220,25 @@ def a1111_text(parameters: dict[str, Any]) -> str:
         "Size": f"{parameters['width']}x{parameters['height']}",
         "Model": parameters.get("model"),
         "Eta": parameters.get("eta") or None,
+        **_further_pairs(parameters),
         "CFG Rescale": parameters.get("guidance_rescale") or None,
         "Version": f"darkroom {parameters['version']}" if "version" in parameters else None,
     }
     lines.append(", ".join(f"{key}: {_quoted(value)}" for key, value in pairs.items() if value is not None))
     return "\n".join(lines)
+
+
+def _further_pairs(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A1111's pairs of what was made in more than one way through the model's own steps."""
+    hires = parameters.get("hires") or {}
+    skip = parameters.get("clip_skip")
+    return {
+        "Denoising strength": parameters.get("strength", hires.get("strength")),
+        "Clip skip": skip + 1 if skip else None,  # A1111 counts the last layer as 1
+        "Hires upscale": hires.get("scale"),
+        "Hires steps": hires.get("steps"),
+        "Hires upscaler": A1111_UPSCALERS.get(hires.get("upscaler", "")),
+    }
 
 
 def _quoted(value: Any) -> str:
@@ -265,7 +283,24 @@ def parse_a1111(text: str) -> dict[str, Any]:
     split = next((i for i, line in enumerate(head) if line.startswith("Negative prompt:")), len(head))
     negative = "\n".join(head[split:]).removeprefix("Negative prompt:").strip()
     parameters: dict[str, Any] = {"prompt": "\n".join(head[:split]).strip(), "negative": negative}
-    return parameters | dict(_named(pairs.items()))
+    return _with_hires(parameters | dict(_named(pairs.items())))
+
+
+def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A1111's pairs of a second pass put together; the denoising strength is then that pass's."""
+    told = {key: parameters.pop(f"Hires {key}", None) for key in ("steps", "upscaler")}
+    scale = parameters.pop("Hires upscale", None)
+    if scale is None:
+        return parameters
+    upscalers = {name: ours for ours, name in A1111_UPSCALERS.items()}
+    steps = told["steps"]
+    hires = {
+        "scale": scale,
+        "strength": parameters.pop("strength", None),
+        "steps": int(steps) if steps is not None and steps.isdecimal() else None,
+        "upscaler": upscalers.get(told["upscaler"] or "", told["upscaler"]),
+    }
+    return {**parameters, "hires": hires}
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
@@ -276,6 +311,8 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
         "CFG scale": ("guidance", float),
         "CFG Rescale": ("guidance_rescale", float),
         "Eta": ("eta", float),
+        "Denoising strength": ("strength", float),
+        "Hires upscale": ("Hires upscale", float),
     }
     for key, raw in pairs:
         value = _unquoted(raw)
@@ -288,6 +325,8 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
             yield "solver", solvers.get(plain, plain)
             if plain != value:
                 yield "karras", True
+        elif key == "Clip skip" and value.isdecimal():
+            yield "clip_skip", max(0, int(value) - 1)
         elif key == "Schedule type":
             yield "karras", value == "Karras"
         elif key == "Size" and (size := re.fullmatch(r"(\d+)x(\d+)", value)):
