@@ -13,7 +13,7 @@ from darkroom.models.families import FAMILIES, Family, create
 from darkroom.models.folder import describe, identity, load, save
 from darkroom.models.model import PARTS, Model
 from darkroom.models.place import device, precision
-from darkroom.models.tokenizer import find_tokenizer, train_tokenizer
+from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
 
 __all__ = [
     "FAMILIES",
@@ -35,6 +35,7 @@ __all__ = [
     "precision",
     "read_adapter",
     "save",
+    "spelled",
     "train_tokenizer",
     "write_adapter",
 ]

@@ -284,10 +284,18 @@ def adaptable(model: Model) -> dict[str, nn.Linear | nn.Conv2d]:
     for part, module in model.modules.items():
         if part == "vae":
             continue
+        fused = tuple(f"{path}.to_" for path, inner in module.named_modules() if _is_fused(inner))
         for path, layer in module.named_modules():
+            if path.startswith(fused) and not path.endswith("to_out.0"):
+                continue
             if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
                 found[f"{part}.{path}"] = layer
     return found
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether an attention computes query, key and value by one fused layer and passes its own by."""
+    return bool(getattr(module, "fused_projections", False))
 
 
 def shaped(layer: Layer | Factors, shape: tuple[int, ...]) -> Layer | Factors | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,20 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
             f"CLIP's tokenizer could not be loaded from '{place or HUB_ID}'",
             mend=f"set {ENVIRONMENT} to a folder with vocab.json and merges.txt",
         ) from error
+
+
+def spelled(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> list[str]:
+    """Texts with each learned word of several vectors written out: <x> is '<x> <x>_1 <x>_2'.
+
+    As diffusers' pipelines do with words of textual inversion.
+    """
+    known = tokenizer.added_tokens_encoder
+    for word in [word for word in known if f"{word}_1" in known]:
+        count = next(i for i in range(1, len(known) + 1) if f"{word}_{i}" not in known)
+        whole = " ".join([word, *(f"{word}_{i}" for i in range(1, count))])
+        pattern = re.compile(re.escape(word) + r"(?!_\d)")
+        texts = [pattern.sub(lambda _, whole=whole: whole, text) for text in texts]
+    return list(texts)
 
 
 def with_padding(tokenizer: CLIPTokenizer, pad_token: str) -> CLIPTokenizer:
