@@ -289,6 +289,7 @@ def _fake_weights(modules: list[nn.Module], counter: Counter) -> Iterator[None]:
                     fakes[id(tensor)] = _like(tensor, counter)
                 swapped.append((table, name, tensor))
                 table[name] = fakes[id(tensor)]
+    fakes.clear()  # a cast inside lets the uncast weights go
     try:
         yield
     finally:
