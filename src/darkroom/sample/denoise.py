@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from darkroom.models.bank import Choice, lay_out
 from darkroom.sample.table import (
     CLIP_RANGE,
     CLIPPED,
@@ -77,6 +78,8 @@ class Row:
     known: Known | None = None
     extra_CHW: torch.Tensor | None = None
     """Channels that the U-Net sees behind the latents, unscaled: an inpainting U-Net's mask and picture."""
+    adapters: Choice = ()
+    """(slot of the adapter bank, weight) of each; they hold for both evaluations of a guided row."""
 
     @property
     def done(self) -> bool:
@@ -247,6 +250,8 @@ class Batch:
         self._added = {
             name: torch.stack([condition.added[name] for condition in told]) for name in told[0].added
         }
+        aboard = (*self.rows, *(self.rows[i] for i in guided))
+        self._added |= lay_out([row.adapters for row in aboard], self.device)
         extra = self._timesteps_PB[:, self._guided_index]
         self._unet_timesteps = torch.cat([self._timesteps_PB, extra], dim=1)
         rows = [self.rows[i] for i in guided]
