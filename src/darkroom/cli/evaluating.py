@@ -1,0 +1,199 @@
+"""The verb for quality: evaluate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from darkroom.cli.door import Json, Out, app, columns, progress_bar, show
+from darkroom.cli.pictures import _size
+from darkroom.errors import InputError
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+
+SHOWN = ("metric", "value", "interval", "n", "extractor", "better")
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="a model, or a folder of pictures that are there already")],
+    metrics: Annotated[
+        str,
+        typer.Option(help="fid, fid-infinity, kid, cmmd, clip, clip-t, coca, dino, clip-i, pres, div, drift"),
+    ],
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="a .txt, .jsonl, .csv, .parquet, a store, dreambooth:live or dreambooth:object"),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="where the prompts stand in a table")] = None,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="take the first so many")] = None,
+    reference: Annotated[str | None, typer.Option(help="store or folder for fid, kid, cmmd")] = None,
+    reference_filter: Annotated[str | None, typer.Option(help="its rows, in SQL: 'width >= 512'")] = None,
+    extractor: Annotated[
+        list[str] | None,
+        typer.Option(help="dino=, clip=, inception=, coca= or all= FOLDER or hub id; can be repeated"),
+    ] = None,
+    subject: Annotated[str | None, typer.Option(help="folder of the subject's photographs")] = None,
+    class_word: Annotated[str | None, typer.Option(help="the subject's class, such as dog")] = None,
+    token: Annotated[str | None, typer.Option(help="the subject's rare word, such as sks")] = None,
+    base: Annotated[str | None, typer.Option(help="the model before tuning, for drift")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=FILE[:WEIGHT], merged into the model; can be repeated")
+    ] = None,
+    num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 4,
+    class_num: Annotated[int, typer.Option(min=1, help="pictures of the plain class")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="picture i has seed + i")] = 0,
+    steps: Annotated[int | None, typer.Option(help="solver steps; 30 if not said")] = None,
+    guidance: Annotated[float | None, typer.Option(help="above 1 is on; 7.5 if not said")] = None,
+    solver: Annotated[str | None, typer.Option(help="the model's own if not said")] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
+    negative: Annotated[str | None, typer.Option(help="what to steer away from")] = None,
+    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
+    keep_pictures: Annotated[
+        Path | None, typer.Option(help="keep what is drawn here; a second run draws only what is missing")
+    ] = None,
+    allow_seen: Annotated[
+        bool, typer.Option("--allow-seen", help="score with an extractor that was trained on the subject")
+    ] = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Prompts -> pictures -> scores, each with a 95 % interval and what is needed to read it again.
+
+    Example: darkroom evaluate model/ --prompts captions.txt --reference pictures.lance --metrics fid,kid
+    """
+    from darkroom.evaluate import append_scores
+    from darkroom.evaluate.scores import check_scores_file
+
+    if out is not None:
+        check_scores_file(out)
+    common: dict[str, Any] = {
+        "extractors": _extractors(extractor or []),
+        "reference": reference,
+        "reference_filter": reference_filter,
+        "subject": subject,
+        "seed": seed,
+        "allow_seen": allow_seen,
+        "say": lambda note: print(f"note: {note}", file=sys.stderr),
+    }
+    drawing: dict[str, Any] = {"steps": steps, "guidance": guidance, "solver": solver, "negative": negative}
+    drawing["size"] = None if size is None else _size(size)
+    drawing = {name: value for name, value in drawing.items() if value is not None}
+    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    with progress_bar("evaluate", as_json) as progress:
+        if _is_pictures(model):
+            _refuse({"--prompts": prompts, "--base": base, "--adapter": adapter, **_options(drawing)})
+            scores = _of_folder(model, names, token, progress, common)
+        else:
+            opened = _opened(model, adapter or [], precision, device)
+            if prompts is None:
+                raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live")
+            scores = _of_model(
+                opened,
+                names,
+                _prompts(prompts, class_word, token, column, num_prompts),
+                base=None if base is None else _opened(base, [], precision, device),
+                class_word=class_word,
+                num=num,
+                class_num=class_num,
+                settings=drawing,
+                keep=keep_pictures,
+                progress=progress,
+                **common,
+            )
+    if out is not None:
+        append_scores(out, scores)
+    show(
+        scores,
+        as_json,
+        lambda: columns([{name: getattr(score, name) for name in SHOWN} for score in scores]),
+    )
+
+
+def _is_pictures(where: str) -> bool:
+    """Whether this is a folder that holds pictures and no model."""
+    from darkroom.models import FAMILIES, PARTS
+
+    path = Path(where)
+    return where not in FAMILIES and path.is_dir() and not any((path / part).is_dir() for part in PARTS)
+
+
+def _options(drawing: dict[str, Any]) -> dict[str, Any]:
+    return {f"--{name}": value for name, value in drawing.items()}
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    told = [name for name, value in given.items() if value]
+    if told:
+        raise InputError(f"{' and '.join(told)} with a folder of pictures", mend="they are drawn already")
+
+
+def _of_folder(folder: str, names: list[str], token: str | None, progress: Any, common: Any) -> Any:
+    from darkroom.evaluate import evaluate_folder
+    from darkroom.sample import read_parameters
+
+    return evaluate_folder(
+        folder,
+        names,
+        token=token,
+        prompt_of=lambda file: str(read_parameters(file).get("prompt", "")),
+        progress=progress,
+        **common,
+    )
+
+
+def _of_model(model: Model, names: list[str], prompts: Any, **more: Any) -> Any:
+    from darkroom import sample
+    from darkroom.evaluate import evaluate
+
+    return evaluate(model, prompts, names, generate=sample.generate, **more)
+
+
+def _prompts(
+    where: str, class_word: str | None, token: str | None, column: str | None, most: int | None
+) -> Any:
+    from darkroom.evaluate import read_prompts
+
+    return read_prompts(where, class_word=class_word, token=token, column=column, most=most)
+
+
+def _extractors(given: list[str]) -> dict[str, str]:
+    """`dino=FOLDER`, or a folder alone, which is the extractor for all."""
+    found: dict[str, str] = {}
+    for one in given:
+        role, sign, where = one.partition("=")
+        role, where = (role, where) if sign else ("all", one)
+        if not where or role in found:
+            raise InputError(f"--extractor {one}", allowed="NAME=FOLDER_OR_HUB_ID, each NAME once")
+        found[role] = where
+    return found
+
+
+def _opened(where: str, adapters: list[str], precision: str, device: str) -> Model:
+    from darkroom import models
+    from darkroom.models.adapters import merge, read_adapter
+
+    model = models.load(where, dtype=models.precision(precision), device=models.device(device))
+    for one in adapters:
+        name, file, weight = _adapter(one)
+        merge(model, read_adapter(file, name=name), weight)
+        model.path = f"{model.path or model.family}+{name}" + ("" if weight == 1 else f":{weight:g}")
+    return model
+
+
+def _adapter(text: str) -> tuple[str, str, float]:
+    name, sign, rest = text.partition("=")
+    file, colon, weight = rest.rpartition(":")
+    if not colon or Path(rest).is_file():
+        file, weight = rest, "1"
+    try:
+        if not (sign and name and file):
+            raise ValueError
+        return name, file, float(weight)
+    except ValueError:
+        raise InputError(f"--adapter {text}", allowed="NAME=FILE or NAME=FILE:WEIGHT") from None
