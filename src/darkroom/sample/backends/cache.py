@@ -1,0 +1,126 @@
+"""The cache of exported modules: a folder for each export, named by all that it depends on.
+
+An export is written beside its place and renamed into it, so what lies under its name is whole. Two
+processes that want the same export do not both make it: the second waits for the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from darkroom.errors import DarkroomError, InputError
+
+ABOUT = "export.json"
+FORM = 1
+"""How exports are made; a change in this code that makes other files out of the same weights adds one."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What an export depends on."""
+
+    engine: str
+    part: str
+    identity: str
+    """SHA-256 of the weights."""
+    config: str
+    """What the module was built from: weights alone do not say how many heads there are."""
+    precision: str
+    shape: str
+    """What is fixed in it and what is open."""
+    versions: tuple[tuple[str, str], ...]
+    form: int = FORM
+
+    @property
+    def name(self) -> str:
+        """The folder's name: readable first, unique as a whole."""
+        told = json.dumps(asdict(self), sort_keys=True)
+        digest = hashlib.sha256(told.encode()).hexdigest()[:16]
+        return f"{self.engine}-{self.part}-{self.precision}-{self.identity[:8]}-{digest}"
+
+
+def cache_folder() -> Path:
+    """Where exports are kept: `backends` in $DARKROOM_CACHE or in ~/.cache/darkroom."""
+    base = os.environ.get("DARKROOM_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "darkroom") / "backends"
+
+
+def exported(key: Key, make: Callable[[Path], None]) -> Path:
+    """The folder of an export; `make(folder)` fills it first where it is not there yet.
+
+    Raises InputError where the cache cannot be written, DarkroomError where an export fails.
+    """
+    base = cache_folder()
+    place = base / key.name
+    if _is_whole(place, key):
+        return place
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(base / f".{key.name}.lock"):
+            if not _is_whole(place, key):
+                _make(place, key, make)
+    except (PermissionError, NotADirectoryError, FileExistsError) as error:
+        raise InputError(
+            f"the cache of exports '{base}' cannot be written: {error.strerror}", mend="set DARKROOM_CACHE"
+        ) from error
+    return place
+
+
+def _is_whole(place: Path, key: Key) -> bool:
+    try:
+        told = json.loads((place / ABOUT).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(told, dict) or told.get("key") != _plain(key):
+        return False
+    sizes = told.get("bytes", {})
+    return bool(sizes) and all(
+        (place / name).is_file() and (place / name).stat().st_size == size for name, size in sizes.items()
+    )
+
+
+def _plain(key: Key) -> object:
+    return json.loads(json.dumps(asdict(key)))
+
+
+def _make(place: Path, key: Key, make: Callable[[Path], None]) -> None:
+    for left in place.parent.glob(f".{key.name}-*"):  # of exports that were killed; the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{key.name}-", dir=place.parent))
+    try:
+        make(beside)
+        sizes = {file.name: file.stat().st_size for file in sorted(beside.iterdir())}
+        about = {"key": asdict(key), "bytes": sizes}
+        (beside / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+        beside.chmod(0o755)
+        if place.exists():  # not whole, or another key's
+            shutil.rmtree(place)
+        beside.rename(place)
+    except BaseException as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (28, 122):  # no space, over quota
+            raise DarkroomError(
+                f"no room left in '{place.parent}' for the export of the {key.part}"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _one_at_a_time(file: Path) -> Iterator[None]:
+    """Hold a lock that the operating system lets go of when its holder dies."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: exports may be made twice there, the first one renamed stays
+        yield
+        return
+    with open(file, "a", encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield

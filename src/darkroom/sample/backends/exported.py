@@ -1,0 +1,160 @@
+"""What ONNX Runtime and OpenVINO share: modules exported into the cache, called with float32 tensors.
+
+An `Engine` knows how a shell becomes files and how files become a `Run`. Conditions and latents go in as
+float32 and come out so, whatever is computed in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from darkroom.errors import MissingExtra
+from darkroom.models import identity
+from darkroom.sample.backends.backend import Backend
+from darkroom.sample.backends.cache import Key, exported
+from darkroom.sample.backends.shells import Shell, decoder_shell, look_alike, unet_shell
+from darkroom.sample.denoise import Unet
+from darkroom.sample.pictures import decode, encode
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+
+Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+"""Inputs by name, float32 and contiguous, to the one output; it is the caller's own."""
+
+
+class Engine(ABC):
+    """Something that runs exported modules."""
+
+    name: str
+    extra: str
+    packages: tuple[str, ...]
+    """What must be installed; the first is the engine itself."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        """What modules are exported in."""
+        self.precision = str(dtype).removeprefix("torch.")
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def export(self, shell: Shell, folder: Path) -> None:
+        """Write the shell's module into an empty folder."""
+
+    @abstractmethod
+    def load(self, folder: Path, shell: Shell) -> Run:
+        """Make a folder's module ready."""
+
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """Of what an export depends on; MissingExtra where a package is not there."""
+        found = []
+        for package in ("torch", "diffusers", *self.packages):
+            try:
+                found.append((package, importlib.metadata.version(package)))
+            except importlib.metadata.PackageNotFoundError as error:
+                raise MissingExtra(package, self.extra) from error
+        return tuple(found)
+
+
+def open_exported(model: Model, engine: Engine, notice: Callable[[str], None]) -> Backend:
+    """A model's U-Net and VAE decoder in an engine, exported first where the cache has them not yet.
+
+    The text encoders (under 1 % of a picture's work) and the VAE's encoder stay with torch.
+    """
+    unet, vae = model.unet, model.vae
+    assert unet is not None
+    assert vae is not None
+    times_s: dict[str, float] = {}
+    run_unet = _opened(engine, unet, unet_shell, notice, times_s)
+    run_decoder = _opened(engine, vae, decoder_shell, notice, times_s)
+    return Backend(
+        engine.name,
+        _unet_of(run_unet),
+        decode=lambda latents_BCHW: decode(
+            vae, latents_BCHW, decoder=lambda some: run_decoder({"latents": some.contiguous()})
+        ),
+        encode=lambda pixels_B3HW: encode(vae, pixels_B3HW),
+        device=engine.device,
+        dtype=torch.float32,
+        precision=engine.precision,
+        notes=engine.notes,
+        times_s=times_s,
+    )
+
+
+def _opened(
+    engine: Engine,
+    module: Any,
+    shell_of: Callable[[Any], Shell],
+    notice: Callable[[str], None],
+    times_s: dict[str, float],
+) -> Run:
+    shell = shell_of(module)
+    key = Key(
+        engine.name,
+        shell.part,
+        identity(module),
+        _config_digest(module),
+        f"{str(engine.dtype).removeprefix('torch.')}-{engine.device.type}",
+        shell.shape,
+        engine.versions(),
+    )
+
+    def make(folder: Path) -> None:
+        start = time.perf_counter()
+        notice(f"{_told(shell.part)} is exported for {engine.name}, once: {_size(shell, engine)}")
+        engine.export(shell_of(_in_precision(module, engine.dtype)), folder)
+        times_s[f"export {shell.part}"] = time.perf_counter() - start
+
+    folder = exported(key, make)
+    start = time.perf_counter()
+    run = engine.load(folder, shell)
+    times_s[f"load {shell.part}"] = time.perf_counter() - start
+    return run
+
+
+def _told(part: str) -> str:
+    return {"unet": "the U-Net", "vae_decoder": "the VAE's decoder"}[part]
+
+
+def _size(shell: Shell, engine: Engine) -> str:
+    count = sum(p.numel() for p in shell.module.parameters())
+    size = count * engine.dtype.itemsize
+    patience = "; this takes minutes" if count > 100_000_000 else ""
+    return f"{count / 1e6:.3g} M parameters, {size / 1e6:,.3g} MB{patience}"
+
+
+def _in_precision(module: Any, dtype: torch.dtype) -> Any:
+    """The module with diffusers' own attention in a precision, the given one left as it is."""
+    same = look_alike(module)
+    same.set_default_attn_processor()
+    if next(module.parameters()).dtype == dtype:
+        return same
+    cast = {name: value.to(dtype) for name, value in same.state_dict().items()}
+    same.load_state_dict(cast, assign=True)
+    return same
+
+
+def _config_digest(module: Any) -> str:
+    told = {name: value for name, value in module.config.items() if not name.startswith("_")}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _unet_of(run: Run) -> Unet:
+    def call(
+        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        given = {"x": x, "t": t, "text": text, **added}
+        return run({name: value.float().contiguous() for name, value in given.items()})
+
+    return call
