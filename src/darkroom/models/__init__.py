@@ -9,6 +9,7 @@ An adapter is a file of what was learned beside a model: `read_adapter`, `write_
 
 from darkroom.models.adapter_metadata import about
 from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
+from darkroom.models.bank import Bank
 from darkroom.models.families import FAMILIES, Family, create
 from darkroom.models.folder import describe, identity, load, save
 from darkroom.models.model import PARTS, Model
@@ -19,6 +20,7 @@ __all__ = [
     "FAMILIES",
     "PARTS",
     "Adapter",
+    "Bank",
     "Factors",
     "Family",
     "Layer",

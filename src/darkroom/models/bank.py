@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ Choice = Sequence[tuple[int, float]]
 """The adapters of one row: pairs of slot and weight."""
 SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
 """What a batch calls them among what else the U-Net is told."""
+ROWS = "adapter_rows"
+"""Where a U-Net or text encoder keeps its `Rows`."""
 MAX_WEIGHT = 100.0
 
 
@@ -40,9 +42,33 @@ class Rows:
     the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rank: int) -> None:
+        self.max_rank = max_rank
+        self.width = 0
+        """Adapters a row that a call is padded to, so that its shape stays the same; 0 is as they come."""
         self.slots_BK: torch.Tensor | None = None
         self.weights_Bs1: torch.Tensor | None = None
+
+    @contextmanager
+    def applied(self, slots_BK: torch.Tensor | None, weights_BK: torch.Tensor | None) -> Iterator[None]:
+        """Calls in here see these rows' adapters; one row [1, K] holds for all rows of a call."""
+        if slots_BK is not None and weights_BK is not None:
+            missing = (0, max(0, self.width - slots_BK.shape[1]))
+            self.slots_BK = nn.functional.pad(slots_BK, missing)
+            weights = nn.functional.pad(weights_BK, missing)
+            self.weights_Bs1 = weights.repeat_interleave(self.max_rank, 1)[:, :, None]
+        try:
+            yield
+        finally:
+            self.slots_BK = self.weights_Bs1 = None
+
+
+def rows_of(module: Any) -> Rows:
+    """Where a call of a U-Net or text encoder, or of what stands for it, is told its rows' adapters."""
+    rows: Rows | None = getattr(module, ROWS, None)
+    if rows is None:
+        raise ValueError("rows have adapters, and the model has no adapter bank")
+    return rows
 
 
 class Banked:
@@ -60,10 +86,11 @@ class Banked:
         slots_BK, weights_Bs1 = self.bank_rows.slots_BK, self.bank_rows.weights_Bs1
         if slots_BK is None or weights_Bs1 is None:
             return out
-        if x.shape[0] != slots_BK.shape[0]:
+        if slots_BK.shape[0] not in (1, x.shape[0]):
             raise ValueError(f"{x.shape[0]} rows, and adapters for {slots_BK.shape[0]}")
-        down_BsI = self.bank_down[slots_BK].flatten(1, 2)
-        up_BsO = self.bank_up[slots_BK].flatten(1, 2) * weights_Bs1
+        down_BsI = self.bank_down[slots_BK].flatten(1, 2).expand(x.shape[0], -1, -1)
+        up_BsO = self.bank_up[slots_BK].flatten(1, 2)
+        up_BsO = (up_BsO * weights_Bs1.to(up_BsO.dtype)).expand(x.shape[0], -1, -1)
         if isinstance(self, nn.Conv2d):
             return _add_conv(self, x, out, down_BsI, up_BsO)
         return _add_linear(x, out, down_BsI, up_BsO)
@@ -132,7 +159,10 @@ class Bank:
         self._known = adaptable(model)
         self._held: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
-        self._rows = {"unet": Rows(), "text": Rows()}
+        self._rows = {"unet": Rows(max_rank), "text": Rows(max_rank)}
+        for name, part in model.modules.items():
+            if name != "vae":
+                setattr(part, ROWS, self._rows["unet" if name == "unet" else "text"])
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -232,6 +262,8 @@ class Bank:
     def seal(self) -> None:
         """From now on no layer is added: compiled and captured calls stay as they are."""
         self.sealed = True
+        for rows in self._rows.values():
+            rows.width = self.most_a_row
 
     def _wrap(self, path: str) -> nn.Module:
         layer = self._known[path]
@@ -267,24 +299,17 @@ class Bank:
             layer.__class__ = type(layer).__mro__[2]
             for name in ("bank_down", "bank_up", "bank_rows"):
                 delattr(layer, name)
+        for part in self.model.modules.values():
+            if getattr(part, ROWS, None) in self._rows.values():
+                delattr(part, ROWS)
         self._held.clear()
         self._names.clear()
 
-    @contextmanager
     def applied(
         self, part: str, slots_BK: torch.Tensor | None, weights_BK: torch.Tensor | None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Calls of the U-Net (`unet`) or the text encoders (`text`) in here see these rows' adapters."""
-        rows = self._rows[part]
-        like = next((up for path, up in self._ups() if (part == "unet") == path.startswith("unet.")), None)
-        if slots_BK is not None and weights_BK is not None and like is not None:
-            weights = weights_BK.to(like.device, like.dtype)
-            rows.slots_BK = slots_BK.to(like.device)
-            rows.weights_Bs1 = weights.repeat_interleave(self.max_rank, 1)[:, :, None]
-        try:
-            yield
-        finally:
-            rows.slots_BK = rows.weights_Bs1 = None
+        return self._rows[part].applied(slots_BK, weights_BK)
 
     def lay_out(self, choices: Sequence[Choice], device: torch.device | str) -> dict[str, torch.Tensor]:
         """Rows' adapters as the tensors that a call is told; nothing where no row has one."""
