@@ -36,9 +36,10 @@ def test_a_prompt_is_read_in_parts_of_75_tokens_with_a_notice(tiny: Model) -> No
     assert [len(part.ids) for part in parts] == [75] * (len(ids) // 75) + [len(ids) % 75]
     assert [token for part in parts for token in part.ids] == ids
     _, notices = encode_prompts(tiny, [" ".join(words), "a horse"], SIZE)
-    assert notices == [
-        f"prompt 'horse0 horse1 horse2 horse3 horse4 ho...' is read in {len(parts)} parts of the text encoder's length"
-    ]
+    assert len(notices) == 1
+    assert notices[0].startswith(
+        f"prompt 'horse0 horse1 horse2 horse3 horse4 ho...' is read in {len(parts)} parts"
+    )
 
 
 def test_75_tokens_are_one_part_and_76_are_two(tiny: Model) -> None:

@@ -14,12 +14,26 @@ from darkroom.errors import InputError
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="a model folder, a hub id, or a family")],
+    model: Annotated[str, typer.Argument(help="a model folder, a .safetensors file, a hub id, or a family")],
     prompts: Annotated[list[str], typer.Argument(help="one or more prompts")],
     negative: Annotated[str | None, typer.Option(help="what to steer away from")] = None,
     seed: Annotated[int, typer.Option(min=0, help="picture i has seed + i")] = 0,
     num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 1,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
+    image: Annotated[str | None, typer.Option(help="a PNG, JPEG or WebP to start from")] = None,
+    mask: Annotated[str | None, typer.Option(help="white where the picture is painted anew")] = None,
+    strength: Annotated[
+        float | None, typer.Option(help="how much of the steps; 0.75 if not said, with a mask 1")
+    ] = None,
+    paste: Annotated[bool, typer.Option(help="keep the picture outside the mask to the pixel")] = True,
+    hires: Annotated[
+        str | None, typer.Option(help="a second, larger pass: SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6")
+    ] = None,
+    hires_upscaler: Annotated[str, typer.Option(help="latent or lanczos")] = "latent",
+    weighting: Annotated[str, typer.Option(help="weights in prompts: none, a1111 or compel")] = "none",
+    clip_skip: Annotated[
+        int, typer.Option(min=0, help="last text layers left out; A1111's 'Clip skip: 2' is 1")
+    ] = 0,
     steps: Annotated[int | None, typer.Option(help="solver steps; 30 if not said")] = None,
     guidance: Annotated[float | None, typer.Option(help="above 1 is on; 7.5 if not said")] = None,
     solver: Annotated[str | None, typer.Option(help="the model's own if not said")] = None,
@@ -56,6 +70,13 @@ def generate(
             seed=seed,
             num=num,
             size=_size(size),
+            image=image,
+            mask=mask,
+            strength=strength,
+            paste=paste,
+            hires=None if hires is None else sample.Hires.parsed(hires, hires_upscaler),
+            weighting=weighting,
+            clip_skip=clip_skip,
             steps=steps,
             guidance=guidance,
             solver=solver,

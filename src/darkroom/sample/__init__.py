@@ -7,11 +7,12 @@ decodes, saves and reads back; `backends` computes the U-Net and VAE; `generate`
 
 from darkroom.sample.backends import BACKENDS, Backend, open_backend, unet_call
 from darkroom.sample.choice import SOLVERS, default_solver, make_table
-from darkroom.sample.denoise import Batch, Condition, Row, StepState, Unet, advance, denoise
-from darkroom.sample.generate import GenerateSettings, Job, generate
+from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
+from darkroom.sample.generate import Job, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, read_parameters, save_pictures
 from darkroom.sample.prompts import Part, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
+from darkroom.sample.settings import GenerateSettings, Hires
 from darkroom.sample.table import Table
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "Batch",
     "Condition",
     "GenerateSettings",
+    "Hires",
     "Job",
+    "Known",
     "Part",
     "Picture",
     "Row",

@@ -172,7 +172,9 @@ def make_table(
     with np.errstate(divide="ignore", invalid="ignore"):
         filled = replace(known.fill(plan), spacing=plan.spacing, karras=plan.karras)
     if len(filled) <= plan.start:
-        raise InputError(f"strength {strength:g} of {len(filled)} steps leaves none", mend="raise one of them")
+        raise InputError(
+            f"strength {strength:g} of {len(filled)} steps leaves none", mend="raise one of them"
+        )
     return _checked(filled.begun_at(plan.start) if plan.start else filled, schedule)
 
 

@@ -5,18 +5,28 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from PIL import Image
 
 import darkroom
 from darkroom.errors import InputError
+from darkroom.sample import inputs
 from darkroom.sample.backends import Backend, open_backend
-from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
-from darkroom.sample.denoise import Condition, Row, denoise
+from darkroom.sample.choice import default_solver, make_table
+from darkroom.sample.denoise import Condition, Known, Row, denoise
 from darkroom.sample.pictures import Picture
-from darkroom.sample.prompts import check_text_parts, encode_prompts, guidance_embedding, silent
+from darkroom.sample.prompts import (
+    check_text_parts,
+    encode_prompts,
+    guidance_embedding,
+    read_parts,
+    silent,
+    time_ids,
+)
+from darkroom.sample.settings import DEFAULT_STRENGTH, MAX_SEED, GenerateSettings
 from darkroom.sample.table import Table
 
 if TYPE_CHECKING:
@@ -24,122 +34,56 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("darkroom")
 
-DEFAULT_STEPS, DEFAULT_GUIDANCE = 30, 7.5
-# A consistency model is distilled to few steps and has its guidance built in.
-LCM_STEPS, LCM_GUIDANCE = 4, 1.0
 MAX_SIDE = 8192
-MAX_SEED = 2**63 - 1
 # As many pictures a U-Net call as have this many latent pixels together: 8 of 512 px with a factor of 8.
 CALL_LATENT_PIXELS, CALL_PICTURES = 8 * 64 * 64, 64
-
-
-class GenerateSettings(BaseModel):
-    """How pictures are made, whatever the prompt. None leaves a choice to the model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    negative: str | None = Field(
-        None, description="what to steer away from; None: nothing (SD encodes '', SDXL takes zeros)"
-    )
-    seed: int = Field(0, ge=0, le=MAX_SEED, description="picture i of a call has seed + i")
-    num: int = Field(1, ge=1, le=10_000, description="pictures for each prompt")
-    size: tuple[int, int] | None = Field(
-        None, description="width and height in pixels; None: what the U-Net was made for"
-    )
-    steps: int | None = Field(None, ge=1, le=MAX_STEPS, description="None: 30, with lcm 4")
-    guidance: float | None = Field(
-        None, ge=0, le=1000, allow_inf_nan=False, description="above 1 is on; None: 7.5, with lcm 1"
-    )
-    solver: str | None = Field(None, description="None: the scheduler in the model's folder")
-    guidance_rescale: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the guided output that is brought back to the contrast unguided",
-    )
-    eta: float = Field(0.0, ge=0, le=1, description="noise of ddim: 0 none, 1 as much as DDPM")
-    karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
-    spacing: str | None = Field(
-        None, description="timesteps leading, trailing or linspace; None: as the scheduler says"
-    )
-
-    @classmethod
-    def of(cls, **given: Any) -> GenerateSettings:
-        """The settings, with a user's mistake told as an InputError in one line."""
-        try:
-            return cls(**given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
-            allowed = first["msg"].removeprefix("Input should be ")
-            raise InputError(f"{name}: {first.get('input')!r}", allowed=allowed) from error
-
-    def resolved(self, solver: str) -> GenerateSettings:
-        """With the defaults of a solver in place of None."""
-        is_lcm = solver == "lcm"
-        return self.model_copy(
-            update={
-                "solver": solver,
-                "steps": self.steps or (LCM_STEPS if is_lcm else DEFAULT_STEPS),
-                "guidance": (LCM_GUIDANCE if is_lcm else DEFAULT_GUIDANCE)
-                if self.guidance is None
-                else self.guidance,
-            }
-        )
 
 
 def generate(
     model: Model,
     prompts: Sequence[str] | str,
     *,
-    negative: str | None = None,
-    seed: int = 0,
-    num: int = 1,
-    size: tuple[int, int] | None = None,
-    steps: int | None = None,
-    guidance: float | None = None,
-    solver: str | None = None,
-    guidance_rescale: float = 0.0,
-    eta: float = 0.0,
-    karras: bool | None = None,
-    spacing: str | None = None,
+    image: Image.Image | str | None = None,
+    mask: Image.Image | str | None = None,
     batch_rows: int | None = None,
     backend: str | Backend = "torch",
     progress: Callable[[int, int], None] | None = None,
     notice: Callable[[str], None] = LOG.warning,
+    **settings: Any,
 ) -> list[Picture]:
     """Make `num` pictures of each prompt, in the order of the prompts; picture i of the call has seed + i.
 
-    The settings are those of `GenerateSettings`. `batch_rows` bounds the pictures of one U-Net call (guidance
-    doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
-    `openvino`, or one opened before (`open_backend`). `progress(done, total)` counts steps. What was
-    substituted or cut goes to `notice` and into each picture's parameters. InputError for what cannot be.
+    The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
+    it only what is white in the `mask` is painted anew. `batch_rows` bounds the pictures of one U-Net call
+    (guidance doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`,
+    `compile`, `onnx`, `openvino`, or one opened before (`open_backend`). `progress(done, total)` counts
+    steps. What was substituted goes to `notice` and into each picture's parameters. InputError for what
+    cannot be.
     """
-    settings = GenerateSettings.of(
-        negative=negative,
-        seed=seed,
-        num=num,
-        size=size,
-        steps=steps,
-        guidance=guidance,
-        solver=solver,
-        guidance_rescale=guidance_rescale,
-        eta=eta,
-        karras=karras,
-        spacing=spacing,
-    )
-    job = Job(model, [prompts] if isinstance(prompts, str) else list(prompts), settings, backend, notice)
+    told = [prompts] if isinstance(prompts, str) else list(prompts)
+    job = Job(model, told, GenerateSettings.of(**settings), backend, notice, image=image, mask=mask)
     for note in job.notes:
         notice(note)
+    done = 0
+
+    def run(rows: list[Row]) -> None:
+        nonlocal done
+        for state in denoise(job.backend.unet, rows):
+            done += len(state.rows)
+            if progress is not None:
+                progress(done, job.num_steps)
+
     pictures: list[Picture] = []
     for start, count in _chunks(job.num_pictures, job.rows_a_call if batch_rows is None else batch_rows):
         rows = [job.row(i) for i in range(start, start + count)]
-        for state in denoise(job.backend.unet, rows):
-            if progress is not None:
-                progress(
-                    start * len(job.table) + (state.index + 1) * count, job.num_pictures * len(job.table)
-                )
-        pictures += job.finish(start, rows)
+        run(rows)
+        if job.hires is None:
+            pictures += job.finish(start, rows)
+            continue
+        for first, some in _chunks(count, job.hires.rows_a_call if batch_rows is None else batch_rows):
+            larger = job.enlarged(start + first, rows[first : first + some])
+            run(larger)
+            pictures += job.finish(start + first, larger)
     return pictures
 
 
@@ -150,8 +94,27 @@ def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
         yield start, min(size, total - start)
 
 
+class Pass:
+    """One way through a table at one size: `generate` takes one, with hires two."""
+
+    def __init__(self, model: Model, table: Table, size: tuple[int, int]) -> None:
+        self.table, self.size = table, size
+        width, height = size
+        self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
+
+    @property
+    def rows_a_call(self) -> int:
+        """Pictures for one U-Net call: eight of 512 px, more of smaller ones."""
+        pixels = self.latent_shape[1] * self.latent_shape[2]
+        return max(1, min(CALL_PICTURES, CALL_LATENT_PIXELS // pixels))
+
+
 class Job:
-    """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture."""
+    """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
+
+    A server drives it row by row: `row(i)`, then `denoise` or `Batch`; where `hires` is set, `enlarged` gives
+    the rows of the second pass; `finish` decodes.
+    """
 
     def __init__(
         self,
@@ -160,12 +123,22 @@ class Job:
         settings: GenerateSettings,
         backend: str | Backend = "torch",
         notice: Callable[[str], None] = LOG.warning,
+        *,
+        image: Image.Image | str | None = None,
+        mask: Image.Image | str | None = None,
     ) -> None:
-        _check_parts(model)
+        self.image = None if image is None else inputs.read_image(image)
+        self.mask = None if mask is None else inputs.read_mask(mask)
+        _check_parts(model, has_mask=self.mask is not None)
+        _check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
+        if self.image is not None and settings.strength is None:
+            strength = DEFAULT_STRENGTH if self.mask is None else 1.0
+            settings = settings.model_copy(update={"strength": strength})
         self.table = table_for(model, settings)
         self.settings = settings.resolved(self.table.solver)
-        self.size = checked_size(model, settings.size)
+        self.size = checked_size(model, settings.size, self.image)
+        self.first, self.hires = Pass(model, self.table, self.size), self._second_pass()
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
@@ -174,33 +147,69 @@ class Job:
         if isinstance(backend, str):
             backend = open_backend(backend, model, notice=notice)
         self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
-        self.positives, self.negative, cut = self._conditions()
-        self.notes = [*self.table.notes, *backend.notes, *cut]
+        self.positives, self.negatives, told = self._conditions()
+        self.source = self._source()
+        self.notes = [*self.table.notes, *backend.notes, *told, *self._size_note()]
 
     @property
     def rows_a_call(self) -> int:
-        """Pictures for one U-Net call: eight of 512 px, more of smaller ones."""
-        width, height = self.size
-        pixels = width * height // self.model.vae_factor**2
-        return max(1, min(CALL_PICTURES, CALL_LATENT_PIXELS // pixels))
+        """Pictures for one U-Net call of the first pass."""
+        return self.first.rows_a_call
 
-    def _conditions(self) -> tuple[list[Condition], Condition | None, list[str]]:
-        told = [*self.prompts]
-        width = getattr(self.model.unet.config, "time_cond_proj_dim", None)  # type: ignore[union-attr]
+    @property
+    def num_steps(self) -> int:
+        """Steps of all pictures together."""
+        hires = len(self.hires.table) if self.hires is not None else 0
+        return self.num_pictures * (len(self.table) + hires)
+
+    def _second_pass(self) -> Pass | None:
+        hires = self.settings.hires
+        if hires is None:
+            return None
+        unit = _unit(self.model)
+        width, height = (_nearest(round(side * hires.scale), unit) for side in self.size)
+        table = table_for(
+            self.model,
+            self.settings.model_copy(
+                update={"steps": hires.steps or self.settings.steps, "strength": hires.strength}
+            ),
+        )
+        return Pass(self.model, table, (width, height))
+
+    def _conditions(self) -> tuple[list[Condition], list[Condition | None], list[str]]:
+        """A positive and a negative condition for each prompt, in as many parts as the longer of both has."""
+        model, weighting = self.model, self.settings.weighting
+        width = getattr(model.unet.config, "time_cond_proj_dim", None)  # type: ignore[union-attr]
         guided = self.guidance > 1 and width is None
-        encodes_negative = guided and (self.settings.negative is not None or not self.model.is_sdxl)
-        if encodes_negative:
-            told.append(self.settings.negative or "")
-        encoded, cut = encode_prompts(self.model, told, self.size)
-        positives = [self._moved(condition) for condition in encoded[: len(self.prompts)]]
+        encodes_negative = guided and (self.settings.negative is not None or not model.is_sdxl)
+        negative = self.settings.negative or ""
+        least = len(read_parts(model, negative, weighting)[0]) if encodes_negative else 1
+        parts = [max(least, len(read_parts(model, prompt, weighting)[0])) for prompt in self.prompts]
+        skip = self.settings.clip_skip
+        encoded, told = encode_prompts(
+            model, self.prompts, self.size, weighting=weighting, clip_skip=skip, parts=parts
+        )
+        positives = [self._moved(condition) for condition in encoded]
         if width is not None:
             told_guidance = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
             for condition in positives:
                 condition.added["timestep_cond"] = told_guidance
-        negative = None
-        if guided:
-            negative = self._moved(encoded[-1]) if encodes_negative else silent(positives[0])
-        return positives, negative, cut
+        if not guided:
+            return positives, [None] * len(positives), told
+        if not encodes_negative:
+            return positives, [silent(condition) for condition in positives], told
+        counts = sorted(set(parts))
+        # diffusers skips layers for the prompt alone; A1111, whose syntax comes with its ways, for both.
+        against, told_too = encode_prompts(
+            model,
+            [negative] * len(counts),
+            self.size,
+            weighting=weighting,
+            clip_skip=skip if weighting == "a1111" else 0,
+            parts=counts,
+        )
+        by_count = {count: self._moved(one) for count, one in zip(counts, against, strict=True)}
+        return positives, [by_count[count] for count in parts], told + told_too
 
     def _moved(self, condition: Condition) -> Condition:
         added = {
@@ -208,6 +217,20 @@ class Job:
             for name, value in condition.added.items()
         }
         return Condition(condition.text_LD.to(self.device, self.dtype), added)
+
+    def _source(self) -> inputs.Source | None:
+        if self.image is None:
+            return None
+        shows = int(self.model.unet.config.in_channels) != self.model.latent_channels  # type: ignore[union-attr]
+        return inputs.Source.encoded(
+            self.backend, self.image, self.mask, self.size, self.model.vae_factor, shows=shows
+        )
+
+    def _size_note(self) -> list[str]:
+        if self.image is None or self.image.size == self.size:
+            return []
+        given, taken = ("x".join(map(str, size)) for size in (self.image.size, self.size))
+        return [f"the picture of {given} pixels is taken at {taken}"]
 
     @property
     def guidance(self) -> float:
@@ -217,33 +240,85 @@ class Job:
 
     def row(self, i: int) -> Row:
         """Picture i at its first step: noise from its own seed, drawn on the CPU as diffusers does."""
-        width, height = self.size
-        factor = self.model.vae_factor
-        generator = torch.Generator("cpu").manual_seed(self.settings.seed + i)
-        shape = (self.model.latent_channels, height // factor, width // factor)
-        noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+        generator = self._generator(i)
+        if self.source is not None:
+            strength = self.settings.strength
+            assert strength is not None
+            latents, known, extra = self.source.start(self.table, strength, generator)
+        else:
+            noise = torch.randn(self.first.latent_shape, generator=generator, dtype=torch.float32)
+            latents, known, extra = noise * self.table.initial_scale, None, None
+        return self._row(i, self.first, latents, generator, known, extra)
+
+    def _generator(self, i: int) -> torch.Generator:
+        return torch.Generator("cpu").manual_seed(self.settings.seed + i)
+
+    def _row(
+        self,
+        i: int,
+        taken: Pass,
+        latents_CHW: torch.Tensor,
+        generator: torch.Generator,
+        known: Known | None = None,
+        extra_CHW: torch.Tensor | None = None,
+    ) -> Row:
+        prompt = i // self.settings.num
+        negative = self.negatives[prompt]
+        if known is not None:
+            known = Known(
+                known.latents_CHW.to(self.device),
+                known.noise_CHW.to(self.device),
+                known.mask_1HW.to(self.device),
+            )
         return Row(
-            self.table,
-            (noise * self.table.initial_scale).to(self.device),
-            self.positives[i // self.settings.num],
-            self.negative,
+            taken.table,
+            latents_CHW.to(self.device),
+            sized(self.positives[prompt], taken.size),
+            None if negative is None else sized(negative, taken.size),
             guidance=self.guidance,
             guidance_rescale=self.settings.guidance_rescale,
             generator=generator,
+            known=known,
+            extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
         )
+
+    def enlarged(self, start: int, rows: Sequence[Row]) -> list[Row]:
+        """The second pass of rows that are done, the first of which is picture `start`.
+
+        Each starts from its seed anew, as a picture made from the enlarged one with that seed.
+        """
+        assert self.hires is not None
+        assert self.settings.hires is not None
+        larger, made = self.hires, []
+        latents_BCHW = torch.stack([row.latents_CHW for row in rows])
+        by_pixels = self.settings.hires.upscaler == "lanczos"
+        images = self.backend.decode(latents_BCHW) if by_pixels else []
+        resized = torch.nn.functional.interpolate(latents_BCHW, size=larger.latent_shape[1:], mode="bilinear")
+        for at in range(len(rows)):
+            generator = self._generator(start + at)
+            latents = resized[at].cpu()
+            if by_pixels:
+                pixels = inputs.to_pixels(images[at], larger.size)
+                latents = inputs.Spread.of(self.backend, pixels).draw(generator)
+            noise = torch.randn(larger.latent_shape, generator=generator, dtype=torch.float32)
+            first = inputs.noised(latents, noise, larger.table)
+            made.append(self._row(start + at, larger, first, generator))
+        return made
 
     def finish(self, start: int, rows: Sequence[Row]) -> list[Picture]:
         """Decode finished rows, the first of which is picture `start`."""
         latents_BCHW = torch.stack([row.latents_CHW for row in rows])
         images = self.backend.decode(latents_BCHW)
+        if self.image is not None and self.mask is not None and self.settings.paste:
+            images = [inputs.pasted(made, self.image, self.mask) for made in images]
         latents_BCHW = latents_BCHW.cpu()
         return [Picture(image, self.parameters(start + i), latents_BCHW[i]) for i, image in enumerate(images)]
 
     def parameters(self, i: int) -> dict[str, Any]:
         """What picture i is made with, as plain values."""
-        width, height = self.size
+        width, height = (self.hires or self.first).size
         settings, model = self.settings, self.model
-        return {
+        told = {
             "prompt": self.prompts[i // settings.num],
             "negative": settings.negative or "",
             "seed": settings.seed + i,
@@ -262,6 +337,31 @@ class Job:
             "notes": self.notes,
             "version": darkroom.__version__,
         }
+        return {**told, **self._further_parameters()}
+
+    def _further_parameters(self) -> dict[str, Any]:
+        """What is told only where it was asked for."""
+        settings = self.settings
+        told: dict[str, Any] = {}
+        if settings.weighting != "none":
+            told["weighting"] = settings.weighting
+        if settings.clip_skip:
+            told["clip_skip"] = settings.clip_skip
+        if self.image is not None:
+            told |= {"strength": settings.strength, "image": f"{self.image.width}x{self.image.height}"}
+        if self.mask is not None:
+            told |= {"mask": f"{self.mask.width}x{self.mask.height}", "paste": settings.paste}
+        if settings.hires is not None:
+            told["hires"] = settings.hires.model_dump()
+        return told
+
+
+def sized(condition: Condition, size: tuple[int, int]) -> Condition:
+    """A condition that tells SDXL another size; of other models, the same."""
+    told = condition.added.get("time_ids")
+    if told is None:
+        return condition
+    return replace(condition, added={**condition.added, "time_ids": time_ids(size, told)})
 
 
 def table_for(model: Model, settings: GenerateSettings) -> Table:
@@ -277,14 +377,27 @@ def table_for(model: Model, settings: GenerateSettings) -> Table:
         eta=settings.eta,
         spacing=settings.spacing,
         karras=settings.karras,
+        strength=1.0 if settings.strength is None else settings.strength,
     )
 
 
-def checked_size(model: Model, size: tuple[int, int] | None) -> tuple[int, int]:
-    """Width and height in pixels; the U-Net's own where None. InputError unless the model can make it."""
+def _unit(model: Model) -> int:
+    """What a side in pixels must be a multiple of."""
+    levels = len(model.unet.config.block_out_channels)  # type: ignore[union-attr]
+    return int(model.vae_factor * 2 ** (levels - 1))
+
+
+def checked_size(
+    model: Model, size: tuple[int, int] | None, image: Image.Image | None = None
+) -> tuple[int, int]:
+    """Width and height in pixels; where None the U-Net's own, in the shape of a picture to start from.
+
+    InputError unless the model can make it.
+    """
+    unit = _unit(model)
     if size is None:
-        return model.sample_size, model.sample_size
-    unit = model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1)  # type: ignore[union-attr]
+        side = model.sample_size
+        return (side, side) if image is None else inputs.fitted_size(image, side, unit)
     for side in size:
         if side % unit or not unit <= side <= MAX_SIDE:
             raise InputError(
@@ -299,15 +412,33 @@ def _nearest(side: int, unit: int) -> int:
     return min(max(unit, math.floor(side / unit + 0.5) * unit), MAX_SIDE // unit * unit)
 
 
-def _check_parts(model: Model) -> None:
+def _check_parts(model: Model, *, has_mask: bool) -> None:
     missing = [name for name in ("unet", "vae") if getattr(model, name) is None]
     if missing:
         raise InputError(f"the model has no {' and no '.join(missing)}", mend="load it with all its parts")
     check_text_parts(model)
     assert model.unet is not None
-    takes = int(model.unet.config.in_channels)
-    if takes != model.latent_channels:
+    takes, latents = int(model.unet.config.in_channels), model.latent_channels
+    if takes == latents:
+        return
+    if takes != 2 * latents + 1:
         raise InputError(
-            f"the U-Net takes {takes} channels and the latents have {model.latent_channels}",
-            mend="inpainting and picture-to-picture U-Nets are not known",
+            f"the U-Net takes {takes} channels and the latents have {latents}",
+            allowed=f"{latents}, or {2 * latents + 1} of an inpainting U-Net",
         )
+    if not has_mask:
+        raise InputError(
+            f"the U-Net takes {takes} channels: it repaints a part of a picture",
+            mend="give the picture and a mask, white where it is painted anew",
+        )
+
+
+def _check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
+    if image is None and mask is not None:
+        raise InputError("a mask without a picture", mend="give the picture too")
+    if image is None and settings.strength is not None:
+        raise InputError(f"strength {settings.strength:g} without a picture to start from", mend="give one")
+    if image is not None and settings.hires is not None:
+        raise InputError("hires with a picture to start from", mend="give a larger size instead")
+    if image is not None and mask is not None:
+        inputs.check_mask(mask, image)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError
+from darkroom.models import spelled
 from darkroom.sample.denoise import Condition
 from darkroom.sample.weighting import pieces
 
@@ -47,7 +48,7 @@ def read_prompt(
         if piece.ends_part:
             parts.append(Part([], []))
             continue
-        for token in tokenizer(piece.text, verbose=False).input_ids[1:-1]:
+        for token in tokenizer(spelled(tokenizer, [piece.text])[0], verbose=False).input_ids[1:-1]:
             if len(parts[-1].ids) == room:
                 parts.append(_carried_over(parts[-1], token, comma))
             parts[-1].ids.append(token)
@@ -84,12 +85,12 @@ def encode_prompts(
     clip_skip: int | None = None,
     parts: Sequence[int] | None = None,
 ) -> tuple[list[Condition], list[str]]:
-    """A condition for each prompt, and notices of what was read in parts. `size` (width, height) is told to SDXL.
+    """A condition for each prompt, and notices of what was read in parts. `size` (width, height) is for SDXL.
 
     SD 1 and 2: the text encoder's last states after its final norm. SDXL: both encoders' states one layer
-    below the last, side by side, with the second one's pooled projection (of the first part) and the picture's
-    size. `clip_skip` leaves out so many more of the last layers. `weighting` is the prompts' syntax (none, a1111,
-    compel). `parts` says for each prompt how many parts it has at least; empty ones are added behind it.
+    below the last, side by side, with the second one's pooled projection (of the first part) and the
+    picture's size. `clip_skip` leaves out so many more of the last layers. `weighting` is the prompts' syntax
+    (none, a1111, compel). `parts` says for each prompt how many parts it has at least; empty ones are added.
     """
     readings = [read_parts(model, prompt, weighting) for prompt in prompts]
     counts = [
@@ -144,7 +145,7 @@ def _encode_parts(
     told = [*parts, *[Part([], [])] * (weighting == "compel" and any(is_weighted))]
     ids_NL = torch.tensor([_ids(tokenizer, part, _length(encoder)) for part in told])
     states, pooled = [], []
-    for some_BL in ids_NL.split(ENCODE_BATCH):
+    for some_BL in torch.split(ids_NL, ENCODE_BATCH):
         text_BLD, given = _states(encoder, some_BL, model.is_sdxl, clip_skip)
         states.append(text_BLD)
         pooled.append(given)
@@ -181,7 +182,7 @@ def _states(
 
 
 def _weighted(text_LD: torch.Tensor, part: Part, empty_LD: torch.Tensor | None) -> torch.Tensor:
-    """States weighted by token: away from the empty prompt's (compel), or scaled with the mean kept (A1111)."""
+    """States weighted by token: away from the empty prompt's (compel), or scaled, the mean kept (A1111)."""
     weights_L1 = torch.ones_like(text_LD[:, :1])
     weights_L1[1 : 1 + len(part.weights), 0] = torch.tensor(part.weights, dtype=text_LD.dtype)
     if empty_LD is not None:

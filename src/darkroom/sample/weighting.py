@@ -104,7 +104,7 @@ COMPEL_CALL = re.compile(r"\.\s*(and|blend|swap)\s*\(")
 
 
 def compel_pieces(prompt: str) -> list[Piece]:
-    """compel's syntax. Blends, conjunctions and swaps are refused; a bracket out of place is an InputError."""
+    """compel's syntax. Blends, conjunctions and swaps are refused, and so is a bracket out of place."""
     if found := COMPEL_CALL.search(prompt):
         raise InputError(
             f".{found[1]}() in a prompt", allowed="++, --, (words)1.2", mend="only weights are known"
