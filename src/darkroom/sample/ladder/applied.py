@@ -1,0 +1,168 @@
+"""`Applied`: a model with optimisations in place, and how it is handed to the torch backend.
+
+The model that was given is never changed. What an optimisation changes is a look-alike of the module: the
+same structure anew, around the same weights. Letting go of it undoes everything, and a model used twice
+keeps nothing of the first use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from darkroom.models.quiet import quiet
+from darkroom.sample.denoise import Unet
+from darkroom.sample.ladder.vae import VaeFront
+from darkroom.sample.pictures import DECODE_PIXELS, decode, encode
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+
+Wrap = Callable[[Unet], Unet]
+CallOf = Callable[[Any], Unet]
+"""Makes the loop's call of a U-Net, or of what is called like one: `unet_call` of the torch backend."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A name as it was asked for, with what stood behind its colon."""
+
+    name: str
+    argument: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.argument}" if self.argument else self.name
+
+
+@dataclass
+class Applied:
+    """What optimisations made of a model. Rungs fill it in; the torch backend takes it from here."""
+
+    model: Model
+    """Starts as the given model; holds look-alikes of the modules that were changed."""
+    device: torch.device
+    """Where the work is done; with offloading, not where the weights lie."""
+    choices: tuple[Choice, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    """What it costs the pictures: for a user and for the pictures' parameters."""
+    reasons: list[str] = field(default_factory=list)
+    """Why `auto` chose what it did."""
+    callee: Any = None
+    """What stands for the U-Net where it is called, compiled for example; None is the U-Net itself."""
+    inner: list[Wrap] = field(default_factory=list)
+    """Around each call of the U-Net."""
+    outer: Callable[[Applied, CallOf], Unet] | None = None
+    """Makes the whole call instead: captured, traced, or with features kept between steps."""
+    max_decode_pixels: int = DECODE_PIXELS
+    tile_pixels: int | None = None
+    tiny_vae: Any = None
+    guidance_interval: tuple[float, float] | None = None
+    """Noise levels between which guidance is on: above the first, up to the second."""
+    rows_a_call: int | None = None
+    """U-Net rows at most in one call; the rest follow in further calls."""
+    times_s: dict[str, float] = field(default_factory=dict)
+    _own: set[str] = field(default_factory=set)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The optimisations in place, as they can be asked for again."""
+        return tuple(map(str, self.choices))
+
+    def own(self, part: str) -> Any:
+        """The `unet` or `vae` to change: a look-alike, made at the first request."""
+        if part not in self._own:
+            self.model = replace(self.model, **{part: look_alike(getattr(self.model, part))})
+            self._own.add(part)
+        return getattr(self.model, part)
+
+    def own_text_encoders(self) -> list[nn.Module]:
+        """The text encoders to change."""
+        if "text_encoders" not in self._own:
+            self.model = replace(self.model, text_encoders=[look_alike(m) for m in self.model.text_encoders])
+            self._own.add("text_encoders")
+        return self.model.text_encoders
+
+    def own_all(self) -> dict[str, nn.Module]:
+        """Every part with weights, to change, by its folder's name."""
+        for part in ("unet", "vae"):
+            self.own(part)
+        self.own_text_encoders()
+        return self.model.modules
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Weights in another type: copies of those that are not in it yet."""
+        if all(p.dtype == dtype for m in self.model.modules.values() for p in m.parameters()):
+            return
+        with quiet():
+            for module in self.own_all().values():
+                module.to(dtype)
+
+    def unet(self, call_of: CallOf) -> Unet:
+        """The U-Net as the denoising loop calls it, with everything around it."""
+        return self.outer(self, call_of) if self.outer else self.plain(call_of)
+
+    def plain(self, call_of: CallOf, callee: Any = None) -> Unet:
+        """One call of the U-Net or of what is called like it, with what stands around each call."""
+        call = call_of(callee or self.callee or self.model.unet)
+        for wrap in self.inner:
+            call = wrap(call)
+        return call if self.rows_a_call is None else in_parts(call, self.rows_a_call)
+
+    def decode(self, latents_BCHW: torch.Tensor) -> list[Image.Image]:
+        """Latents to pictures, sliced, tiled or by the tiny decoder as chosen."""
+        front = self.tiny_vae or VaeFront(self.model.vae, self.device, self.tile_pixels)
+        return decode(front, latents_BCHW, max_pixels=self.max_decode_pixels)
+
+    def encode(self, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels of -1 to 1 to the latents' mean and standard deviation, sliced and tiled as chosen."""
+        front = VaeFront(self.model.vae, self.device, self.tile_pixels)
+        rows = max(1, self.max_decode_pixels // (pixels_B3HW.shape[-2] * pixels_B3HW.shape[-1]))
+        means, stds = zip(*(encode(front, some) for some in torch.split(pixels_B3HW, rows)), strict=True)
+        return torch.cat(means), torch.cat(stds)
+
+
+def look_alike(module: Any) -> Any:
+    """The same structure anew around the same weights: no memory is taken, and what is done to one (another
+    processor, type, place) is not seen by the other. Values written in place are seen by both.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for table in tables:
+            for tensor in table.values():
+                if tensor is not None:
+                    memo[id(tensor)] = _same_values(tensor)
+        memo |= {id(held): held for held in vars(part).values() if _belongs_to_a_bank(held)}
+    return copy.deepcopy(module, memo)
+
+
+def _belongs_to_a_bank(held: object) -> bool:
+    """An adapter bank goes on serving the look-alike: its slots and what it tells its layers are shared."""
+    return isinstance(held, torch.Tensor) or type(held).__module__ == "darkroom.models.bank"
+
+
+def _same_values(tensor: torch.Tensor) -> torch.Tensor:
+    shared = tensor.detach()
+    return nn.Parameter(shared, requires_grad=False) if isinstance(tensor, nn.Parameter) else shared
+
+
+def in_parts(call: Unet, rows: int) -> Unet:
+    """A U-Net that takes at most so many rows at a time: less memory, the same numbers."""
+
+    def split(
+        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        parts = []
+        for start in range(0, len(x), rows):
+            some = slice(start, start + rows)
+            more = {name: value[some] for name, value in added.items()}
+            parts.append(call(x[some], t[some], text[some], more))
+        return torch.cat(parts)
+
+    return split

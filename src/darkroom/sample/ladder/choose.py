@@ -1,0 +1,117 @@
+"""`optimise`: names to a model with those optimisations in place, or the reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+
+from darkroom.errors import InputError
+from darkroom.sample.ladder.applied import Applied, Choice
+from darkroom.sample.ladder.rung import Place
+from darkroom.sample.ladder.rungs import RUNGS
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+
+AUTO, NONE = "auto", "none"
+
+
+def optimise(
+    model: Model, names: Sequence[str] | str = AUTO, device: torch.device | str | None = None
+) -> Applied:
+    """Put named optimisations in place; the model itself stays as it is.
+
+    `names` are those of `RUNGS`, an argument after a colon (`feature_cache:3`), `auto` for the best lossless
+    set for the device, `none` for the model as it is; one text may hold several, with commas. `device` is
+    where the work is done, the weights' own device unless said. InputError for names that are unknown, do
+    not go together, or cannot work on the device.
+    """
+    place = place_of(model, device)
+    choices = parse(names)
+    reasons: list[str] = []
+    if any(choice.name == AUTO for choice in choices):
+        choices, reasons = _with_auto(choices, place)
+    check(choices, place)
+    ordered = sorted(choices, key=lambda choice: list(RUNGS).index(choice.name))
+    applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
+    for choice in ordered:
+        RUNGS[choice.name].apply(applied, choice.argument)
+    return applied
+
+
+def place_of(model: Model, device: torch.device | str | None = None) -> Place:
+    """Where a model's work is done, and the type of its U-Net."""
+    weight = next(model.unet.parameters())  # type: ignore[union-attr]
+    return Place(torch.device(device) if device is not None else weight.device, weight.dtype)
+
+
+def parse(names: Sequence[str] | str) -> list[Choice]:
+    """Names as they were given, to choices. InputError for one that is unknown or said twice."""
+    texts = [names] if isinstance(names, str) else list(names)
+    parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    choices = [Choice(*map(str, part.partition(":")[::2])) for part in parts if part != NONE]
+    for choice in choices:
+        if choice.name == AUTO and not choice.argument:
+            continue
+        if choice.name not in RUNGS:
+            raise InputError(f"optimise '{choice.name}'", allowed=", ".join((AUTO, NONE, *RUNGS)))
+        if choice.argument and not RUNGS[choice.name].argument:
+            raise InputError(f"optimise '{choice}'", allowed=f"{choice.name}, without an argument")
+    said = [choice.name for choice in choices]
+    if doubled := next((name for name in said if said.count(name) > 1), None):
+        raise InputError(f"optimise names '{doubled}' twice", mend="say it once")
+    return choices
+
+
+def check(choices: Iterable[Choice], place: Place) -> None:
+    """InputError where a choice cannot work on the device, or two cannot stand beside each other."""
+    for choice in choices:
+        if lack := RUNGS[choice.name].lacks(place):
+            raise InputError(f"optimise '{choice}': {lack}")
+    for one, other in combinations(choices, 2):
+        if reason := conflict(one.name, other.name):
+            raise InputError(f"optimise '{one}' with '{other}': {reason}", mend="leave one of them out")
+
+
+def conflict(one: str, other: str) -> str | None:
+    """Why two optimisations do not go together; None where they do."""
+    return RUNGS[one].excludes.get(other) or RUNGS[other].excludes.get(one)
+
+
+def best(place: Place) -> dict[str, str]:
+    """What `auto` takes on a device, each with its reason. All of it is lossless."""
+    picked = {"fused_attention": "never slower, and holds no scores"}
+    if place.on_cuda:
+        picked["fused_qkv"] = "fewer and larger products"
+        if place.dtype != torch.float32:
+            picked["channels_last"] = "tensor cores read channels innermost"
+    return picked
+
+
+def left_out(place: Place) -> dict[str, str]:
+    """Lossless ones that `auto` leaves to the user, each with its reason."""
+    slow_start = "compiling takes longer than a few pictures"
+    if place.on_cuda:
+        return {"compile": slow_start, "cuda_graphs": "holds the memory of every size it meets"}
+    return {"channels_last": "gains nothing here", "fused_qkv": "gains nothing here", "compile": slow_start}
+
+
+def _with_auto(choices: list[Choice], place: Place) -> tuple[list[Choice], list[str]]:
+    """The choices with `auto` replaced by what it takes beside the others."""
+    named = [choice for choice in choices if choice.name != AUTO]
+    taken, reasons = list(named), []
+    for name, reason in best(place).items():
+        if name in {choice.name for choice in named}:
+            continue
+        against = next((c.name for c in named if conflict(name, c.name)), None)
+        if against or RUNGS[name].lacks(place):
+            reasons.append(f"auto leaves out {name}: not with {against}")
+            continue
+        taken.append(Choice(name))
+        reasons.append(f"auto picks {name}: {reason}")
+    have = {choice.name for choice in taken}
+    reasons += [f"auto leaves out {name}: {why}" for name, why in left_out(place).items() if name not in have]
+    return taken, reasons

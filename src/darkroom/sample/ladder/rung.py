@@ -1,0 +1,59 @@
+"""`Rung`: one named optimisation. `rungs` holds them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from darkroom.sample.ladder.applied import Applied
+
+LOSSLESS, STATED, LOSSY, OTHER = "lossless", "stated", "lossy", "another model"
+KINDS = {
+    LOSSLESS: "the same picture but for rounding: within 2/255 in float32",
+    STATED: "the same picture but for the rounding of a shorter number",
+    LOSSY: "another picture of the same; the benches say how far off",
+    OTHER: "another model's picture",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rung is asked to work on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of the U-Net's weights as they were given."""
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Of the CUDA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere."""
+        return torch.cuda.get_device_capability(self.device) if self.on_cuda else (0, 0)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One optimisation: what it is, where it works, what excludes it, and how it is put in place."""
+
+    name: str
+    kind: str
+    says: str
+    """What it does, in a few words."""
+    apply: Callable[[Applied, str], None]
+    """Puts it in place; the text is what stood behind the colon. InputError for a wrong one."""
+    lacks: Callable[[Place], str | None] = lambda place: None
+    """Why it cannot work there; None where it can."""
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    """What it cannot stand beside, and why. One side of a pair is enough."""
+    argument: str = ""
+    """How its argument is written; empty where it takes none."""
+
+
+def needs_cuda(what: str) -> Callable[[Place], str | None]:
+    """For rungs that only a CUDA (or ROCm) device can do."""
+    return lambda place: None if place.on_cuda else f"{what}; this is {place.device.type}"

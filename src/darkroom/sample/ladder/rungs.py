@@ -1,0 +1,138 @@
+"""The table of optimisations, in the order in which they are put in place."""
+
+from __future__ import annotations
+
+from darkroom.sample.ladder import attention, compiled, precision, smaller, steps
+from darkroom.sample.ladder.rung import LOSSLESS, LOSSY, OTHER, STATED, Rung, needs_cuda
+from darkroom.sample.ladder.tiny_vae import tiny_vae
+
+ONE_TYPE = "weights have one type"
+ONE_OFFLOAD = "weights wait in one way"
+OWN_CODE = "it makes one piece of code of the whole U-Net"
+MOVING = "weights move between calls"
+HOOKS = "the hooks that move weights cannot take quantised ones apart"
+BY_PARTS = "feature_cache calls the U-Net's layers one by one"
+
+RUNGS: dict[str, Rung] = {
+    rung.name: rung
+    for rung in (
+        Rung(
+            "lcm", OTHER, "few steps with LCM weights or an LCM adapter", steps.lcm,
+            excludes={
+                "guidance_interval": "an LCM has its guidance built in",
+                "feature_cache": "its few steps have little in common",
+            },
+            argument="FILE",
+        ),
+        Rung("tf32", STATED, "float32 products rounded to 10 bits", precision.tf32, precision.lacks_tf32),
+        Rung(
+            "fp16", STATED, "weights and activations in float16", precision.fp16, precision.lacks_fp16,
+            excludes={"tf32": "TF32 is for float32"},
+        ),
+        Rung(
+            "bf16", STATED, "weights and activations in bfloat16", precision.bf16, precision.lacks_bf16,
+            excludes={"fp16": ONE_TYPE, "tf32": "TF32 is for float32"},
+        ),
+        Rung("channels_last", LOSSLESS, "channels innermost, for tensor cores", precision.channels_last),
+        Rung(
+            "fused_attention", LOSSLESS, "attention in one kernel (SDPA; xformers where asked)",
+            attention.fused_attention, argument="sdpa|xformers",
+        ),
+        Rung(
+            "unfused_attention", LOSSLESS, "scores, softmax, sum one by one: slower, to compare with",
+            attention.unfused_attention,
+            excludes={"fused_attention": "it is the other one"},
+        ),
+        Rung(
+            "fused_qkv", LOSSLESS, "query, key and value in one product", attention.fused_qkv,
+            excludes={"unfused_attention": "fused projections come with fused attention"},
+        ),
+        Rung(
+            "attention_slicing", LOSSLESS, "a few heads at a time: less memory, slower",
+            attention.attention_slicing,
+            excludes={
+                "fused_attention": "slices replace the fused kernel, and are slower and larger than it",
+                "unfused_attention": "it is another attention",
+                "fused_qkv": "fused projections come with fused attention",
+            },
+            argument="auto|max|HEADS",
+        ),
+        Rung("vae_slicing", LOSSLESS, "one picture at a time through the VAE", smaller.vae_slicing),
+        Rung(
+            "vae_tiling", LOSSY, "large pictures through the VAE in blended tiles", smaller.vae_tiling,
+            argument="PIXELS",
+        ),
+        Rung(
+            "tiny_vae", LOSSY, "a small decoder in the VAE's place", tiny_vae,
+            excludes={"vae_tiling": "the tiny decoder takes whole pictures in little memory"},
+            argument="FOLDER",
+        ),
+        Rung(
+            "int8", LOSSY, "large linear layers in 8-bit integers", smaller.int8, smaller.lacks_int8,
+            argument="dynamic|weights",
+        ),
+        Rung(
+            "fp8", LOSSY, "large linear layers in 8-bit floating point", smaller.fp8, smaller.lacks_fp8,
+            excludes={"int8": ONE_TYPE}, argument="dynamic|weights",
+        ),
+        Rung(
+            "offload_model", LOSSLESS, "text encoders, U-Net, VAE on the card in turn", smaller.offload_model,
+            needs_cuda("offloading is from a CUDA card to main memory"),
+        ),
+        Rung(
+            "offload_sequential", LOSSLESS, "each layer on the card for its own call only: slow",
+            smaller.offload_sequential, needs_cuda("offloading is from a CUDA card to main memory"),
+            excludes={"offload_model": ONE_OFFLOAD, "int8": HOOKS, "fp8": HOOKS},
+        ),
+        Rung(
+            "offload_group", LOSSLESS, "layers copied to the card while the one before computes",
+            smaller.offload_group, needs_cuda("offloading is from a CUDA card to main memory"),
+            excludes={
+                "offload_model": ONE_OFFLOAD, "offload_sequential": ONE_OFFLOAD, "int8": HOOKS, "fp8": HOOKS,
+            },
+        ),
+        Rung(
+            "guidance_interval", LOSSY, "guidance at middling noise levels only; can improve pictures",
+            steps.guidance_interval, argument="LOW-HIGH",
+        ),
+        Rung(
+            "compile", LOSSLESS, "the U-Net by torch.compile, any size", compiled.compile_whole,
+            compiled.lacks_compiler,
+            excludes={"offload_sequential": MOVING, "offload_group": MOVING}, argument="MODE",
+        ),
+        Rung(
+            "compile_regional", LOSSLESS, "repeated blocks by torch.compile: short to compile",
+            compiled.compile_regional, compiled.lacks_compiler,
+            excludes={"compile": OWN_CODE, "offload_sequential": MOVING, "offload_group": MOVING},
+            argument="MODE",
+        ),
+        Rung(
+            "feature_cache", LOSSY, "deep features reused between steps (DeepCache)", steps.feature_cache,
+            excludes={"compile": BY_PARTS}, argument="N",
+        ),
+        Rung(
+            "cuda_graphs", LOSSLESS, "the U-Net call captured and replayed", compiled.cuda_graphs,
+            needs_cuda("CUDA graphs are of CUDA"),
+            excludes={
+                "offload_model": MOVING, "offload_sequential": MOVING, "offload_group": MOVING,
+                "feature_cache": BY_PARTS,
+            },
+        ),
+        Rung(
+            "trace", LOSSLESS, "torch.jit.trace in the process; deprecated in torch, to compare with",
+            compiled.trace,
+            excludes={
+                "compile": OWN_CODE, "compile_regional": OWN_CODE, "cuda_graphs": OWN_CODE,
+                "feature_cache": BY_PARTS, "offload_sequential": MOVING, "offload_group": MOVING,
+            },
+        ),
+        Rung(
+            "autocast", STATED, "casts at every operation: to show what that costs", precision.autocast,
+            excludes={
+                "tf32": "TF32 is for float32", "cuda_graphs": "autocast's casts cannot be captured",
+                "trace": "the trace would hold autocast's casts", "int8": ONE_TYPE, "fp8": ONE_TYPE,
+            },
+            argument="bf16|fp16",
+        ),
+    )
+}  # fmt: skip

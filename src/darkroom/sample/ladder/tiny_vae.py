@@ -1,0 +1,161 @@
+"""`tiny_vae`: a small decoder distilled from the VAE (TAESD, Ollin Boer Bohan), about 18 times less work.
+
+Two file layouts are read: diffusers' AutoencoderTiny, and the numbered layers of the TAESD repository with a
+`config.json` that says how many there are (its later members pool over the picture in the middle blocks).
+
+Shapes: B pictures, C channels, H W latents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from darkroom.errors import InputError
+from darkroom.sample.ladder.applied import Applied
+
+OF_FAMILY = {"sdxl": "madebyollin/taesdxl"}
+OTHERS = "madebyollin/taesd"
+
+
+class TinyFront:
+    """A tiny decoder as `pictures.decode` calls a VAE: it takes latents as the U-Net gives them."""
+
+    def __init__(self, decoder: nn.Module, channels: int, factor: int) -> None:
+        self._decoder, self.channels = decoder, channels
+        # Latents come as they are: scaling factor 1, and as many widths as tell `decode` the factor.
+        self.config = _Config(scaling_factor=1.0, block_out_channels=[0] * (factor.bit_length()))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The decoder's weights."""
+        return self._decoder.parameters()
+
+    def decode(self, latents_BCHW: torch.Tensor) -> Any:
+        """Pixels of -1 to 1, under `sample`."""
+        return SimpleNamespace(sample=self._decoder(latents_BCHW))
+
+
+class _Config(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+def tiny_vae(applied: Applied, argument: str) -> None:
+    """Another, small decoder in the VAE's place."""
+    model = applied.model
+    source = argument or OF_FAMILY.get(model.family, OTHERS)
+    dtype = next(model.vae.parameters()).dtype  # type: ignore[union-attr]
+    front = load_tiny(source, model.vae_factor)
+    if front.channels != model.latent_channels:
+        raise InputError(
+            f"tiny_vae:{source} decodes {front.channels} latent channels",
+            allowed=f"a decoder of {model.latent_channels}, as the model's VAE",
+        )
+    front._decoder.to(applied.device, dtype)
+    applied.tiny_vae = front
+    applied.notes.append(f"tiny_vae: decoded by {Path(source).name}, not by the model's VAE")
+
+
+def load_tiny(source: str, factor: int) -> TinyFront:
+    """A tiny decoder from a folder or a hub id. InputError where there is none that can be read."""
+    config = _read_config(Path(source))
+    if config is not None and "blocks_per_stage_decoder" in config:
+        return _numbered(Path(source), config)
+    from diffusers import AutoencoderTiny
+
+    from darkroom.models.quiet import quiet
+
+    try:
+        with quiet():
+            tiny: Any = AutoencoderTiny.from_pretrained(
+                source, use_safetensors=True, local_files_only=Path(source).is_dir()
+            )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"tiny_vae: no tiny decoder in '{source}'",
+            mend="give a folder with its config.json and safetensors: tiny_vae:FOLDER",
+        ) from error
+    return TinyFront(_Diffusers(tiny.eval()), int(tiny.config.latent_channels), factor)
+
+
+class _Diffusers(nn.Module):
+    def __init__(self, tiny: Any) -> None:
+        super().__init__()
+        self.decoder = tiny.decoder
+
+    def forward(self, latents_BCHW: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.decoder(latents_BCHW)
+        return out
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _numbered(folder: Path, config: dict[str, Any]) -> TinyFront:
+    """The repository's own layout: layers by number, picture values of 0 to 1."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise InputError(f"tiny_vae:{folder} holds {len(files)} safetensors files", allowed="one")
+    decoder = NumberedDecoder(config)
+    weights = {
+        key.removeprefix("decoder."): value
+        for key, value in load_file(files[0]).items()
+        if key.startswith("decoder.")
+    }
+    try:
+        decoder.layers.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(f"tiny_vae:{folder}: the weights do not fit its config.json") from error
+    return TinyFront(decoder.eval(), int(config["latent_channels"]), int(config["downscale"]))
+
+
+class NumberedDecoder(nn.Module):
+    """Latents, softly bounded, to pixels of -1 to 1: stages of residual blocks with doubling between."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        width, stages = int(config["width"]), list(config["blocks_per_stage_decoder"])
+        pool = int(config["pool_channels"]) if config.get("midblock_groupnorm_pool") else 0
+        # The first place is the soft bound, done in `forward`; it has a number but no weights.
+        enter = nn.Conv2d(int(config["latent_channels"]), width, 3, padding=1)
+        layers: list[nn.Module] = [nn.Identity(), enter, nn.ReLU()]
+        for i, count in enumerate(stages):
+            pooled = pool if i == 0 else 0
+            layers += [Residual(width, pooled, int(config.get("pool_groups", 1))) for _ in range(count)]
+            if i + 1 < len(stages):
+                layers += [nn.Upsample(scale_factor=2), nn.Conv2d(width, width, 3, padding=1, bias=False)]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(width, 3, 3, padding=1))
+
+    def forward(self, latents_BCHW: torch.Tensor) -> torch.Tensor:
+        pixels: torch.Tensor = self.layers(torch.tanh(latents_BCHW / 3) * 3)
+        return pixels.clamp(0, 1) * 2 - 1
+
+
+class Residual(nn.Module):
+    """Three convolutions beside a skip connection; `pooled` channels of normalised context first."""
+
+    def __init__(self, width: int, pooled: int = 0, groups: int = 1) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(width, width, 3, padding=1) for _ in range(3)]
+        self.conv = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2])
+        self.pool: nn.Module | None = None
+        if pooled:
+            into, back = nn.Conv2d(width, pooled, 1, bias=False), nn.Conv2d(pooled, width, 1, bias=False)
+            self.pool = nn.Sequential(into, nn.GroupNorm(groups, pooled), nn.ReLU(), back)
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        if self.pool is not None:
+            x_BCHW = x_BCHW + self.pool(x_BCHW)
+        return torch.relu(self.conv(x_BCHW) + x_BCHW)

@@ -1,0 +1,350 @@
+"""Memory that is known before it is taken: what `generate` needs, and how to stay under a limit.
+
+The model's own modules run on fake tensors (`count`), so the numbers are those of the code. Three phases
+never overlap: text encoders, U-Net steps, VAE. Each has its weights and activations; the peak is the largest
+phase. On a CPU the limit is on the process's resident memory, on CUDA on what the allocator has handed out.
+
+Shapes: B rows, C H W latents, L tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from darkroom.count import counting
+from darkroom.errors import InputError
+from darkroom.hardware import resident_bytes
+from darkroom.sample.ladder import Applied, conflict, optimise, place_of
+from darkroom.sample.ladder.vae import VaeFront
+from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+TILES = (512, 384, 256, 128, 64)
+MARGIN = 1.12
+"""On activations: workspaces inside kernels and the allocator's rounding are not counted."""
+CPU_ALLOWANCE = 96 * 10**6
+"""Libraries that are read in on the way, and what the interpreter makes besides."""
+OFFLOADS = ("", "offload_model", "offload_group", "offload_sequential")
+IN_FLIGHT = {"offload_group": 3, "offload_sequential": 1}
+"""How many of the largest layers lie on the card at once."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
+
+
+def parse_bytes(text: str | int) -> int:
+    """'3GB' (10^9 bytes), '800MiB' (2^20) or a number of bytes. InputError for anything else."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", str(text))
+    unit = found[2].upper() if found else "?"
+    if found is None or unit not in UNITS or float(found[1]) <= 0:
+        raise InputError(f"memory '{text}'", allowed="such as 3GB, 800MB or 2.5GiB")
+    return int(float(found[1]) * UNITS[unit])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the phases of one job need, in bytes: counted, without any margin."""
+
+    weights: dict[str, int]
+    """Of each part."""
+    largest_layer: int
+    text: int
+    """Activations of encoding the prompts."""
+    unet_fixed: int
+    unet_row: int
+    """Activations of a U-Net call: a fixed part and one a row (guidance makes two rows a picture)."""
+    vae: dict[int | None, int]
+    """Activations of decoding one picture, by the side of its tiles in pixels; None is without tiles."""
+    picture: int
+    """Bytes of a decoded picture in float32."""
+    upcasts_vae: bool = False
+    """Whether the VAE is turned to float32 for decoding."""
+
+    def unet(self, rows: int) -> int:
+        """Activations of a U-Net call of so many rows."""
+        return self.unet_fixed + self.unet_row * rows
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a job stays under a limit."""
+
+    names: tuple[str, ...]
+    """Optimisations to add."""
+    pictures_a_call: int
+    rows_a_call: int | None
+    """U-Net rows in one call where even one picture's rows must be parted; None: all."""
+    peak_bytes: int
+    phases: dict[str, int] = field(default_factory=dict)
+    """The peak of each phase."""
+
+    def says(self) -> str:
+        """One line for a user."""
+        how = ", ".join(self.names) or "everything at once"
+        apart = "" if self.rows_a_call is None else ", guidance's two rows one after the other"
+        most = max(self.phases, key=lambda name: self.phases[name])
+        peak = f"{self.peak_bytes / 1e9:.2f} GB at most, in {most}"
+        return f"memory: {how}; {self.pictures_a_call} pictures a U-Net call{apart}; {peak}"
+
+
+def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Needs:
+    """Count what a model's phases need for pictures of `size` (width, height). Takes seconds; no memory."""
+    width, height = size
+    pixels = width * height
+    sides = (height // model.vae_factor, width // model.vae_factor)
+    one, three = (_unet_bytes(model, rows, sides) for rows in (1, 3))
+    tiles = [tile for tile in TILES if tile < max(size)]
+    upcasts = bool(model.vae.config.get("force_upcast")) and _dtype(model.vae) == torch.float16  # type: ignore[union-attr]
+    return Needs(
+        weights={name: _weight_bytes(module) for name, module in model.modules.items()},
+        largest_layer=max(_own_bytes(layer) for part in model.modules.values() for layer in part.modules()),
+        text=max((_text_bytes(encoder, prompts) for encoder in model.text_encoders), default=0),
+        unet_fixed=max(0, one - (three - one) // 2),
+        unet_row=(three - one) // 2,
+        vae={tile: _vae_bytes(model, sides, tile, upcasts) for tile in (None, *tiles)},
+        picture=3 * 4 * pixels,
+        upcasts_vae=upcasts,
+    )
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _own_bytes(layer: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in layer.parameters(recurse=False))
+
+
+def _dtype(module: Any) -> torch.dtype:
+    dtype: torch.dtype = next(module.parameters()).dtype
+    return dtype
+
+
+def _activations(modules: Sequence[Any], run: Callable[[Any], object]) -> int:
+    """Peak bytes beside the weights while something runs on fake tensors."""
+    with counting(*modules) as counter, torch.no_grad():
+        counter.reset()
+        weights = counter.result().start_memory_bytes
+        run(counter.fake)
+        return counter.result().peak_memory_bytes - weights
+
+
+def _unet_bytes(model: Model, rows: int, sides: tuple[int, int]) -> int:
+    unet: Any = model.unet
+    dtype, config = _dtype(unet), unet.config
+    x = torch.empty(rows, int(config.in_channels), *sides, dtype=dtype, device="meta")
+    text = torch.empty(rows, 77, int(config.cross_attention_dim), dtype=dtype, device="meta")
+    added: dict[str, torch.Tensor] = {}
+    if model.is_sdxl:
+        pooled = int(config.projection_class_embeddings_input_dim) - 6 * int(config.addition_time_embed_dim)
+        added["text_embeds"] = torch.empty(rows, pooled, dtype=dtype, device="meta")
+        added["time_ids"] = torch.empty(rows, 6, device="meta")
+    t = torch.empty(rows, device="meta")
+
+    def run(fake: Callable[[Any], Any]) -> object:
+        given = {name: fake(value) for name, value in added.items()} or None
+        return unet(fake(x), fake(t), encoder_hidden_states=fake(text), added_cond_kwargs=given)
+
+    return _activations([unet], run)
+
+
+def _text_bytes(encoder: Any, prompts: int) -> int:
+    length = int(encoder.config.max_position_embeddings)
+    ids = torch.empty(prompts, length, dtype=torch.int64, device="meta")
+    return _activations([encoder], lambda fake: encoder(fake(ids), output_hidden_states=True))
+
+
+def _vae_bytes(model: Model, sides: tuple[int, int], tile: int | None, upcasts: bool) -> int:
+    """Decoding one picture. A tile's activations are counted on one tile, the rest by its size."""
+    vae: Any = model.vae
+    factor = model.vae_factor
+    inside = sides if tile is None else tuple(min(side, tile // factor) for side in sides)
+    dtype = _dtype(vae)
+    z = torch.empty(1, model.latent_channels, *inside, dtype=dtype, device="meta")
+    taken = _activations([vae], lambda fake: VaeFront(vae, torch.device("cpu")).decode(fake(z)).sample)
+    # Twice a picture in float32: the blended sum, and its levels on the way to 8 bits.
+    return taken * (2 if upcasts else 1) + 2 * 3 * 4 * sides[0] * sides[1] * factor**2
+
+
+def plan_memory(
+    needs: Needs,
+    limit_bytes: int,
+    *,
+    device: str,
+    pictures: int = 1,
+    most_a_call: int = 8,
+    guided: bool = True,
+    base_bytes: int = 0,
+    pixels: int = 512 * 512,
+    fixed: Sequence[str] = (),
+) -> MemoryPlan:
+    """The fastest way to stay under a limit; InputError with the smallest possible one where there is none.
+
+    `base_bytes` is what a CPU process holds already, its weights included (`resident_now`); on CUDA the
+    weights count as they lie on the card. Offloading is for CUDA only.
+    """
+    smallest: list[int] = []
+    for offload in OFFLOADS if device.startswith("cuda") else OFFLOADS[:1]:
+        plan = _within(
+            needs,
+            limit_bytes,
+            offload,
+            min(pictures, most_a_call),
+            guided,
+            _bases(needs, offload, device, base_bytes),
+            pixels,
+        )
+        if plan.peak_bytes <= limit_bytes:
+            return plan
+        smallest.append(plan.peak_bytes)
+    raise InputError(
+        f"memory {limit_bytes / 1e9:.2f} GB for this model and size",
+        allowed=f"{min(smallest) / 1e9 + 0.005:.2f} GB or more",
+        mend="a smaller size" + ("" if device.startswith("cuda") else " or --precision bf16") + " takes less",
+    )
+
+
+def _offloads(device: str, fixed: Sequence[str]) -> list[str]:
+    """Ways of offloading to try, from the fastest; the one that was asked for alone."""
+    if not device.startswith("cuda"):
+        return [""]
+    asked = [name for name in fixed if name in OFFLOADS]
+    return asked or [way for way in OFFLOADS if not way or not any(conflict(way, name) for name in fixed)]
+
+
+def _bases(needs: Needs, offload: str, device: str, base_bytes: int) -> dict[str, int]:
+    """What lies there in each phase before anything is computed."""
+    text = sum(bytes_ for name, bytes_ in needs.weights.items() if name.startswith("text"))
+    parts = {
+        "text encoding": text,
+        "denoising": needs.weights.get("unet", 0),
+        "decoding": needs.weights.get("vae", 0),
+    }
+    more = {"decoding": parts["decoding"] if needs.upcasts_vae else 0}
+    if not device.startswith("cuda"):
+        held = dict.fromkeys(parts, base_bytes + CPU_ALLOWANCE)
+    elif not offload:
+        held = dict.fromkeys(parts, sum(parts.values()))
+    elif offload == "offload_model":
+        held = parts
+    else:
+        held = dict.fromkeys(parts, IN_FLIGHT[offload] * needs.largest_layer)
+    return {name: held[name] + more.get(name, 0) for name in parts}
+
+
+def _within(
+    needs: Needs, limit: int, offload: str, pictures: int, guided: bool, bases: dict[str, int], pixels: int
+) -> MemoryPlan:
+    """The fastest choices that fit one way of offloading, or the smallest where none do."""
+    a_picture = 2 if guided else 1
+    calls = [(count, None) for count in _halves(pictures)] + ([(1, 1)] if guided else [])
+    for count, apart in calls:
+        denoising = bases["denoising"] + _with_margin(needs.unet(apart or count * a_picture))
+        if denoising <= limit:
+            break
+    at_once = max(1, min(count, DECODE_PICTURES, DECODE_PIXELS // pixels))
+    ways = [(names, bases["decoding"] + _with_margin(taken)) for names, taken in _decodes(needs, at_once)]
+    names, decoding = next((way for way in ways if way[1] <= limit), min(ways, key=lambda way: way[1]))
+    phases = {
+        "text encoding": bases["text encoding"] + _with_margin(needs.text),
+        "denoising": denoising,
+        "decoding": decoding,
+    }
+    chosen = (offload, *names) if offload else names
+    return MemoryPlan(chosen, count, apart, max(phases.values()), phases)
+
+
+def _halves(count: int) -> Iterator[int]:
+    while count > 1:
+        yield count
+        count //= 2
+    yield 1
+
+
+def _decodes(needs: Needs, at_once: int) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Ways to decode, from the fastest to the smallest, with their bytes."""
+    if at_once > 1:
+        yield (), needs.vae[None] * at_once
+    yield ("vae_slicing",) if at_once > 1 else (), needs.vae[None]
+    for tile in needs.vae:
+        if tile is not None:
+            yield ("vae_slicing", f"vae_tiling:{tile}"), needs.vae[tile]
+
+
+def _with_margin(activations: int) -> int:
+    return int(activations * MARGIN)
+
+
+def optimise_within(
+    model: Model,
+    names: Sequence[str] | str,
+    limit: str | int,
+    *,
+    device: torch.device | str | None = None,
+    size: tuple[int, int],
+    pictures: int = 1,
+    guided: bool = True,
+) -> tuple[Applied, MemoryPlan]:
+    """Optimisations by name, and those that keep pictures of `size` under a limit ('3GB' or bytes).
+
+    `pictures` is how many may share a U-Net call. InputError where no way of working fits.
+    """
+    limit_bytes = parse_bytes(limit)
+    place = place_of(model, device)
+    on_cpu = place.device.type == "cpu"
+    if on_cpu:
+        return_freed_memory()
+    applied = optimise(model, names, device)
+    needs = count_needs(applied.model, size)
+    plan = plan_memory(
+        needs,
+        limit_bytes,
+        device=place.device.type,
+        pictures=pictures,
+        most_a_call=pictures,
+        guided=guided,
+        base_bytes=resident_now(applied.model) if on_cpu else 0,
+        pixels=size[0] * size[1],
+        fixed=tuple(choice.name for choice in applied.choices),
+    )
+    if plan.names:
+        own = {choice.name for choice in applied.choices}
+        more = [name for name in plan.names if name.partition(":")[0] not in own]
+        applied = optimise(model, [*applied.names, *more], device)
+    applied.rows_a_call = plan.rows_a_call
+    return applied, plan
+
+
+def resident_now(model: Model) -> int:
+    """The process's resident memory with every weight touched: some lie in files until they are read."""
+    for module in model.modules.values():
+        for tensor in module.parameters():
+            if tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                torch.empty(0, dtype=torch.uint8).set_(storage)[::4096].sum()
+    return resident_bytes()
+
+
+def return_freed_memory() -> bool:
+    """Have glibc give freed blocks of 64 KB and more back at once: resident memory follows what is alive.
+
+    Costs some speed, so it is for jobs with a memory limit. False where there is no glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        library = ctypes.CDLL(None)
+        return bool(
+            library.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES) and library.mallopt(M_TRIM_THRESHOLD, MMAP_BYTES)
+        )
+    except (OSError, AttributeError):
+        return False

@@ -1,0 +1,258 @@
+"""Each lossless optimisation against the plain model, the lossy ones against their claims, and refusals."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from darkroom import models, sample
+from darkroom.errors import InputError
+from darkroom.sample import ladder
+from darkroom.sample.likeness import likeness
+
+SETTINGS = {"steps": 4, "seed": 3, "guidance": 5.0, "size": (64, 32)}
+LOSSLESS_HERE = [
+    "auto",
+    "channels_last",
+    "fused_attention",
+    "unfused_attention",
+    "fused_qkv",
+    "attention_slicing",
+    "attention_slicing:1",
+    "attention_slicing:max",
+    "vae_slicing",
+    "trace",
+    "fused_qkv,channels_last,vae_slicing",
+]
+
+
+def pictures(model, names, prompt="a red circle", **changes):
+    return sample.generate(model, prompt, optimise=names, **{**SETTINGS, **changes})
+
+
+def furthest(some, others):
+    """The largest difference in levels of any pixel."""
+    return likeness([p.image for p in some], [p.image for p in others])["max_diff"]
+
+
+def latents(some):
+    return torch.stack([picture.latents for picture in some])
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return pictures(tiny, "none", num=3)
+
+
+@pytest.mark.parametrize("names", LOSSLESS_HERE)
+def test_lossless_ones_give_the_same_picture(tiny, plain, names):
+    made = pictures(tiny, names, num=3)
+    assert furthest(made, plain) <= 2
+    torch.testing.assert_close(latents(made), latents(plain), atol=1e-4, rtol=1e-4)
+
+
+def test_the_comparison_can_fail(tiny, plain):
+    assert furthest(pictures(tiny, "none", num=3, seed=9), plain) >= 10
+    assert furthest(pictures(tiny, "none", num=3, prompt="an astronaut riding a horse"), plain) >= 10
+
+
+@pytest.mark.parametrize("names", ["channels_last", "fused_qkv", "attention_slicing", "vae_slicing"])
+def test_the_same_holds_for_sdxl(small_xl, names):
+    changes = {"size": (32, 16), "steps": 3}
+    plain = pictures(small_xl, "none", **changes)
+    assert furthest(pictures(small_xl, names, **changes), plain) <= 2
+    assert furthest(pictures(small_xl, names, seed=8, **changes), plain) >= 10
+
+
+def test_bf16_is_as_near_to_float32_as_a_bf16_model(plain, tiny):
+    half = models.create("tiny", seed=1).to(dtype=torch.bfloat16)
+    cast, stacked = pictures(tiny, "bf16", num=3), pictures(tiny, "bf16,channels_last,fused_qkv", num=3)
+    errors = [
+        (latents(p) - latents(plain)).abs().mean() for p in (pictures(half, "none", num=3), cast, stacked)
+    ]
+    assert 0 < errors[1] <= 1.5 * errors[0]
+    assert 0 < errors[2] <= 1.5 * errors[0]
+    assert cast[0].parameters["precision"] == "bfloat16"
+
+
+def test_the_model_stays_as_it_was(tiny, plain):
+    before = {name: value.clone() for name, value in tiny.unet.state_dict().items()}
+    kinds = [type(processor) for processor in tiny.unet.attn_processors.values()]
+    for names in ("bf16,channels_last,fused_qkv", "attention_slicing:1", "feature_cache:3,guidance_interval"):
+        pictures(tiny, names)
+    assert {name: value.dtype for name, value in tiny.unet.state_dict().items()} == {
+        name: value.dtype for name, value in before.items()
+    }
+    assert all(torch.equal(value, before[name]) for name, value in tiny.unet.state_dict().items())
+    assert [type(processor) for processor in tiny.unet.attn_processors.values()] == kinds
+    assert not any(module._forward_pre_hooks for module in tiny.unet.modules())
+    assert torch.equal(latents(pictures(tiny, "none", num=3)), latents(plain))
+
+
+def test_a_look_alike_takes_no_memory(tiny):
+    twin = ladder.optimise(tiny, "fused_qkv").model.unet
+    assert twin is not tiny.unet
+    assert twin.conv_in.weight.data_ptr() == tiny.unet.conv_in.weight.data_ptr()
+
+
+def test_every_optimisation_is_listed_with_what_it_is():
+    assert {
+        *("tf32", "fp16", "bf16", "autocast", "channels_last", "fused_attention", "fused_qkv", "compile"),
+        *("compile_regional", "cuda_graphs", "trace", "attention_slicing", "vae_slicing", "vae_tiling"),
+        *("offload_model", "offload_sequential", "offload_group", "int8", "fp8", "guidance_interval"),
+        *("feature_cache", "tiny_vae", "lcm"),
+    } <= set(ladder.RUNGS)
+    assert all(rung.kind in ladder.KINDS and rung.says for rung in ladder.RUNGS.values())
+    for rung in ladder.RUNGS.values():
+        assert set(rung.excludes) <= set(ladder.RUNGS), rung.name
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("fast", "'fast'; allowed: auto, none, lcm"),
+        ("bf16,bf16", "twice"),
+        ("channels_last:3", "without an argument"),
+        ("attention_slicing,fused_attention", "replace the fused kernel"),
+        ("bf16,fp16", "float16 on a CPU"),
+        ("tf32", "Ampere"),
+        ("fp8", "Ada"),
+        ("cuda_graphs", "CUDA graphs are of CUDA; this is cpu"),
+        ("offload_model", "CUDA card to main memory"),
+        ("offload_sequential", "CUDA card to main memory"),
+        ("offload_group", "CUDA card to main memory"),
+        ("feature_cache:1", "2 to 10"),
+        ("feature_cache:x", "2 to 10"),
+        ("guidance_interval:5-1", "LOW-HIGH"),
+        ("guidance_interval:a", "LOW-HIGH"),
+        ("vae_tiling:60", "multiple of 8"),
+        ("attention_slicing:0", "heads at a time"),
+        ("compile:fastest", "max-autotune"),
+        ("compile,feature_cache", "one by one"),
+        ("compile,compile_regional", "one piece of code"),
+        ("vae_tiling,tiny_vae", "whole pictures"),
+        ("autocast:int4", "bf16"),
+        ("autocast:fp16", "autocast:bf16"),
+        ("fused_attention:xformers", "xformers"),
+        ("fused_attention:flash", "sdpa"),
+        ("lcm", "lcm:FILE"),
+        ("int8", "leave it out"),
+        ("tiny_vae:/nowhere", "tiny_vae:FOLDER"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(tiny, names, words):
+    with pytest.raises(InputError, match=words) as refused:
+        ladder.optimise(tiny, names)
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+
+
+def test_auto_says_what_it_picks_and_leaves_out(tiny):
+    applied = ladder.optimise(tiny, "auto")
+    assert applied.names == ("fused_attention",)
+    assert any("auto picks fused_attention" in reason for reason in applied.reasons)
+    assert any("auto leaves out compile" in reason for reason in applied.reasons)
+
+
+def test_auto_steps_back_from_what_was_asked_for(tiny):
+    applied = ladder.optimise(tiny, "auto,attention_slicing")
+    assert applied.names == ("attention_slicing",)
+    assert any("leaves out fused_attention" in reason for reason in applied.reasons)
+
+
+def test_auto_on_a_card_is_lossless():
+    place = ladder.Place(torch.device("cuda"), torch.float16)
+    from darkroom.sample.ladder.choose import best
+
+    picked = best(place)
+    assert {"fused_attention", "fused_qkv", "channels_last"} == set(picked)
+    assert all(ladder.RUNGS[name].kind == ladder.LOSSLESS for name in picked)
+    assert all(not ladder.conflict(a, b) for a in picked for b in picked)
+
+
+def test_pairs_are_refused_either_way_round():
+    assert ladder.conflict("fused_attention", "attention_slicing")
+    assert ladder.conflict("attention_slicing", "fused_attention")
+    assert ladder.conflict("channels_last", "fused_qkv") is None
+
+
+def test_guidance_interval_drops_rows_and_says_so(tiny, plain):
+    backend = sample.open_backend("torch", tiny, optimise="guidance_interval:1-4")
+    sizes: list[int] = []
+    inner = backend.unet
+
+    def counting(x, t, text, added):
+        sizes.append(len(x))
+        return inner(x, t, text, added)
+
+    backend.unet = counting
+    made = sample.generate(tiny, "a red circle", backend=backend, **{**SETTINGS, "steps": 10})
+    table = sample.make_table("ddim", tiny.scheduler, 10)
+    levels = table.levels_S2[:, 1] / table.levels_S2[:, 0]
+    assert sizes == [2 if 1 < level <= 4 else 1 for level in levels]
+    assert 0 < sizes.count(2) < 10
+    assert any("1 < sigma <= 4" in note for note in made[0].parameters["notes"])
+
+
+def test_an_interval_of_all_levels_changes_nothing(tiny, plain):
+    made = pictures(tiny, "guidance_interval:0-1000", num=3)
+    assert torch.equal(latents(made), latents(plain))
+    assert furthest(pictures(tiny, "guidance_interval:1-3", num=3), plain) >= 2
+
+
+def test_the_paper_s_interval_covers_the_middle_of_sd_s_steps():
+    table = sample.make_table("ddim", models.FAMILIES["sd15"].scheduler, 20)
+    low, high = ladder.interval_of(table, 0.28, 5.42)
+    assert 0 < low < 0.5 < high < 1
+    assert ladder.interval_of(table, 1000, 2000) == (0.0, 0.0)
+
+
+def test_two_models_in_one_process_share_nothing(tiny):
+    other = models.create("tiny", seed=5)
+    plain = [pictures(model, "none")[0].latents for model in (tiny, other)]
+    fused = [pictures(model, "fused_qkv")[0].latents for model in (tiny, other)]
+    for a, b in zip(plain, fused, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(plain[0], plain[1], atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler for torch.compile"
+)
+@pytest.mark.parametrize("name", ["compile", "compile_regional"])
+def test_compiled_pictures_are_the_same_and_another_size_compiles_nothing(tiny, plain, name):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    backend = sample.open_backend("torch", tiny, optimise=name)
+    run = {**SETTINGS, "backend": backend, "num": 3}
+    made = sample.generate(tiny, "a red circle", **run)
+    assert furthest(made, plain) <= 2
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    sample.generate(tiny, "a red circle", **{**run, "size": (96, 64), "num": 5})
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("argument", ["dynamic", "weights"])
+def test_int8_takes_the_large_layers_and_stays_near(argument):
+    pytest.importorskip("torchao")
+    wide = {"unet": {"block_out_channels": [32, 512], "attention_head_dim": 8}}
+    model = models.create("tiny", seed=1, overrides=wide)
+    plain, made = pictures(model, "none"), pictures(model, f"int8:{argument}")
+    assert 0 < (latents(plain) - latents(made)).abs().max() < 0.5
+    note = next(note for note in made[0].parameters["notes"] if note.startswith("int8"))
+    taken = int(note.split()[1])
+    large = [m for m in model.unet.modules() if type(m) is torch.nn.Linear and m.weight.numel() >= 640 * 640]
+    assert taken == len(large) > 0
+    assert all(type(m.weight) is torch.nn.Parameter for m in large)  # the model's own are as they were
+    assert (latents(pictures(model, "none", seed=9)) - latents(plain)).abs().max() > 1
+
+
+def test_tracing_is_by_shape(tiny):
+    backend = sample.open_backend("torch", tiny, optimise="trace,guidance_interval:1-4")
+    sample.generate(tiny, "a red circle", backend=backend, **{**SETTINGS, "steps": 8})
+    assert sorted(key[0][0][0] for key in backend.unet.made) == [1, 2]
