@@ -1,14 +1,17 @@
 """The recipe: one YAML file that says a training job completely.
 
-Its first level is `task, model, data, objective, optim, train, checkpoint, sample, evaluate, track`. What
-each part allows stands beside the class it sets; here they are only put together, read, and told apart
-from mistakes. A value is overridden on the command line by its path: `optim.lr=1e-4`.
+Its first level is `task, model, data, adapter, objective, optim, train, checkpoint, sample, evaluate,
+track, budget`. What each part allows stands beside the class it sets; here they are only put together,
+read, and told apart from mistakes. A value is overridden on the command line by its path: `optim.lr=1e-4`.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
+import itertools
+import json
+import re
 import types
 import typing
 from collections.abc import Hashable, Sequence
@@ -16,18 +19,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from darkroom.errors import RecipeError
+from darkroom.train.adapter import AdapterSettings
+from darkroom.train.budget import BudgetSettings
 from darkroom.train.checkpoint import CheckpointSettings
+from darkroom.train.defaults import ADAPTER_TASKS, Task, check_together, fill
 from darkroom.train.objective import ObjectiveSettings
 from darkroom.train.optimisers import OptimSettings
 from darkroom.train.step import TrainSettings
 from darkroom.train.tracking import TrackSettings
 from darkroom.train.watch import EvaluateSettings, SampleSettings
+from darkroom.train.words import WordSettings
 
-Task = Literal["autoencoder", "pretrain"]
+TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
+"""Settings whose commas are part of what is said."""
 
 
 class ModelSettings(BaseModel):
@@ -47,6 +55,7 @@ class ModelSettings(BaseModel):
     vocab_size: int = Field(default=1024, ge=514, description="tokens of a tokenizer that is learned")
     max_length: int = Field(default=77, ge=4, le=77, description="tokens a caption, of one that is learned")
     train_text_encoder: bool = Field(default=False, description="train the text encoder with the U-Net")
+    word: WordSettings | None = Field(default=None, description="the new word of textual inversion")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the random weights")
     variant: str | None = Field(default=None, description="weight files of a variant, such as fp16")
     revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
@@ -57,10 +66,26 @@ class DataSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    store: str = Field(description="the picture store, such as pictures.lance")
+    store: str | None = Field(default=None, description="the picture store, such as pictures.lance")
+    folder: str | None = Field(default=None, description="or a folder of pictures, imported into the run")
+    instance: str | None = Field(default=None, description="or a folder of pictures of one subject, likewise")
+    prompt: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="caption of a subject's pictures, and of pictures without one; of several one is drawn",
+    )
+    class_prompt: str | None = Field(
+        default=None, description="the subject's class, 'a photo of a dog': turns prior preservation on"
+    )
+    class_images: str | None = Field(
+        default=None, description="folder of class pictures; what lacks is generated; null: in the run"
+    )
+    num_class_images: int = Field(default=200, gt=0, le=100_000, description="how many class pictures")
+    prior_weight: float = Field(default=1.0, ge=0, le=100, description="weight of the class pictures' loss")
     resolution: int = Field(default=512, ge=8, le=8192, multiple_of=8, description="side in pixels")
-    encode: Literal["stored", "inline"] = Field(
-        default="stored", description="stored: prepared columns are read; inline: encoded at each step"
+    encode: Literal["auto", "stored", "inline"] = Field(
+        default="stored",
+        description="stored: prepared columns are read; inline: encoded at each step; auto: stored where a "
+        "column is there, or can be made because the run has its own store and cuts pictures always alike",
     )
     text: Literal["auto", "stored", "inline"] = Field(
         default="auto", description="the same for the text; auto: stored where it was prepared"
@@ -71,10 +96,25 @@ class DataSettings(BaseModel):
     )
     crop: Literal["centre", "random"] = Field(default="centre", description="of pictures encoded inline")
     flip: bool = Field(default=False, description="mirror half of the pictures that are encoded inline")
+    repeats: int = Field(default=1, ge=1, le=10_000, description="times each picture comes in an epoch")
+    shuffle_tags: bool = Field(
+        default=False, description="deal a caption's tags (between commas) anew each time"
+    )
+    keep_tokens: int = Field(default=0, ge=0, description="tags at the start that stay there")
+    mask: str | None = Field(
+        default=None,
+        description="column of masks, white where the loss counts; alpha: the pictures' own; null: the files "
+        "NAME.mask.png beside a folder's pictures, where there are any",
+    )
     caption_dropout: float = Field(default=0.0, ge=0, le=1, description="share of captions left empty")
     buckets: bool = Field(default=False, description="batches of one aspect ratio instead of square crops")
     workers: int = Field(default=2, ge=1, le=256, description="threads that read and decode")
     ahead: int = Field(default=4, ge=1, le=1024, description="batches read ahead")
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts, however many were given."""
+        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt or ()
 
 
 class Recipe(BaseModel):
@@ -82,9 +122,10 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    task: Task = Field(description="autoencoder, or pretrain: the U-Net with or without its text encoder")
+    task: Task = Field(description="what is trained, and on what kind of pictures")
     model: ModelSettings
     data: DataSettings
+    adapter: AdapterSettings | None = None
     objective: ObjectiveSettings = ObjectiveSettings()
     optim: OptimSettings = OptimSettings()
     train: TrainSettings = TrainSettings()
@@ -92,6 +133,24 @@ class Recipe(BaseModel):
     sample: SampleSettings = SampleSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     track: TrackSettings = TrackSettings()
+    budget: BudgetSettings = BudgetSettings()
+    _derived: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, content: Any) -> Any:
+        """The task's own defaults where nothing is said."""
+        if isinstance(content, dict):
+            content = copy.deepcopy(content)
+            fill(content)
+            if content.get("task") in ADAPTER_TASKS and content.get("adapter") is None:
+                content["adapter"] = {}
+        return content
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """What the task decided because the recipe did not say it, with the reason."""
+        return self._derived
 
     def dump(self) -> str:
         """The resolved recipe as YAML, every value said; reading it back gives the same recipe."""
@@ -103,15 +162,49 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return make_recipe(_read_yaml(Path(path)), overrides, source=str(path))
 
 
+def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[tuple[dict[str, Any], Recipe]]:
+    """The recipes that overrides with several values mean, each with what sets it apart; one without any.
+
+    `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` beside it, four. A text's commas are its
+    own: `data.prompt='a dog, sitting'` is one value.
+    """
+    choices = [_choices(override) for override in overrides]
+    content = _read_yaml(Path(path))
+    found = []
+    for chosen in itertools.product(*choices):
+        apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
+        pairs = (one.partition("=") for one in apart)
+        settings = {key: yaml.load(value, Loader=_Loader) for key, _, value in pairs}
+        found.append((settings, make_recipe(content, chosen, source=str(path))))
+    return found
+
+
+def _choices(override: str) -> list[str]:
+    """The single overrides that one with commas stands for."""
+    key, _, value = override.partition("=")
+    parts = value.split(",")
+    plain = len(parts) > 1 and all(re.fullmatch(r"[\w.+-]+", part) for part in parts)
+    return [f"{key}={part}" for part in parts] if plain and key not in TEXTS else [override]
+
+
 def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
     """A recipe from its content as a dictionary, checked; `source` is named in errors."""
     content = copy.deepcopy(content)
     for override in overrides:
         _override(content, override)
     try:
-        return Recipe.model_validate(content)
+        recipe = Recipe.model_validate(content)
     except ValidationError as error:
         raise _told(error.errors(), source) from error
+    check_together(recipe)
+    recipe._derived = tuple(_derivations(content))
+    return recipe
+
+
+def _derivations(content: dict[str, Any]) -> list[str]:
+    """Lines for the values that the task decides, each once."""
+    found = fill(copy.deepcopy(content)) if isinstance(content, dict) else []
+    return [f"{key} {json.dumps(value)}" + (f": {why}" if why else "") for key, value, why in found]
 
 
 class _Loader(yaml.SafeLoader):

@@ -26,6 +26,7 @@ from darkroom.bill import Bill
 from darkroom.errors import InputError
 
 RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
+ENDED = "ended.json"
 _LOCK = ".lock"
 
 
@@ -72,6 +73,12 @@ class Run:
         return self.path / "model"
 
     @property
+    def outputs(self) -> list[Path]:
+        """What training left: a model, an adapter, a learned word."""
+        names = (self.model.name, "adapter.safetensors", "learned_embeds.safetensors")
+        return [self.path / name for name in names if (self.path / name).exists()]
+
+    @property
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe."""
         content: dict[str, Any] = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
@@ -82,6 +89,11 @@ class Run:
         """Where the newest session ran; `sessions` lists the earlier ones."""
         content: dict[str, Any] = json.loads((self.path / ENVIRONMENT).read_text(encoding="utf-8"))
         return content
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it came to its end before its last step, because nothing got better."""
+        return (self.path / ENDED).exists()
 
     def bill(self) -> Bill | None:
         """What the run used so far, all sessions together."""
@@ -205,7 +217,7 @@ def summarise(run: Run) -> RunSummary:
     recipe, rows, bill = run.recipe, run.metrics(), run.bill()
     step = rows[-1]["step"] if rows else 0
     steps = int(recipe["train"]["steps"])
-    finished = step >= steps and run.model.is_dir()
+    finished = bool(run.outputs) and (step >= steps or run.ended_early)
     state = "running" if run.is_running() else "finished" if finished else "stopped"
     return RunSummary(
         path=str(run.path),
@@ -222,15 +234,15 @@ def summarise(run: Run) -> RunSummary:
     )
 
 
-def compare(a: Path | str, b: Path | str) -> dict[str, Any]:
-    """Two runs side by side: settings that differ, last metrics, bills; each value as (of a, of b)."""
-    one, other = Run.open(a), Run.open(b)
-    settings = differences(one.recipe, other.recipe)
-    metrics = [_final(run.metrics()) for run in (one, other)]
-    bills = [bill.model_dump(mode="json") if (bill := run.bill()) else {} for run in (one, other)]
+def compare(*paths: Path | str) -> dict[str, Any]:
+    """Runs side by side: settings that differ, last metrics, bills; each value as (of the first, ...)."""
+    found = [Run.open(path) for path in paths]
+    settings = _side_by_side(*(_flat(run.recipe) for run in found))
+    metrics = [_final(run.metrics()) for run in found]
+    bills = [bill.model_dump(mode="json") if (bill := run.bill()) else {} for run in found]
     return {
-        "runs": (str(a), str(b)),
-        "settings": settings,
+        "runs": tuple(str(path) for path in paths),
+        "settings": {key: values for key, values in settings.items() if any(v != values[0] for v in values)},
         "metrics": _side_by_side(*metrics),
         "bill": _side_by_side(*bills),
     }
@@ -245,7 +257,7 @@ def is_free(path: Path) -> bool:
     """Whether a run may be made here: nothing is there, or what a process killed while making one left."""
     if not path.exists():
         return True
-    own = {ENVIRONMENT, "checkpoints", "samples"}
+    own = {ENVIRONMENT, "checkpoints", "samples", "data"}
     return path.is_dir() and all(p.name in own or p.name.startswith(".") for p in path.iterdir())
 
 
@@ -298,9 +310,9 @@ def _final(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return final
 
 
-def _side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = [*a, *(key for key in b if key not in a)]
-    return {key: (a.get(key), b.get(key)) for key in keys}
+def _side_by_side(*columns: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    keys = dict.fromkeys(key for column in columns for key in column)
+    return {key: tuple(column.get(key) for column in columns) for key in keys}
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -37,28 +37,42 @@ def train(
 ) -> None:
     """Train what a recipe says; the same command goes on where it was stopped.
 
+    Several values, as in optim.lr=1e-5,5e-5,1e-4, make a run of each in one folder, under one budget.
+
     Example: darkroom train recipes/emoji.yaml train.steps=2000 --out runs/emoji
     """
-    from darkroom.recipe import read_recipe
+    from darkroom.recipe import read_sweep
+    from darkroom.train import sweep
     from darkroom.train import train as run
 
-    result = run(
-        read_recipe(recipe, overrides or []),
-        out=out or Path("runs") / recipe.stem,
-        resume=resume,
-        console=console(as_json),
-    )
-    told = result.to_dict()
-    show(told, as_json, lambda: [f"model: {result.model}", f"bill: {result.bill.line()}"])
+    place, said = out or Path("runs") / recipe.stem, console(as_json)
+    recipes = read_sweep(recipe, overrides or [])
+    if len(recipes) > 1:
+        results = sweep(recipes, out=place, resume=resume, console=said)
+        rows = [
+            {
+                "run": str(one.run),
+                **settings,
+                "loss": one.loss,
+                "held out": one.heldout_loss,
+                "usd": one.bill.usd,
+            }
+            for (settings, _), one in zip(recipes, results, strict=True)
+        ]
+        show([one.to_dict() for one in results], as_json, lambda: columns(rows))
+        return
+    result = run(recipes[0][1], out=place, resume=resume, console=said)
+    made = [f"made: {path}" for path in result.outputs]
+    show(result.to_dict(), as_json, lambda: [*made, f"bill: {result.bill.line()}"])
 
 
 @app.command()
 def runs(
-    compare: Annotated[list[str] | None, typer.Argument(metavar="[compare RUN RUN]")] = None,
+    compare: Annotated[list[str] | None, typer.Argument(metavar="[compare RUN RUN ...]")] = None,
     root: Annotated[Path, typer.Option(help="the folder that holds the runs")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """What ran, what runs; or two runs side by side.
+    """What ran, what runs; or two and more runs side by side.
 
     Example: darkroom runs compare runs/a runs/b
     """
@@ -68,28 +82,34 @@ def runs(
         found = run.list_runs(root)
         show(found, as_json, lambda: columns([one.to_dict() for one in found]))
         return
-    if compare[0] != "compare" or len(compare) != 3:
-        raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN")
-    side_by_side = run.compare(Path(compare[1]), Path(compare[2]))
+    if compare[0] != "compare" or len(compare) < 3:
+        raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN ...")
+    side_by_side = run.compare(*map(Path, compare[1:]))
     show(side_by_side, as_json, lambda: table(side_by_side))
 
 
 @app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="a run folder")],
-    to: Annotated[Path, typer.Option(help="the model folder to write")],
+    to: Annotated[
+        Path, typer.Option(help="the model folder to write, or a .safetensors file for an adapter")
+    ],
     checkpoint: Annotated[int | None, typer.Option(help="the step; the newest if not said")] = None,
     ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
+    kohya: Annotated[
+        bool, typer.Option("--kohya", help="an adapter in the keys of ComfyUI and A1111")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run's weights as a model folder, also while it trains.
+    """Write a run's weights as a model folder, also while it trains; an adapter merged, or as its own file.
 
     Example: darkroom export runs/emoji --to model/ --checkpoint 2000
     """
     from darkroom.train import export as write
 
-    folder = write(source, to, checkpoint=checkpoint, ema=ema)
-    show({"model": folder}, as_json, lambda: [f"model: {folder}"])
+    made = write(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya)
+    kind = "adapter" if made.suffix == ".safetensors" else "model"
+    show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
 
 
 @app.command()

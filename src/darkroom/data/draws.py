@@ -34,6 +34,8 @@ class Purpose(IntEnum):
     DROPOUT = 6
     POSTERIOR = 7
     OFFSET_NOISE = 8
+    PROMPT = 9
+    TAGS = 10
 
 
 def _mix_int(h: int, part: int) -> int:
@@ -110,3 +112,10 @@ def noise(
 ) -> npt.NDArray[np.float32]:
     """The diffusion noise of each row, float32 [B, *shape]."""
     return normal(seed, epochs_B, positions_B, shape, Purpose.NOISE)
+
+
+def shuffled_tags(caption: str, key: int, keep: int) -> str:
+    """The parts of a caption between commas in an order that `key` decides; the first `keep` stay."""
+    tags = [tag for part in caption.split(",") if (tag := part.strip())]
+    order = np.argsort(mix(key, np.arange(max(len(tags) - keep, 0))), kind="stable")
+    return ", ".join([*tags[:keep], *(tags[keep + i] for i in order.tolist())])

@@ -67,6 +67,10 @@ class ReadSettings(BaseModel):
     flip: bool = Field(False, description="mirror half of the pictures")
     background: str = Field("white", description="colour laid under transparent pictures")
     columns: tuple[str, ...] = Field((), description="further columns, under their own names")
+    prompts: tuple[str, ...] = Field((), description="one of these is the caption of rows that have none")
+    prompts_replace: bool = Field(False, description="and of those that have one")
+    shuffle_tags: bool = Field(False, description="deal a caption's parts between commas anew each time")
+    keep_tokens: int = Field(0, ge=0, description="parts at the start that stay there")
     caption_dropout: float = Field(0.0, ge=0, le=1, description="share of rows that get the empty caption")
     draws: tuple[Draw, ...] = Field((), description="which random numbers come with each row")
     latent_channels: int = Field(4, gt=0, description="shape of the draws where no latents are read")
@@ -233,6 +237,7 @@ class Loader:
             else:
                 batch.columns[name] = _stack(parts, picks, len(rows), self._pin)
         self._flip(batch)
+        self._say_captions(batch)
         self._drop_captions(batch)
         self._add_draws(batch)
         return batch
@@ -267,6 +272,23 @@ class Loader:
         if self._read.flip and "pixels" in batch:
             flips = torch.from_numpy(self._uniform(batch, Purpose.FLIP) < 0.5)
             batch["pixels"][flips] = batch["pixels"][flips].flip(-1)
+
+    def _say_captions(self, batch: Batch) -> None:
+        read = self._read
+        if "caption" not in batch or not (read.prompts or read.shuffle_tags):
+            return
+        captions = batch["caption"]
+        if read.prompts:
+            drawn = (self._uniform(batch, Purpose.PROMPT) * len(read.prompts)).astype(np.int64).tolist()
+            kept = ("" if read.prompts_replace else caption for caption in captions)
+            captions = [old or read.prompts[i] for old, i in zip(kept, drawn, strict=True)]
+        if read.shuffle_tags:
+            keys = draws.mix(read.seed, int(Purpose.TAGS), batch.epochs_B, batch.positions_B)
+            captions = [
+                draws.shuffled_tags(caption, key, read.keep_tokens)
+                for caption, key in zip(captions, keys.tolist(), strict=True)
+            ]
+        batch.columns["caption"] = captions
 
     def _drop_captions(self, batch: Batch) -> None:
         rate = self._read.caption_dropout

@@ -73,7 +73,7 @@ def tokenize(tokenizers: Sequence[Any], captions: Sequence[str]) -> list[Tensor]
     """Token ids int64 [B, L] of each tokenizer, cut and padded to its length as diffusers' pipelines do."""
     return [
         tokenizer(
-            list(captions),
+            models.spelled(tokenizer, captions),
             padding="max_length",
             max_length=tokenizer.model_max_length,
             truncation=True,

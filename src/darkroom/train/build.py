@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom import models
-from darkroom.errors import RecipeError
+from darkroom.errors import CheckpointError, RecipeError
 from darkroom.models import FAMILIES, PARTS, Model
 from darkroom.train.objective import scheduler_config
 
@@ -43,6 +43,11 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
         model.scheduler = scheduler_config(recipe.objective, model.scheduler)
         check_resolution(recipe.data.resolution, model)
     return model
+
+
+def no_captions() -> Iterator[str]:
+    """Where a run's tokenizer has been learned already."""
+    raise CheckpointError("the run has lost its tokenizer")
 
 
 def keep_tokenizer(settings: ModelSettings, model: Model, run: Path) -> None:

@@ -56,7 +56,7 @@ class Ema:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Put a checkpoint's average back."""
-        if state:
+        if state and self._settings.enabled:
             self._start({name: state[name] for name in self._params})
 
     def _start(self, values: Mapping[str, Tensor]) -> None:

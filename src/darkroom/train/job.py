@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,18 @@ from darkroom.data.order import BucketOrder, Order, OrderSettings, Rows, SampleO
 from darkroom.data.pictures import buckets, nearest_bucket
 from darkroom.errors import RecipeError
 from darkroom.models import Model
-from darkroom.prepare import TextEncoder, VaeEncoder, latents_column, text_column
+from darkroom.prepare import TextEncoder, VaeEncoder, latents_column, prepare, text_column
+from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model, size_unit
+from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS, check_together
+from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_class, has_own_store, store_path
+from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
 from darkroom.train.objective import Objective
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
-from darkroom.train.tasks import Autoencoder, Columns, Pretrain, Task
+from darkroom.train.tasks import Autoencoder, Columns, Diffusion, Task
 from darkroom.train.tracking import check_tracker
+from darkroom.train.words import add_word
 
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe
@@ -37,6 +42,9 @@ Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
 
 CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
+PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pictures of 512 px
+CLASS_SEED = 0x632BE59BD9B4E019  # class pictures get other noise than the subject's in the same place
+SCENES = ("{} in the snow", "{} on the beach")
 HELDOUT_SEED = 0
 
 
@@ -68,13 +76,18 @@ class Pinned:
     micro_batch: int | None = None
 
 
-def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None) -> Job:
+def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None, say: Say = lambda _: None) -> Job:
     """Check a recipe against store, model and machine, and put together what trains it.
 
-    Nothing is written. Raises RecipeError, StoreError, ColumnError or ModelError for what cannot be.
+    Nothing is written but what a run gathers into its own `data` folder: pictures of a folder, their
+    latents, pictures of the class. Raises RecipeError, StoreError, ColumnError or ModelError for what
+    cannot be.
     """
     check_settings(recipe)
-    store = Store.open(recipe.data.store, version=pinned.version)
+    gathers = has_own_store(recipe) and pinned.version is None
+    if gathers:
+        gather(recipe, pinned.run, say)
+    store = Store.open(store_path(recipe, pinned.run), version=pinned.version)
     train_rows, held_rows = select_rows(store, recipe)
     _check_pinned(store, pinned)
     device = models.device(recipe.train.device)
@@ -83,7 +96,17 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None) -> Job:
     model = build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
     for module in model.modules.values():
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
+    stores = [store]
+    if recipe.data.class_prompt is not None:
+        if not class_store_path(pinned.run).exists() or pinned.version is None:
+            gather_class(recipe, model, pinned.run, models.precision(precision), say)
+        stores.append(Store.open(class_store_path(pinned.run)))
+    if has_own_store(recipe) and caches_latents(recipe):
+        _prepare_own(recipe, model, stores, device, say)
     task = make_task(recipe, model, store, device)
+    if recipe.task in FINE_TUNING:
+        trained, total = parameter_table(task.modules)
+        notes.append(f"{trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)")
     heldout = _heldout(recipe, task, store, held_rows, device)
     calibration = _calibration(recipe, task, store, train_rows, device)
     micro, told = _micro_batch(recipe, task, store, train_rows, device, pinned)
@@ -92,9 +115,9 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None) -> Job:
         recipe=recipe,
         task=task,
         step=bare_step(task, recipe, micro, models.precision(precision)),
-        feed=feed or _feed(recipe, task, store, train_rows, device),
+        feed=feed or _feed(recipe, task, stores, train_rows, device),
         device=device,
-        rows=len(train_rows),
+        rows=len(train_rows) * recipe.data.repeats,
         environment=exactness(device, precision, micro),
         store={"version": store.version, "rows": store.num_rows},
         heldout=heldout,
@@ -122,6 +145,7 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype) 
         micro_batch=micro_batch,
         dtype=dtype,
         rates=task.rates,
+        rows_a_picture=task.rows_a_picture,
     )
 
 
@@ -131,6 +155,7 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype) 
 def check_settings(recipe: Recipe) -> None:
     """Raise RecipeError for settings that contradict each other, whatever the store and the model."""
     train, optim, data = recipe.train, recipe.optim, recipe.data
+    check_together(recipe)
     check_micro_batch(train)
     check_tracker(recipe.track)
     if optim.warmup_steps > train.steps:
@@ -185,7 +210,9 @@ def _check_pinned(store: Store, pinned: Pinned) -> None:
 def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
     """The rows that are trained on, and those held out."""
     data = recipe.data
-    rows = Rows.of(store.num_rows if data.filter is None else store.select(data.filter))
+    own = NO_MASKS if has_own_store(recipe) else None
+    wanted = " AND ".join(f"({part})" for part in (data.filter, own) if part)
+    rows = Rows.of(store.select(wanted) if wanted else store.num_rows)
     if not len(rows):
         what = f"no row of {store.num_rows} matches '{data.filter}'" if data.filter else "the store is empty"
         raise RecipeError("data.filter" if data.filter else "data.store", what)
@@ -202,8 +229,8 @@ def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
 
 
 def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) -> Task:
-    """The task of a recipe; its frozen parts stay in float32."""
-    data, settings = recipe.data, recipe.model
+    """The task of a recipe. Parts that no gradient goes through stay in float32."""
+    data = recipe.data
     pixels = ReadSettings(
         pixels=data.resolution,
         crop=data.crop,
@@ -219,26 +246,119 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         return Autoencoder(model, recipe.objective.autoencoder, pixels)
     read = pixels.model_copy(update={"caption_dropout": data.caption_dropout})
     encode = None
-    if data.encode == "stored":
-        column = latents_column(store, data.resolution, models.identity(_vae(model)))
+    column = _latents_column(recipe, model, store)
+    if column is not None:
         _bucket_step(recipe, store, column)
         read = read.model_copy(update={"latents": column, "pixels": None})
     else:
         encode = VaeEncoder(_vae(model), device=device).encode
     text = _text_column(recipe, model, store)
-    read = read.model_copy(update={"text": text, "caption": text is None})
-    _train(model.unet, *(model.text_encoders if settings.train_text_encoder else ()))
+    masks = _masks(recipe, model, store)
+    read = read.model_copy(
+        update={
+            "text": text,
+            "caption": text is None,
+            "prompts": _captions_of(recipe),
+            "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
+            "shuffle_tags": data.shuffle_tags,
+            "keep_tokens": data.keep_tokens,
+            "columns": () if masks is None else (masks.column,),
+        }
+    )
     objective = Objective.from_config(model.scheduler, recipe.objective.min_snr_gamma, device)
-    return Pretrain(
+    modules = _trained(recipe, model, device)
+    return Diffusion(
         model,
         objective,
         read,
-        train_text_encoder=settings.train_text_encoder,
+        modules,
         text_encoder_lr=recipe.optim.text_encoder_lr,
         noise_offset=recipe.objective.noise.offset,
         num_points=recipe.evaluate.timesteps,
         encode=encode,
+        cache_text=recipe.task in FINE_TUNING,
+        prior_weight=None if data.class_prompt is None else data.prior_weight,
+        masks=masks,
     )
+
+
+def _trained(recipe: Recipe, model: Model, device: torch.device) -> dict[str, nn.Module]:
+    """The parts that gradients go through, by name; what is trained of them requires gradients."""
+    assert model.unet is not None
+    parts: dict[str, nn.Module] = {"unet": model.unet}
+    if recipe.task in ADAPTER_TASKS:
+        assert recipe.adapter is not None
+        parts |= add_adapters(model, recipe.adapter, seed=recipe.train.seed)
+    elif recipe.task == "textual-inversion":
+        assert recipe.model.word is not None
+        parts |= add_word(model, recipe.model.word)
+    else:
+        if recipe.model.train_text_encoder:
+            parts |= {name: m for name, m in model.modules.items() if name.startswith("text_encoder")}
+        _train(*parts.values())
+    for module in parts.values():
+        nn.Module.to(module, device)
+    return parts
+
+
+def _captions_of(recipe: Recipe) -> tuple[str, ...]:
+    """What is said of pictures by the recipe itself."""
+    if recipe.model.word is not None:
+        return recipe.data.prompts or recipe.model.word.prompts
+    return recipe.data.prompts
+
+
+def caches_latents(recipe: Recipe) -> bool:
+    """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
+    data = recipe.data
+    return data.encode != "inline" and data.crop == "centre" and not data.flip
+
+
+def _prepare_own(
+    recipe: Recipe, model: Model, stores: Sequence[Store], device: torch.device, say: Say
+) -> None:
+    side = recipe.data.resolution
+    for store in stores:
+        store.refresh()
+        report = prepare(
+            store,
+            replace(model, unet=None, text_encoders=[], tokenizers=[]),
+            resolution=side,
+            bucket_step=_inline_step(side, model) if recipe.data.buckets else 0,
+            batch_rows=max(1, PREPARED_PIXELS // side**2),
+            device=str(device),
+        )
+        made = sum(report.encoded.values())
+        if made:
+            say(f"latents of {made} pictures made, kept in {store.path} ({report.wall_s:.1f} s)")
+
+
+def _latents_column(recipe: Recipe, model: Model, store: Store) -> str | None:
+    """The prepared column to read, or None to encode pictures at each step."""
+    data = recipe.data
+    if data.encode == "inline":
+        return None
+    if data.encode == "auto":
+        made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "latents"]
+        if not caches_latents(recipe) or not any(
+            meta.get("darkroom.resolution") == str(data.resolution) for meta in made
+        ):
+            return None
+    column: str = latents_column(store, data.resolution, models.identity(_vae(model)))
+    return column
+
+
+def _masks(recipe: Recipe, model: Model, store: Store) -> Masks | None:
+    """What reads the masks, where there are any; RecipeError for a column that is missing."""
+    given = recipe.data.mask
+    column = COLUMN if has_own_store(recipe) and given in (None, "alpha") else given
+    if column is None or (given is None and column not in store.columns()):
+        return None
+    if column not in store.columns():
+        raise RecipeError(
+            "data.mask", f"the store has no column '{column}'", allowed=", ".join(store.columns())
+        )
+    return Masks(column, factor=model.vae_factor, floor=recipe.objective.unmasked_weight)
 
 
 def _train(*modules: nn.Module | None) -> None:
@@ -255,8 +375,10 @@ def _vae(model: Model) -> nn.Module:
 
 def _text_column(recipe: Recipe, model: Model, store: Store) -> str | None:
     """The prepared text column to read, or None to encode captions at each step."""
-    asked = recipe.data.text
-    if recipe.model.train_text_encoder or asked == "inline":
+    asked, data = recipe.data.text, recipe.data
+    trains = recipe.model.train_text_encoder or (recipe.adapter is not None and recipe.adapter.text_encoder)
+    says = recipe.task == "textual-inversion" or data.prompts or data.shuffle_tags
+    if trains or asked == "inline" or (says and asked == "auto"):
         return None
     made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "text"]
     if asked == "auto" and not made:
@@ -306,25 +428,60 @@ def _inline_step(resolution: int, model: Model) -> int:
     return 64 if resolution >= 256 else size_unit(model)
 
 
-def _feed(recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device) -> Feed:
-    order = _order(recipe, task, store, rows)
+def _feed(recipe: Recipe, task: Task, stores: Sequence[Store], rows: Rows, device: torch.device) -> Feed:
+    """The stream of batches; of a second store, of class pictures, a row follows each of the first's."""
+    store, *beside = stores
+    sources = [(store, _order(recipe, task, store, rows), task.read)]
+    sources += [(other, *_class_order(recipe, task, other)) for other in beside]
+    data = recipe.data
 
     @contextmanager
     def feed(k: int) -> Iterator[Iterator[Columns]]:
-        data = recipe.data
-        with Loader(
-            store,
-            order,
-            read=task.read,
-            start=k,
-            end=recipe.train.steps,
-            workers=data.workers,
-            ahead=data.ahead,
-            pin_memory=device.type == "cuda",
-        ) as loader:
-            yield (batch.columns for batch in loader)
+        with ExitStack() as stack:
+            loaders = [
+                stack.enter_context(
+                    Loader(
+                        source,
+                        order,
+                        read=read,
+                        start=k,
+                        end=recipe.train.steps,
+                        workers=data.workers,
+                        ahead=data.ahead,
+                        pin_memory=device.type == "cuda",
+                    )
+                )
+                for source, order, read in sources
+            ]
+            if len(loaders) == 1:
+                yield (batch.columns for batch in loaders[0])
+            else:
+                yield (interleaved(one.columns, other.columns) for one, other in zip(*loaders, strict=True))
 
     return feed
+
+
+def _class_order(recipe: Recipe, task: Task, store: Store) -> tuple[Order, ReadSettings]:
+    """Which class pictures come when, and how they are read: with their own prompt and noise."""
+    seed, prompt = recipe.train.seed ^ CLASS_SEED, recipe.data.class_prompt
+    rows = Rows.of(min(recipe.data.num_class_images, store.num_rows))
+    update = {"prompts": (prompt,), "prompts_replace": True, "seed": seed, "columns": ()}
+    order = Order(rows, seed=seed, global_batch=recipe.train.global_batch)
+    return order, task.read.model_copy(update=update)
+
+
+def interleaved(subject: Columns, prior: Columns) -> Columns:
+    """Rows of both by turns, and `is_prior` [2B] that tells them apart."""
+    mixed: dict[str, Any] = {}
+    for name, one in subject.items():
+        other = prior[name] if name in prior else [None] * len(one)
+        if isinstance(one, Tensor):
+            mixed[name] = torch.stack([one, other], dim=1).flatten(0, 1)
+        else:
+            mixed[name] = [value for pair in zip(one, other, strict=True) for value in pair]
+    count = len(next(iter(subject.values())))
+    mixed["is_prior"] = torch.tensor([False, True]).repeat(count)
+    return mixed
 
 
 def _read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Columns:
@@ -332,7 +489,8 @@ def _read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Colu
     index = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))
     still = OrderSettings(shuffle=False)
     order = Order(rows.positions(index), seed=HELDOUT_SEED, global_batch=len(index), settings=still)
-    plain = {"crop": "centre", "flip": False, "caption_dropout": 0.0, "seed": HELDOUT_SEED}
+    plain: dict[str, Any] = {"crop": "centre", "flip": False, "caption_dropout": 0.0, "seed": HELDOUT_SEED}
+    plain |= {"shuffle_tags": False}
     with Loader(store, order, read=read.model_copy(update=plain), end=1) as loader:
         return next(loader).columns
 
@@ -366,14 +524,27 @@ def _micro_batch(
     settings: TrainSettings = recipe.train
     if settings.micro_batch == "auto" and pinned.micro_batch is not None:
         return pinned.micro_batch, "as before"
+    if settings.global_batch == 1:
+        return 1, "one picture a step"
     inputs = task.inputs(_read_once(store, rows, 1, task.read), device)
-    return choose_micro_batch(settings, task, inputs, device)
+    micro, why = choose_micro_batch(settings, task, inputs, device)
+    if recipe.optim.fused_backward and micro < settings.global_batch:
+        raise RecipeError(
+            "optim.fused_backward",
+            f"true, but only {micro} of {settings.global_batch} pictures fit at once and gradients cannot be "
+            "added up",
+            mend=f"set train.global_batch={micro}",
+        )
+    return micro, why
 
 
 def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
     settings = recipe.sample
     if settings.prompts or not settings.every or recipe.task == "autoencoder":
         return settings.prompts
+    if said := _captions_of(recipe):
+        scenes = tuple(scene.format(said[0]) for scene in SCENES)
+        return (said[0], *scenes, *filter(None, [recipe.data.class_prompt]))
     first = rows.positions(np.arange(min(settings.num, len(rows))))
     return tuple(store.take(first, ["caption"])["caption"].to_pylist())
 

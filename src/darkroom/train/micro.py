@@ -37,7 +37,7 @@ def choose_micro_batch(
     if settings.micro_batch != "auto":
         return settings.micro_batch, "asked for"
     batch = settings.global_batch
-    row_bytes = activation_bytes(task, next(micro_batches(inputs, 1))) * MARGIN
+    row_bytes = activation_bytes(task, next(micro_batches(inputs, 1))) * MARGIN * task.rows_a_picture
     free_bytes = free_memory_bytes(device) * SHARE
     fitting = [size for size in divisors(batch) if size * row_bytes <= free_bytes] or [1]
     told = f"{row_bytes / 2**20:,.0f} MiB a row, {free_bytes / 2**30:,.1f} GiB to use"

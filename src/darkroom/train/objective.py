@@ -74,6 +74,9 @@ class ObjectiveSettings(BaseModel):
         gt=0,
         description="min-SNR-gamma loss weights (Hang et al. 2023 use 5); null: equal weights",
     )
+    unmasked_weight: float = Field(
+        default=0.0, ge=0, le=1, description="weight of the loss where a picture's mask is black"
+    )
     noise: NoiseSettings = Field(default=NoiseSettings(), description="the noise schedule")
     autoencoder: AutoencoderLossSettings = Field(
         default=AutoencoderLossSettings(), description="loss of the task autoencoder"
@@ -180,14 +183,23 @@ class Objective:
             return x_BCHW
         return _rows(self.alphas, t_B, x_BCHW) * noise_BCHW - _rows(self.sigmas, t_B, x_BCHW) * x_BCHW
 
-    def loss(self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor) -> Tensor:
-        """Weighted mean square error of each row [B], in float32."""
-        return square_error(out_BCHW, target_BCHW) * self.weights[t_B]
+    def loss(
+        self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_B1HW: Tensor | None = None
+    ) -> Tensor:
+        """Weighted mean square error of each row [B], in float32; of what a mask shows, if given."""
+        return square_error(out_BCHW, target_BCHW, mask_B1HW) * self.weights[t_B]
 
 
-def square_error(out_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
-    """Mean square error of each row [B], in float32."""
-    return (out_BCHW.float() - target_BCHW.float()).square().mean(dim=(1, 2, 3))
+def square_error(out_BCHW: Tensor, target_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
+    """Mean square error of each row [B], in float32, or the mean weighted by a mask of values from 0 to 1.
+
+    The mask's own sum divides: a small subject counts as much as a large one. A black mask gives 0.
+    """
+    square_BCHW = (out_BCHW.float() - target_BCHW.float()).square()
+    if mask_B1HW is None:
+        return square_BCHW.mean(dim=(1, 2, 3))
+    weight_B = mask_B1HW.sum(dim=(1, 2, 3)).clamp(min=1e-6)
+    return (square_BCHW.mean(dim=1, keepdim=True) * mask_B1HW).sum(dim=(1, 2, 3)) / weight_B
 
 
 def min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float | None) -> Tensor:

@@ -1,23 +1,93 @@
-"""From trained weights to a model folder that diffusers opens."""
+"""From trained weights to files: a model folder that diffusers opens, an adapter, a learned word."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from darkroom import models
-from darkroom.errors import CheckpointError
+from darkroom.errors import CheckpointError, InputError
 from darkroom.models import Model
+from darkroom.train.adapter import adapter_of
+from darkroom.train.build import build_model, no_captions
+from darkroom.train.defaults import ADAPTER_TASKS
 from darkroom.train.weights import cast
+from darkroom.train.words import FILE as WORDS
+from darkroom.train.words import add_word, settle_words, write_words
+
+if TYPE_CHECKING:
+    from darkroom.models.adapters import Adapter
+    from darkroom.recipe import Recipe
+
+ADAPTER = "adapter.safetensors"
+Values = Mapping[str, Tensor]
 
 
-def write_model(
-    model: Model, values: Mapping[str, Tensor], measured: Mapping[str, float], path: Path
+def write_results(
+    recipe: Recipe, model: Model, values: Values, measured: Mapping[str, float], run: Path
 ) -> None:
+    """Leave what a task makes in the run: `adapter.safetensors`; `learned_embeds.safetensors` and a model; or
+    a model. `model` is the one that was trained.
+    """
+    if recipe.task in ADAPTER_TASKS:
+        write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name)
+    elif recipe.model.word is not None:
+        write_words(values, recipe.model.word, run / WORDS)
+        write_whole_model(recipe, values, measured, run, run / "model")
+    else:
+        write_model(model, values, measured, run / "model")
+
+
+def write_adapter_file(recipe: Recipe, values: Values, file: Path, *, name: str, kohya: bool = False) -> Path:
+    """Write the adapter that these values are, with its base, trigger and resolution in the header."""
+    from darkroom.models.adapters import write_adapter
+
+    if recipe.task not in ADAPTER_TASKS:
+        raise InputError(
+            f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
+        )
+    return write_adapter(trained_adapter(recipe, values, name), file, kohya=kohya, family=_family(recipe))
+
+
+def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
+    """The adapter of an adapter run."""
+    from darkroom.models.adapter_metadata import about
+
+    assert recipe.adapter is not None
+    side = recipe.data.resolution
+    metadata = about(
+        title=name,
+        trigger=recipe.adapter.trigger or (recipe.data.prompts or (None,))[0],
+        base_model=recipe.model.base,
+        resolution=f"{side}x{side}",
+    )
+    return adapter_of(name, values, recipe.adapter, metadata)
+
+
+def _family(recipe: Recipe) -> str | None:
+    return recipe.model.base if recipe.model.base in models.FAMILIES else None
+
+
+def write_whole_model(
+    recipe: Recipe, values: Values, measured: Mapping[str, float], run: Path, target: Path
+) -> None:
+    """Write the model of a run, made anew from its base: adapter merged, word taught, or weights put in."""
+    model = build_model(recipe, no_captions, run)
+    if recipe.task in ADAPTER_TASKS:
+        from darkroom.models.adapters import merge
+
+        merge(model, trained_adapter(recipe, values, target.name))
+        values = {}
+    elif recipe.model.word is not None:
+        add_word(model, recipe.model.word)
+    write_model(model, values, measured, target)
+
+
+def write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:
     """Save a whole model in float32 with these trained weights, named `<part>.<name>`; it holds them then.
 
     `measured` goes into the parts' configurations, named likewise: `vae.scaling_factor`.
@@ -29,6 +99,7 @@ def write_model(
         unknown = module.load_state_dict(state, strict=False).unexpected_keys
         if unknown:
             raise CheckpointError(f"the checkpoint has weights that the {part} lacks: {unknown[0]}, ...")
+    settle_words(model)
     for name, value in measured.items():
         part, key = name.split(".", 1)
         described: Any = model.modules[part]

@@ -11,7 +11,7 @@ from darkroom.run import differences
 
 # These change what is watched, kept or how data is read ahead, never what is learned.
 HARMLESS = (
-    *("checkpoint.*", "sample.*", "evaluate.*", "track.*", "train.log_every"),
+    *("checkpoint.*", "sample.*", "evaluate.*", "track.*", "budget.*", "train.log_every"),
     *("data.workers", "data.ahead", "data.store"),  # a store that was moved: version and rows are checked
 )
 # These change the last bits of every number: allowed, and said.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom import hardware
 from darkroom.data import Store
-from darkroom.errors import CheckpointError, InputError, RecipeError
+from darkroom.errors import InputError, RecipeError
 from darkroom.run import Run, is_free, numbered_folder
-from darkroom.train.build import build_model, keep_tokenizer
+from darkroom.train.build import keep_tokenizer
 from darkroom.train.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -19,8 +18,9 @@ from darkroom.train.checkpoint import (
     newest_checkpoint,
     step_of,
 )
+from darkroom.train.gather import has_own_store, store_path
 from darkroom.train.job import Feed, Job, Pinned, Say, make_job
-from darkroom.train.result import write_model
+from darkroom.train.result import write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
 from darkroom.train.tracking import make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
@@ -82,7 +82,9 @@ def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say) -> TrainR
         raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
     if place.start is not None and place.start.step >= recipe.train.steps:
         raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
-    job = make_job(recipe, Pinned(place.path), feed)
+    for note in recipe.derived:
+        say(note)
+    job = make_job(recipe, Pinned(place.path), feed, say)
     environment = {**hardware.environment(), "store": dict(job.store)}
     run = Run.create(place.path, recipe.dump(), environment)
     with run.lock():
@@ -101,14 +103,15 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say) -> TrainResult
     checkpoint = newest_checkpoint(run.checkpoints, say)
     step = checkpoint.step if checkpoint else 0
     notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
-    if step == recipe.train.steps and run.model.is_dir():
-        say(f"'{run.path}' is finished: all {step} steps are made")
+    if run.outputs and (step == recipe.train.steps or run.ended_early):
+        made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
+        say(f"'{run.path}' is finished: {made}")
         return result_of(run)
     run.tidy()
     store = run.environment.get("store", {})
     micro = checkpoint.scalars["micro_batch"] if checkpoint else None
     pinned = Pinned(run.path, store.get("version"), store.get("rows"), micro)
-    job = make_job(recipe, pinned, feed)
+    job = make_job(recipe, pinned, feed, say)
     if checkpoint:
         notes += check_environment(checkpoint.scalars["environment"], job.environment)
     run.truncate(step if checkpoint else -1)
@@ -135,7 +138,9 @@ def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
 
 def _pin_store(recipe: Recipe, job: Job, run: Run, say: Say) -> None:
     """Keep the store's version while the run may need it. The folder's whole path makes the name its own."""
-    store = Store.open(recipe.data.store, version=job.store["version"])
+    if has_own_store(recipe):
+        return
+    store = Store.open(store_path(recipe, run.path), version=job.store["version"])
     try:
         store.pin(f"run {run.path.resolve()}")
     except OSError as error:
@@ -145,11 +150,19 @@ def _pin_store(recipe: Recipe, job: Job, run: Run, say: Say) -> None:
 
 
 def export(
-    run: Path | str, to: Path | str, *, checkpoint: int | None = None, ema: bool = True, say: Say = print
+    run: Path | str,
+    to: Path | str,
+    *,
+    checkpoint: int | None = None,
+    ema: bool = True,
+    kohya: bool = False,
+    say: Say = print,
 ) -> Path:
     """Write a run's model as a folder that diffusers opens, from a checkpoint (the newest unless said).
 
-    With `ema` the averaged weights, else the trained ones. InputError names the checkpoints there are.
+    Of a run that trained an adapter the folder holds the base with the adapter merged in, and `to` may be a
+    `.safetensors` file for the adapter itself (with `kohya` in the keys of ComfyUI and A1111). With `ema` the
+    averaged weights, else the trained ones. InputError names the checkpoints there are.
     """
     from darkroom.recipe import Recipe
 
@@ -157,15 +170,15 @@ def export(
     if target.exists():
         raise InputError(f"'{target}' is there already", mend="choose another folder")
     recipe = Recipe.model_validate(source.recipe)
+    as_file = target.suffix == ".safetensors"
+    if kohya and not as_file:
+        raise InputError(f"--kohya with the folder '{to}'", allowed="--to FILE.safetensors")
     state = _state(source, checkpoint, say)
-    model = build_model(recipe, _no_captions, source.path)
-    values = state.tensors.get("ema") if ema else None
-    write_model(model, values or state.tensors["weights"], state.scalars["measured"], target)
+    values = (state.tensors.get("ema") if ema else None) or state.tensors["weights"]
+    if as_file:
+        return write_adapter_file(recipe, values, target, name=target.stem, kohya=kohya)
+    write_whole_model(recipe, values, state.scalars["measured"], source.path, target)
     return target
-
-
-def _no_captions() -> Iterator[str]:
-    raise CheckpointError("the run has lost its tokenizer")
 
 
 def _state(run: Run, step: int | None, say: Say) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, clipping, AdamW. `measure` times it bare.
+"""One optimiser step: micro-batches forward and backward, clipping, the optimiser. `measure` times it bare.
 
 Shapes: B rows of the global batch, b of a micro-batch.
 """
@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from darkroom.errors import RecipeError
 from darkroom.train.ema import Ema, EmaSettings
 from darkroom.train.optimisers import (
+    Optimiser,
     OptimSettings,
+    averaged_by_itself,
     clipped_step,
     gradient_norm,
     lr_factor,
+    make_each,
     make_optimiser,
     parameter_groups,
     set_lr,
@@ -86,8 +89,8 @@ class Step:
     """The bare step and its state: master weights, optimiser, averaged weights.
 
     Calling it with the number k of the step (from 0) and a global batch's inputs trains once. Nothing in it
-    waits for the device. `micro_batch` rows are computed at a time; the result is the mean over the global
-    batch whatever it is, up to rounding.
+    waits for the device. `micro_batch` pictures are computed at a time, of `rows_a_picture` rows each; the
+    result is the mean over the global batch whatever it is, up to rounding.
     """
 
     def __init__(
@@ -100,13 +103,17 @@ class Step:
         micro_batch: int,
         dtype: torch.dtype,
         rates: Mapping[str, float] | None = None,
+        rows_a_picture: int = 1,
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
-        self.micro_batch = micro_batch
+        self.micro_batch, self._micro_rows = micro_batch, micro_batch * rows_a_picture
         self.weights: Weights = make_weights(modules, dtype)
         peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
         groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay)
-        self.optimiser = make_optimiser(groups, optim)
+        if optim.fused_backward:
+            self._fuse(make_each(groups, optim))
+        else:
+            self.optimiser = make_optimiser(groups, optim)
         self.ema = Ema(self.weights.masters, train.ema)
         device = next(iter(self.weights.masters.values())).device
         # bf16 has float32's range; fp16's gradients vanish unless the loss is scaled up.
@@ -117,11 +124,32 @@ class Step:
         factor = lr_factor(k, self._train.steps, self._optim)
         set_lr(self.optimiser, factor)
         losses = self._gradients(inputs)
-        norm = self._update()
+        norm = self._square_norm.sqrt() if self._optim.fused_backward else self._update()
         self.weights.clear_gradients()
         self.weights.publish()
         self.ema.update(k)
         return StepResult(losses, norm, self._optim.lr * factor)
+
+    def _fuse(self, optimisers: Mapping[Tensor, Optimiser]) -> None:
+        """Step each weight as soon as its gradient is there."""
+        self.optimiser = Optimiser([inner for each in optimisers.values() for inner in each.inner])
+
+        def take(master: Tensor) -> None:
+            assert master.grad is not None
+            self._square_norm += torch.linalg.vector_norm(master.grad).square()
+            optimisers[master].step()
+
+        self.weights.on_gradient(take)
+
+    @property
+    def averages(self) -> bool:
+        """Whether there are averaged weights of their own to be kept."""
+        return self._optim.name == "schedule-free" or bool(self.ema.state())
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The averaged weights by name: the optimiser's own, the moving average, or the trained ones."""
+        own = averaged_by_itself(self.optimiser, self.weights.masters, self._optim)
+        return self.ema.weights() if own is None else own
 
     def _update(self) -> Tensor:
         """Clip and take the optimiser's step; returns the norm of the gradients before."""
@@ -130,11 +158,13 @@ class Step:
             norm = gradient_norm(masters)
             clipped_step(self.optimiser, norm, max_norm)
             return norm
-        self.scaler.unscale_(self.optimiser)
+        for inner in self.optimiser.inner:
+            self.scaler.unscale_(inner)
         norm = gradient_norm(masters)
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(masters, max_norm, norm)
-        self.scaler.step(self.optimiser)
+        for inner in self.optimiser.inner:
+            self.scaler.step(inner)
         self.scaler.update()
         return norm
 
@@ -142,10 +172,13 @@ class Step:
         """Forward and backward of every micro-batch; returns the means over the global batch."""
         rows = num_rows(inputs)
         total: dict[str, Tensor] = {}
-        for i, micro in enumerate(micro_batches(inputs, self.micro_batch)):
+        if self._optim.fused_backward:
+            self._square_norm = torch.zeros((), device=next(iter(inputs.values())).device)
+        for i, micro in enumerate(micro_batches(inputs, self._micro_rows)):
             means = {name: loss_b.sum() / rows for name, loss_b in self.task.losses(micro).items()}
             self.scaler.scale(means["loss"]).backward()  # type: ignore[no-untyped-call]
-            self.weights.collect(first=i == 0)
+            if not self._optim.fused_backward:
+                self.weights.collect(first=i == 0)
             for name, mean in means.items():
                 total[name] = total[name] + mean.detach() if name in total else mean.detach()
         return total

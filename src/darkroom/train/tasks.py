@@ -1,12 +1,12 @@
 """What is trained: a task gives the modules, says what it reads, and turns a batch into a loss.
 
-The loop around a task knows nothing of diffusion. A new task (fine-tuning, LoRA, textual inversion) is
-another small class with the same methods.
+The loop around a task knows nothing of diffusion. Pre-training and every kind of fine-tuning are one class,
+`Diffusion`, with other parameters trained and other pictures read.
 
 Captions arrive with some of them dropped already (empty), and so do prepared text states.
 
 Shapes: B rows of a batch, b of a micro-batch, C latent channels, h and w latent pixels, H and W pixels,
-L tokens, D text width.
+L tokens, D text width, P pooled width.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from darkroom.data.loader import Draw, ReadSettings
 from darkroom.models import Model
 from darkroom.prepare import sample_latents, text_states, tokenize
+from darkroom.train.masks import Masks
 from darkroom.train.objective import AutoencoderLossSettings, Objective, offset_noise, square_error
 
 Columns = Mapping[str, Any]
@@ -28,6 +29,7 @@ Columns = Mapping[str, Any]
 
 
 CACHED_CAPTIONS = 100_000
+CACHED_STATES_BYTES = 2**28  # of captions whose states are kept: 1,000 of SD 1.5's
 ENCODED_PIXELS = 2**22  # at a time, where pictures are encoded inline: 16 of 512 px
 
 
@@ -35,7 +37,8 @@ class Task(Protocol):
     """What the loop asks of a task."""
 
     model: Model
-    modules: dict[str, nn.Module]  # what is trained, by part
+    modules: dict[str, nn.Module]  # the parts that gradients go through, by name
+    rows_a_picture: int  # rows of a batch that each picture stands for
     rates: dict[str, float]  # peak learning rates by part that differ from optim.lr
     read: ReadSettings
 
@@ -64,33 +67,42 @@ class Task(Protocol):
         ...
 
 
-class Pretrain:
-    """Train the U-Net, and the text encoder with it if asked, to denoise latents."""
+class Diffusion:
+    """Train what of the U-Net and text encoders requires gradients to denoise latents."""
 
     def __init__(
         self,
         model: Model,
         objective: Objective,
         read: ReadSettings,
+        modules: Mapping[str, nn.Module],
         *,
-        train_text_encoder: bool = False,
         text_encoder_lr: float | None = None,
         noise_offset: float = 0.0,
         num_points: int = 8,
         encode: Callable[[Tensor], Tensor] | None = None,
+        cache_text: bool = False,
+        prior_weight: float | None = None,
+        masks: Masks | None = None,
     ) -> None:
-        """`encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not read."""
+        """`modules` are the U-Net and the text encoders that gradients go through, by part.
+
+        `encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not read.
+        `cache_text` keeps the states of captions, encoded one by one. With `prior_weight` every other row is
+        a picture of the class, whose loss has this weight.
+        """
         assert model.unet is not None
         draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(("offset",) if noise_offset else ()))
         self.model, self.objective = model, objective
         self.read = read.model_copy(update={"draws": draws})
-        self.modules: dict[str, nn.Module] = {"unet": model.unet}
-        self.rates: dict[str, float] = {}
-        self._trains_text = train_text_encoder
-        if train_text_encoder:
-            self.modules |= {name: m for name, m in model.modules.items() if name.startswith("text_encoder")}
-            if text_encoder_lr is not None:
-                self.rates = {name: text_encoder_lr for name in self.modules if name != "unet"}
+        self.modules: dict[str, nn.Module] = dict(modules)
+        text = [name for name in modules if name != "unet"]
+        self.rates: dict[str, float] = {} if text_encoder_lr is None else dict.fromkeys(text, text_encoder_lr)
+        self._trains_text = bool(text)
+        self.rows_a_picture = 1 if prior_weight is None else 2
+        self._prior_weight, self._masks = prior_weight, masks
+        self._state_cache: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._caches_text = cache_text and not text
         self._offset, self._encode = noise_offset, encode
         total = objective.num_timesteps
         self._points = [int((i + 0.5) * total / num_points) for i in range(num_points)]
@@ -112,6 +124,10 @@ class Pretrain:
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
             inputs["time_ids"] = self._time_ids(latents_BChw)
+        if "is_prior" in columns:
+            inputs["is_prior"] = _to(columns["is_prior"], device).float()
+        if self._masks is not None:
+            inputs["mask"] = _to(self._masks(columns, latents_BChw.shape[-2:]), device)
         return inputs
 
     def _moments(self, columns: Columns) -> Tensor:
@@ -125,13 +141,23 @@ class Pretrain:
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         t_b = self.objective.timesteps(inputs["u"])
         out_bChw, target_bChw = self._predict(inputs, t_b)
-        return {"loss": self.objective.loss(out_bChw, target_bChw, t_b)}
+        loss_b = self.objective.loss(out_bChw, target_bChw, t_b, inputs.get("mask"))
+        if self._prior_weight is None or "is_prior" not in inputs:
+            return {"loss": loss_b}
+        # Half of the rows are the subject's: the mean over all rows of twice a half's losses is its own mean.
+        prior_b = 2 * loss_b * inputs["is_prior"]
+        subject_b = 2 * loss_b - prior_b
+        return {
+            "loss": subject_b + self._prior_weight * prior_b,
+            "subject_loss": subject_b,
+            "prior_loss": prior_b,
+        }
 
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         errors = []
         for point in self._points:
             t_b = torch.full_like(inputs["u"], point, dtype=torch.long)
-            errors.append(square_error(*self._predict(inputs, t_b)))
+            errors.append(square_error(*self._predict(inputs, t_b), inputs.get("mask")))
         errors_bn = torch.stack(errors, dim=1)
         return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
 
@@ -158,6 +184,8 @@ class Pretrain:
     def _text(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         if "text" in columns:
             return {name: _to(columns[name], device) for name in ("text", "pooled") if name in columns}
+        if self._caches_text:
+            return self._cached(columns["caption"], device)
         rows = self._tokens(columns["caption"])
         ids = {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
         if self._trains_text:
@@ -165,6 +193,20 @@ class Pretrain:
         with torch.no_grad():
             text_BLD, pooled_BD = self._encoded(ids)
         return {"text": text_BLD} if pooled_BD is None else {"text": text_BLD, "pooled": pooled_BD}
+
+    def _cached(self, captions: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """States of captions, each encoded by itself, so that they do not depend on who shares the batch."""
+        held = sum(states.nbytes for states, _ in self._state_cache.values())
+        if held > CACHED_STATES_BYTES:
+            self._state_cache.clear()
+        for caption in dict.fromkeys(captions):
+            if caption not in self._state_cache:
+                ids = {f"ids_{i}": _to(row[None], device) for i, row in enumerate(self._tokens([caption])[0])}
+                with torch.no_grad():
+                    self._state_cache[caption] = self._encoded(ids)
+        states, pooled = zip(*(self._state_cache[caption] for caption in captions), strict=True)
+        found = {"text": torch.cat(states)}
+        return found if pooled[0] is None else found | {"pooled": torch.cat(pooled)}
 
     def _tokens(self, captions: Sequence[str]) -> list[tuple[Tensor, ...]]:
         """Token ids [L] of each caption for each text encoder; captions come round every epoch."""
@@ -197,6 +239,7 @@ class Autoencoder:
         assert model.vae is not None
         self.model, self._settings = model, settings
         self.modules: dict[str, nn.Module] = {"vae": model.vae}
+        self.rows_a_picture = 1
         self.rates: dict[str, float] = {}
         self.read = read.model_copy(update={"draws": ("posterior",)})
 

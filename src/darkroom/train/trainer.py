@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import threading
@@ -17,11 +18,11 @@ import torch
 
 from darkroom.bill import Bill, Meter, format_seconds, format_usd
 from darkroom.errors import DarkroomError, Stopped
-from darkroom.run import BILL, Run
+from darkroom.run import BILL, ENDED, Run, write_whole
 from darkroom.train.checkpoint import Checkpoint, checkpoints, save_checkpoint, step_of
 from darkroom.train.job import Job, Say
-from darkroom.train.optimisers import optimiser_tensors, restore_optimiser
-from darkroom.train.result import write_model
+from darkroom.train.optimisers import optimiser_numbers, optimiser_tensors, restore_optimiser
+from darkroom.train.result import write_results
 from darkroom.train.step import StepResult
 from darkroom.train.tasks import Autoencoder
 from darkroom.train.tracking import Tracker
@@ -32,10 +33,11 @@ BILL_EVERY_S = 10.0  # what a killed process's bill may lack
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run."""
+    """A finished run. `model` is there unless the run made an adapter; `outputs` are what it made."""
 
     run: Path
     model: Path
+    outputs: list[Path]
     steps: int
     loss: float | None
     heldout_loss: float | None
@@ -45,7 +47,8 @@ class TrainResult:
         """Plain values for JSON."""
         return {
             "run": str(self.run),
-            "model": str(self.model),
+            "model": str(self.model) if self.model in self.outputs else None,
+            "outputs": [str(path) for path in self.outputs],
             "steps": self.steps,
             "loss": self.loss,
             "heldout_loss": self.heldout_loss,
@@ -73,6 +76,7 @@ class Trainer:
         self.last_row: dict[str, Any] = {}
         self._window = _Window()
         self._stop = StopRequest()
+        self._ended = False  # before the last step, because the held-out loss stands still
         self._billed = time.perf_counter()
 
     # ---- state
@@ -82,7 +86,8 @@ class Trainer:
         tensors, step = checkpoint.tensors, self.step
         step.weights.load(tensors["weights"])
         step.ema.restore(tensors.get("ema", {}))
-        restore_optimiser(step.optimiser, step.weights.masters, tensors["optimiser"])
+        numbers = checkpoint.scalars.get("optimiser")
+        restore_optimiser(step.optimiser, step.weights.masters, tensors["optimiser"], numbers)
         if scaler := checkpoint.scalars.get("scaler"):
             step.scaler.load_state_dict(scaler)
         self.k = checkpoint.step
@@ -95,7 +100,7 @@ class Trainer:
         tensors = {
             "weights": step.weights.masters,
             "optimiser": optimiser_tensors(step.optimiser, step.weights.masters),
-            "ema": step.ema.state(),
+            "ema": step.averaged() if step.averages else {},
         }
         scalars = {
             "step": self.k,
@@ -104,6 +109,7 @@ class Trainer:
             "store": dict(self.job.store),
             "micro_batch": step.micro_batch,
             "scaler": step.scaler.state_dict(),
+            "optimiser": optimiser_numbers(step.optimiser, step.weights.masters),
             "measured": self._measure(),
         }
         with self.meter.part("checkpoint"):
@@ -127,9 +133,11 @@ class Trainer:
             with self._stop.listening(), self.job.feed(self.k) as batches, self.meter.part("train"):
                 if self.k == 0 and (before := self._evaluate()):
                     self._write({"step": 0, **before})
+                self._ended = self._stands_still()  # a run that was killed at its early end
                 self._sample_if_missing()
                 self._window = _Window()
-                while self.k < steps:
+                while self.k < steps and not self._ended:
+                    self._check_budget()
                     started = time.perf_counter()
                     with self.meter.part("wait"):
                         columns = next(batches)
@@ -146,6 +154,7 @@ class Trainer:
     def _after_step(self) -> None:
         """Whatever is due after step k: write metrics, look, save, stop."""
         recipe, last = self.recipe, self.k == self.recipe.train.steps
+        spent = self._spent()
         looks = last or _due(self.k, recipe.evaluate.every)
         draws = _due(self.k, recipe.sample.every) or (
             last and bool(recipe.sample.every or recipe.sample.prompts)
@@ -154,15 +163,27 @@ class Trainer:
             self._flush(self._evaluate if looks else dict)
             if draws:
                 self._sample()
-        stops = self._stop.asked  # once: a signal between two looks at it must not leave without saving
+        last = last or self._ended
+        stops = self._stop.asked or bool(
+            spent
+        )  # once: a signal between two looks at it must not leave without saving
         if last or stops or _due(self.k, recipe.checkpoint.every):
             self.save()
         if not self._window.results:
             self._window = _Window()
         if stops and not last:
-            raise Stopped(
-                f"stopped after step {self.k} of {recipe.train.steps}, saved; the same command goes on"
-            )
+            why = f"{spent} is spent: " if spent else ""
+            go_on = "more budget" if spent else "the same command"
+            raise Stopped(f"{why}stopped after step {self.k} of {recipe.train.steps}, saved; {go_on} goes on")
+
+    def _spent(self) -> str:
+        """What of the budget is used up; nothing is asked where there is none."""
+        budget = self.recipe.budget
+        return budget.spent(self.meter.bill()) if budget.usd or budget.hours else ""
+
+    def _check_budget(self) -> None:
+        if spent := self._spent():
+            raise Stopped(f"{spent} is spent, and {self.k} steps are made; say a larger one to go on")
 
     def _flush(self, more: Callable[[], dict[str, Any]] = dict) -> None:
         """Write the rows of the window; `more` is measured after its last step and stands in its row."""
@@ -242,7 +263,7 @@ class Trainer:
         for module in self.task.modules.values():
             module.eval()
         try:
-            with self.step.weights.showing(self.step.ema.weights()):
+            with self.step.weights.showing(self.step.averaged()):
                 yield
         finally:
             for module in self.task.modules.values():
@@ -252,7 +273,28 @@ class Trainer:
         if self.job.heldout is None:
             return {}
         with self.meter.part("evaluate"), self._averaged():
-            return heldout_metrics(self.task, self.job.heldout, self.step.micro_batch)
+            found = heldout_metrics(self.task, self.job.heldout, self.step.micro_batch)
+        self._ended = self._stands_still(found["heldout_loss"])
+        return found
+
+    def _stands_still(self, newest: float | None = None) -> bool:
+        """Whether the held-out loss has not got better for `evaluate.patience` evaluations; said aloud."""
+        patience = self.recipe.evaluate.patience
+        if patience is None:
+            return False
+        rows = [(row["step"], row["heldout_loss"]) for row in self.run.metrics() if "heldout_loss" in row]
+        rows += [] if newest is None else [(self.k, newest)]
+        if not rows:
+            return False
+        best_step, best = min(rows, key=lambda row: row[1])
+        since = sum(step > best_step for step, _ in rows)
+        if since < patience:
+            return False
+        self.say(
+            f"held-out loss has not got better for {since} evaluations (best {best:.4g} at step "
+            f"{best_step}): training ends here"
+        )
+        return True
 
     def _sample_path(self) -> Path:
         return self.run.samples / f"step-{self.k:08d}.png"
@@ -282,9 +324,11 @@ class Trainer:
 
     def _finish(self) -> TrainResult:
         measured = self._measure()
-        values = self.step.ema.weights()
+        values = self.step.averaged()
+        if self._ended:
+            write_whole(self.run.path / ENDED, json.dumps({"step": self.k}) + "\n")
         with self.meter.part("checkpoint"):
-            write_model(self.task.model, values, measured, self.run.model)
+            write_results(self.recipe, self.task.model, values, measured, self.run.path)
         self._save_bill()
         return result_of(self.run)
 
@@ -299,7 +343,13 @@ def result_of(run: Run) -> TrainResult:
     last = rows[-1] if rows else {}
     bill = run.bill() or Bill()
     return TrainResult(
-        run.path, run.model, last.get("step", 0), last.get("loss"), last.get("heldout_loss"), bill
+        run.path,
+        run.model,
+        run.outputs,
+        last.get("step", 0),
+        last.get("loss"),
+        last.get("heldout_loss"),
+        bill,
     )
 
 

@@ -47,6 +47,11 @@ class EvaluateSettings(BaseModel):
     every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
     rows: int = Field(default=256, gt=0, description="at most so many of the held-out pictures")
     timesteps: int = Field(default=8, gt=0, le=100, description="how many, spread evenly over the schedule")
+    patience: int | None = Field(
+        default=None,
+        gt=0,
+        description="evaluations without a better loss after which training ends; null: never",
+    )
 
 
 @torch.no_grad()

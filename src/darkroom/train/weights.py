@@ -6,7 +6,7 @@ pass as autocast does. Gradients are added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,16 @@ class Weights:
 
     def publish(self) -> None:
         """Let the modules compute with what the masters are now."""
+
+    def on_gradient(self, take: Callable[[Tensor], None]) -> None:
+        """Call `take(master)` when a master has its gradient, inside the backward pass; then forget it."""
+
+        def taken(param: Tensor) -> None:
+            take(param)
+            param.grad = None
+
+        for param in self.computing.values():
+            param.register_post_accumulate_grad_hook(taken)
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""
@@ -112,6 +122,21 @@ class CastWeights(Weights):
             torch._foreach_add_(ups, grads)
         for _, param in pairs:
             param.grad = None
+
+    def on_gradient(self, take: Callable[[Tensor], None]) -> None:
+        masters = {param: master for master, param in self._pairs}
+
+        def taken(param: Tensor) -> None:
+            assert param.grad is not None
+            master = masters[param]
+            master.grad, param.grad = param.grad.float(), None
+            take(master)
+            master.grad = None
+            with torch.no_grad():
+                param.copy_(master)
+
+        for param in self.computing.values():
+            param.register_post_accumulate_grad_hook(taken)
 
     def publish(self) -> None:
         self._show([master for master, _ in self._pairs])

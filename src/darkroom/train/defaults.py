@@ -1,0 +1,256 @@
+"""What a task takes for what a recipe leaves unsaid, with the reason; and what never goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from darkroom.errors import RecipeError
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+Task = Literal[
+    "autoencoder", "pretrain", "finetune", "lora", "dreambooth", "dreambooth-lora", "textual-inversion"
+]
+ADAPTER_TASKS = ("lora", "dreambooth-lora")
+SUBJECT_TASKS = ("dreambooth", "dreambooth-lora")
+FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion")
+
+Default = tuple[str, Any, str]
+"""A key, its value, and why."""
+
+_SHORT_RUN = "the average of so short a run lags behind it"
+_OWN: dict[str, tuple[Default, ...]] = {
+    "finetune": (
+        ("optim.lr", 1e-5, "all weights, learned long before: small steps"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 16, ""),
+    ),
+    "lora": (
+        ("optim.lr", 1e-4, "an adapter starts at nothing"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 4, ""),
+    ),
+    "dreambooth": (
+        ("optim.lr", 5e-6, "the published best of full DreamBooth: 400 steps of one picture at 5e-6"),
+        ("train.steps", 400, "the same"),
+        ("train.global_batch", 1, "the same"),
+    ),
+    "dreambooth-lora": (
+        ("optim.lr", 1e-4, "the published best of DreamBooth with LoRA: 500 steps of one picture at 1e-4"),
+        ("train.steps", 500, "the same"),
+        ("train.global_batch", 1, "the same"),
+    ),
+    "textual-inversion": (
+        ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
+        ("train.steps", 3000, "as the paper's authors advise"),
+        ("train.global_batch", 4, "the same"),
+        ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
+    ),
+}
+_ALL_FINE_TUNING: tuple[Default, ...] = (
+    ("train.ema.enabled", False, _SHORT_RUN),
+    ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
+)
+_BY_OPTIMISER: dict[str, tuple[Default, ...]] = {
+    "prodigy": (("optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"),),
+    "adafactor": (("optim.lr", 1e-2, "Adafactor's rate is relative to the size of each weight"),),
+    "schedule-free": (("train.ema.enabled", False, "schedule-free averages by itself"),),
+}
+
+
+def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
+    """The defaults that differ from the recipe's own, for this content; the first of a key counts."""
+    task = content.get("task")
+    optim = content.get("optim")
+    name = optim.get("name") if isinstance(optim, dict) else None
+    yield from _BY_OPTIMISER.get(name if isinstance(name, str) else "", ())
+    if optim_fused(content):
+        yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
+    if isinstance(task, str) and task in FINE_TUNING:
+        yield from _OWN[task]
+        yield from _ALL_FINE_TUNING
+
+
+def optim_fused(content: Mapping[str, Any]) -> bool:
+    """Whether the content asks for the step inside the backward pass."""
+    optim = content.get("optim")
+    return isinstance(optim, dict) and optim.get("fused_backward") is True
+
+
+def fill(content: dict[str, Any]) -> list[Default]:
+    """Put a task's defaults where nothing is said, in place; returns what was put."""
+    put = []
+    for key, value, why in defaults_of(content):
+        *parents, last = key.split(".")
+        inner: Any = content
+        for parent in parents:
+            inner = inner.setdefault(parent, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last not in inner:
+            inner[last] = value
+            put.append((key, value, why))
+    return put
+
+
+# ---- what does not go together
+
+
+def check_together(recipe: Recipe) -> None:
+    """RecipeError for parts of a recipe that contradict its task or each other, before anything is opened."""
+    _check_sources(recipe)
+    _check_adapter(recipe)
+    _check_subject(recipe)
+    _check_word(recipe)
+    _check_masks(recipe)
+    _check_optimiser(recipe)
+    if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
+        key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
+        raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")
+
+
+def _check_sources(recipe: Recipe) -> None:
+    data = recipe.data
+    said = {key: value for key in ("store", "folder", "instance") if (value := getattr(data, key))}
+    fine = recipe.task in FINE_TUNING
+    wanted = "data.instance" if _is_subject(recipe) else "data.folder" if fine else "data.store"
+    if not said:
+        raise RecipeError(wanted, "missing", mend=f"say where the pictures are: {wanted}=PATH")
+    if len(said) > 1:
+        raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
+    if not fine and "store" not in said:
+        raise RecipeError(
+            f"data.{next(iter(said))}",
+            f"a folder with the task {recipe.task}",
+            mend="import it into a store first: darkroom import FOLDER STORE",
+        )
+
+
+def _is_subject(recipe: Recipe) -> bool:
+    return recipe.task in (*SUBJECT_TASKS, "textual-inversion")
+
+
+def _check_adapter(recipe: Recipe) -> None:
+    if recipe.adapter is not None and recipe.task not in ADAPTER_TASKS:
+        raise RecipeError(
+            "adapter", f"given with the task {recipe.task}", allowed=f"with {' or '.join(ADAPTER_TASKS)}"
+        )
+    if recipe.task in ADAPTER_TASKS and recipe.model.train_text_encoder:
+        raise RecipeError(
+            "model.train_text_encoder",
+            f"true with the task {recipe.task}, which leaves the model's own weights alone",
+            mend="set adapter.text_encoder=true to adapt it too",
+        )
+    trains_text = recipe.model.train_text_encoder or (recipe.adapter and recipe.adapter.text_encoder)
+    if recipe.optim.text_encoder_lr is not None and not trains_text and recipe.task in FINE_TUNING:
+        key = "adapter.text_encoder" if recipe.task in ADAPTER_TASKS else "model.train_text_encoder"
+        raise RecipeError(
+            "optim.text_encoder_lr", "given, but the text encoder is not trained", mend=f"set {key}=true"
+        )
+
+
+def _check_subject(recipe: Recipe) -> None:
+    data = recipe.data
+    if recipe.task in SUBJECT_TASKS:
+        if data.prompt is None:
+            raise RecipeError(
+                "data.prompt", "missing", mend="say it with a rare word: data.prompt='a photo of sks dog'"
+            )
+    elif data.class_prompt is not None or data.class_images is not None:
+        key = "class_prompt" if data.class_prompt is not None else "class_images"
+        raise RecipeError(
+            f"data.{key}", f"given with the task {recipe.task}", allowed=f"with {' or '.join(SUBJECT_TASKS)}"
+        )
+    if data.class_images is not None and data.class_prompt is None:
+        raise RecipeError(
+            "data.class_prompt", "missing beside data.class_images", mend="such as 'a photo of a dog'"
+        )
+    if data.class_prompt is not None and data.class_prompt == data.prompt:
+        raise RecipeError(
+            "data.class_prompt", f"'{data.class_prompt}' is data.prompt too", mend="leave its rare word out"
+        )
+    if data.class_prompt is not None and data.buckets:
+        raise RecipeError(
+            "data.buckets",
+            "true, but class pictures, which are square, go beside the subject's",
+            mend="leave data.class_prompt out, or set data.buckets=false",
+        )
+
+
+def _check_word(recipe: Recipe) -> None:
+    word, prompts = recipe.model.word, recipe.data.prompts
+    if recipe.task != "textual-inversion":
+        if word is not None:
+            raise RecipeError("model.word", f"given with the task {recipe.task}", allowed="textual-inversion")
+        return
+    if word is None:
+        raise RecipeError(
+            "model.word",
+            "missing",
+            mend="say the new word: model.word.token='<sks-dog>' model.word.initial=dog",
+        )
+    if recipe.model.train_text_encoder:
+        raise RecipeError(
+            "model.train_text_encoder",
+            "true, but textual inversion trains the new word alone",
+            mend="leave it out",
+        )
+    if missing := [prompt for prompt in prompts if word.token not in prompt]:
+        raise RecipeError(
+            "data.prompt",
+            f"'{missing[0]}' lacks the word {word.token}",
+            mend=f"such as 'a photo of {word.token}'",
+        )
+
+
+def _check_masks(recipe: Recipe) -> None:
+    data = recipe.data
+    if data.mask is not None and (data.flip or data.crop == "random"):
+        raise RecipeError(
+            "data.mask", "given, but masks are cut at the centre", mend="set data.crop=centre data.flip=false"
+        )
+    if data.mask == "alpha" and data.store:
+        raise RecipeError(
+            "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"
+        )
+    if recipe.objective.unmasked_weight and data.mask is None and not (data.folder or data.instance):
+        raise RecipeError("objective.unmasked_weight", "given, but there are no masks", mend="say data.mask")
+
+
+def _check_optimiser(recipe: Recipe) -> None:
+    optim, train = recipe.optim, recipe.train
+    if optim.name == "prodigy" and optim.text_encoder_lr is not None:
+        raise RecipeError(
+            "optim.text_encoder_lr", "given, but Prodigy has one rate for all", mend="leave it out"
+        )
+    if optim.name == "schedule-free":
+        if optim.decay != "constant":
+            raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")
+        if train.ema.enabled:
+            raise RecipeError(
+                "train.ema.enabled", "true, but schedule-free averages by itself", mend="set it to false"
+            )
+    if not optim.fused_backward:
+        return
+    if optim.clip_norm is not None:
+        raise RecipeError(
+            "optim.clip_norm",
+            f"{optim.clip_norm:g} with optim.fused_backward: each weight steps before the norm is known",
+            mend="set optim.clip_norm=null",
+        )
+    if optim.name == "prodigy":
+        raise RecipeError(
+            "optim.fused_backward",
+            "true, but Prodigy needs all gradients together",
+            mend="take another optim.name",
+        )
+    if train.precision == "fp16":
+        raise RecipeError(
+            "train.precision", "fp16 with optim.fused_backward", allowed="bf16, float32 or auto"
+        )
+    if train.micro_batch not in ("auto", train.global_batch):
+        raise RecipeError(
+            "train.micro_batch",
+            f"{train.micro_batch} with optim.fused_backward, which cannot add up gradients",
+            allowed=f"train.global_batch ({train.global_batch}) or auto",
+        )
