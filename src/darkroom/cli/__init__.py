@@ -9,7 +9,18 @@ here puts the verbs in place.
 """
 
 # In the order in which `darkroom --help` lists them.
-from darkroom.cli import data, training, pictures, evaluating, machine, benchmarks  # noqa: I001
+from darkroom.cli import data, training, pictures, serving, evaluating, machine, benchmarks  # noqa: I001
 from darkroom.cli.door import app, bench, main
 
-__all__ = ["app", "bench", "benchmarks", "data", "evaluating", "machine", "main", "pictures", "training"]
+__all__ = [
+    "app",
+    "bench",
+    "benchmarks",
+    "data",
+    "evaluating",
+    "machine",
+    "main",
+    "pictures",
+    "serving",
+    "training",
+]

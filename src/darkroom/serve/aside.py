@@ -72,12 +72,18 @@ class Beside:
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        stream = _stream(self._device)
         while (task := self._tasks.get()) is not None:
             with _on(stream):
                 task()
             with self._lock:
                 self._waiting -= 1
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -228,7 +228,7 @@ class Engine:
             if work.started_s is None and not work.over:
                 work.started_s = time.monotonic()
                 self.metrics.queue_seconds.observe(work.started_s - work.accepted_s)
-                work.listener.started(work)
+                work.listener.began(work)
         if tickets:
             self.aside.put(lambda: self._prepare_aside(tickets))
 
@@ -315,7 +315,7 @@ class Engine:
         for work in dict.fromkeys(ticket.work for ticket in tickets):
             if not work.over and len(work.pictures) == len(work.tickets):
                 work.over = True
-                work.listener.finished(work)
+                work.listener.made(work)
         for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
             ticket.work.previews.append(Preview(ticket.index, index, ticket.step, image))
 

@@ -14,38 +14,48 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        at = {"registry": self.registry}
-        self.waiting = Gauge("darkroom_queue_pictures", "Pictures waiting to be admitted", **at)
-        self.rows = Gauge("darkroom_rows", "Pictures being denoised", **at)
-        self.capacity = Gauge("darkroom_capacity_rows", "U-Net evaluations a step that are admitted", **at)
-        self.live_jobs = Gauge("darkroom_jobs_live", "Jobs accepted and not over", **at)
-        self.ready = Gauge("darkroom_ready", "1 while new jobs are taken", **at)
+        at = self.registry
+        self.waiting = Gauge("darkroom_queue_pictures", "Pictures waiting to be admitted", registry=at)
+        self.rows = Gauge("darkroom_rows", "Pictures being denoised", registry=at)
+        self.capacity = Gauge(
+            "darkroom_capacity_rows", "U-Net evaluations a step that are admitted", registry=at
+        )
+        self.live_jobs = Gauge("darkroom_jobs_live", "Jobs accepted and not over", registry=at)
+        self.ready = Gauge("darkroom_ready", "1 while new jobs are taken", registry=at)
         self.evaluations = Histogram(
             "darkroom_step_evaluations",
             "U-Net evaluations in one step of one size",
             buckets=ROW_BUCKETS,
-            **at,
+            registry=at,
         )
         self.step_seconds = Histogram(
-            "darkroom_step_seconds", "A round of steps, all sizes", buckets=STEP_BUCKETS, **at
+            "darkroom_step_seconds", "A round of steps, all sizes", buckets=STEP_BUCKETS, registry=at
         )
         self.queue_seconds = Histogram(
-            "darkroom_queue_wait_seconds", "From acceptance to the first step", buckets=WAIT_BUCKETS, **at
+            "darkroom_queue_wait_seconds",
+            "From acceptance to the first step",
+            buckets=WAIT_BUCKETS,
+            registry=at,
         )
         self.job_seconds = Histogram(
-            "darkroom_job_seconds", "From acceptance to the stored pictures", buckets=WAIT_BUCKETS, **at
+            "darkroom_job_seconds",
+            "From acceptance to the stored pictures",
+            buckets=WAIT_BUCKETS,
+            registry=at,
         )
-        self.steps = Counter("darkroom_picture_steps", "Steps taken, counted by picture", **at)
-        self.accepted = Counter("darkroom_jobs_accepted", "Jobs accepted", **at)
-        self.over = Counter("darkroom_jobs_over", "Jobs that ended", ["state"], **at)
-        self.refused = Counter("darkroom_requests_refused", "Requests refused", ["code"], **at)
-        self.pictures = Counter("darkroom_pictures", "Pictures finished", **at)
-        self.pixels = Counter("darkroom_pixels", "Pixels of pictures finished", **at)
-        self.swaps = Counter("darkroom_adapter_swaps", "Adapters copied into a slot of the bank", **at)
-        self.device_seconds = Counter("darkroom_device_seconds", "Device time of finished jobs", **at)
-        self.usd = Counter("darkroom_usd", "Price of finished jobs' device time", **at)
-        self.device_memory = Gauge("darkroom_device_memory_bytes", "Memory in use on the device", **at)
-        self.requests = Counter("darkroom_http_requests", "Answers by status", ["method", "status"], **at)
+        self.steps = Counter("darkroom_picture_steps", "Steps taken, counted by picture", registry=at)
+        self.accepted = Counter("darkroom_jobs_accepted", "Jobs accepted", registry=at)
+        self.over = Counter("darkroom_jobs_over", "Jobs that ended", ["state"], registry=at)
+        self.refused = Counter("darkroom_requests_refused", "Requests refused", ["code"], registry=at)
+        self.pictures = Counter("darkroom_pictures", "Pictures finished", registry=at)
+        self.pixels = Counter("darkroom_pixels", "Pixels of pictures finished", registry=at)
+        self.swaps = Counter("darkroom_adapter_swaps", "Adapters copied into a slot of the bank", registry=at)
+        self.device_seconds = Counter("darkroom_device_seconds", "Device time of finished jobs", registry=at)
+        self.usd = Counter("darkroom_usd", "Price of finished jobs' device time", registry=at)
+        self.device_memory = Gauge("darkroom_device_memory_bytes", "Memory in use on the device", registry=at)
+        self.requests = Counter(
+            "darkroom_http_requests", "Answers by status", ["method", "status"], registry=at
+        )
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""

@@ -42,10 +42,10 @@ class Shape:
 class Listener(Protocol):
     """Who is told how a work goes, on the engine's threads."""
 
-    def started(self, work: Work) -> None:
+    def began(self, work: Work) -> None:
         """Its first picture was admitted."""
 
-    def finished(self, work: Work) -> None:
+    def made(self, work: Work) -> None:
         """All its pictures are decoded."""
 
     def failed(self, work: Work, error: BaseException) -> None:

@@ -1,0 +1,193 @@
+"""Whether a request may become a job: limits, what the model can do, rates, and room in the queue."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import time
+import warnings
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.serve.limits import Limits
+from darkroom.serve.refused import Refused
+from darkroom.serve.request import JOB_ID, PictureRequest, Uploads
+from darkroom.serve.studio import shape_of
+from darkroom.serve.work import Shape
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+    from darkroom.serve.library import Library
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MOST_KEYS = 10_000
+
+
+def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
+    """The same for the same body: what makes sending a job twice harmless."""
+    told = hashlib.sha256(json.dumps(request.model_dump(mode="json"), sort_keys=True).encode())
+    for part in (uploads.image, uploads.mask) if uploads is not None else ():
+        told.update(hashlib.sha256(part or b"").digest())
+    return told.hexdigest()
+
+
+def check_job_id(job_id: str) -> None:
+    """422 unless a client may call a job so."""
+    if not re.fullmatch(JOB_ID, job_id):
+        raise Refused(422, "invalid_id", "a job's id is 1 to 64 letters, digits, '-' or '_'", param="job_id")
+
+
+def check_limits(request: PictureRequest, limits: Limits) -> None:
+    """422 naming the field that is over a bound, and the bound."""
+    bounds = (
+        ("prompt", len(request.prompt), limits.prompt_chars, "characters"),
+        ("negative", len(request.negative or ""), limits.prompt_chars, "characters"),
+        ("num", request.num, limits.pictures, "pictures"),
+        ("steps", request.steps or 0, limits.steps, "steps"),
+        ("guidance", request.guidance or 0, limits.guidance, ""),
+        ("width", request.width or 0, limits.side_pixels, "pixels"),
+        ("height", request.height or 0, limits.side_pixels, "pixels"),
+        ("adapters", len(request.adapters), limits.adapters, "adapters"),
+        ("previews", request.previews, limits.previews, "previews"),
+        ("deadline_s", request.deadline_s or 0, limits.deadline_s, "seconds"),
+    )
+    for name, given, most, unit in bounds:
+        if given > most:
+            raise Refused(422, "over_limit", f"{name}: at most {most:g} {unit}".rstrip(), param=name)
+    for choice in request.adapters:
+        if abs(choice.weight) > limits.adapter_weight:
+            raise Refused(
+                422,
+                "over_limit",
+                f"adapters: weights of -{limits.adapter_weight:g} to {limits.adapter_weight:g}",
+                param="adapters",
+            )
+
+
+def check_shape(model: Model, request: PictureRequest, limits: Limits) -> Shape:
+    """What the request costs; 422 where the model cannot do it or it is too much work."""
+    try:
+        shape = shape_of(model, request)
+    except InputError as error:
+        raise Refused(422, "invalid_value", str(error), param=_param(error)) from error
+    if max(shape.width, shape.height) > limits.side_pixels:
+        raise Refused(422, "over_limit", f"size: at most {limits.side_pixels} pixels a side", param="width")
+    if shape.steps > limits.steps + 1:
+        raise Refused(422, "over_limit", f"steps: at most {limits.steps}", param="steps")
+    if shape.cost * request.num > limits.work:
+        raise Refused(
+            422,
+            "over_limit",
+            f"pixels x steps x pictures (guidance counts twice): {shape.cost * request.num:.4g}, "
+            f"at most {limits.work:.4g}",
+            param="num" if request.num > 1 else "width",
+        )
+    return shape
+
+
+PARAMS = {
+    "size": "width",
+    "solver": "solver",
+    "eta": "eta",
+    "Karras": "karras",
+    "spacing": "spacing",
+    "timestep": "spacing",
+    "seed": "seed",
+    "adapter": "adapters",
+}
+
+
+def _param(error: InputError) -> str | None:
+    """The field that a mistake told by `sample` is about."""
+    words = re.findall(r"[A-Za-z]+", error.given)
+    if words[1:2] == ["steps"] or words[:1] == ["steps"]:
+        return "steps"
+    return next((PARAMS[word] for word in words if word in PARAMS), None)
+
+
+def check_uploads(uploads: Uploads | None, limits: Limits) -> None:
+    """422 unless they are pictures of the formats and sizes allowed; nothing is decoded before that."""
+    for name in ("image", "mask"):
+        content = getattr(uploads, name, None)
+        if content is not None:
+            checked_picture(content, limits, name)
+
+
+def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
+    """A picture of PNG, JPEG or WebP as RGB (or with its alpha); 422 with no more than that otherwise."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            pixels = image.width * image.height
+            if pixels > limits.upload_pixels:
+                raise Refused(
+                    422, "over_limit", f"{param}: at most {limits.upload_pixels} pixels", param=param
+                )
+            image.load()
+            return image
+    except Refused:
+        raise
+    except Exception as error:  # whatever a decoder makes of hostile bytes
+        raise Refused(
+            422, "invalid_picture", f"{param}: no PNG, JPEG or WebP picture that can be read", param=param
+        ) from error
+
+
+class Rates:
+    """How often each key may come: a bucket that fills evenly and holds ten seconds' worth."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._per_s = per_minute / 60
+        self._most = max(1.0, self._per_s * 10)
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, key: str, now_s: float | None = None) -> None:
+        """Take one; 429 with when the next is there."""
+        now = time.monotonic() if now_s is None else now_s
+        left, at = self._buckets.pop(key, (self._most, now))
+        left = min(self._most, left + (now - at) * self._per_s)
+        self._buckets[key] = (left - 1 if left >= 1 else left, now)
+        while len(self._buckets) > MOST_KEYS:
+            self._buckets.popitem(last=False)
+        if left < 1:
+            raise Refused(
+                429,
+                "rate_limited",
+                f"at most {self._per_s * 60:g} jobs a minute with one key",
+                retry_after_s=(1 - left) / self._per_s,
+            )
+
+
+def check_room(waiting: int, waiting_of_key: int, num: int, limits: Limits, wait_s: float | None) -> None:
+    """429 where the queue is full, of all or of one's own, with when there will be room again."""
+    after_s = max(1.0, (wait_s or 0.0) * num)
+    if waiting + num > limits.queue:
+        raise Refused(429, "queue_full", f"{waiting} pictures wait already", retry_after_s=after_s)
+    if waiting_of_key + num > limits.queue_per_key:
+        raise Refused(
+            429, "queue_full", f"{waiting_of_key} pictures of this key wait already", retry_after_s=after_s
+        )
+
+
+def check_adapters(request: PictureRequest, library: Library | None) -> None:
+    """422 for an adapter that is not there, is known to be of no use, or is named twice."""
+    names = [choice.name for choice in request.adapters]
+    known = library.names() if library is not None else set()
+    for name in names:
+        if name not in known:
+            raise Refused(
+                422, "unknown_adapter", f"adapters: no adapter '{name[:100]}' here", param="adapters"
+            )
+    if len(set(names)) < len(names):
+        raise Refused(422, "invalid_value", "adapters: each may be named once", param="adapters")
+    try:
+        if library is not None:
+            library.check(names)
+    except DarkroomError as error:
+        raise Refused(422, "unusable_adapter", f"adapters: {error}", param="adapters") from error

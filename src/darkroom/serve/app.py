@@ -1,0 +1,130 @@
+"""All doors in one application behind the guard. Errors have one shape, and say nothing of the inside."""
+
+from __future__ import annotations
+
+import html
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+import darkroom
+from darkroom.serve.core import Core
+from darkroom.serve.guard import Guard, error_object
+from darkroom.serve.http.native import health_router, jobs_router, server_router
+from darkroom.serve.http.openai import openai_router
+from darkroom.serve.keys import Keys
+from darkroom.serve.refused import Refused
+
+LOG = logging.getLogger("darkroom.serve")
+Router = Callable[[Core], APIRouter]
+ROUTERS: tuple[Router, ...] = (health_router, jobs_router, server_router, openai_router)
+"""One for each dialect."""
+
+
+def make_app(core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTERS) -> Guard:
+    """The application of a core; the core starts and closes with it."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        await core.start()
+        yield
+        await core.close()
+
+    app = FastAPI(
+        title="darkroom",
+        version=darkroom.__version__,
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": {"description": "refused"}, "5XX": {"description": "not served"}},
+    )
+    for router in routers:
+        app.include_router(router(core))
+    _add_errors(app, core)
+    app.add_api_route("/docs", _docs(app), include_in_schema=False)
+    settings = core.settings
+    return Guard(
+        app,
+        metrics=core.metrics,
+        keys=keys,
+        body_bytes=core.limits.body_bytes,
+        origins=settings.origins,
+        hosts=settings.hosts,
+    )
+
+
+def _add_errors(app: FastAPI, core: Core) -> None:
+    def told(refused: Refused) -> JSONResponse:
+        core.metrics.refused.labels(refused.code).inc()
+        return JSONResponse(error_object(refused), refused.status, headers=refused.headers)
+
+    @app.exception_handler(Refused)
+    async def _refused(_: Request, error: Refused) -> JSONResponse:
+        return told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return told(_of_validation(error.errors()))
+
+    @app.exception_handler(ValidationError)
+    async def _invalid_inside(_: Request, error: ValidationError) -> JSONResponse:
+        return told(_of_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> JSONResponse:
+        names = {400: "bad_request", 404: "no_such_route", 405: "method_not_allowed"}
+        told_as = {400: "the body is no JSON that can be read", 404: "no such route"}
+        message = told_as.get(error.status_code, "this is not possible here")
+        answer = told(Refused(error.status_code, names.get(error.status_code, "http_error"), message))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return told(Refused(500, "internal", "the server failed at this request; its log says more"))
+
+
+def _of_validation(errors: Sequence[Any]) -> Refused:
+    """The first mistake, by the field's name; the value given is not repeated."""
+    first = errors[0]
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    param = ".".join(where)[:200] or None
+    if first["type"] == "json_invalid":
+        return Refused(400, "bad_request", "the body is no JSON that can be read")
+    message = str(first["msg"]).encode("ascii", "replace").decode()[:500]
+    code = {"extra_forbidden": "unknown_field", "missing": "missing_field"}.get(
+        first["type"], "invalid_value"
+    )
+    return Refused(422, code, f"{param}: {message}" if param else message, param=param)
+
+
+def _docs(app: FastAPI) -> Callable[[], Any]:
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(_docs_page(app.openapi()))
+
+    return docs
+
+
+def _docs_page(schema: dict[str, Any]) -> str:
+    """The routes as one plain page: nothing is loaded from elsewhere."""
+    rows = [
+        f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
+        f"<td>{html.escape(route.get('description', ''))}</td></tr>"
+        for path, methods in schema["paths"].items()
+        for method, route in methods.items()
+    ]
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>darkroom: routes</title>"
+        "<meta name=viewport content='width=device-width'><body><h1>darkroom</h1>"
+        "<p>What this server answers. All of it for machines: <a href='/openapi.json'>/openapi.json</a></p>"
+        f"<table>{''.join(rows)}</table></body></html>"
+    )

@@ -1,0 +1,90 @@
+"""What a server says of itself: its model, its adapters, and how it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from darkroom.serve.engine import Engine
+from darkroom.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+
+STARTED_S = time.time()
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The model served and what may be asked of it."""
+
+    name: str
+    family: str
+    width: int
+    height: int
+    """The size it draws unless told otherwise, in pixels."""
+    size_step: int
+    """Widths and heights are multiples of this."""
+    solvers: tuple[str, ...]
+    solver: str
+    """The one it uses unless told otherwise."""
+    precision: str
+    created_s: int
+    """When this server was started."""
+
+
+@dataclass(frozen=True)
+class AdapterCard:
+    """An adapter that a request may name. `trouble` says why one cannot be used, once that was found out."""
+
+    name: str
+    bytes: int
+    loaded: bool = False
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """The server as it is now."""
+
+    state: str
+    why: str
+    jobs: int
+    """Accepted and not over."""
+    waiting: int = 0
+    """Pictures in the queue."""
+    load: float = 0.0
+    capacity: float = 0.0
+    """U-Net evaluations a step at the model's own size."""
+    step_s: float = 0.0
+    """A round of steps, lately."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Pictures on their way: job, key, picture, size, step, of."""
+
+
+def model_card(model: Model, settings: ServeSettings) -> ModelCard:
+    """The card of a loaded model."""
+    from darkroom import sample
+
+    config: Any = model.unet.config  # type: ignore[union-attr]
+    return ModelCard(
+        name=settings.model.rstrip("/").rsplit("/", 1)[-1],
+        family=model.family,
+        width=model.sample_size,
+        height=model.sample_size,
+        size_step=model.vae_factor * 2 ** (len(config.block_out_channels) - 1),
+        solvers=tuple(sample.SOLVERS),
+        solver=sample.default_solver(model.scheduler)[0],
+        precision=settings.precision,
+        created_s=int(STARTED_S),
+    )
+
+
+def status(engine: Engine | None, state: str, why: str, jobs: int) -> Status:
+    """The status of an engine that may still be loading."""
+    if engine is None:
+        return Status(state, why, jobs)
+    return Status(
+        state, why, jobs, engine.waiting(), engine.load, engine.capacity, engine.step_s, engine.rows()
+    )

@@ -1,0 +1,117 @@
+"""What doors share: the caller, waiting while a client is connected, signed addresses, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Request
+
+from darkroom.serve.core import Core
+from darkroom.serve.refused import Refused
+from darkroom.serve.request import Job, PictureRequest, Uploads
+
+HEARTBEAT_S = 10.0
+SIGNED_S = 3600
+
+
+def caller(request: Request) -> str:
+    """The name of the key that the caller came in with."""
+    name: str = request.state.key
+    return name
+
+
+async def while_connected(core: Core, job: Job, request: Request) -> Job:
+    """The job once it is over. Where its client leaves first it is cancelled."""
+    done = asyncio.ensure_future(core.finished(job.id, key=job.key))
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        with core.attended(job):
+            await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            await core.cancel(job.id, key=job.key)
+            raise Refused(499, "client_left", "the client left")
+        return done.result()
+    finally:
+        for task in (done, gone):
+            task.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def made(core: Core, request: Request, wanted: PictureRequest, uploads: Uploads | None = None) -> Job:
+    """Submit, wait and give the done job; what failed is raised as a refusal."""
+    job = await core.submit(wanted, key=caller(request), uploads=uploads)
+    return check_done(await while_connected(core, job, request))
+
+
+def check_done(job: Job) -> Job:
+    """The job, if it is done."""
+    if job.state == "done":
+        return job
+    error = job.error or {"code": job.state, "message": f"the job was {job.state}"}
+    raise Refused(504 if error["code"] == "deadline" else 500, error["code"], error["message"])
+
+
+def sign(core: Core, uid: str, index: int, now_s: float | None = None) -> str:
+    """The path of a picture that needs no key, good for an hour."""
+    until = int(time.time() if now_s is None else now_s) + SIGNED_S
+    return f"/signed/{uid}/{index}.png?until={until}&signature={_signature(core, uid, index, until)}"
+
+
+def check_signature(core: Core, uid: str, index: int, until: int, signature: str) -> None:
+    """403 unless this server gave out the address and it is still good."""
+    genuine = hmac.compare_digest(_signature(core, uid, index, until), signature)
+    if not genuine or until < time.time():
+        raise Refused(403, "bad_signature", "the address is not, or no longer, good")
+
+
+def _signature(core: Core, uid: str, index: int, until: int) -> str:
+    told = f"{uid}/{index}/{until}".encode()
+    return hmac.new(core.results.secret, told, hashlib.sha256).hexdigest()
+
+
+def sse(data: dict[str, Any], *, event: str | None = None, number: int | None = None) -> str:
+    """One server-sent event."""
+    lines = [f"id: {number}"] if number is not None else []
+    lines += [f"event: {event}"] if event is not None else []
+    return "\n".join([*lines, f"data: {json.dumps(data)}", "", ""])
+
+
+async def with_heartbeat(stream: AsyncGenerator[str], every_s: float = HEARTBEAT_S) -> AsyncIterator[str]:
+    """A stream with comments in its pauses, so that nothing between takes it for dead."""
+    pending: asyncio.Task[str] | None = None
+    try:
+        while True:
+            if pending is None:
+                pending = asyncio.ensure_future(_next(stream))
+            ready, _ = await asyncio.wait({pending}, timeout=every_s)
+            if not ready:
+                yield ": still here\n\n"
+                continue
+            task, pending = pending, None
+            try:
+                yield task.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if pending is not None:
+            pending.cancel()
+            with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
+                await pending
+        with suppress(Exception):
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[str]) -> str:
+    return await anext(stream)

@@ -1,0 +1,191 @@
+"""OpenAI's Images dialect: generations, streamed or not, and models. Darkroom's own settings come on top."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import re
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import StreamingResponse
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.serve.core import Core
+from darkroom.serve.guard import error_object
+from darkroom.serve.http.common import caller, check_done, made, sign, sse, with_heartbeat
+from darkroom.serve.refused import Refused
+from darkroom.serve.request import MAX_SEED, AdapterChoice, Event, Job, PictureRequest, Uploads
+
+Format = Literal["png", "jpeg", "webp"]
+
+
+class ImagesRequest(BaseModel):
+    """OpenAI's fields; those after `partial_images` are darkroom's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str = Field(max_length=100_000)
+    model: str | None = Field(None, max_length=500, description="the one served, or none")
+    n: int | None = Field(None, ge=1, le=1000)
+    size: str | None = Field(None, max_length=20, description="WIDTHxHEIGHT or auto")
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Format | None = None
+    output_compression: int | None = Field(None, ge=0, le=100, description="quality of jpeg and webp")
+    quality: str | None = Field(None, max_length=20, description="taken and not used")
+    background: Literal["auto", "opaque"] | None = None
+    moderation: str | None = Field(None, max_length=20, description="taken and not used")
+    style: str | None = Field(None, max_length=20, description="taken and not used")
+    user: str | None = Field(None, max_length=500, description="taken and not used")
+    stream: bool | None = None
+    partial_images: int | None = Field(None, ge=0, le=3)
+
+    negative_prompt: str | None = Field(None, max_length=100_000)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    num_inference_steps: int | None = Field(None, ge=1, le=1000)
+    guidance_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
+    solver: str | None = Field(None, max_length=40)
+    adapters: list[AdapterChoice] = Field(default_factory=list, max_length=16)
+
+    def request(self) -> PictureRequest:
+        """In the terms of the core."""
+        width, height = _size(self.size)
+        return PictureRequest(
+            prompt=self.prompt,
+            negative=self.negative_prompt,
+            num=self.n or 1,
+            seed=self.seed,
+            width=width,
+            height=height,
+            steps=self.num_inference_steps,
+            guidance=self.guidance_scale,
+            solver=self.solver,
+            adapters=tuple(self.adapters),
+            previews=(self.partial_images or 0) if self.stream else 0,
+        )
+
+
+def _size(text: str | None) -> tuple[int | None, int | None]:
+    if text is None or text == "auto":
+        return None, None
+    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text, re.ASCII)
+    if match is None or min(int(match[1]), int(match[2])) < 8 or max(int(match[1]), int(match[2])) > 8192:
+        raise Refused(422, "invalid_value", "size: WIDTHxHEIGHT of 8 to 8192 pixels, or auto", param="size")
+    return int(match[1]), int(match[2])
+
+
+def openai_router(core: Core) -> APIRouter:
+    """The `/v1` routes."""
+    router = APIRouter(prefix="/v1", tags=["openai"])
+
+    @router.post("/images/generations", response_model=None)
+    async def generations(wanted: ImagesRequest, request: Request) -> dict[str, Any] | StreamingResponse:
+        """Pictures of a prompt, as OpenAI's clients ask for them."""
+        return await _answer(core, wanted, request, None, "image_generation")
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        """The model served."""
+        return {"object": "list", "data": [_model(core)]}
+
+    @router.get("/models/{name}")
+    async def model(name: Annotated[str, Path(max_length=500)]) -> dict[str, Any]:
+        """The model served, by its name."""
+        if name != core.model.name:
+            raise Refused(404, "model_not_found", "no such model here", param="model")
+        return _model(core)
+
+    return router
+
+
+def _model(core: Core) -> dict[str, Any]:
+    card = core.model
+    return {"id": card.name, "object": "model", "created": card.created_s, "owned_by": "darkroom"}
+
+
+async def _answer(
+    core: Core, wanted: ImagesRequest, request: Request, uploads: Uploads | None, kind: str
+) -> dict[str, Any] | StreamingResponse:
+    if wanted.model is not None and wanted.model != core.model.name:
+        raise Refused(404, "model_not_found", f"this server has '{core.model.name}'", param="model")
+    if wanted.stream:
+        job = await core.submit(wanted.request(), key=caller(request), uploads=uploads)
+        stream = with_heartbeat(_stream(core, job, wanted, kind))
+        return StreamingResponse(
+            stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+    job = await made(core, request, wanted.request(), uploads)
+    return {
+        "created": int(time.time()),
+        "data": await _data(core, job, wanted),
+        **_described(job, wanted),
+        "usage": _usage(job),
+    }
+
+
+async def _data(core: Core, job: Job, wanted: ImagesRequest) -> list[dict[str, Any]]:
+    if wanted.response_format == "url":
+        return [{"url": sign(core, job.uid, i)} for i in range(len(job.pictures))]
+    pictures = await core.pictures(job.id, key=job.key)
+    return [{"b64_json": await asyncio.to_thread(_encoded, picture.png, wanted)} for picture in pictures]
+
+
+async def _stream(core: Core, job: Job, wanted: ImagesRequest, kind: str) -> AsyncGenerator[str]:
+    """Partial pictures as they come, then each picture; what fails is told in the stream."""
+    try:
+        with core.attended(job):
+            async for event in core.events(job.id, key=job.key):
+                if event.kind == "preview":
+                    yield _event(f"{kind}.partial_image", job, wanted, await _partial(event, wanted))
+        over = check_done(await core.finished(job.id, key=job.key))
+        for picture in await core.pictures(job.id, key=job.key):
+            encoded = await asyncio.to_thread(_encoded, picture.png, wanted)
+            more = {"b64_json": encoded, "usage": _usage(over)}
+            yield _event(f"{kind}.completed", over, wanted, more)
+    except Refused as refused:
+        yield sse(error_object(refused), event="error")
+    finally:
+        await core.cancel(job.id, key=job.key)  # of no effect on a job that is over
+
+
+async def _partial(event: Event, wanted: ImagesRequest) -> dict[str, Any]:
+    encoded = await asyncio.to_thread(_encoded, event.data["png"], wanted)
+    return {"b64_json": encoded, "partial_image_index": event.data["index"]}
+
+
+def _event(kind: str, job: Job, wanted: ImagesRequest, more: dict[str, Any]) -> str:
+    told = {"type": kind, "created_at": int(time.time()), **_described(job, wanted), **more}
+    return sse(told, event=kind)
+
+
+def _described(job: Job, wanted: ImagesRequest) -> dict[str, Any]:
+    size = wanted.size or "auto"
+    if job.pictures:
+        size = f"{job.pictures[0]['width']}x{job.pictures[0]['height']}"
+    return {
+        "background": "opaque",
+        "output_format": wanted.output_format or "png",
+        "quality": "auto",
+        "size": size,
+    }
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    """Tokens are not counted here; the field is there for clients that read it."""
+    details = {"image_tokens": 0, "text_tokens": 0}
+    return {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "input_tokens_details": details}
+
+
+def _encoded(png: bytes, wanted: ImagesRequest) -> str:
+    """A picture in the format asked for, as base64."""
+    if (wanted.output_format or "png") != "png":
+        buffer = io.BytesIO()
+        with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+            quality = 90 if wanted.output_compression is None else wanted.output_compression
+            image.convert("RGB").save(buffer, wanted.output_format, quality=quality)
+        png = buffer.getvalue()
+    return base64.b64encode(png).decode()

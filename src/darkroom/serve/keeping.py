@@ -1,0 +1,105 @@
+"""`Keeper`: finished pictures to the disk, and then their job to `done` in the store; never the other way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from darkroom.serve.request import Uploads
+from darkroom.serve.results import Results, picture_name, png_bytes
+from darkroom.serve.store import StorageError, Store
+from darkroom.serve.work import Work
+
+LOG = logging.getLogger("darkroom.serve")
+RETRY_S = 1.0
+PROBE_UID = "0" * 32
+
+
+class Keeper:
+    """Writes in threads of its own. While the disk is full it holds finished pictures and tries again."""
+
+    def __init__(
+        self, results: Results, store: Store, over: Callable[[Work, str, dict[str, Any]], None]
+    ) -> None:
+        self._results, self._store, self._over = results, store, over
+        self.usd_per_hour: float | None = None
+        self.trouble: str | None = None
+        """What the disk last complained of; None once it works again."""
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="darkroom-keeper")
+
+    def close(self) -> None:
+        """Write what is finished, but try no longer where it cannot be written: such jobs run again."""
+        self._closing.set()
+        self._pool.shutdown(wait=True)
+
+    def keep(self, work: Work) -> None:
+        """Write a work's pictures and end its job."""
+        self._pool.submit(self._keep, work)
+
+    def _keep(self, work: Work) -> None:
+        try:
+            files = {picture_name(i): png_bytes(picture) for i, picture in work.pictures.items()}
+            result = self._result(work)
+            num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
+            if num_bytes is None:
+                return
+            moved = self._until_it_works(
+                lambda: self._store.end(work.uid, "done", time.time(), result, num_bytes).result()
+            )
+            if moved:
+                self._over(work, "done", result)
+            elif moved is False:  # cancelled a moment before
+                self._results.delete(work.uid)
+        except Exception:
+            LOG.exception("job %s could not be stored", work.uid)
+            self._fail(work)
+
+    def _fail(self, work: Work) -> None:
+        result = {"error": {"code": "failed", "message": "the pictures could not be stored"}}
+        if self._store.end(work.uid, "failed", time.time(), result).result():
+            self._over(work, "failed", result)
+
+    def _result(self, work: Work) -> dict[str, Any]:
+        assert work.prepared is not None
+        cost = {"device_s": round(work.device_s, 6)}
+        if self.usd_per_hour is not None:
+            cost["usd"] = work.device_s * self.usd_per_hour / 3600
+        pictures = [work.pictures[i].parameters for i in sorted(work.pictures)]
+        return {"pictures": pictures, "notes": list(work.prepared.notes), "cost": cost}
+
+    def _until_it_works(self, write: Callable[[], Any]) -> Any:
+        """The write's result; None where the server is closed before it works."""
+        while True:
+            try:
+                written = write()
+                self.trouble = None
+                return written
+            except (OSError, StorageError) as error:
+                self.trouble = getattr(error, "strerror", None) or str(error)
+                LOG.error("pictures cannot be written: %s", self.trouble)
+                if self._closing.wait(RETRY_S):
+                    return None
+
+    def probe(self) -> None:
+        """Write and drop a small file, to see whether writing works."""
+        try:
+            self._results.write(PROBE_UID, {"probe": b"\0" * 4096})
+            self._results.delete(PROBE_UID)
+            self.trouble = None
+        except OSError as error:
+            self.trouble = error.strerror or "the disk takes no writes"
+
+    def write_uploads(self, uid: str, uploads: Uploads) -> None:
+        """Keep the pictures that came with a job."""
+        parts = {"image.upload": uploads.image, "mask.upload": uploads.mask}
+        self._results.write(uid, {name: part for name, part in parts.items() if part is not None})
+
+    def read_uploads(self, uid: str) -> Uploads | None:
+        """The pictures that came with a job."""
+        image = self._results.read(uid, "image.upload")
+        return None if image is None else Uploads(image, self._results.read(uid, "mask.upload"))

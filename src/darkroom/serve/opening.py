@@ -1,0 +1,126 @@
+"""From settings to an engine: load the model, open its backend, find the capacity, take a first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from darkroom import models, sample
+from darkroom.count import count
+from darkroom.sample.backends import Backend, open_backend
+from darkroom.serve.engine import Engine
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
+    from darkroom.serve.library import Library
+
+LOG = logging.getLogger("darkroom.serve")
+# More rows than these make steps longer and gain little; a user may still ask for more.
+MOST_ROWS = {"cpu": 16, "cuda": 32}
+# What the rows' activations may take of the memory that is free once the model is there.
+SHARE = 0.6
+PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model ready to be served."""
+
+    model: Model
+    engine: Engine
+    library: Library | None
+
+
+def open_model(
+    settings: ServeSettings, metrics: Metrics, on_tick: Callable[[], None], wake: Callable[[], None]
+) -> Opened:
+    """Everything that takes long before the first job. InputError for what cannot be."""
+    model = models.load(
+        settings.model,
+        dtype=models.precision(settings.precision),
+        device=models.device(settings.device),
+        variant=settings.variant,
+        revision=settings.revision,
+    )
+    backend = open_backend(settings.backend, model, notice=LOG.info)
+    sample.Job(model, ["a first step"], sample.GenerateSettings(steps=1), backend)  # refuses what cannot be
+    capacity = settings.capacity or rows_for_memory(model, backend)
+    library = _open_library(settings, model, metrics, wake)
+    _first_step(model, backend)
+    engine = Engine(
+        model,
+        backend,
+        capacity=capacity,
+        metrics=metrics,
+        on_tick=on_tick,
+        library=library,
+        pad_to=PAD_TO if settings.pad else (),
+    )
+    LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
+    return Opened(model, engine, library)
+
+
+def _open_library(
+    settings: ServeSettings, model: Model, metrics: Metrics, wake: Callable[[], None]
+) -> Library | None:
+    if settings.adapters is None:
+        return None
+    from darkroom.models.bank import Bank
+    from darkroom.serve.library import Library
+
+    return Library(
+        settings.adapters,
+        Bank(model, slots=settings.slots, max_rank=settings.max_rank, most_a_row=settings.limits.adapters),
+        metrics,
+        wake,
+    )
+
+
+def _first_step(model: Model, backend: Backend) -> None:
+    """The first call of anything is slow: allocators, kernels, threads. Take it before the first job."""
+    sample.generate(
+        model, "", steps=1, guidance=2.0, backend=backend, notice=lambda note: LOG.info("%s", note)
+    )
+
+
+def rows_for_memory(model: Model, backend: Backend) -> int:
+    """U-Net evaluations that fit at once at the model's own size: counted on fake tensors, for two sizes."""
+    most = MOST_ROWS.get(backend.device.type, 8)
+    try:
+        one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
+    except Exception as error:  # a backend that cannot be counted
+        LOG.info("capacity is not counted: %s", error)
+        return most
+    each = max(1, (three - one) // 2)
+    return max(2, min(most, int(SHARE * _free_bytes(backend.device)) // each))
+
+
+def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
+    job = sample.Job(model, ["rows"], sample.GenerateSettings(steps=1), backend)
+    row = job.row(0)
+    told = [row.positive] * rows
+    x_BCHW = torch.stack([row.latents_CHW.to(backend.dtype)] * rows)
+    text_BLD = torch.stack([condition.text_LD for condition in told])
+    added = {name: torch.stack([c.added[name] for c in told]) for name in row.positive.added}
+    t_B = torch.ones(rows, device=backend.device)
+    with torch.no_grad():
+        counted = count(model.unet, x_BCHW, t_B, text_BLD, added_cond_kwargs=added or None)  # type: ignore[arg-type]
+    return counted.peak_memory_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    from darkroom.hardware.machine import cgroup_memory_limit
+    from darkroom.hardware.memory import resident_bytes
+
+    free = int(psutil.virtual_memory().available)
+    limit = cgroup_memory_limit()
+    return free if limit is None else min(free, max(0, limit - resident_bytes()))

@@ -1,0 +1,99 @@
+"""A server as a process: listen, and stop in good order when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from darkroom.errors import InputError
+from darkroom.serve.app import make_app
+from darkroom.serve.core import Core
+from darkroom.serve.guard import is_public
+from darkroom.serve.keys import Keys
+from darkroom.serve.settings import ServeSettings
+
+LOG = logging.getLogger("darkroom.serve")
+MOST_CONNECTIONS = 1024
+# Between threads that compute in Python (the engine's) and the event loop: the default of 5 ms is half a
+# small model's step.
+SWITCH_S = 0.001
+
+
+def run(settings: ServeSettings) -> None:
+    """Serve until SIGTERM or Ctrl-C: the first drains, a second leaves at once. Jobs are kept either way."""
+    keys = Keys(settings.key_file) if settings.key_file is not None else None
+    if keys is None and is_public(settings.host):
+        raise InputError(
+            f"--host {settings.host} can be reached from elsewhere",
+            mend="give --api-key-file (made with --make-key), or serve on 127.0.0.1",
+        )
+    listening = _listen(settings.host, settings.port)
+    core = Core(settings)
+    server = _Server(
+        uvicorn.Config(
+            make_app(core, keys),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=3,
+            h11_max_incomplete_event_size=64 * 1024,
+            proxy_headers=False,
+        ),
+        core,
+    )
+    sys.setswitchinterval(SWITCH_S)
+    host, port = listening.getsockname()[:2]
+    LOG.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    server.run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The socket, bound before anything long begins, so that a taken port is told at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn with signals that drain first."""
+
+    def __init__(self, config: uvicorn.Config, core: Core) -> None:
+        super().__init__(config)
+        self._core = core
+        self._draining: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Called by uvicorn around its loop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_stop)
+        yield
+
+    def _told_to_stop(self) -> None:
+        if self._draining is not None:
+            LOG.info("leaving at once; jobs that are not over are kept")
+            logging.shutdown()
+            os._exit(0)
+        LOG.info("stopping: finishing what is on its way, for at most %g s", self._core.settings.drain_s)
+        self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        await self._core.drain(self._core.settings.drain_s)
+        self.should_exit = True

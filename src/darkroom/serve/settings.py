@@ -1,0 +1,43 @@
+"""`ServeSettings`: what a server is started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.serve.limits import Limits
+
+
+class ServeSettings(BaseModel):
+    """One server. Its limits stand beside, in `Limits`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(description="a model folder, a hub id, or a family")
+    adapters: Path | None = Field(None, description="the folder of adapters; new files appear by themselves")
+    slots: int = Field(16, ge=1, le=1024, description="adapters that lie ready on the device at once")
+    max_rank: int = Field(64, ge=1, le=1024, description="the largest rank of an adapter")
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
+    key_file: Path | None = Field(None, description="names and hashes of the keys that may come in")
+    origins: tuple[str, ...] = Field((), description="further web origins that may ask, as https://host")
+    hosts: tuple[str, ...] = Field((), description="further names that the server is called by, without keys")
+    state: Path = Field(Path("darkroom-serve"), description="the folder of jobs and pictures")
+    jobs: str | None = Field(None, description="the jobs' database; None: SQLite in the state folder")
+    name: str = Field(
+        "darkroom", min_length=1, max_length=64, description="of this server, unique in its database"
+    )
+    capacity: int | None = Field(
+        None, ge=1, le=4096, description="U-Net evaluations a step, at the model's own size; None: by memory"
+    )
+    pad: bool = Field(False, description="only batches of 1, 2, 4, 8, 12, 16, 24, ... rows")
+    device: str = "auto"
+    precision: str = "float32"
+    backend: str = "torch"
+    variant: str | None = None
+    revision: str | None = None
+    drain_s: float = Field(30.0, ge=0, description="time to finish what is on its way when told to stop")
+    usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of a job")
+    min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")
+    limits: Limits = Limits()

@@ -1,0 +1,293 @@
+"""Jobs that outlive the process: one table, in SQLite beside the pictures or in PostgreSQL by URL.
+
+All statements run on one writer thread, which puts what is waiting into one transaction: jobs accepted in the
+same moment share one flush to the disk. A job is accepted when its row is committed, and done when its row
+says so; a row moves on from `queued` and `running` only, so that a job ends once whatever happens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import sqlalchemy as sql
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.serve.request import FINAL
+
+LOG = logging.getLogger("darkroom.serve")
+T = TypeVar("T")
+Action = Callable[[sql.Connection], Any]
+MOST_AT_ONCE = 64
+
+JOBS = sql.Table(
+    "darkroom_jobs",
+    sql.MetaData(),
+    sql.Column("uid", sql.String(32), primary_key=True),
+    sql.Column("server", sql.String(64), nullable=False, index=True),
+    sql.Column("key", sql.String(100), nullable=False),
+    sql.Column("id", sql.String(64), nullable=False),
+    sql.Column("digest", sql.String(64), nullable=False),
+    sql.Column("state", sql.String(12), nullable=False, index=True),
+    sql.Column("request", sql.Text, nullable=False),
+    sql.Column("created_s", sql.Double, nullable=False, index=True),
+    sql.Column("started_s", sql.Double),
+    sql.Column("finished_s", sql.Double, index=True),
+    sql.Column("attempts", sql.Integer, nullable=False, default=0),
+    sql.Column("bytes", sql.BigInteger, nullable=False, default=0),
+    sql.Column("result", sql.Text, nullable=False, default="{}"),
+    sql.UniqueConstraint("key", "id"),
+)
+LIVE = ("queued", "running")
+
+
+class StorageError(DarkroomError):
+    """The database or the disk does not take what must be kept."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A job's row. `result` holds pictures, notes, cost or error of a job that is over."""
+
+    uid: str
+    server: str
+    key: str
+    id: str
+    digest: str
+    state: str
+    request: str
+    created_s: float
+    started_s: float | None = None
+    finished_s: float | None = None
+    attempts: int = 0
+    bytes: int = 0
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+class Store:
+    """Jobs by key and id. `server` names whose jobs are taken up again after a restart."""
+
+    def __init__(self, url: str, server: str = "darkroom") -> None:
+        self.server = server
+        self.trouble: str | None = None
+        """What the disk or the database last complained of; None once it works again."""
+        self._engine = _open(url)
+        self._actions: queue.SimpleQueue[tuple[Action, Future[Any]] | None] = queue.SimpleQueue()
+        self._lock_connection = _lock(self._engine, server)
+        try:
+            JOBS.metadata.create_all(self._engine)
+        except SQLAlchemyError as error:
+            raise InputError(f"the jobs' database cannot be used: {_told(error)}") from error
+        self._thread = threading.Thread(target=self._run, name="darkroom-store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what is waiting and let go of the database."""
+        self._actions.put(None)
+        self._thread.join(timeout=30)
+        if self._lock_connection is not None:
+            self._lock_connection.close()
+        self._engine.dispose()
+
+    # ---- what can be done; each gives a future
+
+    def accept(self, record: Record) -> Future[Record]:
+        """Keep a new job; gives the one already there of the same key and id, if any."""
+
+        def action(connection: sql.Connection) -> Record:
+            there = _find(connection, record.key, record.id)
+            if there is not None:
+                return there
+            values = {**record.__dict__, "result": json.dumps(record.result)}
+            try:
+                with connection.begin_nested():
+                    connection.execute(sql.insert(JOBS).values(values))
+            except IntegrityError:  # another server was quicker
+                there = _find(connection, record.key, record.id)
+                if there is None:
+                    raise
+                return there
+            return record
+
+        return self._do(action)
+
+    def find(self, key: str, job_id: str) -> Future[Record | None]:
+        """A job of a key."""
+        return self._do(lambda connection: _find(connection, key, job_id))
+
+    def find_uid(self, uid: str) -> Future[Record | None]:
+        """A job by what is unique to it."""
+        return self._do(lambda connection: _first(connection, JOBS.c.uid == uid))
+
+    def find_all(
+        self, key: str, *, state: str | None = None, limit: int = 100, before_s: float | None = None
+    ) -> Future[list[Record]]:
+        """A key's jobs, newest first."""
+        wanted = [JOBS.c.key == key]
+        if state is not None:
+            wanted.append(JOBS.c.state == state)
+        if before_s is not None:
+            wanted.append(JOBS.c.created_s < before_s)
+        query = sql.select(JOBS).where(*wanted).order_by(JOBS.c.created_s.desc(), JOBS.c.uid).limit(limit)
+        return self._do(lambda connection: [_record(row) for row in connection.execute(query)])
+
+    def start(self, uid: str, at_s: float) -> Future[None]:
+        """Note that work on a job has begun."""
+        values = {"state": "running", "started_s": at_s, "attempts": JOBS.c.attempts + 1}
+        return self._do(lambda c: _move(c, uid, values))
+
+    def end(
+        self, uid: str, state: str, at_s: float, result: dict[str, Any], num_bytes: int = 0
+    ) -> Future[bool]:
+        """A job is over; False where it was already."""
+        assert state in FINAL
+        values = {"state": state, "finished_s": at_s, "result": json.dumps(result), "bytes": num_bytes}
+        return self._do(lambda c: _move(c, uid, values))
+
+    def live(self) -> Future[list[Record]]:
+        """This server's jobs that are not over, in the order in which they were accepted."""
+        query = sql.select(JOBS).where(JOBS.c.server == self.server, JOBS.c.state.in_(LIVE))
+        query = query.order_by(JOBS.c.created_s, JOBS.c.uid)
+        return self._do(lambda connection: [_record(row) for row in connection.execute(query)])
+
+    def expired(self, before_s: float, keep_bytes: int) -> Future[list[str]]:
+        """Uids of this server's finished jobs that are too old, and of the oldest beyond so many bytes."""
+        query = sql.select(JOBS.c.uid, JOBS.c.finished_s, JOBS.c.bytes).where(
+            JOBS.c.server == self.server, JOBS.c.state.in_(FINAL)
+        )
+
+        def action(connection: sql.Connection) -> list[str]:
+            found, total = [], 0
+            for uid, finished_s, num_bytes in connection.execute(query.order_by(JOBS.c.finished_s.desc())):
+                total += num_bytes
+                if finished_s < before_s or total > keep_bytes:
+                    found.append(uid)
+            return found
+
+        return self._do(action)
+
+    def known(self, uids: Sequence[str]) -> Future[set[str]]:
+        """Which of these uids have a row."""
+        query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids))
+        return self._do(lambda connection: {row[0] for row in connection.execute(query)})
+
+    def forget(self, uids: Sequence[str]) -> Future[None]:
+        """Take jobs out for good."""
+        return self._do(lambda connection: connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(uids))))
+
+    def probe(self) -> Future[None]:
+        """Write something, to see whether writing works."""
+        return self._do(lambda c: c.execute(sql.update(JOBS).where(JOBS.c.uid == "").values(attempts=0)))
+
+    # ---- the writer thread
+
+    def _do(self, action: Action) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._actions.put((action, future))
+        return future
+
+    def _run(self) -> None:
+        while (first := self._actions.get()) is not None:
+            some = [first]
+            last = False
+            while len(some) < MOST_AT_ONCE and not self._actions.empty():
+                more = self._actions.get()
+                if more is None:
+                    last = True
+                    break
+                some.append(more)
+            self._commit(some)
+            if last:
+                return
+
+    def _commit(self, some: list[tuple[Action, Future[Any]]]) -> None:
+        """All in one transaction; where it fails, each in its own."""
+        try:
+            with self._engine.begin() as connection:
+                results = [action(connection) for action, _ in some]
+        except Exception as error:
+            if len(some) == 1:
+                self._fail(some[0][1], error)
+                return
+            for one in some:
+                self._commit([one])
+            return
+        self.trouble = None
+        for (_, future), result in zip(some, results, strict=True):
+            future.set_result(result)
+
+    def _fail(self, future: Future[Any], error: Exception) -> None:
+        if isinstance(error, (OperationalError, OSError)):
+            self.trouble = _told(error)
+            LOG.error("the jobs' database: %s", self.trouble)
+        future.set_exception(StorageError(_told(error)) if isinstance(error, SQLAlchemyError) else error)
+
+
+def _open(url: str) -> sql.Engine:
+    try:
+        engine = sql.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
+    except (SQLAlchemyError, ModuleNotFoundError) as error:
+        raise InputError(
+            "--jobs is no database that can be opened",
+            allowed="sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME",
+        ) from error
+    if engine.dialect.name == "sqlite":
+        sql.event.listen(engine, "connect", _set_up_sqlite)
+        sql.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _: object) -> None:
+    connection.isolation_level = None  # SQLAlchemy begins its transactions itself
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _lock(engine: sql.Engine, server: str) -> sql.Connection | None:
+    """PostgreSQL: two servers of one name would take up the same jobs. SQLite's folder has a lock file."""
+    if engine.dialect.name != "postgresql":
+        return None
+    try:
+        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        got = connection.execute(
+            sql.text("SELECT pg_try_advisory_lock(hashtext(:name))"), {"name": f"darkroom/{server}"}
+        ).scalar()
+    except SQLAlchemyError as error:
+        raise InputError(f"the jobs' database cannot be used: {_told(error)}") from error
+    if not got:
+        raise InputError(f"a server named '{server}' runs on this database", mend="give --name another")
+    return connection
+
+
+def _told(error: Exception) -> str:
+    """The first line of what went wrong, without SQL."""
+    return str(getattr(error, "orig", None) or error).splitlines()[0]
+
+
+def _find(connection: sql.Connection, key: str, job_id: str) -> Record | None:
+    return _first(connection, JOBS.c.key == key, JOBS.c.id == job_id)
+
+
+def _first(connection: sql.Connection, *wanted: sql.ColumnElement[bool]) -> Record | None:
+    row = connection.execute(sql.select(JOBS).where(*wanted)).first()
+    return None if row is None else _record(row)
+
+
+def _record(row: sql.Row[Any]) -> Record:
+    values = dict(row._mapping)
+    return Record(**{**values, "result": json.loads(values["result"])})
+
+
+def _move(connection: sql.Connection, uid: str, values: dict[str, Any]) -> bool:
+    """Change a job that is not over; whether there was one."""
+    changed = connection.execute(
+        sql.update(JOBS).where(JOBS.c.uid == uid, JOBS.c.state.in_(LIVE)).values(values)
+    )
+    return changed.rowcount > 0
