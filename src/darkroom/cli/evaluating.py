@@ -67,13 +67,16 @@ def evaluate(
 
     Example: darkroom evaluate model/ --prompts captions.txt --reference pictures.lance --metrics fid,kid
     """
-    from darkroom.evaluate import append_scores
+    from darkroom.evaluate import append_scores, open_extractors
     from darkroom.evaluate.scores import check_scores_file
 
     if out is not None:
         check_scores_file(out)
+    names = [name.strip() for name in metrics.split(",") if name.strip()]
+    is_pictures = _is_pictures(model)
+    told = None if is_pictures else _prompts(prompts, class_word, token, column, num_prompts)
     common: dict[str, Any] = {
-        "extractors": _extractors(extractor or []),
+        "extractors": open_extractors(names, _extractors(extractor or []), device=_device(device)),
         "reference": reference,
         "reference_filter": reference_filter,
         "subject": subject,
@@ -84,19 +87,16 @@ def evaluate(
     drawing: dict[str, Any] = {"steps": steps, "guidance": guidance, "solver": solver, "negative": negative}
     drawing["size"] = None if size is None else _size(size)
     drawing = {name: value for name, value in drawing.items() if value is not None}
-    names = [name.strip() for name in metrics.split(",") if name.strip()]
     with progress_bar("evaluate", as_json) as progress:
-        if _is_pictures(model):
+        if is_pictures:
             _refuse({"--prompts": prompts, "--base": base, "--adapter": adapter, **_options(drawing)})
             scores = _of_folder(model, names, token, progress, common)
         else:
             opened = _opened(model, adapter or [], precision, device)
-            if prompts is None:
-                raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live")
             scores = _of_model(
                 opened,
                 names,
-                _prompts(prompts, class_word, token, column, num_prompts),
+                told,
                 base=None if base is None else _opened(base, [], precision, device),
                 class_word=class_word,
                 num=num,
@@ -155,11 +155,19 @@ def _of_model(model: Model, names: list[str], prompts: Any, **more: Any) -> Any:
 
 
 def _prompts(
-    where: str, class_word: str | None, token: str | None, column: str | None, most: int | None
+    where: str | None, class_word: str | None, token: str | None, column: str | None, most: int | None
 ) -> Any:
     from darkroom.evaluate import read_prompts
 
+    if where is None:
+        raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live")
     return read_prompts(where, class_word=class_word, token=token, column=column, most=most)
+
+
+def _device(name: str) -> Any:
+    from darkroom import models
+
+    return models.device(name)
 
 
 def _extractors(given: list[str]) -> dict[str, str]:

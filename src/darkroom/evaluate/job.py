@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import darkroom
 from darkroom import models
 from darkroom.errors import InputError
@@ -107,7 +109,7 @@ def evaluate(
             "prompts": told.name,
             "prompts_sha256": told.sha256,
         }
-        more = {"num": num, "seed": seed, **(settings or {})}
+        more = {"num": num, "seed": seed, "precision": precision_of(model), **(settings or {})}
         more |= {"class_prompt": class_prompt[0], "class_num": class_num} if draws_class else {}
         named = {"base_pictures": (model_name(base), rows.model_sha256(base))} if base is not None else {}
         return rows.scores(sets, where, more, named)
@@ -164,16 +166,10 @@ class _Rows:
     ) -> None:
         self.names, self.seed, self.allow_seen = names, seed, allow_seen
         self.progress, self.say = progress, say
-        self.extractors = open_extractors([METRICS[name].role for name in names], given)
+        self.extractors = open_extractors(names, given)
         self._reference: Pictures | None = None
         self._subject: Pictures | None = None
         self._identities: dict[int, str] = {}
-        for name in names:
-            found = self.extractors[METRICS[name].role]
-            if METRICS[name].reads_text:
-                found.texts(["a word"])  # InputError where it reads none
-            if name == "div" and found.maps is None:
-                raise InputError(f"extractor '{found.name}' has no feature maps, which div needs")
 
     def compare(self, *, reference: Pictures | None, subject: Pictures | None) -> None:
         """Set what pictures are compared with; refuse a subject that an extractor was trained on."""
@@ -263,14 +259,22 @@ def _score(
     )
 
 
-def open_extractors(roles: Sequence[str], given: Mapping[str, Where | Extractor]) -> dict[str, Extractor]:
-    """The extractor of each role: as given, the one for `all`, or the published one from the hub."""
+def open_extractors(
+    metrics: Sequence[str],
+    given: Mapping[str, Where | Extractor],
+    *,
+    device: str | torch.device = "cpu",
+) -> dict[str, Extractor]:
+    """The extractor of each role that these metrics need: as given, the one for `all`, or the hub's.
+
+    InputError where there is none, or where it cannot do what a metric needs.
+    """
     for role in given:
         if role not in (*ROLES, ALL):
             raise InputError(f"extractor '{role}'", allowed=", ".join((*ROLES, ALL)))
     found: dict[str, Extractor] = {}
     opened: dict[str, Extractor] = {}
-    for role in dict.fromkeys(roles):
+    for role in dict.fromkeys(METRICS[name].role for name in chosen(metrics)):
         where = given.get(role, given.get(ALL, DEFAULTS.get(role)))
         if where is None:
             raise InputError(
@@ -281,9 +285,24 @@ def open_extractors(roles: Sequence[str], given: Mapping[str, Where | Extractor]
             found[role] = where
             continue
         if str(where) not in opened:
-            opened[str(where)] = open_extractor(where)
+            opened[str(where)] = open_extractor(where, device=device)
         found[role] = opened[str(where)]
+    for name in metrics:
+        _check_able(name, found[METRICS[name].role])
     return found
+
+
+def _check_able(name: str, extractor: Extractor) -> None:
+    if METRICS[name].reads_text:
+        extractor.texts(["a word"])  # InputError where it reads none
+    if name == "div" and extractor.maps is None:
+        raise InputError(f"extractor '{extractor.name}' has no feature maps, which div needs")
+
+
+def precision_of(model: Model) -> str:
+    """What a model's weights are held in."""
+    weight = next(parameter for module in model.modules.values() for parameter in module.parameters())
+    return str(weight.dtype).removeprefix("torch.")
 
 
 def model_name(model: Model) -> str:

@@ -1,0 +1,353 @@
+"""The whole way: a model and prompts, or a folder, to rows of scores."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from makers import paint, small_extractor
+from PIL import Image
+
+from darkroom import models, sample
+from darkroom.cli import main
+from darkroom.data.importers import import_pictures
+from darkroom.errors import InputError
+from darkroom.evaluate import (
+    METRICS,
+    FolderPictures,
+    Prompts,
+    StorePictures,
+    append_scores,
+    evaluate,
+    evaluate_folder,
+    open_extractor,
+    open_pictures,
+    read_scores,
+    statistics,
+)
+from darkroom.evaluate.drawing import draw
+from darkroom.evaluate.pictures import images
+from darkroom.evaluate.seen import Seen
+
+DRAWN = {"steps": 2, "guidance": 1.0}
+
+
+def value_of(scores, metric):
+    (found,) = [score for score in scores if score.metric == metric]
+    return found.value
+
+
+class Counting:
+    """`sample.generate`, counting the pictures it makes."""
+
+    def __init__(self, *, most=None):
+        self.made, self.most = 0, most
+
+    def __call__(self, model, prompts, **settings):
+        if self.most is not None and self.made >= self.most:
+            raise KeyboardInterrupt
+        pictures = sample.generate(model, prompts, **settings)
+        self.made += len(pictures)
+        return pictures
+
+
+# ---- folders
+
+
+def test_a_set_against_itself_is_at_zero_and_noise_moves_it_away(painted, small_folder, tmp_path):
+    extractors = {"all": open_extractor(small_folder)}
+    names = ["fid", "kid", "cmmd"]
+
+    def scored(folder):
+        scores = evaluate_folder(folder, names, extractors=extractors, reference=painted, say=lambda _: None)
+        return [score.value for score in scores]
+
+    draws = np.random.default_rng(0)
+    by_noise = []
+    for strength in (0, 20, 80):
+        folder = tmp_path / str(strength)
+        folder.mkdir()
+        for file in sorted(painted.iterdir()):
+            pixels = np.asarray(Image.open(file), dtype=float)
+            noisy = (pixels + strength * draws.standard_normal(pixels.shape)).clip(0, 255)
+            Image.fromarray(noisy.astype(np.uint8)).save(folder / file.name)
+        by_noise.append(scored(folder))
+    for none, some, much in zip(*by_noise, strict=True):
+        assert none < some < much
+        assert none < much / 20
+    assert by_noise[0][0] == pytest.approx(0, abs=1e-8)  # fid; the unbiased others lie below zero
+
+
+def test_a_row_says_what_it_was_taken_with(painted, small_folder, tmp_path):
+    notes = []
+    (score,) = evaluate_folder(
+        painted, ["fid"], extractors={"all": small_folder}, reference=painted, say=notes.append
+    )
+    assert (score.n, score.compared_n, score.better) == (24, 24, "lower")
+    assert score.extractor_sha256 == open_extractor(small_folder).sha256
+    assert score.compared_sha256 == score.model_sha256 == FolderPictures.of(painted).sha256
+    assert score.low <= score.value <= score.high
+    assert "24 pictures are under 2,048" in score.note
+    assert "24 pictures are under 2,048" in notes[0]
+    file = append_scores(tmp_path / "scores.csv", [score])
+    append_scores(file, [score])
+    again = read_scores(file)
+    assert len(again) == 2
+    assert again[0].settings == score.settings
+    assert again[0].value == pytest.approx(score.value, rel=1e-8, abs=1e-12)
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="no table of scores"):
+        append_scores(tmp_path / "other.csv", [score])
+
+
+def test_a_store_and_its_folder_are_the_same_reference(painted, small_folder, tmp_path):
+    import_pictures(painted, tmp_path / "pictures.lance", on_missing_caption="keep")
+    found = [
+        evaluate_folder(
+            painted, ["kid"], extractors={"all": small_folder}, reference=where, say=lambda _: None
+        )
+        for where in (painted, tmp_path / "pictures.lance")
+    ]
+    assert value_of(found[0], "kid") == pytest.approx(value_of(found[1], "kid"), abs=1e-12)
+    assert found[1][0].compared.endswith("pictures.lance@2") or "@" in found[1][0].compared
+    store = open_pictures(tmp_path / "pictures.lance", filter="width > 1000000 or width = 32", most=5)
+    assert isinstance(store, StorePictures)
+    assert len(store) == len(list(images(store))) == 5
+    with pytest.raises(InputError, match="no pictures"):
+        open_pictures(tmp_path / "pictures.lance", filter="width > 100")
+
+
+def test_subject_fidelity_is_the_mean_cosine_over_all_pairs(painted, small_folder, tmp_path):
+    subject = paint(tmp_path / "subject", 5, seed=9)
+    found = open_extractor(small_folder)
+    (score,) = evaluate_folder(painted, ["dino"], extractors={"dino": found}, subject=subject)
+    drawn, real = (found.pictures(images(FolderPictures.of(folder))) for folder in (painted, subject))
+    expected = statistics.cosine_to_set(drawn, real).mean()
+    assert score.value == pytest.approx(expected, abs=1e-9)
+    own = statistics.mean_cosine_within(real)
+    assert score.settings["photographs_with_each_other"] == pytest.approx(own, abs=1e-6)
+    (same,) = evaluate_folder(subject, ["dino"], extractors={"dino": found}, subject=subject)
+    assert same.value > score.value
+
+
+# ---- models
+
+
+@pytest.fixture(scope="module")
+def text_extractors(clip_folder, dino_folder):
+    return {"clip": open_extractor(clip_folder), "dino": open_extractor(dino_folder)}
+
+
+def test_a_model_is_scored_in_every_way(tiny, text_extractors, painted, tmp_path):
+    other = models.create("tiny", seed=7)
+    prompts = Prompts.of("two", ["a sks dog", "a red sks dog"], "sks")
+    names = ["clip", "clip-t", "clip-i", "dino", "pres", "div", "drift", "cmmd"]
+    subject = paint(tmp_path / "subject", 4, seed=2)
+    scores = evaluate(
+        tiny,
+        prompts,
+        names,
+        generate=sample.generate,
+        extractors=text_extractors,
+        reference=painted,
+        subject=subject,
+        class_word="dog",
+        base=other,
+        num=3,
+        class_num=4,
+        settings=DRAWN,
+        keep=tmp_path / "kept",
+        say=lambda _: None,
+    )
+    assert [score.metric for score in scores] == names
+    clip = text_extractors["clip"]
+    files = sorted((tmp_path / "kept" / "pictures").glob("*.png"))
+    features = clip.pictures(images(FolderPictures("", tuple(files))))
+    texts = clip.texts(["a dog"] * 3 + ["a red dog"] * 3)
+    cosines = statistics.cosine_of_pairs(features, texts)
+    assert value_of(scores, "clip-t") == pytest.approx(cosines.mean(), abs=1e-6)
+    assert value_of(scores, "clip") == pytest.approx(100 * cosines.clip(0).mean(), abs=1e-4)
+    named = statistics.cosine_of_pairs(features, clip.texts(["a sks dog"] * 3 + ["a red sks dog"] * 3))
+    assert abs(named.mean() - cosines.mean()) > 1e-4
+    drift = next(score for score in scores if score.metric == "drift")
+    assert drift.compared_sha256 == models.identity(*other.modules.values()) != drift.model_sha256
+    assert drift.settings["class_prompt"] == "a photo of a dog"
+    assert (drift.n, drift.compared_n) == (4, 4)
+    assert drift.value > 1e-4
+
+
+def test_a_model_that_did_not_move_has_no_drift(tiny, text_extractors):
+    (score,) = evaluate(
+        tiny,
+        ["a dog"],
+        ["drift"],
+        generate=sample.generate,
+        extractors=text_extractors,
+        class_word="dog",
+        base=tiny,
+        num=1,
+        class_num=3,
+        settings=DRAWN,
+    )
+    assert score.value == pytest.approx(0, abs=1e-9)
+
+
+def test_pictures_are_those_of_one_call_of_generate(tiny, tmp_path):
+    prompts = ["a dog", "a cat"]
+    found = draw(
+        sample.generate, tiny, prompts, folder=tmp_path / "a", model_sha256="x", num=2, seed=5, settings=DRAWN
+    )
+    whole = sample.generate(tiny, prompts, seed=5, num=2, **DRAWN)
+    for image, picture in zip(images(found), whole, strict=True):
+        off = np.abs(np.asarray(image, int) - np.asarray(picture.image, int)).max()
+        assert off <= 1
+    assert np.abs(np.asarray(whole[0].image, int) - np.asarray(whole[2].image, int)).max() >= 10
+    assert sample.read_parameters(found.files[2])["prompt"] == "a cat"
+
+
+def test_drawing_goes_on_where_it_was_interrupted(tiny, tmp_path):
+    told = {"folder": tmp_path / "kept", "model_sha256": "x", "settings": DRAWN}
+    prompts = [f"a dog, {i}" for i in range(10)]
+    stopped = Counting(most=16)
+    with pytest.raises(KeyboardInterrupt):
+        draw(stopped, tiny, prompts, num=2, **told)
+    rest = Counting()
+    found = draw(rest, tiny, prompts, num=2, **told)
+    assert (stopped.made, rest.made, len(found)) == (16, 4, 20)
+    bytes_before = list(found.bytes())
+    found.files[3].unlink()
+    again = Counting()
+    mended = draw(again, tiny, prompts, num=2, **told)
+    assert again.made == 1
+    off = [
+        np.abs(np.asarray(a, int) - np.asarray(Image.open(b), int)).max()
+        for a, b in zip(images(mended), found.files, strict=True)
+    ]
+    assert max(off) == 0
+    assert sum(a != b for a, b in zip(bytes_before, mended.bytes(), strict=True)) <= 1
+
+
+def test_pictures_of_other_settings_are_not_taken_for_these(tiny, tmp_path):
+    told = {"folder": tmp_path / "kept", "model_sha256": "x"}
+    draw(sample.generate, tiny, ["a dog"], settings=DRAWN, **told)
+    with pytest.raises(InputError, match="steps 2, not 3"):
+        draw(sample.generate, tiny, ["a dog"], settings=DRAWN | {"steps": 3}, **told)
+    with pytest.raises(InputError, match="model_sha256 x, not y"):
+        draw(sample.generate, tiny, ["a dog"], settings=DRAWN, **(told | {"model_sha256": "y"}))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("hello")
+    with pytest.raises(InputError, match="something else"):
+        draw(sample.generate, tiny, ["a dog"], folder=tmp_path / "mine", model_sha256="x")
+
+
+def test_everything_is_checked_before_a_picture_is_drawn(tiny, small_folder, dino_folder, painted):
+    never = Counting(most=0)
+
+    def told(metrics, **more):
+        with pytest.raises(InputError) as caught:
+            evaluate(tiny, ["a dog"], metrics, generate=never, **more)
+        return str(caught.value)
+
+    assert "allowed: fid" in told(["fit"])
+    assert "add --reference" in told(["fid"], extractors={"all": small_folder})
+    assert "add --base" in told(["drift"], class_word="dog", extractors={"all": small_folder})
+    assert "add --subject" in told(["dino"], extractors={"all": small_folder})
+    assert "no inception extractor" in told(["fid"], reference=painted)
+    assert "reads no text" in told(["clip-t"], extractors={"clip": dino_folder})
+    assert "no folder" in told(["dino"], subject="nowhere", extractors={"all": small_folder})
+    assert "2 or more" in told(["div"], num=1, extractors={"all": small_folder})
+    assert never.made == 0
+
+
+# ---- what an extractor has seen
+
+
+def test_an_extractor_does_not_judge_pictures_it_was_trained_on(painted, tmp_path):
+    subject = paint(tmp_path / "subject", 4, seed=5, side=64)
+    looked = Seen.of((file.read_bytes(), 7) for file in sorted(subject.iterdir())[:2])
+    flattering = small_extractor(tmp_path / "flattering", seen=looked)
+    with pytest.raises(InputError, match=r"trained on 2 of 4 pictures \(2 the same files\)"):
+        evaluate_folder(painted, ["dino"], extractors={"all": flattering}, subject=subject)
+    (score,) = evaluate_folder(
+        painted,
+        ["dino"],
+        extractors={"all": flattering},
+        subject=subject,
+        allow_seen=True,
+        say=lambda _: None,
+    )
+    assert "trained on 2 of 4" in score.note
+    other = paint(tmp_path / "other", 4, seed=6, side=64)
+    (fair,) = evaluate_folder(painted, ["dino"], extractors={"all": flattering}, subject=other)
+    assert fair.note == ""
+
+
+def test_a_picture_saved_anew_is_recognised_by_its_looks(painted, tmp_path):
+    import_pictures(painted, tmp_path / "pictures.lance", on_missing_caption="keep")
+    store = open_pictures(tmp_path / "pictures.lance")
+    seen = Seen.of(zip(store.column("picture"), store.column("phash"), strict=True))
+    again = tmp_path / "again"
+    again.mkdir()
+    for file in sorted(painted.iterdir()):
+        Image.open(file).save(again / file.name, compress_level=1)
+    found = seen.overlap(FolderPictures.of(again))
+    assert (found.exact, found.alike, found.of) == (0, 24, 24)
+    assert not seen.overlap(FolderPictures.of(paint(tmp_path / "new", 12, seed=77)))
+
+
+# ---- the command line
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+def test_the_verb_scores_a_model_and_then_its_pictures(
+    tiny, small_folder, painted, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    models.save(tiny, tmp_path / "model")
+    common = ["--reference", painted, "--extractor", small_folder, "--metrics", "fid,clip-t", "--json"]
+    arguments = ["--prompts", "dreambooth:object", "--class-word", "toy", "--num-prompts", 2, "--num", 2]
+    arguments += ["--steps", 2, "--keep-pictures", "kept", "--out", "scores.csv"]
+    code, out, err = run(capsys, "evaluate", "model", *common, *arguments)
+    assert code == 0, err
+    by_model = {row["metric"]: row for row in json.loads(out)}
+    assert by_model["fid"]["n"] == 4
+    assert by_model["clip-t"]["prompts"] == "dreambooth:object"
+    assert len(read_scores("scores.csv")) == 2
+    code, out, err = run(capsys, "evaluate", "kept/pictures", *common, "--token", "sks")
+    assert code == 0, err
+    for row in json.loads(out):
+        assert row["value"] == pytest.approx(by_model[row["metric"]]["value"], rel=1e-9)
+    code, out, err = run(capsys, "evaluate", "kept/pictures", *common)
+    with_token = next(row for row in json.loads(out) if row["metric"] == "clip-t")
+    assert with_token["value"] != pytest.approx(by_model["clip-t"]["value"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--metrics", "nice"], "allowed: fid"),
+        (["--metrics", "fid", "--extractor", "eye=x"], "allowed: dino, clip, inception, coca, all"),
+        (["--metrics", "fid", "--extractor", "all="], "each NAME once"),
+        (["--metrics", "fid", "--adapter", "x"], "add --prompts"),
+        (["--metrics", "clip", "--prompts", "nowhere.txt"], "no prompts at 'nowhere.txt'"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(arguments, told, capsys):
+    prompts = [] if "--adapter" in arguments else ["--prompts", "dreambooth:live", "--class-word", "dog"]
+    code, out, err = run(capsys, "evaluate", "tiny", *prompts, *arguments)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_every_metric_is_told_in_the_help(capsys):
+    code, out, _ = run(capsys, "evaluate", "--help")
+    assert code == 0
+    assert all(name in " ".join(out.split()) for name in METRICS)
