@@ -43,7 +43,7 @@ class OpCount:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation of a trace: what it computes and moves, and in which stage. Views move nothing."""
+    """One operation of a trace: what it computes and moves, and in which stage."""
 
     op: str
     flops: int
@@ -220,7 +220,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op.calls += 1
         op.flops += flops
         op.bytes += moved
-        if self.trace is not None:
+        if self.trace is not None and (flops or moved):  # views and empty memory start nothing
             self.trace.kernels.append(Kernel(name, flops, moved, self.stage))
 
     def _hold(self, tensors: Iterable[Tensor]) -> None:

@@ -9,7 +9,7 @@ here puts the verbs in place.
 """
 
 # In the order in which `darkroom --help` lists them.
-from darkroom.cli import data, training, pictures, serving, evaluating, machine, benchmarks  # noqa: I001
+from darkroom.cli import data, training, planning, pictures, serving, evaluating, machine, benchmarks  # noqa: I001
 from darkroom.cli.door import app, bench, main
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "machine",
     "main",
     "pictures",
+    "planning",
     "serving",
     "training",
 ]

@@ -1,0 +1,164 @@
+"""`darkroom plan`: memory, time and money before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from darkroom.cli.door import Json, app, columns, console, show
+from darkroom.errors import InputError
+
+JOBS = ("generate", "serve", "prepare")
+
+
+@app.command()
+def plan(
+    job: Annotated[str | None, typer.Argument(help="a recipe, or generate, serve, prepare")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    gpu: Annotated[str, typer.Option(help="here, all, or a card such as A100-80")] = "here",
+    count: Annotated[str, typer.Option(help="devices: 8, or 1..1024 for the scaling curve")] = "1",
+    budget: Annotated[float | None, typer.Option(min=0, help="most USD")] = None,
+    deadline: Annotated[float | None, typer.Option(min=0, help="most hours")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="USD for an hour of one device")] = None,
+    prices: Annotated[Path | None, typer.Option(help="a price table of your own, like prices.csv")] = None,
+    mode: Annotated[str, typer.Option(help="several devices: ddp, or fsdp (ZeRO-2 shards)")] = "ddp",
+    network: Annotated[str | None, typer.Option(help="between nodes: a row of networks.csv")] = None,
+    precision: Annotated[str, typer.Option(help="auto, bf16, fp16 or float32")] = "auto",
+    engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager",
+    model: Annotated[str, typer.Option(help="jobs: a family or a model folder")] = "sd15",
+    size: Annotated[str, typer.Option(help="generate, serve: the pictures' size")] = "512x512",
+    steps: Annotated[int, typer.Option(min=1, help="generate, serve: denoising steps")] = 30,
+    guidance: Annotated[float, typer.Option(min=0, help="generate, serve: above 1 doubles the work")] = 7.5,
+    batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1,
+    attention: Annotated[str, typer.Option(help="generate, serve: fused, plain or sliced")] = "fused",
+    channels_last: Annotated[bool, typer.Option(help="generate, serve: memory layout")] = True,
+    pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000,
+    rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0,
+    latency: Annotated[float, typer.Option(help="serve: seconds within which 95 of 100 are done")] = 10.0,
+    resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
+    text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="search for the cheapest and fastest plan")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="draw the comparison or the curve, a PNG")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine, once")] = False,
+    validate: Annotated[bool, typer.Option("--validate", help="predict published tables")] = False,
+    as_json: Json = False,
+) -> None:
+    """Memory, time and money of a recipe or a job, before anything runs; needs no GPU.
+
+    Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
+    """
+    if calibrate:
+        return _calibrate(as_json)
+    if validate:
+        return _validate(as_json)
+    if job is None:
+        raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
+    from darkroom.hardware.prices import prices as read_prices
+    from darkroom.plan import ask
+
+    target = ask.Target(
+        gpu=gpu,
+        mode=_one_of("mode", mode, ("ddp", "fsdp")),
+        network=_network(network),
+        usd_per_hour=price,
+        prices=None if prices is None else read_prices(prices),
+        budget_usd=budget,
+        deadline_hours=deadline,
+        precision=_one_of("precision", precision, ("auto", "bf16", "fp16", "float32")),
+        engine=_one_of("engine", engine, ("eager", "compile", "graphs")),
+    )
+    if job in JOBS and overrides:
+        raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
+    pictures_asked = ask.PictureSettings(
+        model, size, steps, guidance, batch, pictures, attention, channels_last
+    )
+    if job == "generate":
+        asked = ask.ask_generate(pictures_asked)
+    elif job == "serve":
+        asked = ask.ask_serve(pictures_asked, rate, latency)
+    elif job == "prepare":
+        asked = ask.ask_prepare(model, resolution, pictures, text=text)
+    else:
+        asked = ask.ask_recipe(Path(job), overrides or [])
+    if advise:
+        return _advise(asked, Path(job), overrides or [], target, ask.counts(count), as_json)
+    _plan(asked, target, ask.counts(count), plot, as_json)
+
+
+def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:
+    from dataclasses import replace
+
+    from darkroom.plan import ask
+    from darkroom.plan.show import comparison, lines, price_lines, to_dict
+
+    many = len(numbers) > 1
+    if many and target.gpu == "all":
+        raise InputError("--gpu all with a range of --count", mend="choose one card for the curve")
+    found = (
+        ask.scaling(asked, target, numbers) if many else ask.plans(asked, replace(target, count=numbers[0]))
+    )
+    if plot is not None:
+        from darkroom.plan.plot import draw
+
+        draw(found, plot, curve=many)
+
+    def told() -> Iterator[str]:
+        if len(found) == 1:
+            yield from lines(found[0])
+        else:
+            yield from columns(comparison(found))
+            yield from price_lines(found)
+        if plot is not None:
+            yield f"drawn: {plot}"
+
+    show({"plans": [to_dict(one) for one in found]}, as_json, told)
+
+
+def _advise(
+    asked: Any, recipe: Path, overrides: list[str], target: Any, numbers: list[int], as_json: bool
+) -> None:
+    from darkroom.plan.advise import advise
+
+    told = advise(asked, recipe, overrides, target, numbers, say=console(as_json))
+    show(told.to_dict(), as_json, told.lines)
+
+
+def _calibrate(as_json: bool) -> None:
+    from darkroom.plan.calibrate import calibrate, calibration_file
+
+    found = calibrate(console(as_json))
+    rows = [
+        {"what": one.name, "rate": one.rate, "unit": one.unit, "share of the rated peak": one.share}
+        for one in found
+    ]
+    show(
+        {"measured": found, "kept": str(calibration_file())},
+        as_json,
+        lambda: [*columns(rows), f"kept in {calibration_file()}"],
+    )
+
+
+def _validate(as_json: bool) -> None:
+    from darkroom.plan.validate import validate
+
+    told = validate(say=console(as_json))
+    show(told.to_dict(), as_json, told.lines)
+
+
+def _one_of(name: str, given: str, allowed: tuple[str, ...]) -> str:
+    if given not in allowed:
+        raise InputError(f"--{name} {given}", allowed=", ".join(allowed))
+    return given
+
+
+def _network(name: str | None) -> str | None:
+    from darkroom.hardware.cards import networks
+
+    if name is not None and name not in networks():
+        raise InputError(f"--network {name}", allowed=", ".join(networks()))
+    return name

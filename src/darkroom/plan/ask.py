@@ -1,0 +1,411 @@
+"""What a user asks: a recipe or a job, on one card or on all, on one device or on a thousand."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from darkroom.errors import InputError
+from darkroom.hardware.cards import Card, cards, find_card
+from darkroom.hardware.prices import Price
+from darkroom.plan.cache import cached, cached_profile
+from darkroom.plan.calibrate import calibration
+from darkroom.plan.jobs import (
+    GenerateJob,
+    Plan,
+    PrepareJob,
+    ServeJob,
+    TrainJob,
+    Where,
+    plan_generating,
+    plan_preparing,
+    plan_serving,
+    plan_training,
+)
+from darkroom.plan.profile import Profile
+from darkroom.plan.roofline import Software, efficiency
+from darkroom.plan.scale import default_cluster
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+MOST_DEVICES = 65536
+
+
+@dataclass(frozen=True)
+class Target:
+    """On what, how many, and what may be spent."""
+
+    gpu: str = "here"  # here, all, or a card's name
+    count: int = 1
+    mode: str = "ddp"
+    network: str | None = None
+    usd_per_hour: float | None = None
+    prices: tuple[Price, ...] | None = None
+    budget_usd: float | None = None
+    deadline_hours: float | None = None
+    precision: str = "auto"
+    engine: str = "eager"
+
+
+Planner = Callable[[Where, Software], Plan]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job that can be planned on any device."""
+
+    name: str
+    profile: Callable[[str, bool], Profile]  # of a precision; whether a GPU computes it
+    plan: Callable[[Profile, Where, Software, float | None, Sequence[Price] | None], Plan]
+    precision: str = "auto"
+    attention: str = "fused"
+    channels_last: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def plans(asked: Asked, target: Target) -> list[Plan]:
+    """The plan on the card asked for; of all cards the cheapest first, those that do not fit or keep the
+    deadline and the budget last.
+    """
+    wheres = (
+        [place(card, target) for card in chosen_cards(target.gpu)] if target.gpu != "here" else [here(target)]
+    )
+    found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
+    return sorted(found, key=_order)
+
+
+def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
+    precision = choose_precision(asked, target, where.card)
+    gpu = where.card.kind == "gpu"
+    # Half precisions move and hold the same bytes: one count serves both.
+    profile = asked.profile("bf16" if gpu and precision == "fp16" else precision, gpu)
+    software = Software(
+        precision=precision,
+        engine=target.engine,
+        channels_last=asked.channels_last,
+        attention=asked.attention,
+    )
+    plan = asked.plan(profile, where, software, target.usd_per_hour, target.prices)
+    if gpu and precision == "bf16" and "bf16" not in where.card.flops:
+        plan = replace(
+            plan, notes=(*plan.notes, f"{where.card.name} has no bf16 units: it computes in float32")
+        )
+    return plan
+
+
+def with_limits(plan: Plan, target: Target) -> Plan:
+    """The plan with a word on what breaks the deadline or the budget."""
+    notes = list(plan.notes)
+    if target.deadline_hours is not None and plan.hours > target.deadline_hours:
+        notes.append(f"over the deadline of {target.deadline_hours:g} h")
+    if target.budget_usd is not None and (plan.cost.usd or 0) > target.budget_usd:
+        notes.append(f"over the budget of USD {target.budget_usd:,.2f}")
+    return replace(plan, notes=tuple(notes))
+
+
+def kept(plan: Plan) -> bool:
+    """Whether a plan fits and keeps deadline and budget."""
+    return plan.fits and not any(note.startswith("over the ") for note in plan.notes)
+
+
+def _order(plan: Plan) -> tuple[bool, bool, float]:
+    usd = plan.cost.usd
+    return (not kept(plan), usd is None, usd if usd is not None else plan.cost.device_hours)
+
+
+def choose_precision(asked: Asked, target: Target, card: Card) -> str:
+    """The precision to compute in: as asked, else what the hardware is fast in."""
+    said = target.precision if target.precision != "auto" else asked.precision
+    if said != "auto":
+        return said
+    if "bf16" in card.flops:
+        return "bf16"
+    return "fp16" if card.kind == "gpu" and "fp16" in card.flops else "float32"
+
+
+# ---- devices
+
+
+def chosen_cards(name: str) -> list[Card]:
+    """The cards of a name; 'all' is every GPU. InputError names the nearest for an unknown one."""
+    if name == "all":
+        return [card for card in cards().values() if card.kind == "gpu"]
+    card = find_card(name)
+    if card is None:
+        known = {text: one.name for one in cards().values() for text in (one.name, *one.aliases)}
+        lowered = {text.lower(): text for text in known}
+        near = difflib.get_close_matches(name.lower(), lowered, 3, cutoff=0.3)
+        mend = (
+            "did you mean " + ", ".join(dict.fromkeys(lowered[text] for text in near)) + "?" if near else ""
+        )
+        raise InputError(f"--gpu {name}", allowed="here, all, or a card of hardware.csv", mend=mend)
+    return [card]
+
+
+def place(card: Card, target: Target) -> Where:
+    """A card as it usually stands; a CPU class stands for eight of its cores."""
+    cluster = default_cluster(card, target.count, target.mode, target.network)
+    return Where(card, cluster, cores=8 if card.unit == "core" else 1)
+
+
+def here(target: Target) -> Where:
+    """This machine, with what `plan --calibrate` measured of it."""
+    from darkroom.hardware.machine import machine
+
+    found = machine()
+    if found.devices:
+        name = found.devices[0].name
+        card, memory = find_card(name), float(found.devices[0].memory_bytes)
+        if card is None:
+            raise InputError(f"this machine's {name} is not in hardware.csv", mend="say --gpu NAME")
+    else:
+        name = found.cpu
+        card, memory = cards()[found.cpu_class], float(found.memory_bytes)
+    known = efficiency().with_values(calibration(card.name))
+    cluster = default_cluster(card, target.count, target.mode, target.network)
+    return Where(card, cluster, max(1, round(found.usable_cores)), known, memory)
+
+
+def counts(text: str) -> list[int]:
+    """'8', or '1..1024': the doublings between."""
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text.strip())
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high <= MOST_DEVICES:
+        raise InputError(f"--count {text}", allowed=f"a number, or FIRST..LAST, of 1 to {MOST_DEVICES}")
+    found = [low]
+    while found[-1] * 2 <= high:
+        found.append(found[-1] * 2)
+    return found if found[-1] == high else [*found, high]
+
+
+def scaling(asked: Asked, target: Target, numbers: Iterable[int]) -> list[Plan]:
+    """The plan at each number of devices, as far as the batch goes round."""
+    found = []
+    for number in numbers:
+        batch = asked.settings.get("global_batch")
+        if batch is not None and number > batch:
+            break
+        found += plans(asked, replace(target, count=number))
+    if not found:
+        return plans(asked, replace(target, count=next(iter(numbers))))  # says why not
+    return found
+
+
+# ---- jobs
+
+
+def ask_recipe(path: Path, overrides: Sequence[str] = ()) -> Asked:
+    """A recipe's job. The recipe is read and checked once; its counts are kept."""
+    key = {"recipe": _text(path), "overrides": list(overrides)}
+    settings = cached({**key, "settings": True}, partial(_settings, path, overrides))
+    settings["rows"] = _rows(settings["store"])
+    key["folders"] = [_configs(ref) for ref in (settings["base"], settings["vae"]) if ref]
+
+    def count(precision: str, gpu: bool) -> Profile:
+        from darkroom.plan.training import profile_recipe
+        from darkroom.recipe import read_recipe
+
+        return profile_recipe(read_recipe(path, overrides), precision, gpu=gpu)
+
+    return _asked_training(path.stem, settings, key, count)
+
+
+def ask_recipe_object(recipe: Recipe, name: str = "recipe") -> Asked:
+    """The same of a recipe that is read already."""
+    from darkroom.plan.training import profile_recipe
+
+    settings = settings_of(recipe)
+    settings["rows"] = _rows(settings["store"])
+    key = {"recipe": recipe.dump(), "folders": [_configs(str(recipe.model.base))]}
+    return _asked_training(name, settings, key, lambda p, gpu: profile_recipe(recipe, p, gpu=gpu))
+
+
+def _asked_training(
+    name: str, settings: dict[str, Any], key: dict[str, Any], count: Callable[[str, bool], Profile]
+) -> Asked:
+    job = TrainJob(
+        name, settings["steps"], settings["global_batch"], settings["micro_batch"], settings.get("rows")
+    )
+
+    def plan(
+        profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
+    ) -> Plan:
+        return plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
+
+    def profile(precision: str, gpu: bool) -> Profile:
+        known = {**key, "precision": precision, "gpu": gpu}
+        return cached_profile(known, lambda: count(precision, gpu))
+
+    return Asked(name, profile, plan, precision=settings["precision"], settings=settings)
+
+
+def _settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from darkroom.recipe import read_recipe
+
+    return settings_of(read_recipe(path, overrides))
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What a plan needs of a recipe beside its counts."""
+    from darkroom.train.job import check_settings
+
+    check_settings(recipe)
+    train, vae = recipe.train, recipe.model.vae
+    return {
+        "task": recipe.task,
+        "steps": train.steps,
+        "global_batch": train.global_batch,
+        "micro_batch": None if train.micro_batch == "auto" else train.micro_batch,
+        "precision": train.precision,
+        "store": getattr(recipe.data, "store", None),
+        "base": str(recipe.model.base),
+        "vae": vae if isinstance(vae, str) else None,
+        "resolution": recipe.data.resolution,
+        "encode": recipe.data.encode,
+        "checkpointing": train.gradient_checkpointing,
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return str(path)  # reading the recipe will say what is wrong with it
+
+
+def _configs(ref: str) -> str:
+    """The settings of a model folder, which may change under the same name."""
+    return "".join(file.read_text() for file in sorted(Path(ref).glob("*/*config.json"))) or ref
+
+
+def _rows(store: str | None) -> int | None:
+    if not store or not Path(store).is_dir():
+        return None
+    from darkroom.data import Store
+    from darkroom.errors import StoreError
+
+    try:
+        return Store.open(store).num_rows
+    except StoreError:
+        return None
+
+
+@dataclass(frozen=True)
+class PictureSettings:
+    """Making pictures, by flags."""
+
+    model: str = "sd15"
+    size: str = "512x512"
+    steps: int = 30
+    guidance: float = 7.5
+    batch: int = 1
+    pictures: int = 1000
+    attention: str = "fused"
+    channels_last: bool = True
+
+
+def ask_generate(settings: PictureSettings) -> Asked:
+    """Making pictures."""
+    job = GenerateJob("generate", settings.pictures, settings.batch, settings.steps)
+
+    def plan(
+        profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
+    ) -> Plan:
+        return plan_generating(profile, job, where, software, usd_per_hour=usd, prices=prices)
+
+    return _asked_pictures("generate", settings, plan)
+
+
+def ask_serve(settings: PictureSettings, rate: float, latency_s: float) -> Asked:
+    """Serving so many pictures a second, each within a time."""
+    if rate <= 0 or latency_s <= 0:
+        raise InputError(f"--rate {rate} --latency {latency_s}", allowed="numbers above 0")
+    job = ServeJob("serve", rate, latency_s, settings.steps)
+
+    def plan(
+        profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
+    ) -> Plan:
+        return plan_serving(profile, job, where, software, usd_per_hour=usd, prices=prices)
+
+    return _asked_pictures("serve", settings, plan)
+
+
+def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:
+    width, height = parse_size(settings.size)
+
+    def profile(precision: str, gpu: bool) -> Profile:
+        return picture_profile(
+            settings.model, width, height, settings.guidance > 1, precision, settings.attention
+        )
+
+    return Asked(
+        name, profile, plan, attention=settings.attention, channels_last=settings.channels_last, settings={}
+    )
+
+
+def picture_profile(
+    model: str, width: int, height: int, guided: bool, precision: str, attention: str, *, whole: bool = False
+) -> Profile:
+    """The counts of making pictures, kept. `whole`: the VAE decodes a batch at once."""
+    key = {
+        "job": "generate",
+        "model": _configs(model),
+        "size": [width, height],
+        "guided": guided,
+        "precision": precision,
+        "attention": attention,
+        "whole": whole,
+    }
+
+    def count() -> Profile:
+        from darkroom.plan.generation import GenerateSpec, profile_generation
+        from darkroom.sample.pictures import DECODE_PIXELS
+
+        pixels = None if whole else DECODE_PIXELS
+        return profile_generation(GenerateSpec(model, width, height, guided, precision, attention, pixels))
+
+    return cached_profile(key, count)
+
+
+def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = False) -> Asked:
+    """Encoding a store once."""
+    job = PrepareJob("prepare", pictures)
+
+    def plan(
+        profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
+    ) -> Plan:
+        return plan_preparing(profile, job, where, software, usd_per_hour=usd, prices=prices)
+
+    return Asked("prepare", lambda p, _: preparing_profile(model, resolution, text, p), plan, settings={})
+
+
+def preparing_profile(model: str, resolution: int, text: bool, precision: str) -> Profile:
+    """The counts of encoding, kept."""
+    key = {
+        "job": "prepare",
+        "model": _configs(model),
+        "resolution": resolution,
+        "text": text,
+        "precision": precision,
+    }
+
+    def count() -> Profile:
+        from darkroom.plan.generation import PrepareSpec, profile_preparing
+
+        return profile_preparing(PrepareSpec(model, resolution, text, precision))
+
+    return cached_profile(key, count)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """'512x768' or '512'."""
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", text.strip().lower())
+    if match is None:
+        raise InputError(f"--size {text}", allowed="WIDTHxHEIGHT in pixels, such as 512x512")
+    return int(match[1]), int(match[2] or match[1])

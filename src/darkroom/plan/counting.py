@@ -1,0 +1,235 @@
+"""Profiles: the real code run under fake tensors at two batch sizes, and straight lines laid through both.
+
+Nothing is computed and no weight takes memory. The second optimiser step is counted, when the optimiser's
+state and the averaged weights are there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from darkroom.count import Counter, Trace, counting
+from darkroom.plan.profile import KINDS, Kernels, Line, Moment, Profile, highest
+
+ROWS = (2, 3)
+CLASSES: tuple[tuple[str, str], ...] = (
+    ("attention", r"_scaled_dot_product"),
+    ("conv", r"conv"),
+    ("matmul", r"\.(mm|addmm|bmm|baddbmm|mv|addmv|dot|linear|_addmm_activation)"),
+    ("norm", r"norm|softmax|layer_norm"),
+    ("optimiser", r"_fused_adam|_foreach"),
+)
+_CLASSES = [(kind, re.compile(rf"^aten.*{pattern}")) for kind, pattern in CLASSES]
+
+
+def kernel_class(op: str) -> str:
+    """Matmul, conv, attention, norm, optimiser or elementwise (copies too), by an operation's name."""
+    return next((kind for kind, pattern in _CLASSES if pattern.search(op)), "elementwise")
+
+
+def profile_of(traces: tuple[Trace, Trace], rows: tuple[int, int], **known: Any) -> Profile:
+    """Straight lines through two traces of the same operations; ValueError where the operations differ."""
+    a, b = traces
+    if [k.op for k in a.kernels] != [k.op for k in b.kernels]:
+        raise ValueError(f"other operations at {rows[1]} rows than at {rows[0]}: no straight line")
+    return Profile(kernels=_grouped(a, b, rows), moments=_moments(a, b, rows), **known)
+
+
+def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
+    found: Tally[tuple[str, str, int, int, int, int]] = Tally()
+    for one, other in zip(a.kernels, b.kernels, strict=True):
+        stage = "update" if one.op.endswith("_foreach_norm") else one.stage  # clipping, once a step
+        found[stage, kernel_class(one.op), one.flops, other.flops, one.bytes, other.bytes] += 1
+    return tuple(
+        Kernels(
+            stage, kind, calls, Line.through(rows, (flops_a, flops_b)), Line.through(rows, (bytes_a, bytes_b))
+        )
+        for (stage, kind, flops_a, flops_b, bytes_a, bytes_b), calls in found.items()
+    )
+
+
+def _moments(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Moment, ...]:
+    moments = []
+    for kernel, held_a, held_b in zip(a.kernels, _alive(a), _alive(b), strict=True):
+        lines = {kind: Line.through(rows, (held_a[i], held_b[i])) for i, kind in enumerate(KINDS)}
+        moments.append(Moment(kernel.stage, lines))
+    return highest(moments)
+
+
+def _alive(trace: Trace) -> Iterator[tuple[int, ...]]:
+    """Bytes alive by kind during each operation."""
+    place = {
+        serial: KINDS.index(trace.kinds.get(serial) or _kind_by_birth(stage))
+        for serial, stage in trace.born.items()
+    }
+    held = [0] * len(KINDS)
+    changes = iter(trace.changes)
+    change = next(changes, None)
+    for i in range(len(trace.kernels)):
+        while change is not None and change[0] <= i:
+            held[place[change[1]]] += change[2]
+            change = next(changes, None)
+        yield tuple(held)
+
+
+def _kind_by_birth(stage: str) -> str:
+    return "activations" if stage == "forward" else "temporary"
+
+
+@contextmanager
+def fakes(*modules: nn.Module) -> Iterator[Counter]:
+    """Fake tensors for modules that may be cast inside.
+
+    torch 2.13 cannot cast a module with fake weights in place: meanwhile a cast makes new parameters.
+    """
+    held = [(table, dict(table)) for module in modules for table in _tables(module)]
+    in_place = nn.Module._apply
+    nn.Module._apply = _apply_anew  # type: ignore[assignment]
+    try:
+        with counting(*modules) as counter:
+            yield counter
+    finally:
+        nn.Module._apply = in_place  # type: ignore[method-assign]
+        for table, content in held:
+            table.clear()
+            table.update(content)
+
+
+def _apply_anew(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    made: dict[int, Tensor] = {}
+    for table in _tables(module):
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                made[id(tensor)] = _changed(tensor, fn)
+            table[name] = made[id(tensor)]
+    return module
+
+
+def _changed(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        new = fn(tensor)
+    if new is tensor or not isinstance(tensor, nn.Parameter):
+        return new
+    return nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
+
+
+def _tables(module: nn.Module) -> Iterator[dict[str, Any]]:
+    for part in module.modules():
+        yield from (part._parameters, part._buffers)
+
+
+def as_on_gpu(modules: Iterable[nn.Module]) -> None:
+    """Let attention run in the modules' own precision, as it does on every device but a CPU."""
+    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+    from transformers import PreTrainedModel
+
+    for module in modules:
+        if isinstance(module, PreTrainedModel):
+            module.set_attn_implementation("sdpa")
+        for part in module.modules():
+            if isinstance(part, Attention):
+                part.set_processor(AttnProcessor2_0())
+
+
+def tag_weights(counter: Counter, modules: Iterable[nn.Module]) -> None:
+    """What the modules hold is weights."""
+    for module in modules:
+        counter.tag([*module.parameters(), *module.buffers()], "weights")
+
+
+def trace_training(
+    counter: Counter,
+    step: Any,
+    task: Any,
+    columns: Callable[[int], Mapping[str, Any]],
+    rows: tuple[int, int] = ROWS,
+) -> tuple[Trace, Trace]:
+    """Trace two whole steps of a `train.Step`: the frozen encoders, forward, backward, update.
+
+    `columns(rows)` is what the loader would give of so many pictures.
+    """
+    _begin(counter, step)
+    step.task = _Staged(task, counter)
+    with _noting_gradients(counter, step):
+        first, second = (_traced_step(counter, step, task, columns(number)) for number in rows)
+    return first, second
+
+
+def _begin(counter: Counter, step: Any) -> None:
+    """Let the optimiser and the average make their state, as the first step does."""
+    masters = step.weights.masters
+    for master in masters.values():
+        master.grad = torch.zeros_like(master)
+    step.optimiser.step()
+    step.weights.clear_gradients()
+    step.ema.update(step.ema._settings.start_step)
+    counter.tag(masters.values(), "weights")
+    for inner in step.optimiser.inner:
+        counter.tag(_tensors(inner.state), "optimiser")
+    counter.tag(step.ema.state().values(), "ema")
+
+
+def _traced_step(counter: Counter, step: Any, task: Any, columns: Mapping[str, Any]) -> Trace:
+    counter.stage = "inputs"
+    given = counter.fake(columns)
+    trace = counter.start_trace()
+    inputs = task.inputs(given, torch.device("cpu"))
+    step._micro_rows = len(next(iter(inputs.values())))
+    step(step.ema._settings.start_step + 1, inputs)
+    counter.stage, counter.trace = "", None
+    return trace
+
+
+class _Staged:
+    """A task that tells the counter when a forward pass begins and ends."""
+
+    def __init__(self, task: Any, counter: Counter) -> None:
+        self._task, self._counter = task, counter
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._counter.stage = "forward"
+        losses: dict[str, Tensor] = self._task.losses(inputs)
+        self._counter.stage = "backward"
+        return losses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+@contextmanager
+def _noting_gradients(counter: Counter, step: Any) -> Iterator[None]:
+    """Tag each gradient when it is made, and note when the update begins."""
+
+    def made(param: Tensor) -> None:
+        if param.grad is not None:
+            counter.tag([param.grad], "gradients")
+
+    def updates(*_: Any) -> None:
+        counter.tag([p.grad for p in step.weights.masters.values() if p.grad is not None], "gradients")
+        counter.stage = "update"
+
+    params = [param for param in step.weights.computing.values() if param.requires_grad]
+    hooks = [param.register_post_accumulate_grad_hook(made) for param in params]
+    hooks += [inner.register_step_pre_hook(updates) for inner in step.optimiser.inner]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)

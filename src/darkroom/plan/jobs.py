@@ -1,0 +1,455 @@
+"""From a profile and a card to a plan: what fits, how long, how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from darkroom.errors import InputError
+from darkroom.hardware.cards import Card
+from darkroom.hardware.prices import Price
+from darkroom.plan.money import Cost, cost, offer_for
+from darkroom.plan.profile import KINDS, Profile
+from darkroom.plan.roofline import Efficiency, Roofline, Seconds, Software, efficiency
+from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
+
+CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
+FRAGMENTATION = 1.04  # of the caching allocator
+MOST_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device a plan is for. `cores` of a CPU class count as one device."""
+
+    card: Card
+    cluster: Cluster = Cluster()
+    cores: int = 1
+    known: Efficiency = field(default_factory=efficiency)
+    memory_bytes: float | None = None  # what is there; None: what the card has
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """Memory for live tensors; None where nothing is known of it."""
+        total = self.memory_bytes or self.card.memory_bytes
+        if total is None:
+            return None
+        context = 0.0 if self.card.kind == "cpu" else CONTEXT_BYTES
+        return (total - context) / (1.0 if self.card.kind == "cpu" else FRAGMENTATION)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job needs on one kind of device."""
+
+    job: str
+    device: str
+    count: int
+    fits: bool
+    precision: str
+    batch: dict[str, int]
+    parameters: dict[str, int]
+    flops_an_image: float
+    flops_a_step: float
+    memory_bytes: dict[str, float]
+    device_memory_bytes: float | None
+    largest_micro_batch: int | None
+    step_s: dict[str, float]
+    images_per_s: float
+    mfu: float
+    hours: float
+    cost: Cost
+    sizes_bytes: dict[str, float]
+    notes: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Live bytes at the peak."""
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What a recipe says of length and batch."""
+
+    name: str
+    steps: int
+    global_batch: int
+    micro_batch: int | None  # None: the largest that fits
+    rows: int | None = None  # pictures in the store
+
+
+def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
+    """The most pictures a micro-batch can have; 0 where not one fits."""
+    room = where.usable_bytes
+    if room is None:
+        return most
+
+    def fits(rows: int) -> bool:
+        held = profile.memory(rows, accumulate=accumulate, shards=where.cluster.shards)
+        return sum(held.values()) <= room
+
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def plan_training(
+    profile: Profile,
+    job: TrainJob,
+    where: Where,
+    software: Software,
+    *,
+    usd_per_hour: float | None = None,
+    prices: Sequence[Price] | None = None,
+) -> Plan:
+    """A training job on a kind of device."""
+    rows = _rows_a_device(job, where.cluster)
+    largest = largest_rows(profile, where)
+    micro, fits = _micro_batch(profile, job, where, rows)
+    accumulate = micro < rows
+    step = step_seconds(profile, where, software, micro=micro, rows=rows)
+    rate = job.global_batch / step.total
+    hours = job.steps * step.total / 3600
+    memory = profile.memory(micro, accumulate=accumulate, step_rows=rows, shards=where.cluster.shards)
+    per_image = profile.flops(1, "forward", "backward")
+    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    offer = offer_for(where.card, usd_per_hour, prices)
+    return Plan(
+        job=job.name,
+        device=where.card.name,
+        count=where.cluster.count,
+        fits=fits,
+        precision=software.precision,
+        batch={"global": job.global_batch, "micro": micro, "accumulation": -(-rows // micro)},
+        parameters={**profile.parameters, "total": profile.total_parameters, "trained": profile.trained},
+        flops_an_image=per_image,
+        flops_a_step=per_image * job.global_batch,
+        memory_bytes=memory,
+        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
+        largest_micro_batch=largest,
+        step_s=_split(step),
+        images_per_s=rate,
+        mfu=per_image * rate / (roofline.peak()[0] * where.cluster.count),
+        hours=hours,
+        cost=cost(where.card, hours * where.cluster.count, cores=where.cores, offer=offer),
+        sizes_bytes=_sizes(profile, job),
+        notes=_notes(where, fits, largest, micro, rows),
+    )
+
+
+def _rows_a_device(job: TrainJob, cluster: Cluster) -> int:
+    if cluster.count > job.global_batch:
+        raise InputError(
+            f"{cluster.count} devices for a global batch of {job.global_batch}",
+            allowed=f"at most {job.global_batch} devices",
+            mend="raise train.global_batch",
+        )
+    return -(-job.global_batch // cluster.count)
+
+
+def _micro_batch(profile: Profile, job: TrainJob, where: Where, rows: int) -> tuple[int, bool]:
+    """Pictures in a micro-batch and whether they fit; the largest divisor that fits unless it is said."""
+    if job.micro_batch is not None:
+        micro = min(job.micro_batch, rows)
+        return micro, micro <= largest_rows(profile, where, accumulate=micro < rows)
+    if largest_rows(profile, where) >= rows:
+        return rows, True
+    most = largest_rows(profile, where, accumulate=True)
+    fitting = [size for size in range(1, most + 1) if rows % size == 0]
+    return (max(fitting), True) if fitting else (1, False)
+
+
+def step_seconds(
+    profile: Profile,
+    where: Where,
+    software: Software,
+    *,
+    micro: int,
+    rows: int,
+    sync_each: bool = False,
+    gradient_bytes: int = 4,
+) -> Seconds:
+    """Seconds of an optimiser step on each device: micro-batches, update, communication.
+
+    `sync_each`: gradients are summed over devices after every micro-batch, not once a step.
+    """
+    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    number = rows / micro
+    backward = roofline.stage(profile, "backward", micro)
+    seconds = roofline.stage(profile, "inputs", rows)
+    seconds += (roofline.stage(profile, "forward", micro) + backward).times(number)
+    seconds += roofline.stage(profile, "update", 1, share=1 / where.cluster.shards)
+    if where.cluster.count > 1:
+        times = number if sync_each else 1
+        whole = all_reduce_s(where.card, where.cluster, gradient_bytes * profile.trained, where.known)
+        shown = exposed_s(whole, backward.total, where.known)
+        seconds += Seconds(communication=shown).times(times)
+    return seconds
+
+
+def _split(step: Seconds) -> dict[str, float]:
+    return {
+        "compute": step.compute,
+        "memory_bound": step.memory_bound,
+        "launch": step.launch,
+        "communication": step.communication,
+        "data": step.data,
+        "total": step.total,
+    }
+
+
+def _sizes(profile: Profile, job: TrainJob) -> dict[str, float]:
+    facts = profile.facts
+    sizes = {"checkpoint": float(facts.get("checkpoint_bytes", 0))}
+    if job.rows:
+        sizes["latents"] = float(facts["latent_bytes_a_row"] * job.rows)
+        sizes["text"] = float(facts["text_bytes_a_row"] * job.rows)
+    if "adapter_bytes" in facts:
+        sizes["adapter"] = float(facts["adapter_bytes"])
+    return sizes
+
+
+def _notes(where: Where, fits: bool, largest: int, micro: int, rows: int) -> tuple[str, ...]:
+    notes = []
+    if not fits:
+        notes.append(
+            f"does not fit: at most {largest} pictures a micro-batch"
+            if largest
+            else "does not fit, not even one picture: try gradient checkpointing, an adapter or a larger card"
+        )
+    elif micro < rows:
+        notes.append(f"{rows} pictures a device in {-(-rows // micro)} micro-batches of {micro}")
+    return tuple(notes)
+
+
+# ---- pictures
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """So many pictures, so many at once."""
+
+    name: str
+    pictures: int
+    batch: int
+    steps: int
+
+
+def plan_generating(
+    profile: Profile,
+    job: GenerateJob,
+    where: Where,
+    software: Software,
+    *,
+    usd_per_hour: float | None = None,
+    prices: Sequence[Price] | None = None,
+) -> Plan:
+    """Making pictures on a kind of device; several devices share the pictures."""
+    seconds = batch_seconds(profile, where, software, batch=job.batch, steps=job.steps)
+    rate = job.batch / seconds.total * where.cluster.count
+    hours = job.pictures / rate / 3600
+    largest = largest_rows(profile, where)
+    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    per_image = profile.flops(1, "text", "decode") + job.steps * profile.flops(1, "denoise")
+    offer = offer_for(where.card, usd_per_hour, prices)
+    spent = cost(where.card, hours * where.cluster.count, cores=where.cores, offer=offer)
+    fits = job.batch <= largest
+    return Plan(
+        job=job.name,
+        device=where.card.name,
+        count=where.cluster.count,
+        fits=fits,
+        precision=software.precision,
+        batch={"batch": job.batch},
+        parameters={**profile.parameters, "total": profile.total_parameters, "trained": 0},
+        flops_an_image=per_image,
+        flops_a_step=job.batch * profile.flops(1, "denoise"),
+        memory_bytes=profile.memory(job.batch),
+        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
+        largest_micro_batch=largest,
+        step_s=_split(seconds),
+        images_per_s=rate,
+        mfu=per_image * rate / (roofline.peak()[0] * where.cluster.count),
+        hours=hours,
+        cost=spent,
+        sizes_bytes={},
+        notes=() if fits else (f"does not fit: at most {largest} pictures at once",),
+        extra={
+            "latency_s": seconds.total,
+            "usd_per_image": None if spent.usd is None else spent.usd / job.pictures,
+            "steps_per_s": 1 / roofline.stage(profile, "denoise", job.batch).total,
+        },
+    )
+
+
+def batch_seconds(profile: Profile, where: Where, software: Software, *, batch: int, steps: int) -> Seconds:
+    """Seconds of one call: text, every denoising step, decoding."""
+    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    seconds = roofline.stage(profile, "text", batch) + roofline.stage(profile, "denoise", batch).times(steps)
+    return seconds + roofline.stage(profile, "decode", batch)
+
+
+@dataclass(frozen=True)
+class ServeJob:
+    """Requests a second that arrive at random, and how long one may take at most (95 of 100)."""
+
+    name: str
+    rate: float
+    latency_s: float
+    steps: int
+
+
+def plan_serving(
+    profile: Profile,
+    job: ServeJob,
+    where: Where,
+    software: Software,
+    *,
+    usd_per_hour: float | None = None,
+    prices: Sequence[Price] | None = None,
+) -> Plan:
+    """The fewest devices that keep the goal, and the batch they do it with.
+
+    A picture waits for the batch before it and then for its own (half a batch on average, a whole one at the
+    95th percentile); the queue of a device that is busy a share u of the time adds u / (2 (1 - u)) batches
+    (M/D/1, Pollaczek & Khinchine).
+    """
+    best: tuple[int, int, float] | None = None
+    for batch in range(1, max(1, largest_rows(profile, where, most=64)) + 1):
+        seconds = batch_seconds(profile, where, software, batch=batch, steps=job.steps).total
+        number = _devices_needed(job, batch, seconds)
+        if number is not None and (best is None or number < best[0]):
+            best = (number, batch, seconds)
+    if best is None:
+        seconds = batch_seconds(profile, where, software, batch=1, steps=job.steps).total
+        best = (max(1, math.ceil(job.rate * seconds / 0.8)), 1, seconds)
+    number, batch, seconds = best
+    latency = _latency_s(job, number, batch, seconds)
+    pictures = GenerateJob(job.name, max(1, round(job.rate * 3600)), batch, job.steps)
+    whole = Where(where.card, Cluster(number), where.cores, where.known, where.memory_bytes)
+    plan = plan_generating(profile, pictures, whole, software, usd_per_hour=usd_per_hour, prices=prices)
+    offer = offer_for(where.card, usd_per_hour, prices)
+    hour = cost(where.card, number, cores=where.cores, offer=offer)
+    kept = latency <= job.latency_s
+    notes = () if kept else (f"the goal of {job.latency_s:g} s is out of reach: {latency:.2g} s",)
+    return Plan(
+        **{
+            **{name: getattr(plan, name) for name in plan.__dataclass_fields__},
+            "hours": 1.0,
+            "cost": hour,
+            "fits": plan.fits and kept,
+            "notes": plan.notes + notes,
+            "extra": {
+                "devices": number,
+                "batch": batch,
+                "latency_p95_s": latency,
+                "capacity_images_per_s": number * batch / seconds,
+                "busy": job.rate * seconds / (number * batch),
+                "usd_per_image": None if hour.usd is None else hour.usd / (job.rate * 3600),
+            },
+        }
+    )
+
+
+def _latency_s(job: ServeJob, devices: int, batch: int, seconds: float) -> float:
+    busy = job.rate * seconds / (devices * batch)
+    if busy >= 1:
+        return math.inf
+    return seconds * (1 + min(1.0, busy) * (batch > 1) + 3.0 * busy / (2 * (1 - busy)) / batch)
+
+
+def _devices_needed(job: ServeJob, batch: int, seconds: float) -> int | None:
+    """Devices with which the goal is kept; None where a batch alone takes too long."""
+    if seconds > job.latency_s:
+        return None
+    start = max(1, math.ceil(job.rate * seconds / batch))
+    return next(
+        (n for n in range(start, 4 * start + 8) if _latency_s(job, n, batch, seconds) <= job.latency_s), None
+    )
+
+
+@dataclass(frozen=True)
+class PrepareJob:
+    """So many pictures, encoded once."""
+
+    name: str
+    pictures: int
+    batch: int = 32
+
+
+def plan_preparing(
+    profile: Profile,
+    job: PrepareJob,
+    where: Where,
+    software: Software,
+    *,
+    usd_per_hour: float | None = None,
+    prices: Sequence[Price] | None = None,
+) -> Plan:
+    """Encoding a store, and what its columns take on disk."""
+    largest = largest_rows(profile, where)
+    batch = max(1, min(job.batch, largest))
+    seconds = encode_seconds(profile, where, software, batch)
+    rate = batch / seconds.total * where.cluster.count
+    hours = job.pictures / rate / 3600
+    per_image = profile.flops(1)
+    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    offer = offer_for(where.card, usd_per_hour, prices)
+    facts = profile.facts
+    return Plan(
+        job=job.name,
+        device=where.card.name,
+        count=where.cluster.count,
+        fits=largest > 0,
+        precision=software.precision,
+        batch={"batch": batch},
+        parameters={**profile.parameters, "total": profile.total_parameters, "trained": 0},
+        flops_an_image=per_image,
+        flops_a_step=batch * per_image,
+        memory_bytes=profile.memory(batch),
+        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
+        largest_micro_batch=largest,
+        step_s=_split(seconds),
+        images_per_s=rate,
+        mfu=per_image * rate / (roofline.peak()[0] * where.cluster.count),
+        hours=hours,
+        cost=cost(where.card, hours * where.cluster.count, cores=where.cores, offer=offer),
+        sizes_bytes={
+            "latents": float(facts["latent_bytes_a_row"] * job.pictures),
+            "text": float(facts["text_bytes_a_row"] * job.pictures),
+        },
+    )
+
+
+def encode_seconds(profile: Profile, where: Where, software: Software, batch: int) -> Seconds:
+    """Seconds of encoding a batch of pictures (and captions, where they were counted)."""
+    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    return roofline.stage(profile, "encode", batch) + roofline.stage(profile, "text", batch)
+
+
+__all__ = [
+    "KINDS",
+    "GenerateJob",
+    "Plan",
+    "PrepareJob",
+    "ServeJob",
+    "TrainJob",
+    "Where",
+    "batch_seconds",
+    "encode_seconds",
+    "largest_rows",
+    "plan_generating",
+    "plan_preparing",
+    "plan_serving",
+    "plan_training",
+    "step_seconds",
+]

@@ -1,0 +1,64 @@
+"""Dollars, energy and carbon of device-hours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from darkroom.hardware.cards import Card
+from darkroom.hardware.prices import Price, price
+
+PUE = (
+    1.3  # power of the building over that of the machines: between hyperscalers' 1.1 and the 1.55 of a survey
+)
+HOST_SHARE = 0.25  # processors, memory and fans beside each accelerator, as a share of its rating
+KG_CO2E_PER_KWH = 0.475  # world average of electricity (IEA, 2019)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What device-hours cost; None where no price is known."""
+
+    device_hours: float
+    usd: float | None
+    usd_spot: float | None
+    usd_per_device_hour: float | None
+    price: str
+    price_as_of: str | None
+    price_is_old: bool
+    kwh: float
+    kg_co2e: float
+
+
+def cost(
+    card: Card,
+    device_hours: float,
+    *,
+    cores: int = 1,
+    offer: Price | None,
+    kg_per_kwh: float = KG_CO2E_PER_KWH,
+) -> Cost:
+    """Device-hours on a card in money and energy. Energy is of rated power, host and building included."""
+    units = cores if card.unit == "core" else 1
+    # A table's price is of one virtual CPU, the user's own is of the whole device.
+    given = offer is not None and offer.provider == "given"
+    per_hour = None if offer is None else offer.usd_per_device_hour * (1 if given else units)
+    spot = None if offer is None or offer.spot_usd_per_device_hour is None else offer.spot_usd_per_device_hour
+    kwh = device_hours * card.power_w * units * (1 + HOST_SHARE) * PUE / 1000
+    return Cost(
+        device_hours=device_hours,
+        usd=None if per_hour is None else per_hour * device_hours,
+        usd_spot=None if spot is None else spot * units * device_hours,
+        usd_per_device_hour=per_hour,
+        price="no price known" if offer is None else str(offer),
+        price_as_of=None if offer is None else offer.as_of.isoformat(),
+        price_is_old=offer is not None and offer.stale(),
+        kwh=kwh,
+        kg_co2e=kwh * kg_per_kwh,
+    )
+
+
+def offer_for(card: Card, usd_per_hour: float | None, table: Sequence[Price] | None = None) -> Price | None:
+    """The price that counts: the user's own, else the median of the newest offers."""
+    return price(card.name, usd_per_hour=usd_per_hour, table=table)

@@ -1,0 +1,76 @@
+"""Many devices: who shares what, what goes over which wire, and how long that takes.
+
+A ring all-reduce moves 2 (n - 1) / n of the gradients over each device's wire (Patarasuk & Yuan 2009); inside a
+node over its links, between nodes over the node's network, which its devices share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from darkroom.hardware.cards import Card, networks
+from darkroom.plan.roofline import Efficiency
+
+NODE_DEVICES = 8
+DEFAULT_NETWORK = {
+    "Volta": "TCP 25 Gbit",
+    "Turing": "TCP 25 Gbit",
+    "Ampere": "EFA 400 Gbit",
+    "Ada": "TCP 100 Gbit",
+    "Hopper": "InfiniBand NDR 3200 Gbit",
+    "Blackwell": "InfiniBand NDR 3200 Gbit",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`count` devices in nodes of `node_devices`, and the wires between."""
+
+    count: int = 1
+    node_devices: int = NODE_DEVICES
+    network: str = "EFA 400 Gbit"
+    mode: str = "ddp"  # or fsdp: gradients, optimiser and average in shards (ZeRO-2)
+
+    @property
+    def nodes(self) -> int:
+        """Machines, the last perhaps not full."""
+        return -(-self.count // self.node_devices)
+
+    @property
+    def shards(self) -> int:
+        """Devices that share what is sharded."""
+        return self.count if self.mode == "fsdp" else 1
+
+
+def default_cluster(card: Card, count: int, mode: str = "ddp", network: str | None = None) -> Cluster:
+    """What such cards usually stand in."""
+    return Cluster(
+        count=count, network=network or DEFAULT_NETWORK.get(card.architecture, "TCP 100 Gbit"), mode=mode
+    )
+
+
+def all_reduce_s(card: Card, cluster: Cluster, size_bytes: float, known: Efficiency) -> float:
+    """Seconds in which all devices have the sum of what each holds (so many bytes)."""
+    if cluster.count == 1:
+        return 0.0
+    inside = min(cluster.count, cluster.node_devices)
+    table = networks()
+    link = table.get(card.link, table["PCIe 4.0 x16"])
+    seconds = _ring(inside, size_bytes, link.bandwidth_bytes_s * known.of("network", "fast"), link.latency_s)
+    if cluster.nodes > 1:
+        wire = table[cluster.network]
+        kind = "TCP" if cluster.network.startswith("TCP") else "fast"
+        between = wire.bandwidth_bytes_s * known.of("network", kind)
+        between *= inside if wire.per in ("gpu", "port") else 1
+        seconds += _ring(cluster.nodes, size_bytes, between, wire.latency_s * inside)
+    return seconds
+
+
+def _ring(members: int, size_bytes: float, bytes_s: float, latency_s: float) -> float:
+    steps = 2 * (members - 1)
+    return steps / members * size_bytes / bytes_s + steps * latency_s
+
+
+def exposed_s(communication_s: float, backward_s: float, known: Efficiency) -> float:
+    """What of the communication does not hide behind the backward pass."""
+    return max(0.0, communication_s - known.of("overlap", "ddp") * backward_s)

@@ -1,0 +1,160 @@
+"""Plans as lines for a terminal and as plain values for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from darkroom.plan.ask import kept
+from darkroom.plan.jobs import Plan
+
+PARTS = ("compute", "memory_bound", "launch", "communication", "data")
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Every number of a plan."""
+    return {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": kept(plan)}
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """One plan, told in full."""
+    many = f"{plan.count} x " if plan.count > 1 else ""
+    yield f"{plan.job} on {many}{plan.device}: {'fits' if plan.fits else 'does NOT fit'}"
+    for label, text in _facts(plan):
+        yield f"  {label:<12} {text}"
+    for note in plan.notes:
+        yield f"  {'note':<12} {note}"
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    total, trained = plan.parameters["total"], plan.parameters["trained"]
+    share = f"; trained {trained:,} ({100 * trained / total:.2g} %)" if trained else ""
+    yield "parameters", f"{total:,}{share}"
+    yield "arithmetic", f"{flops(plan.flops_an_image)} an image, {flops(plan.flops_a_step)} a step"
+    yield (
+        "batch",
+        ", ".join(f"{name} {number:,}" for name, number in plan.batch.items()) + f"; {plan.precision}",
+    )
+    yield (
+        "memory",
+        f"{gb(plan.peak_bytes)} at the peak"
+        + (f" of {gb(plan.device_memory_bytes)}" if plan.device_memory_bytes else ""),
+    )
+    held = [f"{kind} {gb(size)}" for kind, size in plan.memory_bytes.items() if size >= 5e6]
+    yield "", ", ".join(held)
+    if plan.largest_micro_batch is not None:
+        yield "", f"largest batch at once: {plan.largest_micro_batch:,}"
+    total_s = plan.step_s["total"]
+    parts = [
+        f"{name.replace('_', '-')} {100 * plan.step_s[name] / total_s:.0f} %"
+        for name in PARTS
+        if plan.step_s[name] > 0.005 * total_s
+    ]
+    yield "time", f"{seconds(total_s)} a {'step' if trained else 'batch'}: {', '.join(parts)}"
+    yield "speed", f"{plan.images_per_s:,.3g} images/s, {100 * plan.mfu:.0f} % of the peak rate"
+    yield from _extra(plan)
+    yield "takes", f"{hours(plan.hours)}, {plan.cost.device_hours:,.3g} device-hours"
+    yield "costs", _money(plan)
+    yield (
+        "energy",
+        f"{plan.cost.kwh:,.3g} kWh, {plan.cost.kg_co2e:,.3g} kg CO2e (rated power, building included)",
+    )
+    sizes = [f"{name} {gb(size)}" for name, size in plan.sizes_bytes.items() if size]
+    if sizes:
+        yield "on disk", ", ".join(sizes)
+
+
+def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
+    told = {
+        "latency_s": "{:.3g} s for a batch",
+        "steps_per_s": "{:.3g} denoising steps/s",
+        "latency_p95_s": "95 of 100 within {:.3g} s",
+        "capacity_images_per_s": "room for {:.3g} images/s",
+        "busy": "{:.0%} busy",
+        "usd_per_image": "USD {:.2g} an image",
+        "devices": "{} devices",
+        "batch": "batches of {}",
+    }
+    found = [
+        told[key].format(value) for key, value in plan.extra.items() if key in told and value is not None
+    ]
+    if found:
+        yield "", ", ".join(found)
+
+
+def _money(plan: Plan) -> str:
+    cost = plan.cost
+    if cost.usd is None:
+        return "no price known: say --price USD for an hour of one device"
+    spot = "" if cost.usd_spot is None else f", {usd(cost.usd_spot)} spot"
+    old = " (OLD: read it again)" if cost.price_is_old else ""
+    return f"{usd(cost.usd)} on demand{spot}; {cost.price}{old}"
+
+
+def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Plans side by side, a row each."""
+    return [
+        {
+            "device": plan.device,
+            "count": plan.count,
+            "fits": "yes" if plan.fits else "no",
+            "batch": plan.batch.get("micro", plan.batch.get("batch", 0)),
+            "memory": gb(plan.peak_bytes),
+            "images/s": f"{plan.images_per_s:,.3g}",
+            "MFU": f"{100 * plan.mfu:.0f} %",
+            "time": hours(plan.hours),
+            "device-h": f"{plan.cost.device_hours:,.3g}",
+            "USD": "-" if plan.cost.usd is None else usd(plan.cost.usd).removeprefix("USD "),
+            "spot": "-" if plan.cost.usd_spot is None else usd(plan.cost.usd_spot).removeprefix("USD "),
+            "kWh": f"{plan.cost.kwh:,.3g}",
+            "note": "; ".join(plan.notes),
+        }
+        for plan in found
+    ]
+
+
+def price_lines(found: Iterable[Plan]) -> Iterator[str]:
+    """The dates of the prices behind a comparison, and a warning where one is old."""
+    dates = sorted({plan.cost.price_as_of for plan in found if plan.cost.price_as_of})
+    if dates:
+        yield f"prices as of {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "")
+    if any(plan.cost.price_is_old for plan in found):
+        yield "some prices are older than 90 days: read them again, or say --price"
+
+
+def gb(size: float | None) -> str:
+    """Decimal gigabytes, as cards are sold; megabytes below a tenth."""
+    size = size or 0.0
+    if size >= 1e12:
+        return f"{size / 1e12:,.3g} TB"
+    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"
+
+
+def flops(number: float) -> str:
+    """'2.41 TFLOP'."""
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e6:.3g} MFLOP"
+
+
+def seconds(number: float) -> str:
+    """'12 ms', '3.4 s'."""
+    return f"{number * 1e3:.3g} ms" if number < 1 else f"{number:.3g} s"
+
+
+def hours(number: float) -> str:
+    """'35 s', '12 min', '3.5 h', '4.2 days'."""
+    if number < 1 / 60:
+        return f"{number * 3600:.3g} s"
+    if number < 1:
+        return f"{number * 60:.3g} min"
+    return f"{number:.3g} h" if number < 72 else f"{number / 24:,.3g} days"
+
+
+def usd(number: float) -> str:
+    """'USD 12.30', 'USD 1,234', 'USD 0.0034'."""
+    if number >= 1000:
+        return f"USD {number:,.0f}"
+    return f"USD {number:.2f}" if number >= 1 or number == 0 else f"USD {number:.2g}"

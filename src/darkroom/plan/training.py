@@ -1,0 +1,219 @@
+"""The profile of a recipe's training step: the very `train.step`, built without weights and without a store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from darkroom import models
+from darkroom.errors import ModelError, RecipeError
+from darkroom.models import FAMILIES, PARTS, Model
+from darkroom.models.model import numbered
+from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights, trace_training
+from darkroom.plan.profile import Profile
+from darkroom.train import build, job
+from darkroom.train.tasks import ENCODED_PIXELS
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+CPU = torch.device("cpu")
+
+
+def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
+    """Count a recipe's step in a precision (float32, bf16, fp16), as a GPU or a CPU computes it."""
+    model = outline(recipe)
+    quiet = _without_store(recipe)
+    with fakes(*model.modules.values()) as counter:
+        # The store is never looked into where everything is encoded inline.
+        task = job.make_task(quiet, model, _NoStore(), CPU)  # type: ignore[arg-type]
+        if not encodes(recipe) and hasattr(task, "_encode"):
+            task._encode = None
+        held = {**model.modules, **task.modules}  # the job keeps all its parts on the device
+        step = job.bare_step(task, recipe, 1, models.precision(precision))
+        if gpu:
+            as_on_gpu(model.modules.values())
+        tag_weights(counter, held.values())
+        columns = _columns(recipe, model, task)
+        task.inputs(counter.fake(columns(1)), CPU)  # captions whose states are kept are encoded once
+        traces = trace_training(counter, step, task, columns, rows=(2, 3))
+        parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in held.items()}
+        masters = step.weights.masters
+        return profile_of(
+            traces,
+            (2, 3),
+            parameters=parameters,
+            trained=sum(master.numel() for master in masters.values()),
+            chunks={"inputs": max(1, ENCODED_PIXELS // recipe.data.resolution**2)} if encodes(recipe) else {},
+            facts=_facts(recipe, model, step),
+        )
+
+
+class _NoStore:
+    """A store without prepared columns."""
+
+    def columns(self) -> dict[str, Any]:
+        return {}
+
+
+def _without_store(recipe: Recipe) -> Recipe:
+    changes = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
+
+
+def encodes(recipe: Recipe) -> bool:
+    """Whether pictures are encoded at each step."""
+    data = recipe.data
+    if recipe.task == "autoencoder" or data.encode == "stored":
+        return False
+    return data.encode == "inline" or not job.caches_latents(recipe)
+
+
+def _reads_text(recipe: Recipe, task: Any) -> bool:
+    """Whether the text's states come from a column; 'auto' takes one where the latents are prepared too."""
+    data = recipe.data
+    if recipe.task == "autoencoder" or getattr(task, "_trains_text", False):
+        return False
+    return data.text == "stored" or (data.text == "auto" and data.encode == "stored")
+
+
+def _facts(recipe: Recipe, model: Model, step: Any) -> dict[str, Any]:
+    trained = sum(master.numel() for master in step.weights.masters.values())
+    averaged = trained if recipe.train.ema.enabled else 0
+    factor, channels = model.vae_factor, model.latent_channels
+    side = recipe.data.resolution // factor
+    text = [(e.config.max_position_embeddings, e.config.hidden_size) for e in model.text_encoders]
+    return {
+        "resolution": recipe.data.resolution,
+        "encodes_inline": encodes(recipe),
+        # weights, two moments and the average, float32
+        "checkpoint_bytes": 4 * (3 * trained + averaged),
+        "latent_bytes_a_row": 2 * 2 * channels * side * side,
+        "text_bytes_a_row": sum(2 * length * width for length, width in text),
+    }
+
+
+def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping[str, Any]]:
+    """What the loader would give of so many pictures."""
+    side = recipe.data.resolution
+    latent = (model.latent_channels, side // model.vae_factor, side // model.vae_factor)
+    draws = {"u": (), "offset": (model.latent_channels, 1, 1)}
+
+    def columns(pictures: int) -> dict[str, Any]:
+        rows = pictures * task.rows_a_picture
+        given: dict[str, Any] = {
+            name: torch.empty(rows, *draws.get(name, latent), device="meta") for name in task.read.draws
+        }
+        given["pixels"] = torch.empty(rows, 3, side, side, dtype=torch.uint8, device="meta")
+        given["moments"] = torch.empty(rows, 2, *latent, dtype=torch.float16, device="meta")
+        given["caption"] = ["a picture"] * rows
+        if task.rows_a_picture > 1:
+            given["is_prior"] = torch.empty(rows, device="meta")
+        if _reads_text(recipe, task):
+            given |= _text_columns(model, rows)
+        return given
+
+    return columns
+
+
+def _text_columns(model: Model, rows: int) -> dict[str, Any]:
+    configs = [encoder.config for encoder in model.text_encoders]
+    width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings
+    states = {"text": torch.empty(rows, length, width, dtype=torch.float16, device="meta")}
+    if model.is_sdxl:
+        states["pooled"] = torch.empty(rows, configs[-1].projection_dim, dtype=torch.float16, device="meta")
+    return states
+
+
+# ---- models without weights
+
+
+def outline(recipe: Recipe) -> Model:
+    """The model of a recipe on the meta device: its shapes, no weights, no downloads of them."""
+    settings = recipe.model
+    parts = ("vae",) if recipe.task == "autoencoder" else PARTS
+    vae = outlined(str(settings.vae), ("vae",)).vae if isinstance(settings.vae, str) else None
+    if settings.base in FAMILIES:
+        overrides = build._overrides(recipe, vae)
+        if settings.tokenizer == "train" and "text_encoder" in overrides:
+            learned = {"vocab_size": settings.vocab_size, "max_position_embeddings": settings.max_length}
+            overrides["text_encoder"] = learned | overrides["text_encoder"]
+        model = outlined(settings.base, parts, overrides)
+    else:
+        model = outlined(settings.base, parts)
+    model.vae = vae or model.vae
+    if recipe.task != "autoencoder":
+        if model.unet is None:
+            raise RecipeError("model.base", f"'{settings.base}' has no unet")
+        model.scheduler = build.scheduler_config(recipe.objective, model.scheduler)
+        build.check_resolution(recipe.data.resolution, model)
+    return model
+
+
+def outlined(ref: str, parts: tuple[str, ...], overrides: Mapping[str, Any] | None = None) -> Model:
+    """A family, folder or hub id without weights; its tokenizers know two words."""
+    if ref in FAMILIES:
+        wanted = tuple(part for part in parts if part != "tokenizer")
+        model = models.create(ref, parts=wanted, overrides=dict(overrides or {}), device="meta")
+    else:
+        model = _from_configs(_folder(ref), parts)
+    # Any tokenizer gives as many tokens a caption; which they are does not matter.
+    lengths = [encoder.config.max_position_embeddings for encoder in model.text_encoders]
+    words = ["a picture"]
+    model.tokenizers = [
+        models.train_tokenizer(words, vocab_size=514, model_max_length=length) for length in lengths
+    ]
+    return model
+
+
+def _folder(ref: str) -> Path:
+    if (path := Path(ref)).is_dir():
+        return path
+    if ref.count("/") != 1 or ref.startswith((".", "/", "~")):
+        raise ModelError(
+            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(ref, allow_patterns=["*.json"]))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"'{ref}' is no folder here and its settings could not be had from the hub ({reason})"
+        ) from error
+
+
+def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    file = path / "scheduler" / "scheduler_config.json"
+    model = Model(
+        family="custom", path=str(path), scheduler=json.loads(file.read_text()) if file.is_file() else {}
+    )
+    with torch.device("meta"):
+        if "unet" in parts and (path / "unet").is_dir():
+            model.unet = UNet2DConditionModel.from_config(_config(path / "unet"))
+        if "vae" in parts and (path / "vae").is_dir():
+            model.vae = AutoencoderKL.from_config(_config(path / "vae"))
+        for i in range(2):
+            if "text_encoder" in parts and (folder := path / numbered("text_encoder", i)).is_dir():
+                config = _config(folder)
+                projected = "CLIPTextModelWithProjection" in config.get("architectures", [])
+                cls = CLIPTextModelWithProjection if projected else CLIPTextModel
+                model.text_encoders.append(cls(CLIPTextConfig(**config)))
+    if not model.modules:
+        raise ModelError(f"'{path}' is no model folder", mend=f"it should hold {', '.join(PARTS)}")
+    for module in model.modules.values():
+        module.eval()
+    return model
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content

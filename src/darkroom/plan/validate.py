@@ -1,0 +1,1 @@
+"""Published tables, predicted: see `published`."""
