@@ -474,11 +474,12 @@ def interleaved(subject: Columns, prior: Columns) -> Columns:
     """Rows of both by turns, and `is_prior` [2B] that tells them apart."""
     mixed: dict[str, Any] = {}
     for name, one in subject.items():
-        other = prior[name] if name in prior else [None] * len(one)
-        if isinstance(one, Tensor):
+        other = prior.get(name)
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
             mixed[name] = torch.stack([one, other], dim=1).flatten(0, 1)
         else:
-            mixed[name] = [value for pair in zip(one, other, strict=True) for value in pair]
+            pairs = zip(one, other or [None] * len(one), strict=True)
+            mixed[name] = [value for pair in pairs for value in pair]
     count = len(next(iter(subject.values())))
     mixed["is_prior"] = torch.tensor([False, True]).repeat(count)
     return mixed

@@ -158,7 +158,7 @@ def _made(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.
 
 
 def _muon(groups: list[dict[str, Any]], settings: OptimSettings) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, its updates scaled to AdamW's size so that one rate fits both; AdamW for the rest."""
+    """Muon for matrices, its updates as large as AdamW's so that one rate fits both; AdamW for the rest."""
     matrices, rest = (
         [
             {**group, "params": chosen}

@@ -53,7 +53,7 @@ class Weights:
             param.grad = None
 
         for param in self.computing.values():
-            param.register_post_accumulate_grad_hook(taken)
+            param.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
 
     def clear_gradients(self) -> None:
         """Forget the step's gradients."""
@@ -124,7 +124,7 @@ class CastWeights(Weights):
             param.grad = None
 
     def on_gradient(self, take: Callable[[Tensor], None]) -> None:
-        masters = {param: master for master, param in self._pairs}
+        masters: dict[Tensor, Tensor] = {param: master for master, param in self._pairs}
 
         def taken(param: Tensor) -> None:
             assert param.grad is not None
@@ -136,7 +136,7 @@ class CastWeights(Weights):
                 param.copy_(master)
 
         for param in self.computing.values():
-            param.register_post_accumulate_grad_hook(taken)
+            param.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
 
     def publish(self) -> None:
         self._show([master for master, _ in self._pairs])

@@ -91,7 +91,8 @@ def _add(tokenizer: Any, encoder: Any, word: WordSettings) -> None:
             mend="take a commoner one",
         )
     table = encoder.get_input_embeddings()
-    if tokenizer.add_tokens(word.tokens) != word.vectors:
+    known = tokenizer.get_vocab()
+    if any(token in known for token in word.tokens) or tokenizer.add_tokens(word.tokens) != word.vectors:
         raise RecipeError(
             "model.word.token", f"the tokenizer knows '{word.token}' already", mend="write it otherwise"
         )
@@ -114,7 +115,7 @@ def settle_words(model: Model) -> None:
         words = described.get_input_embeddings()
         if isinstance(words, Words):
             table = torch.cat([words.weight, words.added.to(words.weight)]).detach()
-            described.set_input_embeddings(nn.Embedding.from_pretrained(table))
+            described.set_input_embeddings(nn.Embedding(*table.shape, _weight=table))
             described.config.vocab_size = len(table)
 
 
