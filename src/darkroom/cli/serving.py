@@ -54,6 +54,9 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16")] = "float32",
     backend: Annotated[str, typer.Option(help="torch, compile, onnx or openvino")] = "torch",
+    optimise: Annotated[
+        str | None, typer.Option(help="optimisations of the ladder; lossless ones if not said")
+    ] = None,
     variant: Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
 ) -> None:
@@ -98,6 +101,7 @@ def serve(
             device=device,
             precision=precision,
             backend=backend,
+            optimise=optimise,
             variant=variant,
             revision=revision,
             drain_s=drain,

@@ -17,14 +17,13 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.serve.limits import Limits
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import JOB_ID, PictureRequest, Uploads
-from darkroom.serve.studio import shape_of
+from darkroom.serve.studio import FORMATS, shape_of
 from darkroom.serve.work import Shape
 
 if TYPE_CHECKING:
     from darkroom.models import Model
     from darkroom.serve.library import Library
 
-FORMATS = ("PNG", "JPEG", "WEBP")
 MOST_KEYS = 10_000
 
 
@@ -69,10 +68,12 @@ def check_limits(request: PictureRequest, limits: Limits) -> None:
             )
 
 
-def check_shape(model: Model, request: PictureRequest, limits: Limits) -> Shape:
+def check_shape(
+    model: Model, request: PictureRequest, limits: Limits, image: Image.Image | None = None
+) -> Shape:
     """What the request costs; 422 where the model cannot do it or it is too much work."""
     try:
-        shape = shape_of(model, request)
+        shape = shape_of(model, request, image)
     except InputError as error:
         raise Refused(422, "invalid_value", str(error), param=_param(error)) from error
     if max(shape.width, shape.height) > limits.side_pixels:
@@ -110,12 +111,14 @@ def _param(error: InputError) -> str | None:
     return next((PARAMS[word] for word in words if word in PARAMS), None)
 
 
-def check_uploads(uploads: Uploads | None, limits: Limits) -> None:
-    """422 unless they are pictures of the formats and sizes allowed; nothing is decoded before that."""
+def opened_uploads(uploads: Uploads | None, limits: Limits) -> Image.Image | None:
+    """The picture to start from; 422 unless it and the mask are of the formats and sizes allowed."""
+    opened = {}
     for name in ("image", "mask"):
         content = getattr(uploads, name, None)
         if content is not None:
-            checked_picture(content, limits, name)
+            opened[name] = checked_picture(content, limits, name)
+    return opened.get("image")
 
 
 def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:

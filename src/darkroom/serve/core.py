@@ -95,8 +95,9 @@ class Core:
             return
         try:
             request = PictureRequest.model_validate_json(record.request)
-            shape = admission.check_shape(self._model, request, self.limits)
             uploads = await self._in_pool(self._keeper.read_uploads, record.uid)
+            image = await self._opened_image(request, uploads)
+            shape = admission.check_shape(self._model, request, self.limits, image)
         except (Refused, ValueError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
             return
@@ -166,8 +167,8 @@ class Core:
         admission.check_limits(request, self.limits)
         if request.adapters:
             self._check_adapters(request)
-        shape = admission.check_shape(self._model, request, self.limits)
-        await self._check_uploads(request, uploads)
+        image = await self._opened_image(request, uploads)
+        shape = admission.check_shape(self._model, request, self.limits, image)
         self._check_room(key, request.num)
         uid = uuid.uuid4().hex
         request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
@@ -241,12 +242,13 @@ class Core:
             if not self._reserved[key]:
                 del self._reserved[key]
 
-    async def _check_uploads(self, request: PictureRequest, uploads: Uploads | None) -> None:
+    async def _opened_image(self, request: PictureRequest, uploads: Uploads | None) -> Any:
         if uploads is not None and uploads.image is not None:
-            await self._in_pool(admission.check_uploads, uploads, self.limits)
-        elif request.strength is not None or (uploads is not None and uploads.mask is not None):
+            return await self._in_pool(admission.opened_uploads, uploads, self.limits)
+        if request.strength is not None or (uploads is not None and uploads.mask is not None):
             name = "strength" if request.strength is not None else "mask"
             raise Refused(422, "invalid_value", f"{name}: only with a picture to start from", param=name)
+        return None
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
         """Hand an accepted job to the engine."""

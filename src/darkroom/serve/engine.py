@@ -215,7 +215,7 @@ class Engine:
         if self.library is None or not work.adapters or work.over:
             return True
         try:
-            if self.library.hold(ticket, work.adapters):
+            if self.library.hold(ticket):
                 return True
         except Exception as error:
             self._fail(work, error)
@@ -253,7 +253,7 @@ class Engine:
                 self._release(ticket)
                 continue
             try:
-                self.studio.start(ticket, self.library)
+                self.studio.start(ticket)
             except Exception as error:
                 self._release(ticket)
                 self._fail(ticket.work, error)

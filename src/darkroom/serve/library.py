@@ -16,15 +16,17 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models.adapters import read_adapter
+from darkroom.sample.adapters import Adapted
 from darkroom.serve.cards import AdapterCard
 from darkroom.serve.metrics import Metrics
-from darkroom.serve.work import Ticket
+from darkroom.serve.request import AdapterChoice
+from darkroom.serve.work import Ticket, Work
 
 if TYPE_CHECKING:
     from darkroom.models.bank import Bank, Staged
@@ -34,6 +36,7 @@ SUFFIX = ".safetensors"
 LOOK_S = 1.0
 MOST_FILES = 10_000
 MOST_NAME = 200
+MOST_STAGED = 32
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,52 @@ class File:
     stamp: tuple[int, int]
 
 
+@dataclass(frozen=True, eq=False)
+class Read:
+    """An adapter read and checked, and what pictures say of it."""
+
+    staged: Staged | None
+    sha256: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loan:
+    """The slot where a work finds an adapter."""
+
+    slot: int
+    read: Read
+
+
+@dataclass
+class Lent(Adapted):
+    """A work's adapters where `sample.Job` expects those of a call: the bank is everybody's."""
+
+    work: Work | None = None
+
+    def _loans(self) -> list[tuple[AdapterChoice, Loan]]:
+        assert self.work is not None
+        return [(choice, self.work.lent[choice.name]) for choice in self.work.request.adapters]
+
+    def choice(self, prompt: int) -> tuple[tuple[int, float], ...]:
+        """Slots and weights."""
+        return tuple((loan.slot, choice.weight) for choice, loan in self._loans())
+
+    def parameters(self, prompt: int) -> list[dict[str, Any]]:
+        """What a picture says of its adapters."""
+        return [
+            {"name": choice.name, "weight": choice.weight, "sha256": loan.read.sha256}
+            for choice, loan in self._loans()
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        """What users should know of the files."""
+        return [
+            f"adapter '{choice.name}': {note}" for choice, loan in self._loans() for note in loan.read.notes
+        ]
+
+
 class Library:
     """`hold` and `let_go` belong to the engine's thread; the rest may be called from any."""
 
@@ -56,7 +105,8 @@ class Library:
         self._lock = threading.Lock()
         self._looked_s = -LOOK_S
         self._files: dict[str, File] = {}
-        self._staged: OrderedDict[File, Staged] = OrderedDict()
+        self._staged: OrderedDict[File, Read] = OrderedDict()
+        self._at_hand: dict[File, Read] = {}  # of files in slots, without what was staged
         self._troubles: dict[File, DarkroomError] = {}
         self._reading: set[File] = set()
         self._slots: OrderedDict[File, int] = OrderedDict()  # least lately used first
@@ -110,7 +160,8 @@ class Library:
 
     def _read(self, file: File) -> None:
         try:
-            staged = self.bank.stage(read_adapter(file.path))
+            adapter = read_adapter(file.path)
+            read = Read(self.bank.stage(adapter), adapter.sha256, adapter.notes)
         except DarkroomError as error:
             self._note_trouble(file, error)
         except Exception as error:
@@ -120,8 +171,8 @@ class Library:
             )
         else:
             with self._lock:
-                self._staged[file] = staged
-                while len(self._staged) > self.bank.slots:
+                self._staged[file] = read
+                while len(self._staged) > self.bank.slots + MOST_STAGED:
                     self._staged.popitem(last=False)
                 self._reading.discard(file)
         self._wake()
@@ -134,16 +185,19 @@ class Library:
             self._troubles[file] = error
             self._reading.discard(file)
 
-    def hold(self, ticket: Ticket, names: Iterable[str]) -> bool:
+    def hold(self, ticket: Ticket) -> bool:
         """Put a ticket's adapters into slots and keep them there; False while one is being read or no slot
         is free. Raises what is wrong with one of them."""
         if ticket in self._held:
             return True
-        files = self._files_of(names)
+        files = self._files_of(ticket.work.adapters)
         for file in files.values():
             if file not in self._slots and not self._place(file, set(files.values())):
                 return False
         self._held[ticket] = files
+        ticket.work.lent = {
+            name: Loan(self._slots[file], self._at_hand[file]) for name, file in files.items()
+        }
         self._users.update(files.values())
         for file in files.values():
             self._slots.move_to_end(file)
@@ -162,18 +216,19 @@ class Library:
         with self._lock:
             if (trouble := self._troubles.get(file)) is not None:
                 raise trouble
-            staged = self._staged.pop(file, None)
-        if staged is None:
+            read = self._staged.pop(file, None)
+        if read is None or read.staged is None:
             self._fetch(file)
             return False
         slot = self._free.pop() if self._free else self._give_way(together)
         if slot is None:
             with self._lock:
-                self._staged[file] = staged
+                self._staged[file] = read
             return False
-        self.bank.load(slot, staged)
+        self.bank.load(slot, read.staged)
         with self._lock:
             self._slots[file] = slot
+            self._at_hand[file] = replace(read, staged=None)
         self._metrics.swaps.inc()
         return True
 
@@ -182,14 +237,13 @@ class Library:
         for file, slot in self._slots.items():
             if not self._users[file] and file not in together:
                 with self._lock:
-                    del self._slots[file]
+                    del self._slots[file], self._at_hand[file]
                 return slot
         return None
 
-    def choice(self, ticket: Ticket) -> tuple[tuple[int, float], ...]:
-        """Slots and weights of a ticket that holds its adapters."""
-        files = self._held[ticket]
-        return tuple((self._slots[files[one.name]], one.weight) for one in ticket.work.request.adapters)
+    def lend(self, work: Work) -> Lent:
+        """A work's adapters, as `sample.Job` takes them; in force while tickets of the work hold them."""
+        return Lent([work.request.prompt], [[]], bank=self.bank, work=work)
 
     def let_go(self, ticket: Ticket) -> None:
         """A ticket needs its adapters no more."""

@@ -49,7 +49,8 @@ def open_model(
         variant=settings.variant,
         revision=settings.revision,
     )
-    backend = open_backend(settings.backend, model, notice=LOG.info)
+    backend = open_backend(settings.backend, model, optimise=_optimisations(settings), notice=LOG.info)
+    model = backend.model or model  # where optimisations changed it, a look-alike does the work
     sample.Job(model, ["a first step"], sample.GenerateSettings(steps=1), backend)  # refuses what cannot be
     capacity = settings.capacity or rows_for_memory(model, backend)
     library = _open_library(settings, model, metrics, wake)
@@ -65,6 +66,15 @@ def open_model(
     )
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     return Opened(model, engine, library)
+
+
+def _optimisations(settings: ServeSettings) -> str:
+    """Attention with fused projections leaves no layers for adapters to stand in."""
+    if settings.optimise is not None:
+        return settings.optimise
+    if settings.backend not in ("torch", "compile"):
+        return "none"
+    return "auto" if settings.adapters is None else "fused_attention"
 
 
 def _open_library(

@@ -46,8 +46,12 @@ class PictureRequest(_Strict):
     eta: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="noise of ddim")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
     spacing: str | None = Field(None, max_length=40, description="timesteps leading, trailing or linspace")
+    weighting: Literal["none", "a1111", "compel"] = Field(
+        "none", description="syntax of weights in the prompts; none: brackets mean what they say"
+    )
+    clip_skip: int = Field(0, ge=0, le=100, description="last layers of the text encoder left out")
     strength: float | None = Field(
-        None, ge=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
+        None, gt=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
     )
     adapters: tuple[AdapterChoice, ...] = Field((), max_length=16, description="of the server's folder")
     priority: Literal["low", "normal", "high"] = Field(

@@ -35,6 +35,7 @@ class ServeSettings(BaseModel):
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"
+    optimise: str | None = Field(None, description="of `sample.ladder`; None: auto, as far as adapters allow")
     variant: str | None = None
     revision: str | None = None
     drain_s: float = Field(30.0, ge=0, description="time to finish what is on its way when told to stop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from PIL import Image
 from darkroom import sample
 from darkroom.sample.backends import Backend
 from darkroom.sample.generate import checked_size, table_for
-from darkroom.serve.request import PictureRequest
+from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.work import Shape, Ticket, Work, preview_steps
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from darkroom.models import Model
     from darkroom.serve.library import Library
 
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""Of uploads."""
 Failures = list[tuple[Work, BaseException]]
 
 
@@ -37,14 +40,19 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         eta=request.eta,
         karras=request.karras,
         spacing=request.spacing,
+        weighting=request.weighting,
+        clip_skip=request.clip_skip,
+        strength=request.strength,
     )
 
 
-def shape_of(model: Model, request: PictureRequest) -> Shape:
+def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = None) -> Shape:
     """What a request costs. InputError where the model cannot do it."""
     settings = settings_of(request)
+    if image is not None and settings.strength is None:  # as much as a mask would have redone
+        settings = settings.model_copy(update={"strength": 1.0})
     table = table_for(model, settings)
-    width, height = checked_size(model, settings.size)
+    width, height = checked_size(model, settings.size, image)
     guidance = settings.resolved(table.solver).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
     return Shape(width, height, len(table), 2 if guidance > 1 and not distilled else 1)
@@ -63,15 +71,25 @@ class Studio:
             if work.prepared is not None:
                 continue
             try:
-                work.prepared = self._prepared(work)
+                work.prepared = self._prepared(work, library)
             except Exception as error:
                 failed.append((work, error))
         return failed
 
-    def _prepared(self, work: Work) -> sample.Job:
-        return sample.Job(self.model, [work.request.prompt], settings_of(work.request), self.backend)
+    def _prepared(self, work: Work, library: Library | None) -> sample.Job:
+        adapted = library.lend(work) if library is not None and work.adapters else None
+        uploads = work.uploads or Uploads()
+        return sample.Job(
+            self.model,
+            [work.request.prompt],
+            settings_of(work.request),
+            self.backend,
+            adapted=adapted,
+            image=_opened(uploads.image),
+            mask=_opened(uploads.mask),
+        )
 
-    def start(self, ticket: Ticket, library: Library | None) -> None:
+    def start(self, ticket: Ticket) -> None:
         """Give a ticket its row at the first step."""
         job = ticket.work.prepared
         assert job is not None
@@ -119,6 +137,11 @@ class Studio:
             except Exception:  # a preview is a courtesy: the picture itself will tell
                 continue
         return shown
+
+
+def _opened(content: bytes | None) -> Image.Image | None:
+    """An upload that admission has let in."""
+    return None if content is None else Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def _by_size(tickets: Iterable[Ticket]) -> Iterable[list[Ticket]]:

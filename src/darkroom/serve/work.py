@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from darkroom import sample
+    from darkroom.serve.library import Loan
 
 PRIORITIES = {"low": 0, "normal": 1, "high": 2}
 
@@ -75,6 +76,8 @@ class Work:
     accepted_s: float = field(default_factory=time.monotonic)
     started_s: float | None = None
     prepared: sample.Job | None = None
+    lent: dict[str, Loan] = field(default_factory=dict)
+    """Where its adapters are, by name."""
     tickets: list[Ticket] = field(default_factory=list)
     pictures: dict[int, sample.Picture] = field(default_factory=dict)
     previews: list[Preview] = field(default_factory=list)
