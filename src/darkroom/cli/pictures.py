@@ -22,6 +22,10 @@ def generate(
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
     image: Annotated[str | None, typer.Option(help="a PNG, JPEG or WebP to start from")] = None,
     mask: Annotated[str | None, typer.Option(help="white where the picture is painted anew")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FILE[:WEIGHT], may be given again; by prompt with <lora:NAME:WEIGHT>"),
+    ] = None,
     strength: Annotated[
         float | None, typer.Option(help="how much of the steps; 0.75 if not said, with a mask 1")
     ] = None,
@@ -43,6 +47,10 @@ def generate(
     spacing: Annotated[str | None, typer.Option(help="leading, trailing or linspace")] = None,
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16")] = "float32",
     backend: Annotated[str, typer.Option(help="torch, compile, onnx or openvino")] = "torch",
+    optimise: Annotated[
+        str, typer.Option(help="auto, none, or NAME[:ARGUMENT],...: docs/optimisations.md lists them")
+    ] = "auto",
+    memory: Annotated[str | None, typer.Option(help="stay under this, such as 3GB")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
     variant: Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
@@ -55,13 +63,17 @@ def generate(
     """
     from darkroom import models, sample
 
+    place = models.device(device)
+    dtype, lies_on = sample.ladder.loading(optimise, place, limited=memory is not None)
     opened = models.load(
         model,
-        dtype=models.precision(precision),
-        device=models.device(device),
+        dtype=dtype or models.precision(precision),
+        device=lies_on,
         variant=variant,
         revision=revision,
     )
+    if why := sample.ladder.explain(optimise, opened, place):
+        print(f"note: {why}", file=sys.stderr)
     with progress_bar("denoise", as_json) as progress:
         pictures = sample.generate(
             opened,
@@ -72,6 +84,7 @@ def generate(
             size=_size(size),
             image=image,
             mask=mask,
+            adapters=[sample.Named.parsed(one) for one in adapter or []],
             strength=strength,
             paste=paste,
             hires=None if hires is None else sample.Hires.parsed(hires, hires_upscaler),
@@ -85,6 +98,9 @@ def generate(
             karras=karras,
             spacing=spacing,
             backend=backend,
+            optimise=optimise,
+            memory=memory,
+            device=place,
             progress=progress,
             notice=lambda note: print(f"note: {note}", file=sys.stderr),
         )

@@ -2,9 +2,12 @@
 
 `schedule` reads noise schedules, `solvers` fills a `Table` for each solver (`table` says what is in one),
 `choice` picks the solver; `denoise` packs rows and takes the steps; `prompts` encodes text; `pictures`
-decodes, saves and reads back; `backends` computes the U-Net and VAE; `generate` is the whole way in one call.
+decodes, saves and reads back; `backends` computes the U-Net and VAE, `ladder` optimises them and `memory`
+keeps them under a limit; `generate` is the whole way in one call.
 """
 
+from darkroom.sample import ladder
+from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import BACKENDS, Backend, open_backend, unet_call
 from darkroom.sample.choice import SOLVERS, default_solver, make_table
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
@@ -25,6 +28,7 @@ __all__ = [
     "Hires",
     "Job",
     "Known",
+    "Named",
     "Part",
     "Picture",
     "Row",
@@ -38,11 +42,13 @@ __all__ = [
     "denoise",
     "encode_prompts",
     "generate",
+    "ladder",
     "make_grid",
     "make_table",
     "open_backend",
     "read_parameters",
     "read_prompt",
+    "read_tags",
     "save_pictures",
     "unet_call",
 ]

@@ -94,8 +94,8 @@ class Row:
 
 
 Owner = tuple[Row, bool]
-"""Whose a row of a U-Net call is, and whether it is the one with the negative text. A U-Net that keeps something
-for each row between steps has a method `of_rows(owners)`, which gives the call for them."""
+"""Whose a row of a U-Net call is, and whether it is the one with the negative text. A U-Net that keeps
+something for each row between steps has a method `of_rows(owners)`, which gives the call for them."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Batch:
         return out if out.dtype == torch.float32 else out.float()
 
     def _call_of(self, unet: Unet, places: torch.Tensor | None = None) -> Unet:
-        """The call for all rows of this step or some of them: a U-Net with `of_rows` is told whose they are."""
+        """The call for all rows of this step or some: a U-Net with `of_rows` is told whose they are."""
         of_rows: Callable[[Sequence[Owner]], Unet] | None = getattr(unet, "of_rows", None)
         if of_rows is None:
             return unet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,13 @@ from PIL import Image
 import darkroom
 from darkroom.errors import InputError
 from darkroom.sample import inputs
-from darkroom.sample.backends import Backend, open_backend
+from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
+from darkroom.sample.backends import Backend, open_backend, torch_backend
 from darkroom.sample.choice import default_solver, make_table
 from darkroom.sample.denoise import Condition, Known, Row, denoise
+from darkroom.sample.ladder import AUTO, interval_of
+from darkroom.sample.ladder import parse as parse_optimisations
+from darkroom.sample.memory import optimise_within
 from darkroom.sample.pictures import Picture
 from darkroom.sample.prompts import (
     check_text_parts,
@@ -45,8 +49,12 @@ def generate(
     *,
     image: Image.Image | str | None = None,
     mask: Image.Image | str | None = None,
+    adapters: Mapping[str, Given | tuple[Given, float]] | Sequence[Named] = (),
     batch_rows: int | None = None,
     backend: str | Backend = "torch",
+    optimise: Sequence[str] | str = AUTO,
+    memory: str | int | None = None,
+    device: torch.device | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     notice: Callable[[str], None] = LOG.warning,
     **settings: Any,
@@ -54,14 +62,42 @@ def generate(
     """Make `num` pictures of each prompt, in the order of the prompts; picture i of the call has seed + i.
 
     The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
-    it only what is white in the `mask` is painted anew. `batch_rows` bounds the pictures of one U-Net call
-    (guidance doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`,
-    `compile`, `onnx`, `openvino`, or one opened before (`open_backend`). `progress(done, total)` counts
-    steps. What was substituted goes to `notice` and into each picture's parameters. InputError for what
-    cannot be.
+    it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
+    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`.
+    `batch_rows` bounds the pictures of one U-Net call (guidance doubles the rows in it); the pictures do
+    not depend on it. `backend` computes: `torch`, `compile`, `onnx`, `openvino`, or one opened before
+    (`open_backend`). `optimise` names optimisations of `sample.ladder`; the model stays as it is. `memory`
+    ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
+    the work is done, if that is not where the weights lie. `progress(done, total)` counts steps. What was
+    substituted goes to `notice` and into each picture's parameters. InputError for what cannot be.
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
-    job = Job(model, told, GenerateSettings.of(**settings), backend, notice, image=image, mask=mask)
+    adapted = Adapted.of(told, named(adapters))
+    opened = backend.model if isinstance(backend, Backend) else None
+    with adapted.within(opened or model):
+        job = Job(
+            model,
+            told,
+            GenerateSettings.of(**settings),
+            backend,
+            notice,
+            image=image,
+            mask=mask,
+            adapted=adapted,
+            optimise=optimise,
+            memory=memory,
+            device=device,
+        )
+        return _pictures(job, batch_rows, progress, notice)
+
+
+def _pictures(
+    job: Job,
+    batch_rows: int | None,
+    progress: Callable[[int, int], None] | None,
+    notice: Callable[[str], None],
+) -> list[Picture]:
+    """All pictures of a job, chunk by chunk."""
     for note in job.notes:
         notice(note)
     done = 0
@@ -101,12 +137,13 @@ class Pass:
         self.table, self.size = table, size
         width, height = size
         self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
+        self.most_a_call = CALL_PICTURES
 
     @property
     def rows_a_call(self) -> int:
         """Pictures for one U-Net call: eight of 512 px, more of smaller ones."""
         pixels = self.latent_shape[1] * self.latent_shape[2]
-        return max(1, min(CALL_PICTURES, CALL_LATENT_PIXELS // pixels))
+        return max(1, min(self.most_a_call, CALL_LATENT_PIXELS // pixels))
 
 
 class Job:
@@ -126,12 +163,18 @@ class Job:
         *,
         image: Image.Image | str | None = None,
         mask: Image.Image | str | None = None,
+        adapted: Adapted | None = None,
+        optimise: Sequence[str] | str = AUTO,
+        memory: str | int | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
+        settings = with_lcm(settings, optimise)
         self.image = None if image is None else inputs.read_image(image)
         self.mask = None if mask is None else inputs.read_mask(mask)
         _check_parts(model, has_mask=self.mask is not None)
         _check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
+        self.adapted = adapted or Adapted.of(prompts)
         if self.image is not None and settings.strength is None:
             strength = DEFAULT_STRENGTH if self.mask is None else 1.0
             settings = settings.model_copy(update={"strength": strength})
@@ -145,11 +188,43 @@ class Job:
         if settings.seed + self.num_pictures - 1 > MAX_SEED:
             raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
         if isinstance(backend, str):
-            backend = open_backend(backend, model, notice=notice)
+            backend, most = self._opened(backend, optimise, memory, device, notice)
+            for taken in filter(None, (self.first, self.hires)):
+                taken.most_a_call = most
+        self.model = backend.model or model
+        _check_adapters(self.adapted, backend)
         self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
         self.positives, self.negatives, told = self._conditions()
         self.source = self._source()
-        self.notes = [*self.table.notes, *backend.notes, *told, *self._size_note()]
+        self.notes = [*self.table.notes, *backend.notes, *told, *self._size_note(), *self.adapted.notes]
+
+    def _opened(
+        self,
+        name: str,
+        optimise: Sequence[str] | str,
+        memory: str | int | None,
+        device: torch.device | str | None,
+        notice: Callable[[str], None],
+    ) -> tuple[Backend, int]:
+        """The backend, and how many pictures may share a U-Net call."""
+        if memory is None:
+            return open_backend(
+                name, self.model, optimise=optimise, device=device, notice=notice
+            ), CALL_PICTURES
+        if name != "torch":
+            raise InputError(f"memory with backend {name}", mend="use backend torch")
+        taken = self.hires or self.first
+        applied, plan = optimise_within(
+            self.model,
+            optimise,
+            memory,
+            device=device,
+            size=taken.size,
+            pictures=min(self.num_pictures, taken.rows_a_call),
+            guided=self.guidance > 1,
+        )
+        notice(plan.says())
+        return torch_backend(applied), plan.pictures_a_call
 
     @property
     def rows_a_call(self) -> int:
@@ -184,11 +259,10 @@ class Job:
         encodes_negative = guided and (self.settings.negative is not None or not model.is_sdxl)
         negative = self.settings.negative or ""
         least = len(read_parts(model, negative, weighting)[0]) if encodes_negative else 1
-        parts = [max(least, len(read_parts(model, prompt, weighting)[0])) for prompt in self.prompts]
+        texts = self.adapted.prompts
+        parts = [max(least, len(read_parts(model, prompt, weighting)[0])) for prompt in texts]
         skip = self.settings.clip_skip
-        encoded, told = encode_prompts(
-            model, self.prompts, self.size, weighting=weighting, clip_skip=skip, parts=parts
-        )
+        encoded, told = self.adapted.encode(self._encode(skip), texts, parts, range(len(texts)))
         positives = [self._moved(condition) for condition in encoded]
         if width is not None:
             told_guidance = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
@@ -198,18 +272,28 @@ class Job:
             return positives, [None] * len(positives), told
         if not encodes_negative:
             return positives, [silent(condition) for condition in positives], told
-        counts = sorted(set(parts))
         # diffusers skips layers for the prompt alone; A1111, whose syntax comes with its ways, for both.
-        against, told_too = encode_prompts(
-            model,
-            [negative] * len(counts),
-            self.size,
-            weighting=weighting,
-            clip_skip=skip if weighting == "a1111" else 0,
-            parts=counts,
-        )
-        by_count = {count: self._moved(one) for count, one in zip(counts, against, strict=True)}
-        return positives, [by_count[count] for count in parts], told + told_too
+        encode = self._encode(skip if weighting == "a1111" else 0)
+        kinds = sorted({(count, self.adapted.choice(i)) for i, count in enumerate(parts)})
+        which = [
+            next(i for i, n in enumerate(parts) if (n, self.adapted.choice(i)) == kind) for kind in kinds
+        ]
+        counts = [count for count, _ in kinds]
+        against, told_too = self.adapted.encode(encode, [negative] * len(counts), counts, which)
+        by_kind = {kind: self._moved(one) for kind, one in zip(kinds, against, strict=True)}
+        negatives = [by_kind[count, self.adapted.choice(i)] for i, count in enumerate(parts)]
+        return positives, [*negatives], told + told_too
+
+    def _encode(self, clip_skip: int) -> Encode:
+        """Prompts to conditions in this job's syntax and size."""
+
+        def encode(prompts: Sequence[str], parts: Sequence[int]) -> tuple[list[Condition], list[str]]:
+            weighting = self.settings.weighting
+            return encode_prompts(
+                self.model, prompts, self.size, weighting=weighting, clip_skip=clip_skip, parts=parts
+            )
+
+        return encode
 
     def _moved(self, condition: Condition) -> Condition:
         added = {
@@ -277,10 +361,16 @@ class Job:
             None if negative is None else sized(negative, taken.size),
             guidance=self.guidance,
             guidance_rescale=self.settings.guidance_rescale,
+            guidance_interval=self._guided_steps(taken.table),
             generator=generator,
             known=known,
             extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
+            adapters=self.adapted.choice(prompt),
         )
+
+    def _guided_steps(self, table: Table) -> tuple[float, float]:
+        interval = self.backend.guidance_interval
+        return (0.0, 1.0) if interval is None else interval_of(table, *interval)
 
     def enlarged(self, start: int, rows: Sequence[Row]) -> list[Row]:
         """The second pass of rows that are done, the first of which is picture `start`.
@@ -334,10 +424,12 @@ class Job:
             "model": model.path.rstrip("/").rsplit("/", 1)[-1] if model.path else model.family,
             "precision": self.backend.precision,
             "backend": self.backend.name,
+            "optimise": list(self.backend.optimised),
             "notes": self.notes,
             "version": darkroom.__version__,
         }
-        return {**told, **self._further_parameters()}
+        adapters = self.adapted.parameters(i // settings.num)
+        return {**told, **({"adapters": adapters} if adapters else {}), **self._further_parameters()}
 
     def _further_parameters(self) -> dict[str, Any]:
         """What is told only where it was asked for."""
@@ -362,6 +454,12 @@ def sized(condition: Condition, size: tuple[int, int]) -> Condition:
     if told is None:
         return condition
     return replace(condition, added={**condition.added, "time_ids": time_ids(size, told)})
+
+
+def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:
+    """With the `lcm` optimisation the solver is its own, unless another is asked for."""
+    lcm = any(choice.name == "lcm" for choice in parse_optimisations(optimise))
+    return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
 
 
 def table_for(model: Model, settings: GenerateSettings) -> Table:
@@ -442,3 +540,15 @@ def _check_pictures(settings: GenerateSettings, image: Image.Image | None, mask:
         raise InputError("hires with a picture to start from", mend="give a larger size instead")
     if image is not None and mask is not None:
         inputs.check_mask(mask, image)
+
+
+def _check_adapters(adapted: Adapted, backend: Backend) -> None:
+    if adapted.bank is None:
+        return
+    if backend.name not in ("torch", "compile"):
+        raise InputError(
+            f"adapters with backend {backend.name}",
+            allowed="torch, compile",
+            mend="or merge them: darkroom export MODEL --merge ADAPTER --to FOLDER",
+        )
+    adapted.bank.verify()

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
 
 from darkroom.sample.denoise import Unet
+
+if TYPE_CHECKING:
+    from darkroom.models import Model
 
 Decode = Callable[[torch.Tensor], list[Image.Image]]
 Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -37,3 +41,11 @@ class Backend:
     """What a user should know about the pictures: what was chosen or substituted."""
     times_s: dict[str, float] = field(default_factory=dict)
     """Seconds of work done once, by what it was: export, compile, warm-up."""
+    model: Model | None = None
+    """The model as the ladder changed it, its text encoders too; None where it is the one that was opened."""
+    optimised: tuple[str, ...] = ()
+    """The ladder's optimisations in place."""
+    reasons: list[str] = field(default_factory=list)
+    """Why they were chosen, where `auto` chose."""
+    guidance_interval: tuple[float, float] | None = None
+    """Noise levels between which guidance is on."""

@@ -1,26 +1,32 @@
-"""The `torch` backend: the model's own modules, called as they are.
+"""The `torch` backend: the model's own modules, as they are or as the ladder changed them; and `compile`.
 
 Shapes: B rows, C H W latents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from darkroom.errors import InputError
+from darkroom.models.bank import SLOTS, WEIGHTS, rows_of
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
-from darkroom.sample.pictures import decode, encode
 
 if TYPE_CHECKING:
     from darkroom.models import Model
+    from darkroom.sample.ladder import Applied
 
 
 def unet_call(unet: Any) -> Unet:
-    """A diffusers U-Net as the denoising loop calls it, in the precision of its weights."""
+    """A diffusers U-Net as the denoising loop calls it, in the precision of its weights.
+
+    Where rows have adapters, the bank that the U-Net is in applies them.
+    """
     dtype = next(unet.parameters()).dtype
 
     def call(
@@ -28,33 +34,87 @@ def unet_call(unet: Any) -> Unet:
     ) -> torch.Tensor:
         added = dict(added)
         guidance = added.pop("timestep_cond", None)
-        out: torch.Tensor = unet(
-            x.to(dtype),
-            t,
-            encoder_hidden_states=text,
-            timestep_cond=guidance,
-            added_cond_kwargs=added or None,
-            return_dict=False,
-        )[0]
+        slots, weights = added.pop(SLOTS, None), added.pop(WEIGHTS, None)
+        with nullcontext() if slots is None else rows_of(unet).applied(slots, weights):
+            out: torch.Tensor = unet(
+                x.to(dtype),
+                t,
+                encoder_hidden_states=text,
+                timestep_cond=guidance,
+                added_cond_kwargs=added or None,
+                return_dict=False,
+            )[0]
         return out
 
     return call
 
 
-def open_torch(model: Model, optimise: Sequence[str] = ()) -> Backend:
-    """The model's modules as a backend; `optimise` names what the ladder changes in them first."""
-    if optimise:
-        raise InputError(f"optimise {', '.join(optimise)}", allowed="none with this backend")
-    parameter = next(model.unet.parameters())  # type: ignore[union-attr]
+def open_torch(
+    model: Model, optimise: Sequence[str] | str = (), device: torch.device | str | None = None
+) -> Backend:
+    """The model's modules as a backend, with what `optimise` names of the ladder in place.
+
+    The model itself stays as it is: look-alikes of its modules are changed. `device` is where the work is done
+    if that is not where the weights lie.
+    """
+    from darkroom.sample.ladder import optimise as put_in_place
+
+    applied = put_in_place(model, optimise, device)
+    return torch_backend(applied)
+
+
+def torch_backend(applied: Applied) -> Backend:
+    """A model with the ladder's optimisations in place, as a backend."""
+    dtype = next(applied.model.unet.parameters()).dtype  # type: ignore[union-attr]
     return Backend(
         "torch",
-        unet_call(model.unet),
-        decode=lambda latents_BCHW: decode(model.vae, latents_BCHW),
-        encode=lambda pixels_B3HW: encode(model.vae, pixels_B3HW),
-        device=parameter.device,
-        dtype=parameter.dtype,
-        precision=str(parameter.dtype).removeprefix("torch."),
+        applied.unet(unet_call),
+        decode=applied.decode,
+        encode=applied.encode,
+        device=applied.device,
+        dtype=dtype,
+        precision=str(dtype).removeprefix("torch."),
+        notes=applied.notes,
+        times_s=applied.times_s,
+        model=applied.model,
+        optimised=applied.names,
+        reasons=applied.reasons,
+        guidance_interval=applied.guidance_interval,
     )
+
+
+def open_compiled(
+    model: Model,
+    optimise: Sequence[str] | str,
+    device: torch.device | str | None,
+    notice: Callable[[str], None],
+) -> Backend:
+    """The torch backend with the ladder's `compile` among its optimisations; its first call compiles.
+
+    Compiled code stays in PyTorch's own cache folder, so the next process starts quicker.
+    """
+    names = [optimise] if isinstance(optimise, str) else list(optimise)
+    if not any(part.strip().partition(":")[0] == "compile" for name in names for part in name.split(",")):
+        names.append("compile")
+    backend = open_torch(model, names, device)
+    backend.name = "compile"
+    backend.unet = _first_call_told(backend.unet, backend.times_s, notice)
+    return backend
+
+
+def _first_call_told(unet: Unet, times_s: dict[str, float], notice: Callable[[str], None]) -> Unet:
+    def call(
+        x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        if "compile unet" in times_s:
+            return unet(x, t, text, added)
+        notice("the U-Net is compiled at its first call; at full size this takes minutes")
+        start = time.perf_counter()
+        out = unet(x, t, text, added)
+        times_s["compile unet"] = time.perf_counter() - start
+        return out
+
+    return call
 
 
 def refuse_half_on_cpu(model: Model) -> None:

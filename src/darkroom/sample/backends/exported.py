@@ -11,19 +11,20 @@ import importlib.metadata
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from darkroom.errors import MissingExtra
+from darkroom.errors import InputError, MissingExtra
 from darkroom.models import identity
-from darkroom.sample.backends.backend import Backend
+from darkroom.models.bank import ROWS
+from darkroom.sample.backends.backend import Backend, Decode
 from darkroom.sample.backends.cache import Key, exported
 from darkroom.sample.backends.shells import Shell, decoder_shell, look_alike, unet_shell
 from darkroom.sample.denoise import Unet
-from darkroom.sample.pictures import decode, encode
+from darkroom.sample.pictures import decode
 
 if TYPE_CHECKING:
     from darkroom.models import Model
@@ -66,30 +67,59 @@ class Engine(ABC):
         return tuple(found)
 
 
-def open_exported(model: Model, engine: Engine, notice: Callable[[str], None]) -> Backend:
+BESIDE_THE_UNET = frozenset({"fused_attention", "guidance_interval", "tiny_vae"})
+"""The ladder's optimisations that an exported U-Net can have: attention is fused in the engines anyway."""
+
+
+def open_exported(
+    model: Model, engine: Engine, optimise: Sequence[str] | str, notice: Callable[[str], None]
+) -> Backend:
     """A model's U-Net and VAE decoder in an engine, exported first where the cache has them not yet.
 
     The text encoders (under 1 % of a picture's work) and the VAE's encoder stay with torch.
     """
-    unet, vae = model.unet, model.vae
-    assert unet is not None
-    assert vae is not None
+    from darkroom.sample import ladder
+
+    applied = ladder.optimise(model, optimise)
+    for choice in applied.choices:
+        if choice.name not in BESIDE_THE_UNET:
+            raise InputError(
+                f"optimise '{choice}' with backend {engine.name}",
+                allowed=", ".join(sorted(BESIDE_THE_UNET)),
+                mend="use backend torch for the others",
+            )
+    refuse_bank(model.unet, engine.name)
     times_s: dict[str, float] = {}
-    run_unet = _opened(engine, unet, unet_shell, notice, times_s)
-    run_decoder = _opened(engine, vae, decoder_shell, notice, times_s)
+    run_unet = _opened(engine, model.unet, unet_shell, notice, times_s)
+    own_decoder = applied.tiny_vae is None
     return Backend(
         engine.name,
         _unet_of(run_unet),
-        decode=lambda latents_BCHW: decode(
-            vae, latents_BCHW, decoder=lambda some: run_decoder({"latents": some.contiguous()})
-        ),
-        encode=lambda pixels_B3HW: encode(vae, pixels_B3HW),
+        decode=_decoder(engine, model.vae, notice, times_s) if own_decoder else applied.decode,
+        encode=applied.encode,
         device=engine.device,
         dtype=torch.float32,
         precision=engine.precision,
-        notes=engine.notes,
+        notes=[*engine.notes, *applied.notes],
         times_s=times_s,
+        optimised=tuple(name for name in applied.names if name != "fused_attention"),
+        guidance_interval=applied.guidance_interval,
     )
+
+
+def _decoder(engine: Engine, vae: Any, notice: Callable[[str], None], times_s: dict[str, float]) -> Decode:
+    run = _opened(engine, vae, decoder_shell, notice, times_s)
+    return lambda latents_BCHW: decode(
+        vae, latents_BCHW, decoder=lambda some: run({"latents": some.contiguous()})
+    )
+
+
+def refuse_bank(unet: Any, backend: str) -> None:
+    """InputError where an adapter bank sits in the U-Net: exported, it would be frozen as it is now."""
+    if getattr(unet, ROWS, None) is not None:
+        raise InputError(
+            f"adapters with backend {backend}", mend="merge them into the model, or use backend torch"
+        )
 
 
 def _opened(

@@ -37,9 +37,34 @@ def optimise(
     check(choices, place)
     ordered = sorted(choices, key=lambda choice: list(RUNGS).index(choice.name))
     applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
+    if place.device != _lies(model) and not offloads(choices):
+        for module in applied.own_all().values():
+            module.to(place.device)
     for choice in ordered:
         RUNGS[choice.name].apply(applied, choice.argument)
     return applied
+
+
+def offloads(choices: Iterable[Choice]) -> bool:
+    """Whether weights wait in main memory."""
+    return any(choice.name.startswith("offload_") for choice in choices)
+
+
+def loading(
+    names: Sequence[str] | str, device: torch.device, *, limited: bool = False
+) -> tuple[torch.dtype | None, torch.device]:
+    """How to load a model for these optimisations: the type that they cast to, None for any other, and the
+    device. What will be offloaded, or may be because memory is `limited`, is loaded into main memory.
+    """
+    choices = parse(names)
+    types = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    dtype = next((types[choice.name] for choice in choices if choice.name in types), None)
+    waits = device.type == "cuda" and (limited or offloads(choices))
+    return dtype, torch.device("cpu") if waits else device
+
+
+def _lies(model: Model) -> torch.device:
+    return next(model.unet.parameters()).device  # type: ignore[union-attr]
 
 
 def place_of(model: Model, device: torch.device | str | None = None) -> Place:
@@ -79,6 +104,14 @@ def check(choices: Iterable[Choice], place: Place) -> None:
 def conflict(one: str, other: str) -> str | None:
     """Why two optimisations do not go together; None where they do."""
     return RUNGS[one].excludes.get(other) or RUNGS[other].excludes.get(one)
+
+
+def explain(names: Sequence[str] | str, model: Model, device: torch.device | str | None = None) -> str:
+    """What `auto` among the names takes and leaves, and why, in one line; empty without `auto`."""
+    choices = parse(names)
+    if not any(choice.name == AUTO for choice in choices):
+        return ""
+    return "; ".join(_with_auto(choices, place_of(model, device))[1])
 
 
 def best(place: Place) -> dict[str, str]:
