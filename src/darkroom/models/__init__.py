@@ -14,6 +14,7 @@ from darkroom.models.families import FAMILIES, Family, create
 from darkroom.models.folder import describe, identity, load, save
 from darkroom.models.model import PARTS, Model
 from darkroom.models.place import device, precision
+from darkroom.models.single_file import save_single_file
 from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "precision",
     "read_adapter",
     "save",
+    "save_single_file",
     "spelled",
     "train_tokenizer",
     "write_adapter",

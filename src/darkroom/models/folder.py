@@ -20,6 +20,7 @@ from darkroom.errors import ModelError
 from darkroom.models.families import FAMILIES, create
 from darkroom.models.model import PARTS, Model, numbered
 from darkroom.models.quiet import quiet
+from darkroom.models.single_file import is_single_file, load_single_file
 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt"]
 
@@ -33,7 +34,7 @@ def load(
     variant: str | None = None,
     revision: str | None = None,
 ) -> Model:
-    """Open a family's name (random weights), a model folder or a hub id; weights from safetensors only.
+    """Open a family's name (random weights), a model folder, a single file or a hub id; safetensors only.
 
     A folder that has a family's name is opened as `./sd15`.
 
@@ -46,6 +47,8 @@ def load(
             model = create(str(ref), parts=parts or PARTS)
         elif (path := Path(ref)).is_dir():
             model = _open(path, parts, variant)
+        elif is_single_file(ref):
+            model = load_single_file(ref, parts)
         else:
             model = _open(_from_hub(str(ref), revision), parts, variant)
         return model.to(device, dtype)

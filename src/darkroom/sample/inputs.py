@@ -77,7 +77,7 @@ def _bytes_of(source: bytes | str | Path) -> tuple[bytes, str]:
 def fitted_size(image: Image.Image, area_side: int, unit: int) -> tuple[int, int]:
     """Width and height in multiples of `unit`: the picture's shape, about `area_side` squared at most."""
     scale = min(1.0, area_side / math.sqrt(image.width * image.height))
-    width, height = (max(unit, round(side * scale / unit) * unit) for side in image.size)
+    width, height = (max(unit, math.floor(side * scale / unit + 0.5) * unit) for side in image.size)
     return width, height
 
 

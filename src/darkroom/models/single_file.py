@@ -1,0 +1,381 @@
+"""Single-file checkpoints in the original Stable Diffusion layout (SD 1.x, 2.x, SDXL): read and written.
+
+The architecture is told by the shapes of a few weights, or by what darkroom wrote into the file's metadata.
+Nothing is fetched: configurations are the families'. Only safetensors are opened, never pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from darkroom.errors import ModelError
+from darkroom.models import original
+from darkroom.models.families import CLIP_L, FAMILIES, Config, create
+from darkroom.models.model import PARTS, Model
+from darkroom.models.original import UNET, VAE, Weights
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+LOG = logging.getLogger("darkroom")
+
+SUFFIX, PICKLED = ".safetensors", (".ckpt", ".pt", ".pth", ".bin", ".pkl")
+METADATA = "darkroom"
+CLIP_VOCABULARY = 49_408
+# What original files hold beside the weights that are used: schedules, averages, position numbers, heads.
+ALSO_THERE = re.compile(
+    r"^(model_ema\.|denoiser\.|betas$|alphas_|sqrt_|log_one|posterior_|lvlb_weights$|logvar$|v_pred$|ztsnr$"
+    r"|scale_factor$|first_stage_model\.(loss|model_ema)\.|loss\."
+    r"|.*(position_ids|logit_scale|text_projection)$|.*resblocks\.(2[3-9]|3[0-9])\.)"
+)
+# SD 2's two predictions share every shape; trained weights of this layer spread wider with v-prediction.
+V_WEIGHT, V_SPREAD = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
+
+
+def is_single_file(ref: str | Path) -> bool:
+    """Whether a reference names a file of weights rather than a folder, family or hub id."""
+    path = Path(ref)
+    return path.suffix.lower() in (SUFFIX, *PICKLED) and not path.is_dir()
+
+
+def load_single_file(path: str | Path, parts: Sequence[str] | None = None) -> Model:
+    """Open a checkpoint; weights as float32 on the CPU. A file of only a U-Net or only a VAE gives that part.
+
+    Raises ModelError for pickles, adapters, parts of folders, what is missing, and architectures not known.
+    """
+    path = Path(path)
+    if path.suffix.lower() in PICKLED:
+        raise ModelError(
+            f"'{path}' is a pickle, which can run code when opened",
+            mend="convert it to safetensors where it can do no harm, or find it as safetensors",
+        )
+    if not path.is_file():
+        raise ModelError(f"no file '{path}'")
+    with _opened(path) as file:
+        return _read(path, file, parts)
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"'{path}' could not be opened: {str(error).splitlines()[0]}") from error
+
+
+def _read(path: Path, file: Any, parts: Sequence[str] | None) -> Model:
+    keys = set(file.keys())
+    prefixes = _prefixes(path, keys)
+    shape = _Shapes(file, keys, prefixes)
+    told = _told(file)
+    family, overrides = (told["family"], told["configs"]) if told else _recognised(path, shape)
+    there: list[str] = [part for part in ("unet", "vae", "text_encoder") if part in prefixes]
+    if "text_encoder" in there:
+        there.append("tokenizer")
+    missing = [part for part in parts or [] if part not in there]
+    if missing:
+        raise ModelError(f"'{path}' has no {' and no '.join(missing)}", mend=f"it has {', '.join(there)}")
+    wanted = [part for part in PARTS if part in (parts or there)]
+    model = create(
+        family,
+        tokenizer=_tokenizer(told),
+        overrides=overrides,
+        parts=wanted,
+        device="meta",
+    )
+    model.path = str(path)
+    if model.unet is not None:
+        _fill(path, model.unet, _Unet(prefixes["unet"]), file, keys)
+    if model.vae is not None:
+        _fill(path, model.vae, _Vae(prefixes["vae"]), file, keys)
+    for i, encoder in enumerate(model.text_encoders):
+        _fill(path, encoder, _Text(original.SDXL_OPENCLIP if i else prefixes["text_encoder"]), file, keys)
+        _number_positions(encoder)
+    if keys and parts is None:
+        _tell_unused(path, keys)
+    return model
+
+
+def _prefixes(path: Path, keys: set[str]) -> dict[str, str]:
+    """Where each part's names start; ModelError for files that are no original checkpoint."""
+    found: dict[str, str] = {}
+    for prefix in (UNET, ""):
+        if f"{prefix}input_blocks.0.0.weight" in keys:
+            found.setdefault("unet", prefix)
+    for prefix in (VAE, "vae.", ""):
+        if f"{prefix}encoder.conv_in.weight" in keys and f"{prefix}decoder.conv_in.weight" in keys:
+            found.setdefault("vae", prefix)
+    for prefix in (original.SDXL_CLIP, original.CLIP, original.OPENCLIP):
+        if any(key.startswith(prefix) for key in keys):
+            found.setdefault("text_encoder", prefix)
+    if "unet" in found or ("vae" in found and _is_original_vae(keys)):
+        return found
+    if any("lora_" in key or ".lora" in key for key in keys):
+        raise ModelError(f"'{path}' is an adapter, not a model", mend="give the model it is for")
+    if any(key.startswith(("down_blocks.", "encoder.down_blocks.", "text_model.")) for key in keys):
+        raise ModelError(f"'{path}' is one part of a model folder", mend="give the folder")
+    if any(key.startswith("conditioner.embedders.0.model.") for key in keys):
+        raise ModelError(f"'{path}' is SDXL's refiner, which is not known here")
+    raise ModelError(f"'{path}' is no Stable Diffusion checkpoint", allowed="SD 1.x, SD 2.x, SDXL, or a VAE")
+
+
+def _is_original_vae(keys: set[str]) -> bool:
+    return any(key.endswith("encoder.down.0.block.0.norm1.weight") for key in keys)
+
+
+class _Shapes:
+    """The shapes of a file's tensors, by name."""
+
+    def __init__(self, file: Any, keys: set[str], prefixes: dict[str, str]) -> None:
+        self.file, self.keys, self.prefixes = file, keys, prefixes
+
+    def of(self, part: str, name: str) -> list[int] | None:
+        key = f"{self.prefixes.get(part, '')}{name}"
+        return list(self.file.get_slice(key).get_shape()) if key in self.keys else None
+
+
+def _recognised(path: Path, shapes: _Shapes) -> tuple[str, dict[str, Config]]:
+    """The family of a checkpoint that does not say, by its U-Net's width of text; a lone VAE is SD 1's."""
+    conv_in = shapes.of("unet", "input_blocks.0.0.weight")
+    if conv_in is None:
+        return "sd15", {}
+    context = shapes.of("unet", "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight")
+    if shapes.of("unet", "label_emb.0.0.weight") is not None:
+        context = shapes.of("unet", "input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight")
+        family = "sdxl" if context is not None and context[1] == 2048 else None
+        if any(key.startswith("conditioner.embedders.0.model.") for key in shapes.keys):
+            raise ModelError(f"'{path}' is SDXL's refiner, which is not known here")
+    else:
+        family = {768: "sd15", 1024: "sd2"}.get(context[1] if context else 0)
+    if family is None or conv_in[0] != 320:
+        raise ModelError(f"'{path}' has a U-Net of no known family", allowed="SD 1.x, SD 2.x, SDXL base")
+    if family == "sd2" and _predicts_v(path, shapes):
+        family = "sd2-v"
+    overrides: dict[str, Config] = {}
+    if conv_in[1] != 4:
+        overrides["unet"] = {"in_channels": conv_in[1]}
+    if "v_pred" in shapes.keys:
+        zero = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        overrides["scheduler"] = {
+            "prediction_type": "v_prediction",
+            **(zero if "ztsnr" in shapes.keys else {}),
+        }
+    return family, overrides
+
+
+def _predicts_v(path: Path, shapes: _Shapes) -> bool:
+    said = (shapes.file.metadata() or {}).get("modelspec.prediction_type", "")
+    if said:
+        return bool(said.startswith("v"))
+    if V_WEIGHT not in shapes.keys:
+        return False
+    predicts_v = float(shapes.file.get_tensor(V_WEIGHT).float().std(unbiased=False)) > V_SPREAD
+    kind = "v-prediction at 768 px" if predicts_v else "noise prediction at 512 px"
+    LOG.warning("'%s' does not say what it predicts; by its weights it is taken for %s", path, kind)
+    return predicts_v
+
+
+def _told(file: Any) -> dict[str, Any] | None:
+    """What darkroom wrote into the metadata: family, configurations, tokenizers."""
+    text = (file.metadata() or {}).get(METADATA)
+    if text is None:
+        return None
+    try:
+        told = json.loads(text)
+        known = told["family"] in FAMILIES and all(isinstance(c, dict) for c in told["configs"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        known = False
+    return told if known else None
+
+
+def _tokenizer(told: dict[str, Any] | None) -> CLIPTokenizer | None:
+    written = (told or {}).get("tokenizer")
+    if not written:
+        return None
+    from transformers import CLIPTokenizer
+
+    return CLIPTokenizer(
+        vocab=written["vocab"],
+        merges=[tuple(pair) for pair in written["merges"]],
+        model_max_length=written["model_max_length"],
+    )
+
+
+class _Unet:
+    """How a U-Net's weights stand in the original."""
+
+    def __init__(self, prefix: str = UNET) -> None:
+        self.prefix = prefix
+
+    def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
+        """Original names, each with the weights of ours that it holds."""
+        names = original.unet_names(module.config)
+        for name in module.state_dict():
+            yield self.prefix + original.original_unet_name(name, names), [name]
+
+    def shaped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of ours as the original has it."""
+        return tensor
+
+
+class _Vae(_Unet):
+    """How a VAE's weights stand in the original."""
+
+    def __init__(self, prefix: str = VAE) -> None:
+        super().__init__(prefix)
+
+    def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
+        names = original.vae_names(module.config)
+        for name in module.state_dict():
+            yield self.prefix + original.original_vae_name(name, names), [name]
+
+    def shaped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:, :, None, None] if original.is_flat_in_vae(name) else tensor
+
+
+class _Text(_Unet):
+    """How a text encoder's weights stand in the original: OpenAI's names, or OpenCLIP's, packed."""
+
+    def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
+        inside = {name.removeprefix("text_model."): name for name in module.state_dict()}
+        projection = inside.pop("text_projection.weight", None)
+        if self.prefix not in (original.OPENCLIP, original.SDXL_OPENCLIP):
+            yield from ((self.prefix + plain, [name]) for plain, name in inside.items())
+            return
+        layers = module.config.num_hidden_layers
+        for plain, theirs in original.openclip_names(layers).items():
+            yield self.prefix + theirs, [inside[plain]]
+        for theirs, three in original.openclip_packed(layers).items():
+            yield self.prefix + theirs, [inside[plain] for plain in three]
+        if projection is not None:
+            yield self.prefix + "text_projection", [projection]
+
+    def shaped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.T if name == "text_projection.weight" else tensor
+
+
+def _fill(path: Path, module: nn.Module, rules: _Unet, file: Any, keys: set[str]) -> None:
+    """Give a module on the meta device its weights from the file, and take their names out of `keys`."""
+    ours = module.state_dict()
+    found: Weights = {}
+    missing: list[str] = []
+    for theirs, names in rules.entries(module):
+        if theirs not in keys:
+            missing.append(theirs)
+            continue
+        keys.discard(theirs)
+        tensor = file.get_tensor(theirs).to(torch.float32, copy=True)
+        for name, part in zip(names, tensor.chunk(len(names)), strict=True):
+            found[name] = _as_ours(path, theirs, rules.shaped(name, ours[name]).shape, name, part, ours)
+    if missing:
+        raise ModelError(f"'{path}' lacks {len(missing)} weights, such as {missing[0]}", mend="is it whole?")
+    module.load_state_dict(found, strict=True, assign=True)
+    module.requires_grad_(True)
+
+
+def _as_ours(
+    path: Path, theirs: str, expected: torch.Size, name: str, part: torch.Tensor, ours: Weights
+) -> torch.Tensor:
+    """A tensor of the file in our shape; a matrix may stand for a 1x1 convolution and the other way round."""
+    target = ours[name].shape
+    if _solid(part.shape) != _solid(expected):
+        raise ModelError(f"'{path}': {theirs} is {list(part.shape)}, not {list(expected)}")
+    if name == "text_projection.weight":
+        part = part.T
+    return part.reshape(target).contiguous()
+
+
+def _solid(shape: torch.Size) -> list[int]:
+    """The sides that are not 1."""
+    return [side for side in shape if side != 1]
+
+
+def _number_positions(encoder: nn.Module) -> None:
+    """Fill in the numbers 0, 1, 2 ... that no file holds."""
+    for module in encoder.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta and name == "position_ids":
+                module.register_buffer(name, torch.arange(buffer.shape[-1])[None], persistent=False)
+
+
+def _tell_unused(path: Path, keys: set[str]) -> None:
+    unused = sorted(key for key in keys if not ALSO_THERE.search(key))
+    if unused:
+        LOG.warning("'%s': %d tensors are not used, such as %s", path, len(unused), unused[0])
+
+
+def save_single_file(model: Model, path: str | Path) -> Path:
+    """Write a model as one file in the original layout, whole or not at all; weights keep their type."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    if path.suffix.lower() != SUFFIX:
+        raise ModelError(f"'{path}'", allowed=f"a name that ends in {SUFFIX}")
+    weights = {name: tensor.contiguous().cpu() for name, tensor in original_weights(model)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        save_file(weights, str(beside), metadata=_metadata(model))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def original_weights(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's weights by their names in the original layout, in its shapes."""
+    for name, module in model.modules.items():
+        rules = _rules_of(model, name)
+        ours = module.state_dict()
+        for theirs, names in rules.entries(module):
+            parts = [rules.shaped(one, ours[one]) for one in names]
+            yield theirs, torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _rules_of(model: Model, part: str) -> _Unet:
+    if part == "unet":
+        return _Unet()
+    if part == "vae":
+        return _Vae()
+    if len(model.text_encoders) > 1:
+        return _Text(original.SDXL_CLIP if part == "text_encoder" else original.SDXL_OPENCLIP)
+    activation = model.text_encoders[0].config.hidden_act  # type: ignore[union-attr]
+    return _Text(original.CLIP if activation == "quick_gelu" else original.OPENCLIP)
+
+
+def _metadata(model: Model) -> dict[str, str]:
+    family = model.family
+    if family not in FAMILIES:
+        family = "sdxl" if len(model.text_encoders) > 1 else "sd15"
+    configs: dict[str, Config] = {"scheduler": model.scheduler}
+    for name, module in model.modules.items():
+        config: Any = module.config
+        if name.startswith("text_encoder"):
+            configs[name] = {key: getattr(config, key) for key in CLIP_L}
+        else:
+            configs[name] = {key: value for key, value in dict(config).items() if key[0] != "_"}
+    told: dict[str, Any] = {"family": family, "configs": configs}
+    if model.tokenizers and len(model.tokenizers[0]) != CLIP_VOCABULARY:
+        told["tokenizer"] = _written(model.tokenizers[0])
+    prediction = model.scheduler.get("prediction_type", "epsilon").removesuffix("_prediction")
+    return {"format": "pt", "modelspec.prediction_type": prediction, METADATA: json.dumps(told)}
+
+
+def _written(tokenizer: Any) -> dict[str, Any]:
+    learned = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return {
+        "vocab": learned["vocab"],
+        "merges": learned["merges"],
+        "model_max_length": tokenizer.model_max_length,
+    }
