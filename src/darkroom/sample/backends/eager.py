@@ -54,8 +54,8 @@ def open_torch(
 ) -> Backend:
     """The model's modules as a backend, with what `optimise` names of the ladder in place.
 
-    The model itself stays as it is: look-alikes of its modules are changed. `device` is where the work is done
-    if that is not where the weights lie.
+    The model itself stays as it is: look-alikes of its modules are changed. `device` is where the work
+    is done if that is not where the weights lie.
     """
     from darkroom.sample.ladder import optimise as put_in_place
 
