@@ -49,7 +49,7 @@ def import_(
 
 @app.command()
 def inspect(
-    what: Annotated[Path, typer.Argument(help="a store, a model folder or a run folder")],
+    what: Annotated[Path, typer.Argument(help="a store, a model, an adapter file or a run folder")],
     out: Annotated[Path | None, typer.Option(help="the contact sheet of a store, a PNG")] = None,
     mark_doubles: Annotated[
         bool, typer.Option("--mark-doubles", help="note near-doubles of a store in its column double_of")
@@ -78,6 +78,10 @@ def _described(what: Path, out: Path | None) -> dict[str, Any]:
         run = Run.open(what)
         bill = run.bill()
         return {**summarise(run).to_dict(), "bill": bill.model_dump(mode="json") if bill else None}
+    if what.suffix == ".safetensors" or (what / "adapter_config.json").is_file():
+        from darkroom import models
+
+        return models.describe_adapter(what) if models.is_adapter(what) else models.describe(what)
     if (what / "model_index.json").is_file() or what.suffix != ".lance":
         from darkroom import models
 

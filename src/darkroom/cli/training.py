@@ -90,24 +90,42 @@ def runs(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="a run folder")],
+    source: Annotated[str, typer.Argument(help="a run folder, an adapter file, or a model")],
     to: Annotated[
         Path, typer.Option(help="the model folder to write, or a .safetensors file for an adapter")
     ],
+    merge: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE[:WEIGHT], an adapter to merge into a model; may be given again"),
+    ] = None,
     checkpoint: Annotated[int | None, typer.Option(help="the step; the newest if not said")] = None,
     ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
     kohya: Annotated[
         bool, typer.Option("--kohya", help="an adapter in the keys of ComfyUI and A1111")
     ] = False,
+    precision: Annotated[
+        str | None, typer.Option(help="float32, bf16 or fp16, of an adapter or a merged model")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a run's weights as a model folder, also while it trains; an adapter merged, or as its own file.
 
     Example: darkroom export runs/emoji --to model/ --checkpoint 2000
+    Example: darkroom export sd15/ --merge sks.safetensors:0.8 --to merged/
+    Example: darkroom export sks.safetensors --kohya --to sks_comfy.safetensors
     """
-    from darkroom.train import export as write
+    from darkroom import models, sample, train
 
-    made = write(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya)
+    dtype = None if precision is None else models.precision(precision)
+    if merge:
+        chosen = [sample.Named.parsed(one) for one in merge]
+        made = models.export_merged(source, to, [(one.adapter, one.weight) for one in chosen], dtype=dtype)
+    elif models.is_adapter(Path(source)):
+        made = models.export_adapter(source, to, kohya=kohya, dtype=dtype)
+    elif precision is not None:
+        raise InputError("--precision with a run", allowed="with --merge, or with an adapter")
+    else:
+        made = train.export(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya)
     kind = "adapter" if made.suffix == ".safetensors" else "model"
     show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
 

@@ -7,6 +7,7 @@ everything loaded from here is plain diffusers and transformers modules, from sa
 An adapter is a file of what was learned beside a model: `read_adapter`, `write_adapter`, `merge`.
 """
 
+from darkroom.models.adapter_export import describe_adapter, export_adapter, export_merged, is_adapter
 from darkroom.models.adapter_metadata import about
 from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
 from darkroom.models.bank import Bank
@@ -29,10 +30,14 @@ __all__ = [
     "about",
     "create",
     "describe",
+    "describe_adapter",
     "device",
+    "export_adapter",
+    "export_merged",
     "find_tokenizer",
     "fit",
     "identity",
+    "is_adapter",
     "load",
     "merge",
     "precision",

@@ -49,7 +49,7 @@ def open_tensors(path: Path) -> Stored:
         path = path / PEFT_WEIGHTS
     if not path.is_file():
         raise ModelError(f"no adapter file at '{path}'", allowed="a .safetensors file, or PEFT's folder")
-    header = _read_header(path)
+    header = read_header(path)
     _check_header(path, header)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -66,7 +66,7 @@ def open_tensors(path: Path) -> Stored:
     return Stored(tensors, _metadata(header), _peft_config(path), hash_of(path))
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> dict[str, Any]:
     """The header as JSON, read by itself with a bound before anything else is."""
     told = f"'{path.name}'"
     size = path.stat().st_size

@@ -166,7 +166,7 @@ class Adapted:
                 self.bank.detach()
                 self.bank = None
 
-    def choice(self, prompt: int) -> Choice:
+    def choice(self, prompt: int) -> tuple[tuple[int, float], ...]:
         """The slots and weights of a prompt's pictures."""
         slots = {one.name: slot for slot, one in enumerate(self.chosen, start=1)}
         return tuple((slots[one.name], weight) for one, weight in self.used[prompt])
