@@ -6,12 +6,17 @@ whose folder says which pictures it has `seen`. `drawing` draws the pictures to 
 whole way from a model or a folder to rows of `scores`.
 """
 
-from darkroom.evaluate.extractors import Extractor, open_extractor
-from darkroom.evaluate.job import evaluate, evaluate_folder, open_extractors
-from darkroom.evaluate.metrics import METRICS
-from darkroom.evaluate.pictures import FolderPictures, StorePictures, open_pictures
-from darkroom.evaluate.prompts import Prompts, read_prompts
-from darkroom.evaluate.scores import Score, append_scores, read_scores
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from darkroom.evaluate.extractors import Extractor, open_extractor
+    from darkroom.evaluate.job import evaluate, evaluate_folder, open_extractors
+    from darkroom.evaluate.metrics import METRICS
+    from darkroom.evaluate.pictures import FolderPictures, StorePictures, open_pictures
+    from darkroom.evaluate.prompts import Prompts, read_prompts
+    from darkroom.evaluate.scores import Score, append_scores, read_scores
 
 __all__ = [
     "METRICS",
@@ -29,3 +34,15 @@ __all__ = [
     "read_prompts",
     "read_scores",
 ]
+
+_MODULES = ("extractors", "job", "metrics", "pictures", "prompts", "scores")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the doors when they are used: a recipe needs the small extractor's settings alone."""
+    from importlib import import_module
+
+    for module in _MODULES if name in __all__ else ():
+        if hasattr(found := import_module(f"darkroom.evaluate.{module}"), name):
+            return getattr(found, name)
+    raise AttributeError(f"module 'darkroom.evaluate' has no attribute '{name}'")

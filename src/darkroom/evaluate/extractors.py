@@ -133,11 +133,11 @@ def open_extractor(where: str | Path, *, device: str | torch.device = "cpu") -> 
         return _open_clip(name, device)
     folder = Path(where) if Path(where).is_dir() else _from_hub(name)
     kind = _kind(folder)
+    if kind == KIND:
+        return _small(name, folder, device)
+    if kind == INCEPTION:
+        return _inception(name, folder, device)
     with quiet():
-        if kind == KIND:
-            return _small(name, folder, device)
-        if kind == INCEPTION:
-            return _inception(name, folder, device)
         return _clip(name, folder, device) if kind == "clip" else _vision(name, folder, kind, device)
 
 

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
     from darkroom.recipe import Recipe
 
 Task = Literal[
-    "autoencoder", "pretrain", "finetune", "lora", "dreambooth", "dreambooth-lora", "textual-inversion"
+    "autoencoder",
+    "extractor",
+    "pretrain",
+    "finetune",
+    "lora",
+    "dreambooth",
+    "dreambooth-lora",
+    "textual-inversion",
 ]
 ADAPTER_TASKS = ("lora", "dreambooth-lora")
 SUBJECT_TASKS = ("dreambooth", "dreambooth-lora")
@@ -49,6 +56,10 @@ _OWN: dict[str, tuple[Default, ...]] = {
         ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
     ),
 }
+_EXTRACTOR: tuple[Default, ...] = (
+    ("model.base", "extractor", "darkroom's own small network"),
+    ("optim.lr", 2e-3, "a small network from random weights"),
+)
 _ALL_FINE_TUNING: tuple[Default, ...] = (
     ("train.ema.enabled", False, _SHORT_RUN),
     ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
@@ -71,6 +82,8 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
     if isinstance(task, str) and task in FINE_TUNING:
         yield from _OWN[task]
         yield from _ALL_FINE_TUNING
+    if task == "extractor":
+        yield from _EXTRACTOR
 
 
 def optim_fused(content: Mapping[str, Any]) -> bool:

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from darkroom.data import Store
@@ -26,33 +25,19 @@ from darkroom.errors import RecipeError
 from darkroom.evaluate.seen import Seen
 from darkroom.evaluate.small import (
     SmallExtractor,
-    SmallSettings,
     normalised,
     open_small,
     save_small,
     word_ids,
 )
 from darkroom.models import Model
+from darkroom.train.objective import ExtractorSettings
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
 
 MOST_LABELS = 10_000
 ROWS_A_READ = 256
-
-
-class ExtractorSettings(BaseModel):
-    """What the task extractor learns from, and its network."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    loss: Literal["contrastive", "classifier"] = Field(
-        default="contrastive", description="tell pictures apart, or tell the classes of a column"
-    )
-    label: str | None = Field(default=None, description="the store's column of classes, for classifier")
-    caption_weight: float = Field(
-        default=0.5, ge=0, le=1, description="share of the contrastive loss that captions have; 0: none"
-    )
-    zoom: float = Field(default=0.4, gt=0, le=1, description="smallest share of the sides that a view shows")
-    tint: float = Field(default=0.3, ge=0, le=1, description="how far brightness, contrast, colour vary")
-    network: SmallSettings = Field(default=SmallSettings(), description="the network's shape")
 
 
 @dataclass
@@ -75,26 +60,45 @@ class ExtractorModel(Model):
         save_small(self.network, folder, self.seen().tensors())
 
 
-def build_extractor(
-    base: str, settings: ExtractorSettings, *, resolution: int, seed: int, store: Store, rows: Rows
-) -> ExtractorModel:
+def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
     """The extractor before training: random weights for base 'extractor', else those of a folder."""
+    settings, base, side = recipe.objective.extractor, recipe.model.base, recipe.data.resolution
     labels = labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
     if base == "extractor":
         # The caller's random numbers stay as they were.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = SmallExtractor(
-                settings.network, resolution=resolution, text=_reads(settings), labels=labels
-            )
+            torch.manual_seed(recipe.model.seed)
+            network = SmallExtractor(settings.network, resolution=side, text=_reads(settings), labels=labels)
     elif Path(base).is_dir():
         network = open_small(Path(base))
-        _check_same(base, network, settings, labels, resolution)
+        _check_same(base, network, settings, labels, side)
     else:
         raise RecipeError(
             "model.base", f"'{base}' with the task extractor", allowed="extractor, or an extractor's folder"
         )
     return ExtractorModel("extractor", path=base, network=network, seen=lambda: seen_of(store, rows))
+
+
+def check_extractor(recipe: Recipe) -> None:
+    """RecipeError for settings that the task extractor has no use for or cannot follow."""
+    train, data = recipe.train, recipe.data
+    if train.micro_batch not in ("auto", train.global_batch):
+        raise RecipeError(
+            "train.micro_batch",
+            f"{train.micro_batch}, but pictures are told from all others of a batch",
+            allowed=f"auto, or train.global_batch ({train.global_batch})",
+        )
+    if train.gradient_checkpointing:
+        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task extractor")
+    if data.buckets:
+        raise RecipeError("data.buckets", "true", allowed="false with the task extractor")
+    if recipe.model.train_text_encoder or recipe.model.vae is not None:
+        raise RecipeError("model", "a VAE or text encoder", allowed="neither with the task extractor")
+    least = 2**recipe.objective.extractor.network.levels
+    if data.resolution < 2 * least:
+        raise RecipeError(
+            "data.resolution", f"{data.resolution} with so many levels", allowed=f"{2 * least} or more"
+        )
 
 
 def _reads(settings: ExtractorSettings) -> bool:
@@ -146,14 +150,22 @@ def _read(store: Store, rows: Rows, columns: Sequence[str]) -> Iterable[dict[str
 class LearnExtractor:
     """Train the small extractor."""
 
-    def __init__(self, model: ExtractorModel, settings: ExtractorSettings, read: ReadSettings) -> None:
+    def __init__(self, model: ExtractorModel, recipe: Recipe) -> None:
         assert model.network is not None
-        self.model, self.network, self._settings = model, model.network, settings
+        settings, data = recipe.objective.extractor, recipe.data
+        self.model: Model = model
+        self.network, self._settings = model.network, settings
         self.modules: dict[str, nn.Module] = dict(model.modules)
         self.rates: dict[str, float] = {}
         self.rows_a_picture = 1
-        columns = (settings.label,) if settings.loss == "classifier" and settings.label else ()
-        self.read = read.model_copy(update={"caption": _reads(settings), "columns": columns})
+        self.read = ReadSettings(
+            pixels=data.resolution,
+            crop=data.crop,
+            flip=data.flip,
+            seed=recipe.train.seed,
+            caption=_reads(settings),
+            columns=(settings.label,) if self.network.labels and settings.label else (),
+        )
         self._places = {label: i for i, label in enumerate(self.network.labels)}
 
     @property

@@ -24,6 +24,7 @@ from darkroom.prepare import TextEncoder, VaeEncoder, latents_column, prepare, t
 from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model, size_unit
 from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS, check_together
+from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
 from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_class, has_own_store, store_path
 from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
@@ -93,7 +94,11 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None, say: Say 
     device = models.device(recipe.train.device)
     precision, why = choose_precision(recipe.train.precision, device, hardware.machine().instructions)
     notes = [f"precision {precision}: {why}"]
-    model = build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
+    model = (
+        build_extractor(recipe, store, train_rows)
+        if recipe.task == "extractor"
+        else build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
+    )
     for module in model.modules.values():
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
     stores = [store]
@@ -170,6 +175,8 @@ def check_settings(recipe: Recipe) -> None:
         )
     if recipe.task == "autoencoder":
         _check_autoencoder(recipe)
+    elif recipe.task == "extractor":
+        check_extractor(recipe)
     elif data.encode == "stored" and (data.flip or data.crop == "random"):
         named = "flip" if data.flip else "crop"
         raise RecipeError(
@@ -230,6 +237,8 @@ def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
 
 def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) -> Task:
     """The task of a recipe. Parts that no gradient goes through stay in float32."""
+    if isinstance(model, ExtractorModel):
+        return LearnExtractor(model, recipe)
     data = recipe.data
     pixels = ReadSettings(
         pixels=data.resolution,
@@ -503,7 +512,8 @@ def _heldout(
     if not len(rows):
         return None
     columns = dict(_read_once(store, rows, recipe.evaluate.rows, task.read))
-    columns["posterior"] = torch.zeros_like(columns["posterior"])
+    if "posterior" in columns:
+        columns["posterior"] = torch.zeros_like(columns["posterior"])
     return task.inputs(columns, device)
 
 
@@ -527,6 +537,8 @@ def _micro_batch(
         return pinned.micro_batch, "as before"
     if settings.global_batch == 1:
         return 1, "one picture a step"
+    if recipe.task == "extractor":
+        return settings.global_batch, "pictures are told from all others of a batch"
     inputs = task.inputs(_read_once(store, rows, 1, task.read), device)
     micro, why = choose_micro_batch(settings, task, inputs, device)
     if recipe.optim.fused_backward and micro < settings.global_batch:
@@ -541,6 +553,8 @@ def _micro_batch(
 
 def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
     settings = recipe.sample
+    if recipe.task == "extractor":
+        return ()
     if settings.prompts or not settings.every or recipe.task == "autoencoder":
         return settings.prompts
     if said := _captions_of(recipe):

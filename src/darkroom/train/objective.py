@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from darkroom.errors import RecipeError
+from darkroom.evaluate.small import SmallSettings
 from darkroom.sample.schedule import Schedule
 
 Prediction = Literal["epsilon", "v", "sample"]
@@ -61,6 +62,23 @@ class AutoencoderLossSettings(BaseModel):
     )
 
 
+class ExtractorSettings(BaseModel):
+    """What the task extractor learns from, and its network."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    loss: Literal["contrastive", "classifier"] = Field(
+        default="contrastive", description="tell pictures apart, or tell the classes of a column"
+    )
+    label: str | None = Field(default=None, description="the store's column of classes, for classifier")
+    caption_weight: float = Field(
+        default=0.5, ge=0, le=1, description="share of the contrastive loss that captions have; 0: none"
+    )
+    zoom: float = Field(default=0.4, gt=0, le=1, description="smallest share of the sides that a view shows")
+    tint: float = Field(default=0.3, ge=0, le=1, description="how far brightness, contrast, colour vary")
+    network: SmallSettings = Field(default=SmallSettings(), description="the network's shape")
+
+
 class ObjectiveSettings(BaseModel):
     """What is predicted, from how much noise, and how timesteps are weighed."""
 
@@ -80,6 +98,9 @@ class ObjectiveSettings(BaseModel):
     noise: NoiseSettings = Field(default=NoiseSettings(), description="the noise schedule")
     autoencoder: AutoencoderLossSettings = Field(
         default=AutoencoderLossSettings(), description="loss of the task autoencoder"
+    )
+    extractor: ExtractorSettings = Field(
+        default=ExtractorSettings(), description="loss and network of the task extractor"
     )
 
     @model_validator(mode="after")

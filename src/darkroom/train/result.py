@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from darkroom import models
+from darkroom.data import Store
 from darkroom.errors import CheckpointError, InputError
 from darkroom.models import Model
 from darkroom.train.adapter import adapter_of
 from darkroom.train.build import build_model, no_captions
 from darkroom.train.defaults import ADAPTER_TASKS
+from darkroom.train.extractor import ExtractorModel, build_extractor
+from darkroom.train.job import select_rows
 from darkroom.train.weights import cast
 from darkroom.train.words import FILE as WORDS
 from darkroom.train.words import add_word, settle_words, write_words
@@ -76,7 +79,7 @@ def write_whole_model(
     recipe: Recipe, values: Values, measured: Mapping[str, float], run: Path, target: Path
 ) -> None:
     """Write the model of a run, made anew from its base: adapter merged, word taught, or weights put in."""
-    model = build_model(recipe, no_captions, run)
+    model = _extractor(recipe) if recipe.task == "extractor" else build_model(recipe, no_captions, run)
     if recipe.task in ADAPTER_TASKS:
         from darkroom.models.adapters import merge
 
@@ -85,6 +88,11 @@ def write_whole_model(
     elif recipe.model.word is not None:
         add_word(model, recipe.model.word)
     write_model(model, values, measured, target)
+
+
+def _extractor(recipe: Recipe) -> Model:
+    store = Store.open(str(recipe.data.store))
+    return build_extractor(recipe, store, select_rows(store, recipe)[0])
 
 
 def write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:
@@ -104,4 +112,7 @@ def write_model(model: Model, values: Values, measured: Mapping[str, float], pat
         part, key = name.split(".", 1)
         described: Any = model.modules[part]
         described.register_to_config(**{key: value})
-    models.save(model, path)
+    if isinstance(model, ExtractorModel):
+        model.write(path)
+    else:
+        models.save(model, path)
