@@ -1,0 +1,266 @@
+"""The promise of the shared batch: a picture does not depend on who shares its steps."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from serve.conftest import NUM_ADAPTERS, difference
+
+from darkroom import models, sample
+from darkroom.models.bank import Bank
+from darkroom.sample.backends import open_backend
+from darkroom.serve.engine import Engine
+from darkroom.serve.library import Library
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import AdapterChoice, PictureRequest
+from darkroom.serve.studio import settings_of, shape_of
+from darkroom.serve.work import Work
+
+SOLVERS = ["ddim", "pndm", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lcm"]
+
+
+class Waiting:
+    """Notes how works end."""
+
+    def __init__(self) -> None:
+        self.over: dict[str, BaseException | None] = {}
+
+    def began(self, work: Work) -> None:
+        pass
+
+    def made(self, work: Work) -> None:
+        self.over[work.uid] = None
+
+    def failed(self, work: Work, error: BaseException) -> None:
+        self.over[work.uid] = error
+
+    def wait(self, count: int, timeout_s: float = 100) -> None:
+        start = time.monotonic()
+        while len(self.over) < count:
+            assert time.monotonic() - start < timeout_s, f"{len(self.over)} of {count}"
+            time.sleep(0.005)
+
+
+class Running:
+    """An engine on a model of its own."""
+
+    def __init__(self, model: models.Model, *, folder=None, capacity=12, unet=None, **more) -> None:
+        self.model = model
+        backend = open_backend("torch", model)
+        if unet is not None:
+            backend.unet = unet(backend.unet)
+        self.waiting, metrics = Waiting(), Metrics()
+        self.library = None
+        if folder is not None:
+            self.bank = Bank(model, slots=3, max_rank=NUM_ADAPTERS)
+            self.library = Library(folder, self.bank, metrics, lambda: self.engine.wake())
+        self.engine = Engine(model, backend, capacity=capacity, metrics=metrics, library=self.library, **more)
+        self.engine.start()
+
+    def work(self, name: str, request: PictureRequest, key: str = "key") -> Work:
+        work = Work(name, key, request, shape_of(self.model, request), self.waiting)
+        self.engine.submit(work)
+        return work
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.stop()
+        if self.library is not None:
+            self.library.close()
+            self.bank.detach()
+
+
+def mixed_request(draw: random.Random, i: int) -> PictureRequest:
+    solver = draw.choice(SOLVERS)
+    names = draw.sample(range(NUM_ADAPTERS), draw.choice([0, 0, 1, 1, 2]))
+    return PictureRequest(
+        prompt=draw.choice(["a red circle", "a blue square on a green background", "a horse"]),
+        negative=draw.choice([None, "a photo"]),
+        seed=i,
+        steps=draw.randint(1, 6),
+        guidance=draw.choice([1.0, 1.0, 3.0, 7.5]),
+        guidance_rescale=draw.choice([0.0, 0.7]),
+        solver=solver,
+        eta=draw.choice([0.0, 1.0]) if solver == "ddim" else 0.0,
+        width=draw.choice([16, 16, 32]),
+        height=16,
+        adapters=tuple(AdapterChoice(name=f"style{n}", weight=draw.choice([0.5, 1.0])) for n in names),
+    )
+
+
+def alone(model: models.Model, request: PictureRequest, folder) -> sample.Picture:
+    """The same picture by `generate`, in a batch of its own."""
+    adapters = {
+        choice.name: (str(folder / f"{choice.name}.safetensors"), choice.weight)
+        for choice in request.adapters
+    }
+    told = settings_of(request).model_dump(exclude={"num"})
+    return sample.generate(
+        model, request.prompt, adapters=adapters, optimise="none", notice=lambda _: None, **told
+    )[0]
+
+
+def test_200_pictures_of_random_mixes_equal_their_lone_runs(small, adapter_folder):
+    draw = random.Random(7)
+    requests = [mixed_request(draw, i) for i in range(200)]
+    before = torch.get_rng_state()
+    with Running(small, folder=adapter_folder) as running:
+        works = []
+        for i, request in enumerate(requests):
+            works.append(running.work(str(i), request, key=f"key{i % 3}"))
+            time.sleep(draw.choice([0, 0, 0.004, 0.02]))
+        running.waiting.wait(200)
+        assert set(running.waiting.over.values()) == {None}
+        mean_rows = running.engine.metrics.evaluations._sum.get() / sum(
+            bucket.get() for bucket in running.engine.metrics.evaluations._buckets
+        )
+        swaps = running.engine.metrics.swaps._value.get()
+    assert torch.equal(before, torch.get_rng_state())
+    assert mean_rows > 3, "they did share steps"
+    assert swaps > NUM_ADAPTERS, "slots did change hands"
+    pictures = [work.pictures[0].image for work in works]
+    lone = [alone(small, request, adapter_folder).image for request in requests]
+    assert max(map(difference, pictures, lone)) <= 1
+    # The control: what differs in one respect only is another picture by far.
+    for change in ({"seed": 9999}, {"adapters": (AdapterChoice(name="style5", weight=1.0),)}):
+        request = PictureRequest(prompt="a horse", seed=5, steps=6, guidance=3.0)
+        other = request.model_copy(update=change)
+        one, another = (alone(small, r, adapter_folder).image for r in (request, other))
+        assert difference(one, another) >= 10
+
+
+def test_a_row_that_fails_alone_fails_alone(small):
+    poison = torch.zeros(())
+
+    def sick(unet):
+        def call(x, t, text, added):
+            if poison and (x.abs().amax((1, 2, 3)) > 50).any():
+                raise RuntimeError("a kernel fails")
+            return unet(x, t, text, added)
+
+        return call
+
+    with Running(small, unet=sick) as running:
+        good = [
+            running.work(f"good{i}", PictureRequest(prompt="a horse", seed=i, steps=30)) for i in range(3)
+        ]
+        bad = running.work("bad", PictureRequest(prompt="a horse", seed=50, steps=30))
+        while bad.steps_done < 3:
+            time.sleep(0.002)
+        poison += 1
+        # Only this row's numbers run away; the batch is packed anew since another comes aboard.
+        row = bad.tickets[0].row
+        original = row.table
+        values = original.values_SK.copy()
+        values[:, 7] = 100
+        row.table = type(original)(
+            original.solver, original.num_steps, values, original.draws_S, original.initial_scale
+        )
+        good.append(running.work("late", PictureRequest(prompt="a horse", seed=3, steps=30)))
+        running.waiting.wait(5)
+        assert isinstance(running.waiting.over["bad"], RuntimeError)
+        assert [running.waiting.over[work.uid] for work in good] == [None] * 4
+        assert running.engine.load == 0
+    for i, work in enumerate(good):
+        lone = sample.generate(small, "a horse", seed=i, steps=30, optimise="none", notice=lambda _: None)
+        assert difference(work.pictures[0].image, lone[0].image) <= 1
+
+
+def test_cancelled_rows_are_free_at_the_next_step(small):
+    steps = threading.Semaphore(0)
+
+    def slow(unet):
+        def call(*given):
+            steps.acquire()
+            return unet(*given)
+
+        return call
+
+    with Running(small, unet=slow, capacity=2) as running:
+        first = running.work("first", PictureRequest(prompt="a horse", seed=1, steps=50))
+        second = running.work("second", PictureRequest(prompt="a horse", seed=2, steps=2))
+        steps.release(3)
+        while first.steps_done < 3:
+            time.sleep(0.002)
+        assert second.started_s is None  # the capacity is taken
+        running.engine.drop(first)
+        steps.release(1)  # the step under way ends, and with it the cancelled row
+        while second.started_s is None:
+            time.sleep(0.002)
+        assert first.steps_done <= 4
+        steps.release(10)
+        running.waiting.wait(1)
+        assert "first" not in running.waiting.over
+
+
+def test_a_picture_larger_than_the_capacity_goes_alone(small):
+    with Running(small, capacity=1) as running:
+        running.work("large", PictureRequest(prompt="a horse", seed=1, steps=2, width=64, height=64))
+        running.work("small", PictureRequest(prompt="a horse", seed=1, steps=2, guidance=1.0))
+        running.waiting.wait(2)
+        assert set(running.waiting.over.values()) == {None}
+
+
+def test_padded_batches_give_the_same_pictures(small):
+    requests = [PictureRequest(prompt="a horse", seed=i, steps=3 + i, guidance=1.0 + i % 2) for i in range(7)]
+    seen = set()
+
+    def noting(unet):
+        def call(x, t, text, added):
+            seen.add(len(x))
+            return unet(x, t, text, added)
+
+        return call
+
+    with Running(small, unet=noting, pad_to=(4, 8, 16)) as running:
+        works = [running.work(str(i), request) for i, request in enumerate(requests)]
+        running.waiting.wait(7)
+    assert seen <= {4, 8, 16}
+    for work, request in zip(works, requests, strict=True):
+        assert difference(work.pictures[0].image, alone(small, request, None).image) <= 1
+
+
+def test_numbers_that_are_not_finite_fail_their_own_job_only(small):
+    with Running(small) as running:
+        fine = running.work("fine", PictureRequest(prompt="a horse", seed=1, steps=40))
+        sick = running.work("sick", PictureRequest(prompt="a horse", seed=2, steps=40))
+        while sick.steps_done < 2:
+            time.sleep(0.002)
+        batch = next(iter(running.engine._buckets.values()))._batch
+        batch._x[list(batch.rows).index(sick.tickets[0].row)] = torch.nan
+        running.waiting.wait(2)
+        assert running.waiting.over["fine"] is None
+        assert "not finite" in str(running.waiting.over["sick"])
+    lone = sample.generate(small, "a horse", seed=1, steps=40, optimise="none", notice=lambda _: None)
+    assert difference(fine.pictures[0].image, lone[0].image) <= 1
+
+
+def test_a_bad_adapter_fails_its_own_job_and_is_refused_by_name_afterwards(small, adapter_folder, tmp_path):
+    (tmp_path / "style0.safetensors").write_bytes((adapter_folder / "style0.safetensors").read_bytes())
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 64)
+    with Running(small, folder=tmp_path) as running:
+        choice = AdapterChoice(name="broken")
+        running.work("bad", PictureRequest(prompt="a horse", seed=1, steps=3, adapters=(choice,)))
+        running.work("good", PictureRequest(prompt="a horse", seed=1, steps=3))
+        running.waiting.wait(2)
+        assert running.waiting.over["good"] is None
+        assert "broken" in str(running.waiting.over["bad"])
+        with pytest.raises(Exception, match="broken"):
+            running.library.check(["broken"])
+        # A new file appears, and a mended one is taken again.
+        (tmp_path / "broken.safetensors").write_bytes((adapter_folder / "style1.safetensors").read_bytes())
+        (tmp_path / "new.safetensors").write_bytes((adapter_folder / "style2.safetensors").read_bytes())
+        time.sleep(1.1)
+        assert running.library.names() == {"style0", "broken", "new"}
+        both = (AdapterChoice(name="broken"), AdapterChoice(name="new", weight=0.5))
+        mended = running.work("mended", PictureRequest(prompt="a horse", seed=1, steps=3, adapters=both))
+        running.waiting.wait(3)
+        assert running.waiting.over["mended"] is None
+        told = mended.pictures[0].parameters["adapters"]
+        assert [(one["name"], one["weight"]) for one in told] == [("broken", 1.0), ("new", 0.5)]
