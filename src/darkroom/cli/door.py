@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -35,6 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
     for library in ("DIFFUSERS", "TRANSFORMERS"):  # their hints are for those who call them directly
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    for library in ("torchao", "torch.utils._pytree"):  # torchao, where it is, tells of kernels it lacks
+        logging.getLogger(library).setLevel(logging.ERROR)
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:

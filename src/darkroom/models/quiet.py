@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-# torchao, where it is installed, comes along with diffusers and tells users of its missing CUDA kernels.
-CHATTER = ("torchao", "torch.utils._pytree")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Only errors, and no progress bars, from diffusers and transformers; what was set before comes back."""
-    for name in CHATTER:
-        logging.getLogger(name).setLevel(logging.ERROR)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
