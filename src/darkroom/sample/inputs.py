@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from darkroom.data.pictures import PictureError, decode
 from darkroom.errors import InputError
 from darkroom.sample.denoise import Known
 
@@ -37,6 +36,9 @@ def read_image(source: Image.Image | bytes | str | Path) -> Image.Image:
     if isinstance(source, Image.Image):
         return source.convert("RGB")
     data, name = _bytes_of(source)
+    # Here, so that pictures from prompts alone need no store's packages.
+    from darkroom.data.pictures import PictureError, decode
+
     try:
         return decode(data, max_pixels=MAX_PIXELS)
     except PictureError as error:
