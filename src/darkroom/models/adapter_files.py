@@ -63,7 +63,8 @@ def open_tensors(path: Path) -> Stored:
             tensors[name] = tensor = tensor.float()
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"'{path.name}': numbers in '{shown(name)}' are not finite")
-    return Stored(tensors, _metadata(header), _peft_config(path), hash_of(path))
+    in_order = {name: tensors[name] for name in header if name in tensors}
+    return Stored(in_order, _metadata(header), _peft_config(path), hash_of(path))
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -121,7 +122,12 @@ def _peft_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"'{file}' is not JSON") from error
-    return config if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        return {}
+    if config.get("peft_type", "LORA") != "LORA":
+        told = f"'{path.parent.name}' is PEFT's {shown(str(config['peft_type']))}"
+        raise ModelError(told, allowed="PEFT's LORA, or LyCORIS' files")
+    return config
 
 
 def hash_of(path: Path) -> str:
