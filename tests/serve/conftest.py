@@ -25,6 +25,7 @@ from darkroom.models.adapters import Adapter, Layer, adaptable, write_adapter
 from darkroom.serve.core import Core
 from darkroom.serve.settings import ServeSettings
 
+DARKROOM = (sys.executable, "-c", "from darkroom.cli import main; main()")
 SMALL = {"unet": {"block_out_channels": [16, 32]}, "vae": {"block_out_channels": [8, 16, 16]}}
 NUM_ADAPTERS = 6
 
@@ -100,7 +101,7 @@ class Server:
 
     def __init__(self, model: Path, state: Path, *options: str) -> None:
         self.log = state.with_suffix(".log")
-        command = [sys.executable, "-m", "darkroom.cli", "serve", str(model), "--port", "0"]
+        command = [*DARKROOM, "serve", str(model), "--port", "0"]
         with self.log.open("a") as log:
             self._seen = self.log.read_text().count("listening on")
             self.process = subprocess.Popen(

@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from serve.conftest import NUM_ADAPTERS, difference
 
 from darkroom import models, sample
 from darkroom.models.bank import Bank
@@ -19,6 +18,7 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice, PictureRequest
 from darkroom.serve.studio import settings_of, shape_of
 from darkroom.serve.work import Work
+from serve.conftest import NUM_ADAPTERS, difference
 
 SOLVERS = ["ddim", "pndm", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lcm"]
 

@@ -50,7 +50,7 @@ def test_priority_is_among_ones_own():
         queue.push(Entry(f"b{i}", "b", 64, 1.0))
     queue.push(Entry("urgent", "b", 128, 1.0, priority=1))
     order = [entry.item for entry in served(queue, 9)]
-    assert [item for item in order if item[0] in "bu"][0] == "urgent"
+    assert next(item for item in order if item[0] in "bu") == "urgent"
     assert order.index("a3") <= 7  # the other key lost no turn to it
 
 

@@ -16,6 +16,11 @@ from the server's event loop. `key` is the name of the caller's key: jobs of ano
 `http.common` has what doors share: the caller's key, and `while_connected`, which cancels a job when its
 client leaves.
 
+A new dialect is a function `core -> APIRouter` in a file of `http/`, named in `app.ROUTERS`. Whatever raises
+`Refused` is answered in one shape (`guard.error_object`), with its status and Retry-After; a dialect of
+another shape catches it itself. A body that a pydantic model refuses becomes a 422 with the field's name.
+Every path needs a key where the server has keys, unless it is one of `app.OPEN_PATHS`.
+
 `request` says what a picture request may hold; `limits` bounds it. `fairness` picks who is next, `engine` is
 the thread that owns the model and packs rows anew for each step, `library` keeps the bank of adapters full.
 `store` keeps jobs durably, `results` their pictures, `core` joins these. `guard` and `keys` decide who may

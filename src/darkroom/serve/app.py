@@ -26,6 +26,8 @@ LOG = logging.getLogger("darkroom.serve")
 Router = Callable[[Core], APIRouter]
 ROUTERS: tuple[Router, ...] = (health_router, jobs_router, server_router, openai_router)
 """One for each dialect."""
+OPEN_PATHS: tuple[str, ...] = ("/live", "/ready")
+"""What needs no key: health. Static files of a page may stand here; nothing that knows of jobs."""
 
 
 def make_app(core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTERS) -> Guard:
@@ -58,6 +60,7 @@ def make_app(core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTE
         body_bytes=core.limits.body_bytes,
         origins=settings.origins,
         hosts=settings.hosts,
+        open_paths=OPEN_PATHS,
     )
 
 

@@ -25,7 +25,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-OPEN = ("/live", "/ready")
 SIGNED = "/signed/"
 BODY_S = 60.0
 ANONYMOUS = "local"
@@ -59,7 +58,7 @@ class Guard:
         self.app, self.metrics, self.keys, self.body_bytes = app, metrics, keys, body_bytes
         self.origins = {origin.lower().rstrip("/") for origin in origins}
         self.hosts = {"localhost", *(host.lower() for host in hosts)}
-        self.open_paths = {*OPEN, *open_paths}
+        self.open_paths = set(open_paths)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Let a request in, or answer it."""

@@ -69,6 +69,17 @@ class ImagesRequest(BaseModel):
         )
 
 
+class EditsRequest(ImagesRequest):
+    """The fields of an edit beside its pictures."""
+
+    input_fidelity: str | None = Field(None, max_length=20, description="taken and not used")
+    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much to redo")
+
+    def request(self) -> PictureRequest:
+        """In the terms of the core."""
+        return super().request().model_copy(update={"strength": self.strength})
+
+
 def _size(text: str | None) -> tuple[int | None, int | None]:
     if text is None or text == "auto":
         return None, None
@@ -87,6 +98,12 @@ def openai_router(core: Core) -> APIRouter:
         """Pictures of a prompt, as OpenAI's clients ask for them."""
         return await _answer(core, wanted, request, None, "image_generation")
 
+    @router.post("/images/edits", response_model=None, openapi_extra=EDITS_BODY)
+    async def edits(request: Request) -> dict[str, Any] | StreamingResponse:
+        """Pictures that start from one: a multipart form with `image`, `prompt`, and perhaps `mask`."""
+        wanted, uploads = await _edit(request)
+        return await _answer(core, wanted, request, uploads, "image_edit")
+
     @router.get("/models")
     async def models() -> dict[str, Any]:
         """The model served."""
@@ -100,6 +117,50 @@ def openai_router(core: Core) -> APIRouter:
         return _model(core)
 
     return router
+
+
+EDITS_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["image", "prompt"],
+                    "properties": {
+                        "image": {"type": "string", "format": "binary"},
+                        "mask": {"type": "string", "format": "binary"},
+                        "prompt": {"type": "string"},
+                    },
+                }
+            }
+        },
+    }
+}
+FILES = {"image": "image", "image[]": "image", "mask": "mask"}
+MOST_PARTS = 40
+
+
+async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
+    """A form as a request: its texts become the numbers that the fields are."""
+    try:
+        form = await request.form(max_files=2, max_fields=MOST_PARTS)
+    except Exception as error:  # whatever a parser makes of hostile bytes
+        raise Refused(400, "bad_request", "the body is no form that can be read") from error
+    texts: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+    for name, value in form.multi_items():
+        if isinstance(value, str):
+            texts[name] = value
+            continue
+        part = FILES.get(name)
+        if part is None or part in files:
+            raise Refused(422, "unknown_field", f"{name[:100]}: one image and one mask", param=name[:100])
+        files[part] = await value.read()
+    if "image" not in files:
+        raise Refused(422, "missing_field", "image: a picture to start from", param="image")
+    # Texts of a form: numbers may be told as such, unlike in JSON.
+    return EditsRequest.model_validate_strings(texts), Uploads(files["image"], files.get("mask"))
 
 
 def _model(core: Core) -> dict[str, Any]:

@@ -1,0 +1,226 @@
+"""Real servers on loopback: killed, restarted, drained, left; and what they answer to strangers."""
+
+from __future__ import annotations
+
+import io
+import random
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+from PIL import Image
+
+from darkroom import sample
+from serve.conftest import DARKROOM, Server, difference
+
+BODY = {"prompt": "a red circle", "steps": 12, "seed": 3}
+
+
+def png(server: Server, job_id: str, index: int = 0) -> Image.Image:
+    answer = server.http.get(f"/jobs/{job_id}/pictures/{index}")
+    assert answer.status_code == 200
+    return Image.open(io.BytesIO(answer.content))
+
+
+def test_accepted_jobs_survive_being_killed_again_and_again(serve, small, tmp_path):
+    draw = random.Random(3)
+    accepted: dict[str, int] = {}
+    for round_ in range(6):
+        server = serve().ready()
+        for i in range(4):
+            name = f"job{round_}-{i}"
+            body = {"prompt": "a red circle", "steps": draw.choice([3, 10, 40]), "seed": 10 * round_ + i}
+            assert server.http.put(f"/jobs/{name}", json=body).status_code == 202
+            accepted[name] = body["seed"]
+        time.sleep(draw.uniform(0, 0.3))
+        server.kill()
+    server = serve().ready()
+    jobs = {name: server.finished(name) for name in accepted}
+    assert {job["state"] for job in jobs.values()} == {"done"}
+    assert {name: job["pictures"][0]["seed"] for name, job in jobs.items()} == accepted
+    listed = server.http.get("/jobs", params={"limit": 1000}).json()["jobs"]
+    assert sorted(job["id"] for job in listed) == sorted(accepted)
+    files = list((tmp_path / "state" / "pictures").glob("*/*/*"))
+    assert len(files) == len(accepted), "one picture each, and nothing half-written"
+    for name in ("job0-0", "job3-2"):
+        body = jobs[name]["request"]
+        lone = sample.generate(
+            small,
+            body["prompt"],
+            steps=body["steps"],
+            seed=body["seed"],
+            optimise="none",
+            notice=lambda _: None,
+        )
+        assert difference(png(server, name), lone[0].image) <= 1
+    assert server.stop() == 0
+
+
+def test_sigterm_drains_and_what_was_left_runs_next_time(serve):
+    server = serve("--drain", "30", "--capacity", "2").ready()
+    server.http.put("/jobs/on-its-way", json={**BODY, "steps": 60})
+    while server.http.get("/jobs/on-its-way").json()["state"] != "running":
+        time.sleep(0.01)
+    server.http.put("/jobs/waiting", json=BODY)
+    answers = []
+    client = threading.Thread(
+        target=lambda: answers.append(server.http.post("/v1/images/generations", json={"prompt": "a"}))
+    )
+    client.start()
+    while len(server.http.get("/jobs").json()["jobs"]) < 3:
+        time.sleep(0.01)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    assert server.http.get("/ready").json()["error"]["code"] == "draining"
+    assert server.http.put("/jobs/late", json=BODY).status_code == 503
+    assert server.process.wait(60) == 0
+    client.join()
+    assert answers[0].status_code == 200, "whoever waits on a connection is served first"
+    again = serve().ready()
+    assert again.http.get("/jobs/on-its-way").json()["state"] == "done"
+    assert again.finished("waiting")["state"] == "done"
+    assert again.http.get("/jobs/late").status_code == 404
+
+
+def test_a_second_signal_leaves_at_once_with_jobs_kept(serve):
+    server = serve("--drain", "600").ready()
+    server.http.put("/jobs/long", json={**BODY, "steps": 150, "num": 4})
+    while server.http.get("/jobs/long").json()["state"] != "running":
+        time.sleep(0.01)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 0
+    again = serve().ready()
+    assert again.http.get("/jobs/long").json()["state"] in ("queued", "running")
+    assert again.http.delete("/jobs/long").json()["state"] == "cancelled"
+
+
+def test_a_client_that_leaves_frees_its_rows(serve):
+    server = serve().ready()
+    with pytest.raises(Exception, match="timed out"):
+        server.http.post(
+            "/v1/images/generations", json={"prompt": "a", "num_inference_steps": 150, "n": 8}, timeout=0.7
+        )
+    start = time.monotonic()
+    while server.http.get("/status").json()["jobs"]:
+        assert time.monotonic() - start < 10
+        time.sleep(0.02)
+    assert [job["state"] for job in server.http.get("/jobs").json()["jobs"]] == ["cancelled"]
+
+
+def test_events_are_streamed_and_a_lost_stream_goes_on(serve):
+    server = serve().ready()
+    server.http.put("/jobs/x", json={**BODY, "steps": 40})
+    with server.http.stream("GET", "/jobs/x/events", headers={"Last-Event-ID": "41"}) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = list(stream.iter_lines())
+    ids = [int(line[4:]) for line in lines if line.startswith("id: ")]
+    assert ids == list(range(42, 42 + len(ids)))
+    assert [line for line in lines if line.startswith("event: ")][-1] == "event: done"
+    again = server.http.get("/jobs/x/events").text
+    assert again.startswith("id: 1\nevent: done\n")
+
+
+def test_keys_open_everything_but_health_and_signed_pictures(serve, tmp_path):
+    keys = tmp_path / "keys"
+    command = [*DARKROOM, "serve", "--api-key-file", str(keys), "--make-key"]
+    alice, bob = (
+        subprocess.run([*command, name], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("alice", "bob")
+    )
+    assert alice not in keys.read_text()
+    server = serve("--api-key-file", str(keys)).ready()
+    for method, path in (
+        ("GET", "/jobs"), ("PUT", "/jobs/x"), ("DELETE", "/jobs/x"), ("GET", "/metrics"), ("GET", "/docs"),
+        ("GET", "/openapi.json"), ("GET", "/v1/models"), ("GET", "/nowhere"),
+        ("GET", "/live/"), ("GET", "//live"),
+    ):  # fmt: skip
+        assert server.http.request(method, path).status_code == 401, path
+    assert server.http.get("/jobs", headers={"Authorization": f"Bearer {alice}x"}).status_code == 401
+    assert server.http.get("/live").status_code == 200
+    as_alice, as_bob = {"Authorization": f"Bearer {alice}"}, {"X-API-Key": bob}
+    assert server.http.put("/jobs/x", json=BODY, headers=as_alice).status_code == 202
+    assert server.http.get("/jobs/x", headers=as_bob).status_code == 404
+    assert server.http.delete("/jobs/x", headers=as_bob).status_code == 404
+    body = {"prompt": "a", "num_inference_steps": 3, "response_format": "url"}
+    url = server.http.post("/v1/images/generations", json=body, headers=as_alice).json()["data"][0]["url"]
+    assert server.http.get(url).headers["content-type"] == "image/png"
+    assert server.http.get(url[:-1] + ("0" if url[-1] != "0" else "1")).status_code == 403
+    assert server.http.get(url.replace("until=", "until=9")).status_code == 403
+
+
+def test_foreign_pages_names_and_bodies_are_refused(serve):
+    server = serve().ready()
+    for origin in ("https://evil.example", "null", server.url.replace("127.0.0.1", "evil.example")):
+        assert server.http.delete("/jobs/x", headers={"Origin": origin}).status_code == 403
+    assert server.http.get("/jobs", headers={"Origin": server.url}).status_code == 200
+    assert server.http.get("/jobs", headers={"Host": "evil.example"}).status_code == 403
+    assert server.http.put("/jobs/x", content=b" " * (17 * 2**20)).status_code == 413
+    for content, status in (
+        (b"{", 400),
+        (b'{"prompt": "a", "steps": NaN}', 422),
+        (b'{"prompt": "a", "guidance": Infinity}', 422),
+        (b'{"prompt": "a", "guidance": 1e999}', 422),
+        (b'{"prompt": "a", "steps": "20"}', 422),
+        (b'{"prompt": "a", "steps": true}', 422),
+        (b'{"prompt": "a", "path": "/etc/passwd"}', 422),
+        (b'{"prompt": "a\\u0000b"}', 422),
+        (b'{"prompt": "\\ud800"}', 422),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400),
+        (b"[" * 100_000, 400),
+        (b'{"prompt": 3}', 422),
+        (b"", 422),
+    ):
+        answer = server.http.put("/jobs/x", content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == status, (content[:40], answer.text)
+        told = answer.json()["error"]
+        assert told["message"]
+        assert "Traceback" not in answer.text
+        assert "0x" not in answer.text
+    unknown = server.http.put("/jobs/x", json={**BODY, "path": "/etc/passwd"}).json()["error"]
+    assert (unknown["code"], unknown["param"]) == ("unknown_field", "path")
+    for path in ("/jobs/..%2f..%2fetc", "/jobs/%2e%2e", "/jobs/" + "x" * 65, "/signed/../x/0.png"):
+        assert server.http.get(path).status_code in (403, 404, 422), path
+    assert "darkroom_requests_refused_total" in server.http.get("/metrics").text
+
+
+def test_a_public_address_without_keys_is_refused(model_folder, tmp_path):
+    command = [*DARKROOM, "serve", str(model_folder), "--host", "0.0.0.0"]
+    done = subprocess.run(
+        [*command, "--state", str(tmp_path / "s")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "--make-key" in done.stderr
+
+
+def test_two_servers_do_not_share_a_folder(serve, model_folder, tmp_path):
+    serve().ready()
+    command = [*DARKROOM, "serve", str(model_folder), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--state", str(tmp_path / "state")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "another server" in done.stderr
+
+
+def test_a_broken_model_is_said_by_ready(serve, tmp_path):
+    (tmp_path / "broken").mkdir()
+    server = Server(tmp_path / "broken", tmp_path / "state")
+    try:
+        start = time.monotonic()
+        while server.http.get("/ready").json()["error"]["code"] == "loading":
+            assert time.monotonic() - start < 60
+            time.sleep(0.05)
+        assert server.http.get("/ready").json()["error"]["code"] == "broken"
+        assert server.http.get("/live").status_code == 200
+        assert server.http.put("/jobs/x", json=BODY).status_code == 503
+    finally:
+        assert server.stop() == 0

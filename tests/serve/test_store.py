@@ -1,0 +1,148 @@
+"""The jobs' table: SQLite, and PostgreSQL where Debian's is at hand."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from darkroom.errors import InputError
+from darkroom.serve.store import Record, Store
+
+PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory) -> Iterator[str]:
+    """The URL of a PostgreSQL of our own on a local socket."""
+    if not PG_PROGRAMS:
+        told = "no PostgreSQL here: apt-get install postgresql"
+        if os.environ.get("CI"):
+            pytest.fail(told)
+        pytest.skip(told)
+    programs = PG_PROGRAMS[-1].parent
+    folder = Path("/tmp") / f"darkroom-pg-{os.getpid()}"
+    folder.mkdir()
+    user = {}
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+        account = pwd.getpwnam("postgres")
+        os.chown(folder, account.pw_uid, account.pw_gid)
+        user = {"user": account.pw_uid, "group": account.pw_gid}
+    run = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
+    subprocess.run([programs / "initdb", "-D", folder / "data", "-U", "darkroom", "-A", "trust"], **run)
+    options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off"
+    control = [programs / "pg_ctl", "-D", folder / "data", "-w"]
+    subprocess.run([*control, "-o", options, "-l", folder / "log", "start"], **run)
+    yield f"postgresql+psycopg://darkroom@/postgres?host={folder}"
+    subprocess.run([*control, "-m", "immediate", "stop"], **run)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path) -> str:
+    return (
+        f"sqlite:///{tmp_path}/jobs.db" if request.param == "sqlite" else request.getfixturevalue("postgres")
+    )
+
+
+@pytest.fixture
+def store(url, request) -> Iterator[Store]:
+    made = Store(url, server=f"server-{time.monotonic_ns()}")
+    yield made
+    made.close()
+
+
+def record(store: Store, name: str, **more) -> Record:
+    told = {"uid": f"{abs(hash((store.server, name))):032x}"[:32], "key": store.server, "id": name}
+    told |= {"digest": "d", "state": "queued", "request": "{}", "created_s": time.time()}
+    return Record(**{**told, "server": store.server, **more})
+
+
+def test_a_job_is_accepted_once(store):
+    one = record(store, "x")
+    assert store.accept(one).result() == one
+    again = store.accept(record(store, "x", uid="f" * 32, digest="other")).result()
+    assert (again.uid, again.digest) == (one.uid, "d")
+    assert store.find(one.key, "x").result() == one
+    assert store.find("another", "x").result() is None
+
+
+def test_a_job_ends_once(store):
+    one = record(store, "x")
+    store.accept(one).result()
+    store.start(one.uid, 1.0).result()
+    assert store.end(one.uid, "done", 2.0, {"pictures": [{"seed": 1}]}, 10).result() is True
+    assert store.end(one.uid, "cancelled", 3.0, {}).result() is False
+    found = store.find_uid(one.uid).result()
+    assert (found.state, found.attempts, found.bytes, found.result["pictures"]) == (
+        "done",
+        1,
+        10,
+        [{"seed": 1}],
+    )
+
+
+def test_what_is_not_over_is_found_again_in_order(store):
+    jobs = [record(store, str(i), created_s=100.0 + i) for i in (2, 0, 1, 3)]
+    for job in jobs:
+        store.accept(job)
+    store.start(jobs[0].uid, 1.0)
+    store.end(jobs[3].uid, "failed", 1.0, {})
+    assert [job.id for job in store.live().result()] == ["0", "1", "2"]
+    newest = store.find_all(store.server, limit=2).result()
+    assert [job.id for job in newest] == ["3", "2"]
+    older = store.find_all(store.server, before_s=newest[-1].created_s).result()
+    assert [job.id for job in older] == ["1", "0"]
+    assert [job.id for job in store.find_all(store.server, state="running").result()] == ["2"]
+
+
+def test_many_at_once_share_commits_and_all_are_there(store):
+    futures = [store.accept(record(store, f"job{i}")) for i in range(200)]
+    assert [future.result().id for future in futures] == [f"job{i}" for i in range(200)]
+    assert len(store.live().result()) == 200
+
+
+def test_old_ones_and_those_beyond_the_bytes_are_named(store):
+    for i in range(4):
+        job = record(store, str(i))
+        store.accept(job)
+        store.end(job.uid, "done", 1000.0 + i, {}, 100)
+    names = {record(store, str(i)).uid: str(i) for i in range(4)}
+    assert {names[uid] for uid in store.expired(1001.5, 10**6).result()} == {"0", "1"}
+    assert {names[uid] for uid in store.expired(0.0, 250).result()} == {"0", "1"}
+    store.forget([uid for uid in names if names[uid] == "0"]).result()
+    assert store.known(list(names)).result() == {uid for uid in names if names[uid] != "0"}
+
+
+def test_a_failing_statement_takes_no_other_with_it(store):
+    good = store.accept(record(store, "good"))
+    bad = store.accept(record(store, "bad", state=None))
+    also = store.accept(record(store, "also"))
+    assert good.result().id == "good"
+    assert also.result().id == "also"
+    with pytest.raises(Exception, match=r"(?i)null"):
+        bad.result()
+    assert {job.id for job in store.live().result()} == {"good", "also"}
+
+
+def test_two_servers_of_one_name_do_not_share_a_postgres(postgres):
+    first = Store(postgres, "twin")
+    try:
+        with pytest.raises(InputError, match="twin"):
+            Store(postgres, "twin")
+        Store(postgres, "another").close()
+    finally:
+        first.close()
+    Store(postgres, "twin").close()
+
+
+def test_what_is_no_database_is_told_in_one_line(tmp_path):
+    for url in ("nonsense", "oracle://x", f"sqlite:///{tmp_path}/no/such/folder/jobs.db"):
+        with pytest.raises(InputError):
+            Store(url).close()
