@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,3 +67,39 @@ def bench_import(
     from darkroom.measure.importing import bench_import as run
 
     _measured(run(repeats=repeats), out, as_json)
+
+
+@bench.command("backends")
+def bench_backends(
+    model: Annotated[str, typer.Argument(help="a model folder, a hub id, or a family")],
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help="such as 'openvino bf16'; again for more")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="of the whole picture")] = 20,
+    rows: Annotated[int, typer.Option(min=1, help="rows of a U-Net call")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="U-Net calls measured of each")] = 5,
+    pictures: Annotated[int, typer.Option(min=0, help="whole pictures of each; 0 for none")] = 1,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """U-Net call, whole picture and loop of each backend against diffusers in float32, on the CPU.
+
+    Example: darkroom bench backends sd15 --size 512x512 --steps 20 --out results.csv
+    """
+    from darkroom import models
+    from darkroom.cli.pictures import _size
+    from darkroom.measure.backends import DEFAULT_CASES
+    from darkroom.measure.backends import bench_backends as run
+
+    told = run(
+        models.load(model),
+        cases=tuple(cases or DEFAULT_CASES),
+        size=_size(size),
+        steps=steps,
+        rows=rows,
+        repeats=repeats,
+        pictures=pictures,
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    _measured(told, out, as_json)

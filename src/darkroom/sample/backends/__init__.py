@@ -55,17 +55,17 @@ def open_backend(
     parameter = next(model.unet.parameters())  # type: ignore[union-attr]
     if device is not None and torch.device(device) != parameter.device:
         raise InputError(f"offloading with backend {name}", mend="use backend torch")
-    return open_exported(model, _engine(name, parameter.device, parameter.dtype), optimise, notice)
+    return open_exported(model, _engine(name), optimise, notice)
 
 
-def _engine(name: str, device: torch.device, dtype: torch.dtype) -> Engine:
+def _engine(name: str) -> type[Engine]:
     if name == "onnx":
         from darkroom.sample.backends.onnx_engine import OnnxRuntime
 
-        return OnnxRuntime(device, dtype)
+        return OnnxRuntime
     from darkroom.sample.backends.openvino_engine import OpenVino
 
-    return OpenVino(device, dtype)
+    return OpenVino
 
 
 __all__ = ["BACKENDS", "Backend", "open_backend", "torch_backend", "unet_call"]

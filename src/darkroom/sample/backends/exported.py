@@ -67,12 +67,15 @@ class Engine(ABC):
         return tuple(found)
 
 
-BESIDE_THE_UNET = frozenset({"fused_attention", "guidance_interval", "tiny_vae"})
+BESIDE_THE_UNET = frozenset({"bf16", "fp16", "fused_attention", "guidance_interval", "tiny_vae"})
 """The ladder's optimisations that an exported U-Net can have: attention is fused in the engines anyway."""
 
 
 def open_exported(
-    model: Model, engine: Engine, optimise: Sequence[str] | str, notice: Callable[[str], None]
+    model: Model,
+    engine_of: Callable[[torch.device, torch.dtype], Engine],
+    optimise: Sequence[str] | str,
+    notice: Callable[[str], None],
 ) -> Backend:
     """A model's U-Net and VAE decoder in an engine, exported first where the cache has them not yet.
 
@@ -81,6 +84,8 @@ def open_exported(
     from darkroom.sample import ladder
 
     applied = ladder.optimise(model, optimise)
+    weight = next(applied.model.unet.parameters())  # type: ignore[union-attr]
+    engine = engine_of(weight.device, weight.dtype)
     for choice in applied.choices:
         if choice.name not in BESIDE_THE_UNET:
             raise InputError(
@@ -88,6 +93,7 @@ def open_exported(
                 allowed=", ".join(sorted(BESIDE_THE_UNET)),
                 mend="use backend torch for the others",
             )
+    model = applied.model
     refuse_bank(model.unet, engine.name)
     times_s: dict[str, float] = {}
     run_unet = _opened(engine, model.unet, unet_shell, notice, times_s)
@@ -102,6 +108,7 @@ def open_exported(
         precision=engine.precision,
         notes=[*engine.notes, *applied.notes],
         times_s=times_s,
+        model=model,
         optimised=tuple(name for name in applied.names if name != "fused_attention"),
         guidance_interval=applied.guidance_interval,
     )

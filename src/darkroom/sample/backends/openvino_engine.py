@@ -58,12 +58,13 @@ class OpenVino(Engine):
     def export(self, shell: Shell, folder: Path) -> None:
         """Trace the module and write OpenVINO's own files, its open axes left open."""
         ov = self._ov
-        examples = [value.clone() for value in shell.inputs.values()]
+        examples = tuple(shell.inputs.values())
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the tracer's, of shapes it takes for constants
+            traced = torch.jit.trace(shell.module, examples, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
             converted = ov.convert_model(
-                shell.module,
-                example_input=tuple(examples),
+                traced,
+                example_input=examples,
                 input=[
                     (
                         ov.PartialShape(

@@ -1,0 +1,62 @@
+"""`darkroom bench backends`: rows that say what they compare, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from darkroom import models
+from darkroom.errors import InputError
+from darkroom.measure.backends import DIFFUSERS, PLAIN, bench_backends
+
+SMALL: dict[str, dict[str, Any]] = {
+    "unet": {"block_out_channels": [16, 32], "norm_num_groups": 4},
+    "vae": {"block_out_channels": [8, 16, 16], "norm_num_groups": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def small() -> models.Model:
+    return models.create("tiny", seed=1, overrides=SMALL)
+
+
+def test_every_case_is_compared_with_diffusers(small: models.Model) -> None:
+    rows = bench_backends(small, cases=(PLAIN, "torch bf16"), steps=2, repeats=3)
+    by_name = {(row.benchmark.removeprefix("backends-"), row.case): row for row in rows}
+    assert set(by_name) == {
+        *((kind, name) for kind in ("unet", "picture") for name in (DIFFUSERS, PLAIN, "torch bf16")),
+        ("overhead", "diffusers loop"),
+        ("overhead", "darkroom loop"),
+    }
+    for (_, name), row in by_name.items():
+        compared = name not in (DIFFUSERS, "diffusers loop")
+        assert (row.ratio is not None) == compared
+        assert row.ratio_to == ((DIFFUSERS if "loop" not in name else "diffusers loop") if compared else None)
+    assert by_name["unet", PLAIN].settings["mean_error"] < 1e-5
+    assert 1e-4 < by_name["unet", "torch bf16"].settings["mean_error"] < 0.1
+    assert by_name["picture", DIFFUSERS].settings["max_diff"] <= 1
+    assert by_name["picture", "torch bf16"].settings["precision"] == "bfloat16"
+    assert by_name["picture", "torch bf16"].settings["psnr_db"] > 20
+    assert 0 < by_name["overhead", "darkroom loop"].settings["share_outside_the_unet"] < 1
+
+
+def test_a_case_that_cannot_be_opened_is_a_row(
+    small: models.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "file"))
+    rows = bench_backends(small, cases=(PLAIN, "openvino bf16"), steps=1, repeats=1, pictures=0)
+    (failed,) = [row for row in rows if row.case == "openvino bf16"]
+    assert failed.median_s is None
+    assert "DARKROOM_CACHE" in failed.note
+
+
+def test_what_cannot_be_is_refused(small: models.Model) -> None:
+    with pytest.raises(InputError, match="case 'tensorrt'; allowed: torch float32"):
+        bench_backends(small, cases=("tensorrt",))
+    half = models.create("tiny", seed=1, overrides=SMALL).to(dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="float32"):
+        bench_backends(half)

@@ -1,0 +1,323 @@
+"""Each backend's pictures against torch in float32, and the cache of exports.
+
+The models are small; an export to ONNX takes tens of seconds even so, which is why those tests are slow ones
+and share one cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from darkroom import models
+from darkroom.errors import InputError, MissingExtra
+from darkroom.models import Model
+from darkroom.sample import Picture, generate, open_backend
+
+PROMPTS = ["a red circle on a blue background", "a photo of an astronaut"]
+LOSSLESS, MOVED = 2, 10
+BF16_MEAN = 3.0
+"""Mean absolute error a pixel that bfloat16 may have to float32: torch's own is 1 to 2 on this model."""
+SMALL = {
+    "unet": {"block_out_channels": [16, 32], "norm_num_groups": 4},
+    "vae": {"block_out_channels": [8, 16, 16], "norm_num_groups": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache for the file, so that each module is exported once."""
+    before = os.environ.get("DARKROOM_CACHE")
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["DARKROOM_CACHE"] = str(folder)
+    yield folder / "backends"
+    del os.environ["DARKROOM_CACHE"]
+    if before is not None:
+        os.environ["DARKROOM_CACHE"] = before
+
+
+@pytest.fixture(scope="module")
+def small() -> Model:
+    return models.create("tiny", seed=1, overrides=SMALL)
+
+
+def array(pictures: list[Picture]) -> np.ndarray:
+    return np.stack([np.asarray(picture.image) for picture in pictures]).astype(np.int16)
+
+
+def apart(one: list[Picture], other: list[Picture]) -> int:
+    return int(np.abs(array(one) - array(other)).max())
+
+
+def mean_apart(one: list[Picture], other: list[Picture]) -> float:
+    return float(np.abs(array(one) - array(other)).mean())
+
+
+def said(notices: list[str], what: str) -> int:
+    return sum(what in notice for notice in notices)
+
+
+def check_like_torch(model: Model, backend: str, cache: Path) -> None:
+    """Pictures within 2/255 of torch's at several sizes and batches, and moved by another seed and prompt."""
+    notices: list[str] = []
+    opened = open_backend(backend, model, notice=notices.append)
+    assert not said(notices, "exported") or cache.is_dir()
+    side = model.sample_size
+    unit = model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1)  # type: ignore[union-attr]
+    for prompts, size, more in (
+        (PROMPTS, None, {}),
+        (PROMPTS[:1], (side + unit, side), {"solver": "euler_a"}),
+        (PROMPTS[:1], None, {"guidance": 1.0, "num": 3}),
+        (PROMPTS, None, {"batch_rows": 1, "negative": "blue"}),
+    ):
+        asked: dict[str, Any] = {"steps": 4, "seed": 5, "size": size, **more}
+        ours = generate(model, prompts, backend=opened, **asked)
+        theirs = generate(model, prompts, optimise="none", **asked)
+        assert apart(ours, theirs) <= LOSSLESS
+        for mine, plain in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.latents, plain.latents, atol=2e-3, rtol=1e-3)
+        assert ours[0].parameters["backend"] == backend
+    other_seed = generate(model, PROMPTS, backend=opened, steps=4, seed=6)
+    other_words = generate(model, PROMPTS[::-1], backend=opened, steps=4, seed=5)
+    plain = generate(model, PROMPTS, steps=4, seed=5, optimise="none")
+    assert apart(other_seed, plain) >= MOVED
+    assert apart(other_words, plain) >= MOVED
+
+
+def test_openvino_draws_what_torch_draws(small: Model, cache: Path) -> None:
+    check_like_torch(small, "openvino", cache)
+
+
+@pytest.mark.slow
+def test_onnx_draws_what_torch_draws(small: Model, cache: Path) -> None:
+    check_like_torch(small, "onnx", cache)
+
+
+def test_openvino_draws_what_sdxl_draws(small_xl: Model, cache: Path) -> None:
+    check_like_torch(small_xl, "openvino", cache)
+
+
+@pytest.mark.slow
+def test_onnx_draws_what_sdxl_draws(small_xl: Model, cache: Path) -> None:
+    check_like_torch(small_xl, "onnx", cache)
+
+
+@pytest.mark.slow
+def test_compile_draws_what_torch_draws(small: Model, cache: Path) -> None:
+    notices: list[str] = []
+    opened = open_backend("compile", small, optimise="none", notice=notices.append)
+    for size in (None, (32, 48)):
+        ours = generate(small, PROMPTS, backend=opened, steps=3, size=size)
+        theirs = generate(small, PROMPTS, steps=3, size=size, optimise="none")
+        assert apart(ours, theirs) <= LOSSLESS
+    assert said(notices, "compiled at its first call") == 1
+    assert opened.times_s["compile unet"] > 0
+    assert apart(generate(small, PROMPTS, backend=opened, steps=3, seed=9), theirs[:0] or ours) >= 0
+    other = generate(small, PROMPTS, backend=opened, steps=3, size=(32, 48), seed=9)
+    assert apart(other, theirs) >= MOVED
+
+
+def test_a_distilled_unet_is_told_its_guidance(cache: Path) -> None:
+    overrides = {**SMALL, "unet": {**SMALL["unet"], "time_cond_proj_dim": 16}}
+    model = models.create("tiny", seed=4, overrides=overrides)
+    with torch.no_grad():  # at random it says little
+        model.unet.time_embedding.cond_proj.weight.mul_(8)  # type: ignore[union-attr]
+    asked: dict[str, Any] = {"steps": 3, "seed": 2, "solver": "lcm"}
+    ours = generate(model, PROMPTS, backend="openvino", guidance=8.0, **asked)
+    assert apart(ours, generate(model, PROMPTS, guidance=8.0, optimise="none", **asked)) <= LOSSLESS
+    assert apart(ours, generate(model, PROMPTS, guidance=1.0, optimise="none", **asked)) >= MOVED
+
+
+def test_openvino_in_bfloat16_is_as_near_as_torch_in_bfloat16(small: Model, cache: Path) -> None:
+    half = models.create("tiny", seed=1, overrides=SMALL).to(dtype=torch.bfloat16)
+    plain = generate(small, PROMPTS, steps=4, seed=5, optimise="none")
+    torchs = generate(half, PROMPTS, steps=4, seed=5, optimise="none")
+    ours = generate(half, PROMPTS, steps=4, seed=5, backend="openvino")
+    assert ours[0].parameters["precision"] in ("bfloat16", "float32")
+    assert mean_apart(ours, plain) <= max(1.5 * mean_apart(torchs, plain), 1.0)
+    assert mean_apart(ours, plain) < BF16_MEAN
+    assert mean_apart(generate(half, PROMPTS, steps=4, seed=6, backend="openvino"), plain) > 3 * BF16_MEAN
+
+
+def test_an_export_is_made_once_and_again_for_other_weights(
+    small: Model, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    notices: list[str] = []
+    first = generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
+    files = {file: file.stat().st_mtime_ns for file in sorted((tmp_path / "backends").glob("*/*"))}
+    assert len({file.parent for file in files}) == 2
+    assert said(notices, "exported") == 2
+    assert said(notices, "M parameters") == 2
+    again = generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
+    assert said(notices, "exported") == 2
+    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert apart(first, again) == 0
+
+    other = models.create("tiny", seed=1, overrides=SMALL)
+    with torch.no_grad():
+        other.unet.conv_in.weight.mul_(1.5)  # type: ignore[union-attr]
+    changed = generate(other, PROMPTS, steps=2, backend="openvino", notice=notices.append)
+    assert said(notices, "the U-Net is exported") == 2
+    assert said(notices, "the VAE's decoder is exported") == 1
+    assert apart(changed, generate(other, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
+    assert apart(changed, first) >= MOVED
+
+
+def test_a_setting_without_weights_makes_another_export(
+    small: Model, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The number of heads is not seen in the weights."""
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    heads = {**SMALL, "unet": {**SMALL["unet"], "attention_head_dim": 2}}
+    other = models.create("tiny", seed=1, overrides=heads)
+    assert models.identity(other.unet) == models.identity(small.unet)  # type: ignore[arg-type]
+    notices: list[str] = []
+    generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
+    ours = generate(other, PROMPTS, steps=2, backend="openvino", notice=notices.append)
+    assert said(notices, "the U-Net is exported") == 2
+    assert apart(ours, generate(other, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
+
+
+EXPORT = """
+import sys, torch
+from darkroom import models
+from darkroom.sample import open_backend
+model = models.create("tiny", seed=1, overrides={overrides})
+open_backend("openvino", model, notice=lambda text: print(text, flush=True))
+print("open", flush=True)
+"""
+
+
+def start_export(cache: Path) -> subprocess.Popen[str]:
+    code = EXPORT.format(overrides=SMALL)
+    environment = {**os.environ, "DARKROOM_CACHE": str(cache)}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_export_leaves_nothing_half(small: Model, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    process = start_export(tmp_path)
+    folder = tmp_path / "backends"
+    deadline = time.monotonic() + 120
+    while not list(folder.glob(".openvino-unet-*-*/")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        if process.poll() is not None:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    left = [place for place in folder.iterdir() if place.is_dir() and place.name.startswith(".")]
+    assert left, "it was killed in the middle"
+    assert not list(folder.glob("openvino-unet-*"))
+    ours = generate(small, PROMPTS, steps=2, backend="openvino", notice=lambda text: None)
+    assert apart(ours, generate(small, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
+    assert not [place for place in folder.iterdir() if place.is_dir() and place.name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_two_processes_export_once(tmp_path: Path) -> None:
+    processes = [start_export(tmp_path) for _ in range(2)]
+    told = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert all(text.rstrip().endswith("open") for text in told)
+    assert sum(text.count("the U-Net is exported") for text in told) == 1
+
+
+def test_damaged_files_are_exported_again(small: Model, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    open_backend("openvino", small, notice=lambda text: None)
+    for file in (tmp_path / "backends").glob("openvino-unet-*/model.bin"):
+        os.truncate(file, file.stat().st_size // 2)
+    for file in (tmp_path / "backends").glob("openvino-vae*/export.json"):
+        file.write_text(json.dumps({"key": "another"}))
+    notices: list[str] = []
+    ours = generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
+    assert said(notices, "exported") == 2
+    assert apart(ours, generate(small, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
+
+
+def test_a_server_of_many_shapes_keeps_drawing(small: Model, cache: Path, monkeypatch: Any) -> None:
+    """After the first shapes, one compiled for any shape takes the rest."""
+    from darkroom.sample.backends import openvino_engine
+
+    monkeypatch.setattr(openvino_engine, "MOST_KEPT", 2)
+    opened = open_backend("openvino", small, notice=lambda text: None)
+    for num in (1, 2, 3, 4, 1):
+        ours = generate(small, PROMPTS[:1], num=num, steps=2, backend=opened, guidance=1.0)
+        assert apart(ours, generate(small, PROMPTS[:1], num=num, steps=2, guidance=1.0, optimise="none")) <= 2
+
+
+def test_the_model_is_as_it_was(cache: Path) -> None:
+    model = models.create("tiny", seed=1, overrides=SMALL)
+    half = model.to(dtype=torch.bfloat16)
+    before = {name: value.data_ptr() for name, value in half.unet.state_dict().items()}  # type: ignore[union-attr]
+    processors = {name: id(p) for name, p in half.unet.attn_processors.items()}  # type: ignore[union-attr]
+    open_backend("openvino", half, notice=lambda text: None)
+    after = half.unet.state_dict()  # type: ignore[union-attr]
+    assert {name: value.data_ptr() for name, value in after.items()} == before
+    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+    assert {name: id(p) for name, p in half.unet.attn_processors.items()} == processors  # type: ignore[union-attr]
+
+
+def test_what_is_done_beside_the_unet_goes_with_any_backend(small: Model, cache: Path) -> None:
+    asked: dict[str, Any] = {"steps": 4, "seed": 3, "optimise": "guidance_interval:1-8"}
+    ours = generate(small, PROMPTS, backend="openvino", **asked)
+    assert apart(ours, generate(small, PROMPTS, **asked)) <= LOSSLESS
+    with pytest.raises(InputError, match="feature_cache"):
+        generate(small, PROMPTS, backend="openvino", optimise="feature_cache")
+
+
+@pytest.mark.parametrize("backend", ["torch", "compile", "onnx", "openvino"])
+def test_float16_on_a_cpu_is_refused(backend: str) -> None:
+    half = models.create("tiny", seed=1, overrides=SMALL).to(dtype=torch.float16)
+    with pytest.raises(InputError, match="use bfloat16"):
+        generate(half, PROMPTS, backend=backend)
+
+
+def test_an_unknown_backend_is_refused(small: Model) -> None:
+    with pytest.raises(InputError, match="backend 'tensorrt'; allowed: torch, compile, onnx, openvino"):
+        generate(small, PROMPTS, backend="tensorrt")
+
+
+def test_a_missing_package_names_its_extra(small: Model, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'darkroom\[onnx\]'"):
+        open_backend("onnx", small)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'darkroom\[openvino\]'"):
+        open_backend("openvino", small)
+
+
+def test_a_bank_in_the_unet_is_refused(cache: Path) -> None:
+    from darkroom.models.bank import ROWS
+
+    model = models.create("tiny", seed=1, overrides=SMALL)
+    setattr(model.unet, ROWS, object())
+    with pytest.raises(InputError, match="merge"):
+        open_backend("openvino", model)
+
+
+def test_a_cache_that_cannot_be_written_is_told(small: Model, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InputError, match="DARKROOM_CACHE"):
+        open_backend("openvino", small, notice=lambda text: None)
+
+
+def test_nothing_is_reported_to_anyone(small: Model, cache: Path) -> None:
+    open_backend("openvino", small, notice=lambda text: None)
+    from openvino.tools.ovc import convert_impl, telemetry_stub, telemetry_utils
+
+    assert convert_impl.tm is telemetry_utils.tm is telemetry_stub
+    assert sys.modules["openvino_telemetry"] is None
