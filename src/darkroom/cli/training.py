@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 
@@ -104,8 +105,11 @@ def export(
         bool, typer.Option("--kohya", help="an adapter in the keys of ComfyUI and A1111")
     ] = False,
     precision: Annotated[
-        str | None, typer.Option(help="float32, bf16 or fp16, of an adapter or a merged model")
+        str | None, typer.Option(help="float32, bf16 or fp16, of an adapter or a model")
     ] = None,
+    single_file: Annotated[
+        bool, typer.Option("--single-file", help="a model as one .safetensors for ComfyUI and A1111")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a run's weights as a model folder, also while it trains; an adapter merged, or as its own file.
@@ -113,21 +117,51 @@ def export(
     Example: darkroom export runs/emoji --to model/ --checkpoint 2000
     Example: darkroom export sd15/ --merge sks.safetensors:0.8 --to merged/
     Example: darkroom export sks.safetensors --kohya --to sks_comfy.safetensors
+    Example: darkroom export runs/emoji --single-file --to emoji.safetensors
     """
+    from darkroom import models
+
+    if not single_file:
+        made = _exported(source, to, merge, checkpoint, ema, kohya, precision)
+    elif not merge and models.is_model(source):
+        made = models.export_model(source, to, single_file=True, dtype=_precision(precision))
+    else:
+        with TemporaryDirectory(prefix=".export-", dir=to.parent if to.parent.is_dir() else None) as beside:
+            folder = _exported(source, Path(beside) / "model", merge, checkpoint, ema, False, None)
+            made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
+    kind = "adapter" if models.is_adapter(made) else "model"
+    show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
+
+
+def _precision(name: str | None) -> Any:
+    from darkroom import models
+
+    return None if name is None else models.precision(name)
+
+
+def _exported(
+    source: str,
+    to: Path,
+    merge: list[str] | None,
+    checkpoint: int | None,
+    ema: bool,
+    kohya: bool,
+    precision: str | None,
+) -> Path:
+    """A run's, a model's or an adapter's weights in the form they have."""
     from darkroom import models, sample, train
 
-    dtype = None if precision is None else models.precision(precision)
+    dtype = _precision(precision)
     if merge:
         chosen = [sample.Named.parsed(one) for one in merge]
-        made = models.export_merged(source, to, [(one.adapter, one.weight) for one in chosen], dtype=dtype)
-    elif models.is_adapter(Path(source)):
-        made = models.export_adapter(source, to, kohya=kohya, dtype=dtype)
-    elif precision is not None:
-        raise InputError("--precision with a run", allowed="with --merge, or with an adapter")
-    else:
-        made = train.export(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya)
-    kind = "adapter" if made.suffix == ".safetensors" else "model"
-    show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
+        return models.export_merged(source, to, [(one.adapter, one.weight) for one in chosen], dtype=dtype)
+    if models.is_adapter(Path(source)):
+        return models.export_adapter(source, to, kohya=kohya, dtype=dtype)
+    if models.is_model(source):
+        return models.export_model(source, to, dtype=dtype)
+    if precision is not None:
+        raise InputError("--precision with a run", allowed="with --merge, --single-file, or an adapter")
+    return train.export(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya)
 
 
 @app.command()

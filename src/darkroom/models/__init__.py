@@ -12,7 +12,7 @@ from darkroom.models.adapter_metadata import about
 from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
 from darkroom.models.bank import Bank
 from darkroom.models.families import FAMILIES, Family, create
-from darkroom.models.folder import describe, identity, load, save
+from darkroom.models.folder import describe, export_model, identity, is_model, load, save
 from darkroom.models.model import PARTS, Model
 from darkroom.models.place import device, precision
 from darkroom.models.single_file import save_single_file
@@ -34,10 +34,12 @@ __all__ = [
     "device",
     "export_adapter",
     "export_merged",
+    "export_model",
     "find_tokenizer",
     "fit",
     "identity",
     "is_adapter",
+    "is_model",
     "load",
     "merge",
     "precision",

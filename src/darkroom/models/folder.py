@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -16,13 +17,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from darkroom.errors import ModelError
+from darkroom.errors import InputError, ModelError
 from darkroom.models.families import FAMILIES, create
 from darkroom.models.model import PARTS, Model, numbered
 from darkroom.models.quiet import quiet
-from darkroom.models.single_file import is_single_file, load_single_file
+from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
 
-HUB_FILES = ["*.json", "*.safetensors", "*.txt"]
+# Of a hub's repository only what is opened: no other frameworks' weights, no single files beside the parts.
+HUB_FOLDERS = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+HUB_VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema_only*", "*openvino*"]
 
 
 def load(
@@ -50,26 +53,40 @@ def load(
         elif is_single_file(ref):
             model = load_single_file(ref, parts)
         else:
-            model = _open(_from_hub(str(ref), revision), parts, variant)
+            model = _open(_from_hub(str(ref), revision, variant), parts, variant)
         return model.to(device, dtype)
 
 
-def _from_hub(ref: str, revision: str | None) -> Path:
+def _from_hub(ref: str, revision: str | None, variant: str | None) -> Path:
     if ref.count("/") != 1 or ref.startswith((".", "/", "~")):
         raise ModelError(
             f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    kinds = ("*.json", "*.txt", f"*.{variant}*.safetensors" if variant else "*.safetensors")
+    wanted = ["model_index.json", *(f"{folder}/{kind}" for folder in HUB_FOLDERS for kind in kinds)]
+    left_out = [pattern for pattern in HUB_VARIANTS if not variant]
     try:
-        return Path(snapshot_download(ref, revision=revision, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        return Path(
+            snapshot_download(ref, revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
+        )
+    except Exception as error:  # whatever the hub's client raises may quote the token: nothing of it goes on
+        reason = _without_token(" ".join(str(error).split()))[:300]
         raise ModelError(
             f"'{ref}' is no folder here and could not be had from the hub ({reason})",
             mend="check the name, the connection and, for a gated model, $HF_TOKEN",
-        ) from error
+        ) from None
+
+
+def _without_token(text: str) -> str:
+    """A message without any token for the hub that is set here, or that looks like one."""
+    from huggingface_hub import get_token
+
+    for token in {os.environ.get("HF_TOKEN", ""), get_token() or ""}:
+        for form in {token, token.strip()} - {""}:
+            text = text.replace(form, "***")
+    return re.sub(r"hf_\w{4,}|(?<=Bearer )[^\s'\"]+", "***", text)
 
 
 def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model:
@@ -122,6 +139,8 @@ def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
             f"'{folder}' holds no .safetensors weights",
             mend="pickled weights are never opened: convert them",
         )
+    if variant and not any(folder.glob(f"*.{variant}*.safetensors")):
+        raise ModelError(f"'{folder}' holds no weights of variant '{variant}'", mend="leave the variant out")
     dtype = "dtype" if cls.__module__.startswith("transformers") else "torch_dtype"
     try:
         return cls.from_pretrained(
@@ -183,6 +202,30 @@ def save(model: Model, path: str | Path) -> None:
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def is_model(ref: str | Path) -> bool:
+    """Whether a reference is a family, a model folder or a single file; hub ids are not looked up."""
+    return str(ref) in FAMILIES or (Path(ref) / "model_index.json").is_file() or is_single_file(ref)
+
+
+def export_model(
+    ref: str | Path, to: str | Path, *, single_file: bool = False, dtype: torch.dtype | None = None
+) -> Path:
+    """Write a model as a folder, or as one file in the original layout; what is there stays.
+
+    Weights are written as float32 unless a `dtype` is given.
+    """
+    target = Path(to)
+    if target.exists():
+        raise InputError(f"'{target}' is there already", mend="choose another place")
+    model = load(ref, dtype=dtype or torch.float32)
+    if single_file:
+        return save_single_file(model, target)
+    if target.suffix == ".safetensors":
+        raise InputError(f"a model to '{to}'", allowed="a folder", mend="or add --single-file")
+    save(model, target)
+    return target
 
 
 def _saver(module: nn.Module) -> Callable[[str], None]:
