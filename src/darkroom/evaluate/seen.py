@@ -32,6 +32,12 @@ class Seen:
         exact, looks = (np.unique(np.array([pair[i] for pair in pairs], np.int64)) for i in (0, 1))
         return cls(exact, looks)
 
+    def __or__(self, other: Seen) -> Seen:
+        return Seen(
+            np.union1d(self.bytes_N, other.bytes_N).astype(np.int64),
+            np.union1d(self.looks_N, other.looks_N).astype(np.int64),
+        )
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """As they are saved."""
         return {"bytes": torch.from_numpy(self.bytes_N), "looks": torch.from_numpy(self.looks_N)}

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 10_000
 ROWS_A_READ = 256
+CAPTION_WEIGHT = 0.5  # where the recipe leaves it open and there are captions
 
 
 @dataclass
@@ -64,19 +65,38 @@ def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
     """The extractor before training: random weights for base 'extractor', else those of a folder."""
     settings, base, side = recipe.objective.extractor, recipe.model.base, recipe.data.resolution
     labels = labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
+    text = settings.loss == "contrastive" and _reads_captions(settings, store, rows)
+    before = None
     if base == "extractor":
         # The caller's random numbers stay as they were.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.model.seed)
-            network = SmallExtractor(settings.network, resolution=side, text=_reads(settings), labels=labels)
+            network = SmallExtractor(settings.network, resolution=side, text=text, labels=labels)
     elif Path(base).is_dir():
-        network = open_small(Path(base))
-        _check_same(base, network, settings, labels, side)
+        network, before = open_small(Path(base)), Seen.read(Path(base))
+        if network.resolution != side:
+            raise RecipeError("data.resolution", f"{side}", allowed=f"{network.resolution}, as '{base}' has")
+        follows = settings.loss == "contrastive" and settings.caption_weight is None
+        text = network.words is not None if follows else text
+        if (network.words is not None) != text or list(network.labels) != labels:
+            raise RecipeError("objective.extractor", f"another loss or other classes than those of '{base}'")
     else:
         raise RecipeError(
             "model.base", f"'{base}' with the task extractor", allowed="extractor, or an extractor's folder"
         )
-    return ExtractorModel("extractor", path=base, network=network, seen=lambda: seen_of(store, rows))
+    return ExtractorModel("extractor", path=base, network=network, seen=lambda: seen_of(store, rows, before))
+
+
+def _reads_captions(settings: ExtractorSettings, store: Store, rows: Rows) -> bool:
+    """Whether captions are learned: as asked, or because there are at least two to tell apart."""
+    if settings.caption_weight is not None:
+        return settings.caption_weight > 0
+    found: set[str] = set()
+    for values in _read(store, rows, ["caption"]):
+        found |= {caption for caption in values["caption"] if caption}
+        if len(found) > 1:
+            return True
+    return False
 
 
 def check_extractor(recipe: Recipe) -> None:
@@ -101,19 +121,6 @@ def check_extractor(recipe: Recipe) -> None:
         )
 
 
-def _reads(settings: ExtractorSettings) -> bool:
-    return settings.loss == "contrastive" and settings.caption_weight > 0
-
-
-def _check_same(
-    base: str, network: SmallExtractor, settings: ExtractorSettings, labels: Sequence[str], resolution: int
-) -> None:
-    if network.resolution != resolution:
-        raise RecipeError("data.resolution", f"{resolution}, but '{base}' was made for {network.resolution}")
-    if (network.words is not None) != _reads(settings) or list(network.labels) != list(labels):
-        raise RecipeError("objective.extractor", f"another loss than the one of '{base}'")
-
-
 def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     """The classes that a column of these rows has, sorted; RecipeError where they are no classes."""
     key = "objective.extractor.label"
@@ -131,14 +138,15 @@ def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     return sorted(found)
 
 
-def seen_of(store: Store, rows: Rows) -> Seen:
-    """What is kept of the pictures that an extractor was trained on."""
+def seen_of(store: Store, rows: Rows, before: Seen | None = None) -> Seen:
+    """What is kept of the pictures that an extractor was trained on, and of those its base had seen."""
     columns = ["picture", "phash"]
-    return Seen.of(
+    found = Seen.of(
         pair
         for values in _read(store, rows, columns)
         for pair in zip(values["picture"], values["phash"], strict=True)
     )
+    return found if before is None else found | before
 
 
 def _read(store: Store, rows: Rows, columns: Sequence[str]) -> Iterable[dict[str, list[Any]]]:
@@ -163,7 +171,7 @@ class LearnExtractor:
             crop=data.crop,
             flip=data.flip,
             seed=recipe.train.seed,
-            caption=_reads(settings),
+            caption=self.network.words is not None,
             columns=(settings.label,) if self.network.labels and settings.label else (),
         )
         self._places = {label: i for i, label in enumerate(self.network.labels)}
@@ -213,7 +221,8 @@ class LearnExtractor:
         words_bW = inputs["words"]
         alike_bb = (words_bW[:, None] == words_bW[None]).all(dim=-1).to(first_bD)
         text = matched(scale * first_bD @ self.network.read(words_bW).T, alike_bb)
-        share = self._settings.caption_weight
+        asked = self._settings.caption_weight
+        share = CAPTION_WEIGHT if asked is None else asked
         loss_b = (1 - share) * found["loss"] + share * text["loss"]
         return {"loss": loss_b, "accuracy": found["accuracy"], "caption_accuracy": text["accuracy"]}
 

@@ -71,8 +71,11 @@ class ExtractorSettings(BaseModel):
         default="contrastive", description="tell pictures apart, or tell the classes of a column"
     )
     label: str | None = Field(default=None, description="the store's column of classes, for classifier")
-    caption_weight: float = Field(
-        default=0.5, ge=0, le=1, description="share of the contrastive loss that captions have; 0: none"
+    caption_weight: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="share of the contrastive loss that captions have; null: 0.5 where there are any",
     )
     zoom: float = Field(default=0.4, gt=0, le=1, description="smallest share of the sides that a view shows")
     tint: float = Field(default=0.3, ge=0, le=1, description="how far brightness, contrast, colour vary")
