@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, Out, bench, columns, show
+from darkroom.cli.door import Json, Out, bench, columns, console, show
 
 
 def _measured(rows: list[Any], out: Path | None, as_json: bool) -> None:
@@ -103,3 +103,106 @@ def bench_backends(
         say=lambda text: print(text, file=sys.stderr),
     )
     _measured(told, out, as_json)
+
+
+Model = Annotated[str, typer.Argument(help="a model folder, a hub id, or a family (random weights)")]
+Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")]
+Steps = Annotated[int, typer.Option(min=1, help="solver steps")]
+Guidance = Annotated[float, typer.Option(min=0, help="above 1 is on")]
+Precision = Annotated[str, typer.Option(help="of the weights that are loaded: float32, bf16 or fp16")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
+
+
+def _drawing(model: str, size: str | None, steps: int, guidance: float, precision: str, device: str) -> Any:
+    """The picture job that a benchmark repeats."""
+    from darkroom import models
+    from darkroom.cli.pictures import _size
+    from darkroom.measure.drawing import Drawing
+
+    opened = models.load(model, dtype=models.precision(precision), device=models.device(device))
+    side = opened.sample_size
+    return Drawing(opened, _size(size) or (side, side), steps=steps, guidance=guidance)
+
+
+@bench.command("ladder")
+def bench_ladder(
+    model: Model,
+    cases: Annotated[
+        list[str] | None, typer.Argument(help="optimisations with commas; every one and stacks if not said")
+    ] = None,
+    size: Size = None,
+    steps: Steps = 20,
+    guidance: Guidance = 7.5,
+    precision: Precision = "float32",
+    device: Device = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="pictures timed of each, in turns with the plain")] = 5,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Every optimisation against the plain model: time, memory, energy, and what it costs the picture.
+
+    Example: darkroom bench ladder sd15 --steps 20 --out results.csv
+    """
+    from darkroom.measure.ladder import bench_ladder as run
+
+    drawing = _drawing(model, size, steps, guidance, precision, device)
+    _measured(run(drawing, cases=cases or (), repeats=repeats, say=console(as_json)), out, as_json)
+
+
+@bench.command("batch")
+def bench_batch(
+    model: Model,
+    size: Size = None,
+    steps: Steps = 20,
+    guidance: Guidance = 7.5,
+    device: Device = "auto",
+    backends: Annotated[str, typer.Option(help="torch, compile, onnx, openvino, with commas")] = "torch",
+    most: Annotated[int, typer.Option(min=1, help="the largest batch")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="batches timed of each kind, in turns")] = 5,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Batch 1, 2, 4 ... until memory ends: precision, autocast and backend, in turns.
+
+    Example: darkroom bench batch sd15 --most 8 --out results.csv
+    """
+    from darkroom.measure.batch import bench_batch as run
+    from darkroom.measure.batch import default_kinds
+
+    drawing = _drawing(model, size, steps, guidance, "float32", device)
+    kinds = default_kinds(drawing.device, [name.strip() for name in backends.split(",") if name.strip()])
+    rows = run(drawing, kinds=kinds, most=most, repeats=repeats, say=console(as_json))
+    _measured(rows, out, as_json)
+
+
+@bench.command("precision")
+def bench_precision(
+    model: Model,
+    against: Annotated[str, typer.Option(help="the other precision: bf16, fp16, tf32, autocast")] = "bf16",
+    prompt: Annotated[str | None, typer.Option(help="what is drawn")] = None,
+    size: Size = None,
+    steps: Annotated[str, typer.Option(help="numbers of steps, with commas")] = "5,10,20,30,50,75,100",
+    guidance: Guidance = 7.5,
+    device: Device = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="runs timed of each, in turns")] = 3,
+    page: Annotated[Path | None, typer.Option(help="one HTML file with pictures and plots")] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """float32 against another precision: runs of 5 to 100 steps, and the intermediates of one long run.
+
+    Example: darkroom bench precision model/ --against bf16 --page precision.html --out results.csv
+    """
+    from dataclasses import replace
+
+    from darkroom.measure.precision import compare_precisions, parse_steps
+    from darkroom.report.precision import write_precision_page
+
+    counts = parse_steps(steps)
+    drawing = _drawing(model, size, counts[-1], guidance, "float32", device)
+    if prompt is not None:
+        drawing = replace(drawing, prompts=(prompt,))
+    found = compare_precisions(drawing, against=against, steps=counts, repeats=repeats, say=console(as_json))
+    if page is not None:
+        console(as_json)(f"page: {write_precision_page(found, page)}")
+    _measured(found.rows, out, as_json)

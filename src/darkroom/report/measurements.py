@@ -9,6 +9,7 @@ from typing import Any
 from darkroom.bill import format_bytes
 from darkroom.measure import Measurement, read_csv
 from darkroom.report import html, plots
+from darkroom.report.drawing import drawing_plots
 from darkroom.report.plots import Bar
 
 _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
@@ -35,7 +36,10 @@ def measurement_sections(path: Path) -> Iterator[str]:
     for benchmark in dict.fromkeys(row.benchmark for row in rows):
         group = [row for row in rows if row.benchmark == benchmark]
         yield html.section(
-            f"{benchmark} · {path.name}", html.grid(_plots(group)), _table(group), _said(group)
+            f"{benchmark} · {path.name}",
+            html.grid([*_plots(group), *drawing_plots(group)]),
+            _table(group),
+            _said(group),
         )
 
 

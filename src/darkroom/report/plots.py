@@ -87,7 +87,14 @@ def thin(x: np.ndarray, y: np.ndarray, most: int = _MAX_POINTS) -> tuple[np.ndar
     return x[index], y[index]
 
 
-def curves(raw: Sequence[Curve], *, label: str, ylabel: str = "", held_out: Sequence[Curve] = ()) -> str:
+def curves(
+    raw: Sequence[Curve],
+    *,
+    label: str,
+    ylabel: str = "",
+    held_out: Sequence[Curve] = (),
+    xlabel: str = "step",
+) -> str:
     """Each run's values, thin, under their smoothed course; held-out values as dots on a line."""
 
     def draw(axes: Axes) -> None:
@@ -102,6 +109,7 @@ def curves(raw: Sequence[Curve], *, label: str, ylabel: str = "", held_out: Sequ
             )
         _scale(axes, [curve.y for curve in (*raw, *held_out)])
         _steps(axes, [*raw, *held_out])
+        axes.set_xlabel(xlabel, labelpad=2)
         axes.set_ylabel(ylabel)
 
     return _svg(draw, label)

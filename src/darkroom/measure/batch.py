@@ -1,0 +1,169 @@
+"""`darkroom bench batch`: batch 1, 2, 4 ... until memory ends, by precision, autocast and backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware import machine
+from darkroom.measure.drawing import Drawing, Metered, Watch, is_out_of_memory, memory_available
+from darkroom.measure.ladder import let_go
+from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
+from darkroom.sample import Backend
+from darkroom.sample.memory import MARGIN, Needs, count_needs
+
+PRECISIONS = ("float32", "fp16", "bf16")
+MOST = 256
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One column of the grid: what the weights are in, whether autocast is on, and what computes."""
+
+    precision: str
+    autocast: bool = False
+    backend: str = "torch"
+
+    @property
+    def name(self) -> str:
+        """As a row's case says it."""
+        return f"{self.backend} {self.precision}{' autocast' if self.autocast else ''}"
+
+    @property
+    def names(self) -> str:
+        """Of the ladder, to get there from float32."""
+        parts = ["auto"] if self.backend == "torch" else []
+        parts += [self.precision] if self.precision != "float32" else []
+        return ",".join([*parts, *(["autocast"] if self.autocast else [])]) or "none"
+
+
+def default_kinds(device: str, backends: Sequence[str] = ("torch",)) -> list[Kind]:
+    """Single, half and bf16 weights with and without autocast; no half on a CPU, where it is refused."""
+    taken = [name for name in PRECISIONS if device != "cpu" or name != "fp16"]
+    torch_kinds = [Kind(name, autocast) for name in taken for autocast in (False, True)]
+    return torch_kinds + [Kind("float32", backend=name) for name in backends if name != "torch"]
+
+
+def bench_batch(
+    drawing: Drawing,
+    *,
+    kinds: Sequence[Kind] = (),
+    most: int = MOST,
+    repeats: int = 5,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Measurement]:
+    """Rows for each batch size and kind, kinds in turns: latency, images/s, peak memory, joules and USD.
+    A kind that runs out of memory gets a row that says so and no larger batch. On a CPU, where the
+    system would end the process, what is predicted not to fit is not run, and its row says that.
+    """
+    if repeats < 1 or most < 1:
+        raise InputError(f"repeats {repeats}, most {most}", allowed="1 or more of each")
+    device, rows, opened = drawing.device, [], {}
+    for kind in kinds or default_kinds(device):
+        try:
+            opened[kind] = drawing.open(kind.names, kind.backend)
+        except DarkroomError as error:
+            rows.append(_without(drawing, kind, 1, f"cannot: {error}"))
+    needs = {
+        kind: count_needs(backend.model or drawing.model, drawing.size) for kind, backend in opened.items()
+    }
+    batch = 1
+    while opened and batch <= most:
+        say(f"batch {batch}: {', '.join(kind.name for kind in opened)}")
+        ready = {}
+        for kind, backend in list(opened.items()):
+            lack = _lack(drawing, kind, backend, needs[kind], batch)
+            if lack:
+                rows.append(_without(drawing, kind, batch, f"out of memory: {lack}"))
+                del opened[kind]
+            else:
+                ready[kind] = backend
+        rows += _measured(drawing, ready, batch, repeats) if ready else []
+        batch *= 2
+    return rows
+
+
+def _lack(drawing: Drawing, kind: Kind, backend: Backend, needs: Needs, batch: int) -> str:
+    """Why a batch does not fit; empty where it does. Running it once is also its warm-up."""
+    device = drawing.device
+    wanted = int(needs.unet((2 if drawing.guidance > 1 else 1) * batch) * MARGIN)
+    free = memory_available(device)
+    if device == "cpu" and wanted > free:
+        return f"{wanted / 1e9:.1f} GB predicted, {free / 1e9:.1f} GB free; not run"
+    try:
+        drawing.run(backend, num=batch)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = str(error).splitlines()[0][:120]
+        let_go(device)
+        return message or "the allocator has nothing left"
+    return ""
+
+
+def _measured(drawing: Drawing, ready: dict[Kind, Backend], batch: int, repeats: int) -> list[Measurement]:
+    device = drawing.device
+    watches = {kind: Watch(device) for kind in ready}
+    runs = {
+        kind: Metered(_job(drawing, backend, batch, watches[kind]), device) for kind, backend in ready.items()
+    }
+    timings = interleave(
+        {kind.name: run for kind, run in runs.items()}, repeats=repeats, warmup=0, device=device
+    )
+    first = next(iter(timings.values()))
+    peaks = {kind: peak_memory(run, device)[1] for kind, run in runs.items()}
+    return [
+        _row(drawing, kind, batch, timings[kind.name], first, runs[kind], watches[kind], peaks[kind])
+        for kind in ready
+    ]
+
+
+def _job(drawing: Drawing, backend: Backend, batch: int, watch: Watch) -> Callable[[], object]:
+    return lambda: drawing.run(backend, num=batch, watch=watch)
+
+
+def _row(
+    drawing: Drawing,
+    kind: Kind,
+    batch: int,
+    timing: Timing,
+    first: Timing,
+    run: Metered,
+    watch: Watch,
+    peak: int,
+) -> Measurement:
+    rates = sorted(watch.rates)
+    joules = run.median_j(timing.repeats)
+    memory = (
+        "allocator's peak" if drawing.device.startswith("cuda") else "resident peak, all kinds' weights in it"
+    )
+    return measurement(
+        "batch",
+        timing,
+        baseline=None if timing is first else first,
+        images=batch * len(drawing.prompts),
+        precision=kind.precision,
+        device=drawing.device,
+        settings=_settings(drawing, kind, batch),
+        note=f"end to end; memory: {memory}; energy an image by {run.source}",
+        peak_memory_bytes=peak,
+        energy_j=None if joules is None else joules / (batch * len(drawing.prompts)),
+        steps_per_s=rates[len(rates) // 2] if rates else None,
+    )
+
+
+def _settings(drawing: Drawing, kind: Kind, batch: int) -> dict[str, object]:
+    grid = {"batch": batch, "precision": kind.precision, "autocast": kind.autocast, "backend": kind.backend}
+    return drawing.settings(**grid)
+
+
+def _without(drawing: Drawing, kind: Kind, batch: int, note: str) -> Measurement:
+    return Measurement(
+        benchmark="batch",
+        case=kind.name,
+        settings=_settings(drawing, kind, batch),
+        machine=machine().name,
+        device=drawing.device,
+        note=note,
+    )

@@ -1,0 +1,204 @@
+"""`darkroom bench ladder`: every optimisation against the plain model, one by one and in sensible stacks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.measure.drawing import Drawing, Metered, Watch, is_out_of_memory
+from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory, synchronise
+from darkroom.sample import Backend, Picture, ladder
+from darkroom.sample.likeness import likeness
+
+PLAIN = "plain"
+"""The model as it is: `none` of the ladder."""
+STACKS = {
+    "cpu": ("auto", "bf16,auto", "bf16,auto,guidance_interval", "bf16,auto,guidance_interval,feature_cache"),
+    "cuda": (
+        "auto",
+        "bf16,auto",
+        "bf16,auto,cuda_graphs",
+        "bf16,auto,compile",
+        "bf16,auto,compile,cuda_graphs",
+        "bf16,auto,cuda_graphs,guidance_interval",
+    ),
+}
+LEFT_OUT = ("lcm", "tiny_vae")
+"""Need files of their own; named as `tiny_vae:FOLDER` they are measured."""
+STARTS = ("compile", "compile_regional", "cuda_graphs", "trace")
+"""Whose first picture takes longer, so that a second opening is measured too."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How long it took from nothing to the first picture."""
+
+    backend: Backend
+    pictures: list[Picture]
+    seconds: float
+
+
+def default_cases(device: str) -> tuple[str, ...]:
+    """Every rung that needs no file of its own, then the stacks that make sense on a device."""
+    rungs = tuple(name for name in ladder.RUNGS if name not in LEFT_OUT)
+    return (*rungs, *STACKS["cuda" if device.startswith("cuda") else "cpu"])
+
+
+def bench_ladder(
+    drawing: Drawing,
+    *,
+    cases: Sequence[str] = (),
+    repeats: int = 5,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Measurement]:
+    """Rows for each case: latency end to end and its ratio to the plain model's, in turns with it; steps/s
+    of the loop, peak memory, energy, cost; how far the pictures are from the plain ones. What cannot work on
+    the device, or ran out of memory, is a row that says so. Cold and warm starts are rows of `ladder-start`.
+    """
+    if repeats < 1:
+        raise InputError(f"repeats {repeats}", allowed="1 or more")
+    device = drawing.device
+    plain = _start(drawing, "none", device)
+    flops = drawing.flops_per_image()
+    rows = [_plain_row(drawing, plain, repeats, flops)]
+    for names in cases or default_cases(device):
+        say(f"ladder: {names}")
+        try:
+            rows += _case(drawing, names, plain, repeats, flops)
+        except DarkroomError as error:
+            rows.append(_without(drawing, names, f"cannot: {error}"))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            rows.append(_without(drawing, names, "out of memory"))
+        let_go(device)
+    return rows
+
+
+def _start(drawing: Drawing, names: str, device: str) -> Start:
+    """Open and draw once, from nothing."""
+    synchronise(device)
+    begin = time.perf_counter()
+    backend = drawing.open(names)
+    pictures = drawing.run(backend)
+    synchronise(device)
+    return Start(backend, pictures, time.perf_counter() - begin)
+
+
+def _plain_row(drawing: Drawing, plain: Start, repeats: int, flops: int) -> Measurement:
+    watch = Watch(drawing.device)
+    run = Metered(lambda: drawing.run(plain.backend, watch=watch), drawing.device)
+    timing = interleave({PLAIN: run}, repeats=repeats, warmup=0, device=drawing.device)[PLAIN]
+    _, peak = peak_memory(run, drawing.device)
+    return _row(drawing, PLAIN, timing, None, run, watch, peak, {}, flops, plain.seconds)
+
+
+def _case(drawing: Drawing, names: str, plain: Start, repeats: int, flops: int) -> list[Measurement]:
+    device = drawing.device
+    cold = _start(drawing, names, device)
+    watch = Watch(device)
+    run = Metered(lambda: drawing.run(cold.backend, watch=watch), device)
+    turns: dict[str, Callable[[], object]] = {PLAIN: lambda: drawing.run(plain.backend), names: run}
+    timings = interleave(turns, repeats=repeats, warmup=0, device=device)
+    _, peak = peak_memory(run, device)
+    likely = likeness([p.image for p in cold.pictures], [p.image for p in plain.pictures])
+    lossy = any(ladder.RUNGS[_name(one)].kind == ladder.LOSSY for one in cold.backend.optimised)
+    rows = [
+        _row(
+            drawing, names, timings[names], timings[PLAIN], run, watch, peak,
+            told(likely) | {"in_place": ",".join(cold.backend.optimised)},
+            None if lossy else flops, cold.seconds,
+        )
+    ]  # fmt: skip
+    if any(_name(one) in STARTS for one in cold.backend.optimised):
+        rows += _starts(drawing, names, cold)
+    return rows
+
+
+def _starts(drawing: Drawing, names: str, cold: Start) -> list[Measurement]:
+    """The first picture from nothing, and again with compiled code on disk but none in the process."""
+    torch._dynamo.reset()
+    warm = _start(drawing, names, drawing.device)
+    return [
+        measurement(
+            "ladder-start",
+            Timing(f"{names}, {kind}", (start.seconds,), 0.0, None),
+            device=drawing.device,
+            settings=drawing.settings(start=kind),
+            note="opening and one picture, once; cold may find code of earlier processes on disk",
+        )
+        for kind, start in (("cold", cold), ("warm", warm))
+    ]
+
+
+def _row(
+    drawing: Drawing,
+    name: str,
+    timing: Timing,
+    plain: Timing | None,
+    run: Metered,
+    watch: Watch,
+    peak: int,
+    more: dict[str, Any],
+    flops: int | None,
+    first_s: float,
+) -> Measurement:
+    return measurement(
+        "ladder",
+        timing,
+        baseline=plain,
+        images=len(drawing.prompts),
+        flops_per_image=flops,
+        precision=_precision(name, drawing),
+        device=drawing.device,
+        note=f"end to end; steps/s of the loop alone; energy by {run.source}",
+        settings=drawing.settings(**more),
+        peak_memory_bytes=peak,
+        energy_j=run.median_j(timing.repeats),
+        steps_per_s=statistics.median(watch.rates) if watch.rates else None,
+        warmup_s=first_s,
+    )
+
+
+def _without(drawing: Drawing, names: str, note: str) -> Measurement:
+    """A row for what was not measured, and why."""
+    from darkroom.hardware import machine
+
+    here = machine()
+    return Measurement(
+        benchmark="ladder",
+        case=names,
+        settings=drawing.settings(),
+        machine=here.name,
+        device=drawing.device,
+        note=note,
+    )
+
+
+def told(likely: dict[str, float]) -> dict[str, float | str]:
+    """Likeness in few digits; equal pictures have no PSNR, which JSON cannot say as a number."""
+    return {name: "inf" if math.isinf(value) else float(f"{value:.5g}") for name, value in likely.items()}
+
+
+def _name(choice: str) -> str:
+    return choice.partition(":")[0]
+
+
+def _precision(names: str, drawing: Drawing) -> str:
+    parts = {_name(part) for part in names.split(",")}
+    return next((name for name in ("fp16", "bf16", "tf32") if name in parts), drawing.precision)
+
+
+def let_go(device: str) -> None:
+    """Free what is not held any more, on the card too."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
