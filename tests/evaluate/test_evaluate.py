@@ -180,9 +180,9 @@ def test_a_model_is_scored_in_every_way(tiny, text_extractors, painted, tmp_path
 def test_a_model_that_did_not_move_has_no_drift(tiny, text_extractors):
     (score,) = evaluate(
         tiny,
-        ["a dog"],
+        [],
         ["drift"],
-        generate=sample.generate,
+        generate=(counting := Counting()),
         extractors=text_extractors,
         class_word="dog",
         base=tiny,
@@ -191,6 +191,7 @@ def test_a_model_that_did_not_move_has_no_drift(tiny, text_extractors):
         settings=DRAWN,
     )
     assert score.value == pytest.approx(0, abs=1e-9)
+    assert counting.made == 6  # of the class alone
 
 
 def test_pictures_are_those_of_one_call_of_generate(tiny, tmp_path):
@@ -336,6 +337,7 @@ def test_the_verb_scores_a_model_and_then_its_pictures(
         (["--metrics", "fid", "--extractor", "eye=x"], "allowed: dino, clip, inception, coca, all"),
         (["--metrics", "fid", "--extractor", "all="], "each NAME once"),
         (["--metrics", "fid", "--adapter", "x"], "add --prompts"),
+        (["--metrics", "dino", "--extractor", "nowhere"], "no extractor at 'nowhere'"),
         (["--metrics", "clip", "--prompts", "nowhere.txt"], "no prompts at 'nowhere.txt'"),
     ],
 )

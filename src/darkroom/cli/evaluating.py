@@ -68,13 +68,15 @@ def evaluate(
     Example: darkroom evaluate model/ --prompts captions.txt --reference pictures.lance --metrics fid,kid
     """
     from darkroom.evaluate import append_scores, open_extractors
+    from darkroom.evaluate.job import draws_prompts
     from darkroom.evaluate.scores import check_scores_file
 
     if out is not None:
         check_scores_file(out)
     names = [name.strip() for name in metrics.split(",") if name.strip()]
     is_pictures = _is_pictures(model)
-    told = None if is_pictures else _prompts(prompts, class_word, token, column, num_prompts)
+    needs_none = is_pictures or (prompts is None and not draws_prompts(names))
+    told = [] if needs_none else _prompts(prompts, class_word, token, column, num_prompts)
     common: dict[str, Any] = {
         "extractors": open_extractors(names, _extractors(extractor or []), device=_device(device)),
         "reference": reference,

@@ -61,8 +61,7 @@ def evaluate(
     `base` too. Pictures are kept in `keep` and drawn once. Raises InputError for what cannot be.
     """
     names = chosen(metrics)
-    told = prompts if isinstance(prompts, Prompts) else Prompts.of("prompts", list(prompts))
-    draws_class = any("class_pictures" in METRICS[name].needs for name in names)
+    told = _prompts(prompts, names)
     there = {
         "reference": reference is not None,
         "subject": subject is not None,
@@ -79,16 +78,24 @@ def evaluate(
         reference=None if reference is None else open_pictures(reference, filter=reference_filter),
         subject=None if subject is None else open_pictures(subject),
     )
+    needs = {need for name in names for need in METRICS[name].needs}
+    by_prompt = draws_prompts(names)
+    where = {"model": model_name(model), "model_sha256": rows.model_sha256(model)}
+    more: dict[str, Any] = {"seed": seed, "precision": precision_of(model), **(settings or {})}
+    if by_prompt:
+        where |= {"prompts": told.name, "prompts_sha256": told.sha256}
+        more["num"] = num
+    if "class_pictures" in needs:
+        more |= {"class_prompt": f"a photo of a {class_word}", "class_num": class_num}
     with _folder(keep) as folder:
 
         def drawn(part: str, by: Model, texts: Sequence[str], count: int) -> FolderPictures:
-            sha256 = rows.model_sha256(by)
             found = draw(
                 generate,
                 by,
                 texts,
                 folder=folder / part,
-                model_sha256=sha256,
+                model_sha256=rows.model_sha256(by),
                 num=count,
                 seed=seed,
                 settings=settings,
@@ -96,23 +103,23 @@ def evaluate(
             )
             return replace(found, name=found.name if keep is not None else model_name(by))
 
-        sets = rows.sets(drawn("pictures", model, told.texts, num), _repeated(told.plain, num))
-        if draws_class:
-            class_prompt = [f"a photo of a {class_word}"]
-            sets = replace(sets, class_pictures=drawn("class", model, class_prompt, class_num))
-            if any("base_pictures" in METRICS[name].needs for name in names):
-                assert base is not None
-                sets = replace(sets, base_pictures=drawn("class-base", base, class_prompt, class_num))
-        where = {
-            "model": model_name(model),
-            "model_sha256": rows.model_sha256(model),
-            "prompts": told.name,
-            "prompts_sha256": told.sha256,
-        }
-        more = {"num": num, "seed": seed, "precision": precision_of(model), **(settings or {})}
-        more |= {"class_prompt": class_prompt[0], "class_num": class_num} if draws_class else {}
-        named = {"base_pictures": (model_name(base), rows.model_sha256(base))} if base is not None else {}
+        sets = rows.sets(FolderPictures("", ()), ())
+        if by_prompt:
+            sets = rows.sets(drawn("pictures", model, told.texts, num), _repeated(told.plain, num))
+        if "class_pictures" in needs:
+            drawn_class = drawn("class", model, [more["class_prompt"]], class_num)
+            sets = replace(sets, class_pictures=drawn_class)
+        named = {}
+        if base is not None and "base_pictures" in needs:
+            drawn_base = drawn("class-base", base, [more["class_prompt"]], class_num)
+            sets = replace(sets, base_pictures=drawn_base)
+            named["base_pictures"] = model_name(base), rows.model_sha256(base)
         return rows.scores(sets, where, more, named)
+
+
+def draws_prompts(metrics: Sequence[str]) -> bool:
+    """Whether any of these metrics looks at pictures of prompts, not of the plain class alone."""
+    return any("class_pictures" not in METRICS[name].needs for name in chosen(metrics))
 
 
 def evaluate_folder(
@@ -308,6 +315,12 @@ def precision_of(model: Model) -> str:
 def model_name(model: Model) -> str:
     """A model as a row of scores calls it."""
     return model.path or model.family
+
+
+def _prompts(given: Prompts | Sequence[str], names: Sequence[str]) -> Prompts:
+    if isinstance(given, Prompts) or (not given and not draws_prompts(names)):
+        return given if isinstance(given, Prompts) else Prompts("", (), ())
+    return Prompts.of("prompts", [given] if isinstance(given, str) else list(given))
 
 
 def _repeated(prompts: Sequence[str], num: int) -> list[str]:
