@@ -398,10 +398,14 @@ class Job:
     def finish(self, start: int, rows: Sequence[Row]) -> list[Picture]:
         """Decode finished rows, the first of which is picture `start`."""
         latents_BCHW = torch.stack([row.latents_CHW for row in rows])
-        images = self.backend.decode(latents_BCHW)
+        return self.finished(start, self.backend.decode(latents_BCHW), latents_BCHW.cpu())
+
+    def finished(
+        self, start: int, images: Sequence[Image.Image], latents_BCHW: torch.Tensor
+    ) -> list[Picture]:
+        """Decoded pictures, the first of which is picture `start`, with what they are made with."""
         if self.image is not None and self.mask is not None and self.settings.paste:
             images = [inputs.pasted(made, self.image, self.mask) for made in images]
-        latents_BCHW = latents_BCHW.cpu()
         return [Picture(image, self.parameters(start + i), latents_BCHW[i]) for i, image in enumerate(images)]
 
     def parameters(self, i: int) -> dict[str, Any]:

@@ -110,10 +110,11 @@ class Studio:
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         latents_BCHW = torch.stack([ticket.row.latents_CHW for ticket in tickets if ticket.row is not None])
         images = self.backend.decode(latents_BCHW)
-        for ticket, image, latents_CHW in zip(tickets, images, latents_BCHW, strict=True):
+        latents_BCHW = latents_BCHW.cpu()
+        for i, (ticket, image) in enumerate(zip(tickets, images, strict=True)):
             job = ticket.work.prepared
             assert job is not None
-            picture = sample.Picture(image, job.parameters(ticket.index), latents_CHW)
+            [picture] = job.finished(ticket.index, [image], latents_BCHW[i : i + 1])
             ticket.work.pictures[ticket.index] = picture
             ticket.done = True
 
