@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from darkroom import models
 from darkroom.data import Store
 from darkroom.data.importers import import_pictures
 from darkroom.recipe import Recipe, make_recipe
@@ -19,6 +20,7 @@ from darkroom.recipe import Recipe, make_recipe
 SIDE = 16
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "white": (240, 240, 240)}
 MakeRecipe = Callable[..., Recipe]
+BASE_WORDS = "a photo of an astronaut riding a horse, a red dog and a blue square on a green ground"
 
 
 def paint(folder: Path, count: int) -> None:
@@ -76,3 +78,25 @@ def recipe_of(store_path: Path) -> MakeRecipe:
         return make_recipe(copy.deepcopy(content | extra), overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in a folder, as a user's base."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    tokenizer = models.train_tokenizer([BASE_WORDS] * 3, vocab_size=640)
+    models.save(models.create("tiny", seed=3, tokenizer=tokenizer), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photos(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five photographs of a dog, small, without captions."""
+    folder = tmp_path_factory.mktemp("photos") / "photos"
+    folder.mkdir()
+    for path in sorted((shared_data / "dreambooth" / "dog").glob("*.jp*g"))[:5]:
+        with Image.open(path) as image:
+            image.thumbnail((96, 96))
+            image.save(folder / f"{path.stem}.png")
+    assert len(list(folder.iterdir())) == 5
+    return folder

@@ -1,8 +1,7 @@
-"""Fine-tuning from the outside: what is trained, what is left alone, and what diffusers makes of the files."""
+"""Fine-tuning from the outside: what is trained, what is left alone, what diffusers makes of the files."""
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -15,61 +14,15 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
+from subjects import SIDE, recipe_for
 
 from darkroom import models, sample
 from darkroom.errors import InputError, RecipeError
 from darkroom.models.adapters import read_adapter
-from darkroom.recipe import Recipe, make_recipe
+from darkroom.recipe import Recipe
 from darkroom.run import Run
 from darkroom.train import Pinned, TrainResult, export, make_job, train
 from darkroom.train.checkpoint import checkpoints, load_checkpoint
-
-BASE_WORDS = "a photo of an astronaut riding a horse, a red dog and a blue square on a green ground"
-SIDE = 32
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in a folder, as a user's base."""
-    folder = tmp_path_factory.mktemp("base") / "model"
-    tokenizer = models.train_tokenizer([BASE_WORDS] * 3, vocab_size=640)
-    models.save(models.create("tiny", seed=3, tokenizer=tokenizer), folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def photos(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five photographs of a dog, small, without captions."""
-    folder = tmp_path_factory.mktemp("photos") / "photos"
-    folder.mkdir()
-    for path in sorted((shared_data / "dreambooth" / "dog").glob("*.jp*g"))[:5]:
-        with Image.open(path) as image:
-            image.thumbnail((96, 96))
-            image.save(folder / f"{path.stem}.png")
-    assert len(list(folder.iterdir())) == 5
-    return folder
-
-
-def recipe_for(task: str, base: Path, photos: Path, *overrides: str, **more: Any) -> Recipe:
-    content: dict[str, Any] = {
-        "task": task,
-        "model": {"base": str(base)},
-        "data": {"resolution": SIDE},
-        "optim": {"lr": 1e-2},
-        "train": {"steps": 6, "precision": "float32", "log_every": 3},
-        "checkpoint": {"every": 3},
-    }
-    if task in ("finetune", "lora"):
-        content["data"] |= {"folder": str(photos), "prompt": "a photo of a dog"}
-        content["train"] |= {"global_batch": 2, "micro_batch": 2}
-    else:
-        content["data"] |= {"instance": str(photos)}
-    if task.startswith("dreambooth"):
-        content["data"] |= {"prompt": "a photo of sks dog"}
-    if task == "textual-inversion":
-        content["model"] |= {"word": {"token": "<sks>", "initial": "dog"}}
-        content["train"] |= {"global_batch": 2, "micro_batch": 2}
-    return make_recipe(copy.deepcopy(content | more), overrides)
 
 
 def quietly(recipe: Recipe, out: Path, **more: Any) -> TrainResult:
@@ -274,7 +227,7 @@ def test_full_dreambooth_with_prior_preservation_and_its_text_encoder(
 
 
 def test_prior_weight_is_the_papers_sum(base: Path, photos: Path, tmp_path: Path) -> None:
-    """The gradient is that of the mean over the subject's rows plus weight times the mean over the class's."""
+    """The loss is the mean over the subject's rows plus weight times the mean over the class's."""
     overrides = ("data.class_prompt=a photo of a dog", "data.num_class_images=3", "data.prior_weight=0.25")
     batch = ("train.global_batch=2", "train.micro_batch=2", "optim.clip_norm=null")
     job = make_job(recipe_for("dreambooth", base, photos, *overrides, *batch), Pinned(tmp_path / "run"))
@@ -494,10 +447,7 @@ def test_wrong_combinations_are_refused_before_a_model_is_loaded(
 ) -> None:
     nowhere = Path("nowhere")
     with pytest.raises(RecipeError, match=message) as caught:
-        if task == "pretrain":
-            make_recipe({"task": task, "model": {"base": "tiny"}, "data": {"folder": "x"}})
-        else:
-            recipe_for(task, nowhere, nowhere, *overrides)
+        recipe_for(task, nowhere, nowhere, *overrides)
     assert "\n" not in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from darkroom.train.job import Job, Pinned, bare_step, make_job
     from darkroom.train.start import export, train
-    from darkroom.train.sweep import sweep
+    from darkroom.train.sweeps import sweep
     from darkroom.train.trainer import TrainResult
 
 __all__ = ["Job", "Pinned", "TrainResult", "bare_step", "export", "make_job", "sweep", "train"]
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
     """Import the doors when they are used: reading a recipe needs the settings alone."""
     from importlib import import_module
 
-    for module in ("start", "trainer", "job", "sweep"):
+    for module in ("start", "trainer", "job", "sweeps"):
         if name in __all__ and hasattr(found := import_module(f"darkroom.train.{module}"), name):
             return getattr(found, name)
     raise AttributeError(f"module 'darkroom.train' has no attribute '{name}'")

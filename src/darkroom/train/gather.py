@@ -20,7 +20,6 @@ from darkroom.data import Store
 from darkroom.data.importers import ImportReport, import_pictures
 from darkroom.data.pictures import EXTENSIONS
 from darkroom.errors import RecipeError
-from darkroom.models import identity
 from darkroom.run import write_whole
 from darkroom.train.masks import COLUMN, ENDING, alpha_of
 
@@ -132,17 +131,16 @@ def gather_class(recipe: Recipe, model: Model, run: Path, dtype: torch.dtype, sa
     folder.mkdir(parents=True, exist_ok=True)
     there = [path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS]
     if len(there) < data.num_class_images:
-        _check_note(recipe, model, folder, bool(there))
+        _check_note(recipe, folder, bool(there))
         _generate(recipe, model, folder, len(there), dtype, say)
     else:
         say(f"{len(there)} class pictures in {folder}, {data.num_class_images} are used")
     _imported(folder, class_store_path(run), "data.class_images")
 
 
-def _check_note(recipe: Recipe, model: Model, folder: Path, some: bool) -> None:
+def _check_note(recipe: Recipe, folder: Path, some: bool) -> None:
     """Note what the pictures are drawn with; RecipeError where those there were drawn otherwise."""
-    assert model.unet is not None
-    note = {"prompt": recipe.data.class_prompt, "unet": identity(model.unet), "side": recipe.data.resolution}
+    note = {"prompt": recipe.data.class_prompt, "model": recipe.model.base, "side": recipe.data.resolution}
     file = folder / NOTE
     before = json.loads(file.read_text()) if file.is_file() else note
     if some and before != note:

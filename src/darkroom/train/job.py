@@ -32,6 +32,7 @@ from darkroom.train.objective import Objective
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
 from darkroom.train.tasks import Autoencoder, Columns, Diffusion, Task
 from darkroom.train.tracking import check_tracker
+from darkroom.train.weights import cast
 from darkroom.train.words import add_word
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
 PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pictures of 512 px
 CLASS_SEED = 0x632BE59BD9B4E019  # class pictures get other noise than the subject's in the same place
+FROZEN_UNET = (*ADAPTER_TASKS, "textual-inversion")
 SCENES = ("{} in the snow", "{} on the beach")
 HELDOUT_SEED = 0
 
@@ -99,6 +101,8 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None, say: Say 
         if recipe.task == "extractor"
         else build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
     )
+    if recipe.task in FROZEN_UNET and model.unet is not None:
+        cast(model.unet, models.precision(precision))  # never trained: no float32 copy of it is needed
     for module in model.modules.values():
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
     stores = [store]

@@ -311,10 +311,10 @@ def _put_together(state: State, param: Tensor, saved: Mapping[str, Tensor]) -> N
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain numbers of a group or state that change; rates are set anew at each step."""
+    """The plain numbers of a group or state; rates are set anew at each step, and infinity never changes."""
     fixed = ("params", "lr", "peak_lr", "fused", "foreach")
     return {
         key: value
         for key, value in values.items()
-        if key not in fixed and isinstance(value, (bool, int, float)) and not isinstance(value, Tensor)
+        if key not in fixed and isinstance(value, (bool, int, float)) and math.isfinite(value)
     }

@@ -95,7 +95,7 @@ class CastWeights(Weights):
 
     def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
         masters = Weights(modules).masters
-        kept = {name: param.detach().clone().requires_grad_() for name, param in masters.items()}
+        kept = {name: param.detach().to(torch.float32, copy=True).requires_grad_() for name, param in masters.items()}
         for module in modules.values():
             cast(module, dtype)
         super().__init__(modules)

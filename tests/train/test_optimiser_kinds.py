@@ -1,0 +1,162 @@
+"""Every optimiser: it learns, it goes on from a checkpoint to the bit, and a fused step is the plain one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from conftest import MakeRecipe
+from darkroom.errors import RecipeError
+from darkroom.run import Run
+from darkroom.train import train
+from darkroom.train.checkpoint import checkpoints, load_checkpoint
+from darkroom.train.optimisers import (
+    OptimSettings,
+    clipped_step,
+    gradient_norm,
+    make_optimiser,
+    optimiser_numbers,
+    optimiser_tensors,
+    parameter_groups,
+    restore_optimiser,
+)
+from darkroom.train.step import Step, TrainSettings
+
+KINDS = ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"]
+RATES = {"prodigy": 1.0, "adafactor": 1e-1}
+
+
+def params_of(seed: int = 0) -> dict[str, Tensor]:
+    """A matrix large enough for 8 bits, a kernel in another memory layout, and a bias."""
+    torch.manual_seed(seed)
+    kernel = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last).requires_grad_()
+    return {
+        "unet.m": torch.randn(64, 128, requires_grad=True),
+        "unet.k": kernel,
+        "unet.b": torch.randn(4, requires_grad=True),
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_state_saved_as_tensors_and_json_goes_on_to_the_bit(name: str) -> None:
+    settings = OptimSettings(name=name, lr=RATES.get(name, 1e-2))
+
+    def stepped(params: dict[str, Tensor], optimiser, steps: range) -> None:
+        for k in steps:
+            torch.manual_seed(k)
+            for param in params.values():
+                param.grad = torch.randn_like(param) + 0.1 * param.detach()
+            clipped_step(optimiser, gradient_norm(params.values()), 1.0)
+
+    def fresh(values: dict[str, Tensor] | None = None):
+        params = params_of()
+        if values:
+            with torch.no_grad():
+                for key, param in params.items():
+                    param.copy_(values[key])
+        return params, make_optimiser(parameter_groups(params, {"unet": settings.lr}, 0.01), settings)
+
+    params, optimiser = fresh()
+    stepped(params, optimiser, range(3))
+    kept = {key: param.detach().clone() for key, param in params.items()}
+    tensors = {key: value.contiguous() for key, value in optimiser_tensors(optimiser, params).items()}
+    file = save({f"{i}": value.clone() for i, value in enumerate(tensors.values())})
+    tensors = dict(zip(tensors, (load(file)[str(i)] for i in range(len(tensors))), strict=True))
+    numbers = json.loads(json.dumps(optimiser_numbers(optimiser, params)))
+    stepped(params, optimiser, range(3, 7))
+
+    again, restored = fresh(kept)
+    restore_optimiser(restored, again, tensors, numbers)
+    stepped(again, restored, range(3, 7))
+    for key, param in params.items():
+        assert torch.equal(param, again[key]), key
+    forgetful, empty = fresh(kept)
+    stepped(forgetful, empty, range(3, 7))
+    assert not torch.equal(params["unet.m"], forgetful["unet.m"])
+    if name == "adamw8bit":
+        assert {value.dtype for key, value in tensors.items() if key.endswith(".codes")} == {torch.uint8}
+
+
+class Quadratic:
+    """The distance of a small network's answer from what it should be."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def losses(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = inputs["x"].to(next(self.module.parameters()).dtype)
+        return {"loss": (self.module(x).float() - inputs["y"]).square().mean(dim=1)}
+
+
+def step_of(name: str, *, fused: bool, dtype: torch.dtype) -> tuple[Step, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    optim = OptimSettings(name=name, lr=RATES.get(name, 1e-2), clip_norm=None, fused_backward=fused)
+    settings = TrainSettings(steps=9, global_batch=8, ema={"enabled": False})
+    step = Step(Quadratic(module), {"unet": module}, train=settings, optim=optim, micro_batch=8, dtype=dtype)
+    return step, {"x": torch.randn(8, 16), "y": torch.randn(8, 4)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "prodigy"])
+def test_stepping_inside_the_backward_pass_is_the_same_step(name: str, dtype: torch.dtype) -> None:
+    (plain, inputs), (fused, _) = (step_of(name, fused=fused, dtype=dtype) for fused in (False, True))
+    for k in range(4):
+        one, other = plain(k, inputs), fused(k, inputs)
+        assert other.losses["loss"].item() == pytest.approx(one.losses["loss"].item(), rel=1e-5)
+        assert other.grad_norm.item() == pytest.approx(one.grad_norm.item(), rel=1e-4)
+    for key, master in plain.weights.masters.items():
+        torch.testing.assert_close(master, fused.weights.masters[key], rtol=1e-4, atol=1e-5)
+        assert fused.weights.masters[key].grad is None  # nothing is held after the step
+        assert fused.weights.computing[key].grad is None
+    assert one.losses["loss"] != plain(4, inputs).losses["loss"]  # it moves
+
+
+def test_no_full_set_of_gradients_is_held() -> None:
+    """While a weight steps, no other weight has a gradient."""
+    step, inputs = step_of("adamw", fused=True, dtype=torch.bfloat16)
+    held: list[int] = []
+    for param in step.weights.computing.values():
+        param.register_post_accumulate_grad_hook(
+            lambda _: held.append(
+                sum(
+                    p.grad is not None
+                    for p in (*step.weights.computing.values(), *step.weights.masters.values())
+                )
+            )
+        )
+    step(0, inputs)
+    assert held == [0] * 4
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"])
+def test_a_run_with_it_learns_stops_and_goes_on_to_the_bit(
+    recipe_of: MakeRecipe, tmp_path: Path, name: str
+) -> None:
+    overrides = (f"optim.name={name}", f"optim.lr={RATES.get(name, 2e-3)}", "train.ema.enabled=false")
+    whole = recipe_of("pretrain", *overrides, "train.steps=6", "checkpoint.every=3", "checkpoint.keep=9")
+    quiet = {"console": lambda _: None}
+    one = train(whole, out=tmp_path / "whole", **quiet)
+    half = recipe_of("pretrain", *overrides, "train.steps=3", "checkpoint.every=3", "checkpoint.keep=9")
+    train(half, out=tmp_path / "parts", **quiet)
+    two = train(whole, out=tmp_path / "parts", **quiet)
+    rows = [[row["loss"] for row in Run.open(run.run).metrics()] for run in (one, two)]
+    assert rows[0] == rows[1]
+    last = [load_checkpoint(checkpoints(run.run / "checkpoints")[-1]).tensors for run in (one, two)]
+    for file in ("weights", "optimiser", *(["ema"] if name == "schedule-free" else [])):
+        assert last[0][file].keys() == last[1][file].keys() != set()
+        assert all(torch.equal(last[0][file][key], last[1][file][key]) for key in last[0][file]), file
+    if name == "schedule-free":  # the model that is written is the average, not what the gradients see
+        assert not torch.equal(
+            last[0]["ema"]["unet.conv_in.weight"], last[0]["weights"]["unet.conv_in.weight"]
+        )
+
+
+def test_accumulating_with_a_fused_step_is_refused(recipe_of: MakeRecipe) -> None:
+    with pytest.raises(RecipeError, match="train.micro_batch: 4 with optim.fused_backward"):
+        recipe_of("pretrain", "optim.fused_backward=true", "train.micro_batch=4")

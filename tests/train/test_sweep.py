@@ -1,0 +1,81 @@
+"""Sweeps and budgets: several runs under one budget, and what stops them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import MakeRecipe
+from darkroom import cli
+from darkroom.errors import Stopped
+from darkroom.recipe import read_sweep
+from darkroom.run import Run, compare
+from darkroom.train import sweep, train
+
+
+def recipe_file(recipe_of: MakeRecipe, folder: Path, *overrides: str) -> Path:
+    file = folder / "sweep.yaml"
+    file.write_text(yaml.safe_dump(recipe_of("pretrain", *overrides).model_dump(mode="json")))
+    return file
+
+
+def test_values_with_commas_are_recipes_but_texts_are_not(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    file = recipe_file(recipe_of, tmp_path)
+    found = read_sweep(file, ["optim.lr=1e-5,5e-5,1e-4", "train.seed=0,1", "train.steps=3"])
+    assert [settings for settings, _ in found][:3] == [
+        {"optim.lr": "1e-5", "train.seed": 0},
+        {"optim.lr": "1e-5", "train.seed": 1},
+        {"optim.lr": "5e-5", "train.seed": 0},
+    ]
+    assert {(r.optim.lr, r.train.seed, r.train.steps) for _, r in found} == {
+        (lr, seed, 3) for lr in (1e-5, 5e-5, 1e-4) for seed in (0, 1)
+    }
+    one = read_sweep(file, ["data.filter=a,b", "sample.prompts=[a dog, a cat]", "track={tensorboard: false}"])
+    assert len(one) == 1
+
+
+def test_a_sweep_from_the_command_line(recipe_of: MakeRecipe, tmp_path: Path, capsys) -> None:
+    file, out = recipe_file(recipe_of, tmp_path, "train.steps=2"), tmp_path / "rates"
+    arguments = ["train", str(file), "optim.lr=1e-3,2e-3", "train.seed=5", "--out", str(out), "--json"]
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [run["run"] for run in told] == [str(out / "rates-0"), str(out / "rates-1")]
+    runs = [out / "rates-0", out / "rates-1"]
+    assert [Run.open(run).recipe["optim"]["lr"] for run in runs] == [1e-3, 2e-3]
+    third = train(recipe_of("pretrain", "train.steps=2", "optim.lr=4e-3"), out=tmp_path / "c", console=print)
+    side_by_side = compare(*runs, third.run)
+    assert side_by_side["settings"]["optim.lr"] == (1e-3, 2e-3, 4e-3)
+    assert len(side_by_side["metrics"]["loss"]) == 3
+    with pytest.raises(SystemExit) as left:
+        cli.main(["runs", "compare", *map(str, runs), str(third.run)])
+    assert left.value.code == 0
+    assert "0.001, 0.002, 0.004" in capsys.readouterr().out
+
+
+def test_a_budget_stops_with_the_state_saved_and_more_goes_on(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    little, out = ("budget.hours=1e-9", "train.steps=4"), tmp_path / "run"
+    with pytest.raises(Stopped, match="budget.hours 1e-09 is spent"):
+        train(recipe_of("pretrain", *little), out=out, console=lambda _: None)
+    assert not Run.open(out).outputs
+    result = train(recipe_of("pretrain", "budget.hours=5", "train.steps=4"), out=out, console=lambda _: None)
+    assert result.steps == 4
+    dollars = recipe_of("pretrain", "budget.usd=1e-9", "train.steps=4")
+    if result.bill.usd is not None:
+        with pytest.raises(Stopped, match="budget.usd 1e-09"):
+            train(dollars, out=tmp_path / "dollars", console=lambda _: None)
+
+
+def test_a_sweeps_budget_is_that_of_all_its_runs(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    file = recipe_file(recipe_of, tmp_path, "train.steps=2")
+    whole = read_sweep(file, ["optim.lr=1e-3,2e-3"])
+    results = sweep(whole, out=tmp_path / "s", console=lambda _: None)
+    used_h = results[0].bill.wall_s / 3600
+    # What the first run used is more than there is: the second is not begun.
+    small = read_sweep(file, ["optim.lr=1e-3,2e-3", f"budget.hours={used_h / 2}"])
+    with pytest.raises(Stopped, match="is spent"):
+        sweep(small, out=tmp_path / "s", console=lambda _: None)
