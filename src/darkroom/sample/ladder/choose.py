@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from darkroom.errors import InputError
+from darkroom.models.bank import ROWS
 from darkroom.sample.ladder.applied import Applied, Choice
 from darkroom.sample.ladder.rung import Place
 from darkroom.sample.ladder.rungs import RUNGS
@@ -33,7 +34,10 @@ def optimise(
     choices = parse(names)
     reasons: list[str] = []
     if any(choice.name == AUTO for choice in choices):
+        said = {choice.name for choice in choices}
         choices, reasons = _with_auto(choices, place)
+        if hasattr(model.unet, ROWS) and "fused_qkv" not in said:  # a fused layer would pass adapters by
+            choices = [choice for choice in choices if choice.name != "fused_qkv"]
     check(choices, place)
     ordered = sorted(choices, key=lambda choice: list(RUNGS).index(choice.name))
     applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
