@@ -1,28 +1,126 @@
-"""Every shipped recipe reads, and its head comment names commands that exist."""
+"""Every shipped recipe reads, and those that fine-tune run at toy size through the command line."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from darkroom import models
+from darkroom import cli, models
+from darkroom.models.adapters import read_adapter
 from darkroom.recipe import read_recipe
+from darkroom.train.defaults import FINE_TUNING
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(ROOT.glob("recipes/*.yaml")) + sorted(ROOT.glob("src/darkroom/quickstart/*.yaml"))
+FINE = [path for path in RECIPES if read_recipe(path).task in FINE_TUNING]
+WORDS = "a photo of sks dog, a house by the sea, a portrait of an old man"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_reads_and_its_model_can_be_built(path):
     recipe = read_recipe(path)
+    assert path.read_text().startswith("# ")
+    if recipe.model.base not in models.FAMILIES:
+        assert recipe.model.base.count("/") == 1 or recipe.task == "extractor"  # a hub id
+        return
     parts = {"unet": recipe.model.unet, "text_encoder": recipe.model.text_encoder}
     if isinstance(recipe.model.vae, dict):
         parts["vae"] = recipe.model.vae
     model = models.create(recipe.model.base, overrides={k: v for k, v in parts.items() if v})
     assert model.num_parameters["unet"] > 0
-    assert path.read_text().startswith("# ")
 
 
 def test_the_recipes_are_found():
     assert {"autoencoder", "pretrain", "emoji", "emoji-autoencoder"} <= {path.stem for path in RECIPES}
+    assert {path.stem for path in FINE} == {
+        *("sd15-dreambooth", "sd15-dreambooth-lora", "sd15-lora", "sd15-textual-inversion"),
+        *("sdxl-dreambooth-lora", "sd2-finetune"),
+    }
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    """Tiny models of the same build as SD 1.5 and SDXL."""
+    folder = tmp_path_factory.mktemp("bases")
+    tokenizer = models.train_tokenizer([WORDS] * 3, vocab_size=600)
+    models.save(models.create("tiny", seed=1, tokenizer=tokenizer), folder / "sd")
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "projection_dim": 32,
+    }
+    unet = {
+        "block_out_channels": [16, 32, 32],
+        "transformer_layers_per_block": [1, 1, 1],
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+        "attention_head_dim": 4,
+        "cross_attention_dim": 64,
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 32 + 6 * 8,
+        "sample_size": 8,
+    }
+    vae = {"block_out_channels": [8, 16, 16], "norm_num_groups": 8, "layers_per_block": 1, "sample_size": 32}
+    ends = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": len(tokenizer) - 1}
+    overrides = {"unet": unet, "vae": vae, "text_encoder": text | ends, "text_encoder_2": text | ends}
+    models.save(models.create("sdxl", seed=1, tokenizer=tokenizer, overrides=overrides), folder / "sdxl")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photos(shared_data, tmp_path_factory):
+    """Five photographs of a dog, small, without captions, and the same with captions."""
+    folder = tmp_path_factory.mktemp("photos")
+    for name in ("plain", "captioned"):
+        (folder / name).mkdir()
+        for i, path in enumerate(sorted((shared_data / "dreambooth" / "dog").glob("*.jp*g"))[:5]):
+            with Image.open(path) as image:
+                image.thumbnail((80, 80))
+                image.save(folder / name / f"{i}.png")
+            if name == "captioned":
+                (folder / name / f"{i}.txt").write_text(f"a dog in place {i}")
+    return folder
+
+
+def told(capsys, *arguments):
+    with pytest.raises(SystemExit) as left:
+        cli.main([*map(str, arguments), "--json"])
+    out = capsys.readouterr()
+    assert not left.value.code, out.err
+    return json.loads(out.out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("path", FINE, ids=lambda path: path.stem)
+def test_a_fine_tuning_recipe_runs_at_toy_size(path, bases, photos, tmp_path, capsys):
+    recipe = read_recipe(path)
+    base = bases / ("sdxl" if path.stem.startswith("sdxl") else "sd")
+    toy = [f"model.base={base}", "data.resolution=32", "train.steps=2", "sample.every=2", "sample.steps=1"]
+    toy += ["train.precision=float32", "checkpoint.every=1", "optim.warmup_steps=0"]
+    if recipe.data.store:
+        store = tmp_path / "pictures.lance"
+        told(capsys, "import", photos / "captioned", store)
+        toy += [f"data.store={store}", "data.holdout=1", "train.global_batch=2"]
+    else:
+        key = "instance" if recipe.data.instance else "folder"
+        toy += [f"data.{key}={photos / ('plain' if key == 'instance' else 'captioned')}"]
+    if recipe.data.class_prompt:
+        toy += ["data.num_class_images=2"]
+    if recipe.data.prompt:
+        toy += ["data.prompt=a photo of sks dog"]
+    result = told(capsys, "train", path, *toy, "--out", tmp_path / "run")
+    assert result["steps"] == 2
+    made = [Path(name).name for name in result["outputs"]]
+    expected = {"textual-inversion": ["model", "learned_embeds.safetensors"]}
+    adapter = recipe.task in ("lora", "dreambooth-lora")
+    assert made == expected.get(recipe.task, ["adapter.safetensors"] if adapter else ["model"])
+    assert (tmp_path / "run" / "samples" / "step-00000002.png").is_file()
+    if adapter:
+        assert recipe.adapter is not None
+        assert read_adapter(tmp_path / "run" / "adapter.safetensors").rank == recipe.adapter.rank
+        merged = told(capsys, "export", tmp_path / "run", "--to", tmp_path / "merged")["model"]
+        assert models.load(merged).is_sdxl == path.stem.startswith("sdxl")
