@@ -16,7 +16,7 @@ from darkroom.data.importers import import_pictures
 from darkroom.errors import InputError, RecipeError
 from darkroom.evaluate import FolderPictures, evaluate_folder, open_extractor, statistics
 from darkroom.evaluate.pictures import images
-from darkroom.recipe import make_recipe
+from darkroom.recipe import make_recipe, read_recipe
 from darkroom.train import export, train
 from darkroom.train.extractor import cut, matched, tinted
 
@@ -128,6 +128,14 @@ def test_without_captions_none_are_learned(tones, tmp_path):
     import_pictures(folder, tmp_path / "bare.lance", on_missing_caption="keep")
     recipe = recipe_of(tmp_path / "bare.lance", "train.steps=1", "train.global_batch=4", "data.holdout=0")
     assert open_extractor(train(recipe, out=tmp_path / "run", console=silent).model).read is None
+
+
+def test_the_shipped_recipe_runs(tones, tmp_path):
+    path = Path(__file__).resolve().parents[2] / "recipes" / "extractor.yaml"
+    toy = [f"data.store={tones}", "data.resolution=32", "train.steps=2", "train.global_batch=4"]
+    toy += ["optim.warmup_steps=0", "objective.extractor.network.width=8"]
+    result = train(read_recipe(path, toy), out=tmp_path / "run", console=silent)
+    assert open_extractor(result.model).texts(["a red cloud"]).shape == (1, 128)
 
 
 @pytest.mark.parametrize(
