@@ -24,10 +24,11 @@ def png(server: Server, job_id: str, index: int = 0) -> Image.Image:
     return Image.open(io.BytesIO(answer.content))
 
 
+@pytest.mark.slow
 def test_accepted_jobs_survive_being_killed_again_and_again(serve, small, tmp_path):
     draw = random.Random(3)
     accepted: dict[str, int] = {}
-    for round_ in range(6):
+    for round_ in range(5):
         server = serve().ready()
         for i in range(4):
             name = f"job{round_}-{i}"

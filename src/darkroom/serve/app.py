@@ -99,7 +99,9 @@ def _add_errors(app: FastAPI, core: Core) -> None:
 def _of_validation(errors: Sequence[Any]) -> Refused:
     """The first mistake, by the field's name; the value given is not repeated."""
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    where = [str(part) for part in first["loc"]]
+    if where and where[0] in ("body", "query", "path", "header"):
+        del where[0]
     param = ".".join(where)[:200] or None
     if first["type"] == "json_invalid":
         return Refused(400, "bad_request", "the body is no JSON that can be read")
