@@ -1,13 +1,14 @@
 """Each backend's pictures against torch in float32, and the cache of exports.
 
-The models are small; an export to ONNX takes tens of seconds even so, which is why those tests are slow ones
-and share one cache.
+The models are small, and the tests share one cache: an export takes seconds even so, one to ONNX ten times
+as long.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,11 +69,9 @@ def said(notices: list[str], what: str) -> int:
     return sum(what in notice for notice in notices)
 
 
-def check_like_torch(model: Model, backend: str, cache: Path) -> None:
+def check_like_torch(model: Model, backend: str) -> None:
     """Pictures within 2/255 of torch's at several sizes and batches, and moved by another seed and prompt."""
-    notices: list[str] = []
-    opened = open_backend(backend, model, notice=notices.append)
-    assert not said(notices, "exported") or cache.is_dir()
+    opened = open_backend(backend, model, notice=lambda text: None)
     side = model.sample_size
     unit = model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1)  # type: ignore[union-attr]
     for prompts, size, more in (
@@ -96,21 +95,21 @@ def check_like_torch(model: Model, backend: str, cache: Path) -> None:
 
 
 def test_openvino_draws_what_torch_draws(small: Model, cache: Path) -> None:
-    check_like_torch(small, "openvino", cache)
+    check_like_torch(small, "openvino")
 
 
 @pytest.mark.slow
 def test_onnx_draws_what_torch_draws(small: Model, cache: Path) -> None:
-    check_like_torch(small, "onnx", cache)
+    check_like_torch(small, "onnx")
 
 
 def test_openvino_draws_what_sdxl_draws(small_xl: Model, cache: Path) -> None:
-    check_like_torch(small_xl, "openvino", cache)
+    check_like_torch(small_xl, "openvino")
 
 
 @pytest.mark.slow
 def test_onnx_draws_what_sdxl_draws(small_xl: Model, cache: Path) -> None:
-    check_like_torch(small_xl, "onnx", cache)
+    check_like_torch(small_xl, "onnx")
 
 
 @pytest.mark.slow
@@ -123,7 +122,6 @@ def test_compile_draws_what_torch_draws(small: Model, cache: Path) -> None:
         assert apart(ours, theirs) <= LOSSLESS
     assert said(notices, "compiled at its first call") == 1
     assert opened.times_s["compile unet"] > 0
-    assert apart(generate(small, PROMPTS, backend=opened, steps=3, seed=9), theirs[:0] or ours) >= 0
     other = generate(small, PROMPTS, backend=opened, steps=3, size=(32, 48), seed=9)
     assert apart(other, theirs) >= MOVED
 
@@ -150,44 +148,58 @@ def test_openvino_in_bfloat16_is_as_near_as_torch_in_bfloat16(small: Model, cach
     assert mean_apart(generate(half, PROMPTS, steps=4, seed=6, backend="openvino"), plain) > 3 * BF16_MEAN
 
 
-def test_an_export_is_made_once_and_again_for_other_weights(
-    small: Model, tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+def files_of(cache: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in sorted(cache.glob("[!.]*/*"))}
+
+
+def test_an_export_is_made_once_and_again_for_other_weights(small: Model, cache: Path) -> None:
+    first = generate(small, PROMPTS, steps=2, backend="openvino", notice=lambda text: None)
+    files = files_of(cache)
+    assert {file.name for file in files} >= {"model.xml", "model.bin", "export.json"}
     notices: list[str] = []
-    first = generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
-    files = {file: file.stat().st_mtime_ns for file in sorted((tmp_path / "backends").glob("*/*"))}
-    assert len({file.parent for file in files}) == 2
-    assert said(notices, "exported") == 2
-    assert said(notices, "M parameters") == 2
     again = generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
-    assert said(notices, "exported") == 2
-    assert {file: file.stat().st_mtime_ns for file in files} == files
+    assert not said(notices, "exported")
+    assert files_of(cache) == files
     assert apart(first, again) == 0
 
     other = models.create("tiny", seed=1, overrides=SMALL)
     with torch.no_grad():
         other.unet.conv_in.weight.mul_(1.5)  # type: ignore[union-attr]
     changed = generate(other, PROMPTS, steps=2, backend="openvino", notice=notices.append)
-    assert said(notices, "the U-Net is exported") == 2
-    assert said(notices, "the VAE's decoder is exported") == 1
+    assert said(notices, "the U-Net is exported") == 1
+    assert said(notices, "M parameters") == 1
+    assert not said(notices, "the VAE's decoder is exported")
+    assert len(files_of(cache)) == len(files) + 3
     assert apart(changed, generate(other, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
     assert apart(changed, first) >= MOVED
 
 
-def test_a_setting_without_weights_makes_another_export(
-    small: Model, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_setting_that_no_weight_shows_makes_another_export(small: Model, cache: Path) -> None:
     """The number of heads is not seen in the weights."""
-    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
     heads = {**SMALL, "unet": {**SMALL["unet"], "attention_head_dim": 2}}
     other = models.create("tiny", seed=1, overrides=heads)
     assert models.identity(other.unet) == models.identity(small.unet)  # type: ignore[arg-type]
+    open_backend("openvino", small, notice=lambda text: None)
     notices: list[str] = []
-    generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
     ours = generate(other, PROMPTS, steps=2, backend="openvino", notice=notices.append)
-    assert said(notices, "the U-Net is exported") == 2
+    assert said(notices, "the U-Net is exported") == 1
     assert apart(ours, generate(other, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
+
+
+def test_damaged_files_are_exported_again(
+    small: Model, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_backend("openvino", small, notice=lambda text: None)
+    shutil.copytree(cache, tmp_path / "backends")
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    for file in (tmp_path / "backends").glob("openvino-unet-*/model.bin"):
+        os.truncate(file, file.stat().st_size // 2)
+    for file in (tmp_path / "backends").glob("openvino-vae*/export.json"):
+        file.write_text(json.dumps({"key": "another"}))
+    notices: list[str] = []
+    ours = generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
+    assert said(notices, "exported") == 2
+    assert apart(ours, generate(small, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
 
 
 EXPORT = """
@@ -206,7 +218,10 @@ def start_export(cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_killed_export_leaves_nothing_half(small: Model, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.slow
+def test_a_killed_export_leaves_nothing_half(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
     process = start_export(tmp_path)
     folder = tmp_path / "backends"
@@ -234,20 +249,9 @@ def test_two_processes_export_once(tmp_path: Path) -> None:
     assert sum(text.count("the U-Net is exported") for text in told) == 1
 
 
-def test_damaged_files_are_exported_again(small: Model, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
-    open_backend("openvino", small, notice=lambda text: None)
-    for file in (tmp_path / "backends").glob("openvino-unet-*/model.bin"):
-        os.truncate(file, file.stat().st_size // 2)
-    for file in (tmp_path / "backends").glob("openvino-vae*/export.json"):
-        file.write_text(json.dumps({"key": "another"}))
-    notices: list[str] = []
-    ours = generate(small, PROMPTS, steps=2, backend="openvino", notice=notices.append)
-    assert said(notices, "exported") == 2
-    assert apart(ours, generate(small, PROMPTS, steps=2, optimise="none")) <= LOSSLESS
-
-
-def test_a_server_of_many_shapes_keeps_drawing(small: Model, cache: Path, monkeypatch: Any) -> None:
+def test_a_server_of_many_shapes_keeps_drawing(
+    small: Model, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the first shapes, one compiled for any shape takes the rest."""
     from darkroom.sample.backends import openvino_engine
 
@@ -290,7 +294,7 @@ def test_an_unknown_backend_is_refused(small: Model) -> None:
         generate(small, PROMPTS, backend="tensorrt")
 
 
-def test_a_missing_package_names_its_extra(small: Model, monkeypatch: Any) -> None:
+def test_a_missing_package_names_its_extra(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingExtra, match=r"pip install 'darkroom\[onnx\]'"):
         open_backend("onnx", small)
@@ -308,7 +312,9 @@ def test_a_bank_in_the_unet_is_refused(cache: Path) -> None:
         open_backend("openvino", model)
 
 
-def test_a_cache_that_cannot_be_written_is_told(small: Model, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_cache_that_cannot_be_written_is_told(
+    small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "file"))
     with pytest.raises(InputError, match="DARKROOM_CACHE"):
