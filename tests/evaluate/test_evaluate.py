@@ -330,9 +330,29 @@ def test_the_verb_scores_a_model_and_then_its_pictures(
     assert with_token["value"] != pytest.approx(by_model["clip-t"]["value"], rel=1e-6)
 
 
+def test_a_runs_folder_stands_for_its_model(tiny, small_folder, tmp_path, capsys):
+    run_folder = tmp_path / "run"
+    models.save(tiny, run_folder / "model")
+    (run_folder / "recipe.yaml").write_text("task: pretrain\n")
+    arguments = ["--metrics", "drift", "--class-word", "dog", "--base", run_folder / "model", "--steps", 2]
+    arguments += ["--class-num", 2, "--extractor", small_folder, "--json"]
+    code, out, err = run(capsys, "evaluate", run_folder, *arguments)
+    assert code == 0, err
+    (row,) = json.loads(out)
+    assert row["value"] == pytest.approx(0, abs=1e-9)
+    assert row["model"] == str(run_folder / "model")
+    (tmp_path / "lora").mkdir()
+    for name in ("recipe.yaml", "adapter.safetensors"):
+        (tmp_path / "lora" / name).write_text("")
+    code, out, err = run(capsys, "evaluate", tmp_path / "lora", *arguments)
+    assert (code, out) == (2, "")
+    assert "--adapter NAME=" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--metrics", "drift", "--out", "/dev/null/scores.csv"], "cannot be written"),
         (["--metrics", "nice"], "allowed: fid"),
         (["--metrics", "fid", "--extractor", "eye=x"], "allowed: dino, clip, inception, coca, all"),
         (["--metrics", "fid", "--extractor", "all="], "each NAME once"),

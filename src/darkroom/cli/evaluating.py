@@ -15,6 +15,7 @@ from darkroom.errors import InputError
 if TYPE_CHECKING:
     from darkroom.models import Model
 
+RECIPE = "recipe.yaml"  # what tells a run's folder from one of pictures
 SHOWN = ("metric", "value", "interval", "n", "extractor", "better")
 
 
@@ -118,10 +119,12 @@ def evaluate(
 
 
 def _is_pictures(where: str) -> bool:
-    """Whether this is a folder that holds pictures and no model."""
+    """Whether this is a folder that holds pictures, and no model and no run."""
     from darkroom.models import FAMILIES, PARTS
 
     path = Path(where)
+    if (path / RECIPE).is_file():
+        return False
     return where not in FAMILIES and path.is_dir() and not any((path / part).is_dir() for part in PARTS)
 
 
@@ -188,12 +191,24 @@ def _opened(where: str, adapters: list[str], precision: str, device: str) -> Mod
     from darkroom import models
     from darkroom.models.adapters import merge, read_adapter
 
-    model = models.load(where, dtype=models.precision(precision), device=models.device(device))
+    model = models.load(_model_of(where), dtype=models.precision(precision), device=models.device(device))
     for one in adapters:
         name, file, weight = _adapter(one)
         merge(model, read_adapter(file, name=name), weight)
         model.path = f"{model.path or model.family}+{name}" + ("" if weight == 1 else f":{weight:g}")
     return model
+
+
+def _model_of(where: str) -> str:
+    """The model of a run, where this is a run's folder; else what was given."""
+    run = Path(where)
+    if not (run / RECIPE).is_file():
+        return where
+    if (run / "model").is_dir():
+        return str(run / "model")
+    if (file := run / "adapter.safetensors").is_file():
+        raise InputError(f"'{where}' is a run that made an adapter", mend=f"BASE --adapter NAME={file}")
+    raise InputError(f"the run '{where}' has made no model yet")
 
 
 def _adapter(text: str) -> tuple[str, str, float]:

@@ -217,7 +217,8 @@ def drift(scorer: Scorer, extractor: Extractor) -> Found:
     cosines_N = statistics.cosine_of_pairs(
         scorer.features(extractor, pictures), scorer.features(extractor, base)
     )
-    return Found(resample.mean_of(1 - cosines_N, seed=scorer.seed), pictures, base)
+    moved_N = np.clip(1 - cosines_N, 0, None)  # equal pictures may differ from 1 by rounding
+    return Found(resample.mean_of(moved_N, seed=scorer.seed), pictures, base)
 
 
 METRICS: dict[str, Metric] = {

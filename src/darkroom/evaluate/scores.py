@@ -78,6 +78,9 @@ def check_scores_file(path: Path) -> str:
     """What stands in the file, empty where there is none; InputError unless scores can be added to it."""
     if path.is_dir():
         raise InputError(f"'{path}' is a folder", mend="give the name of a CSV file")
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise InputError(f"'{path}' cannot be written: '{place}' takes no files", mend="choose another --out")
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
     except UnicodeDecodeError as error:
