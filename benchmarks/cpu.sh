@@ -16,6 +16,10 @@ uptime
 # The loop's overhead is measured on the quickstart's own U-Net and latents.
 if [ ! -f quickstart/result.json ]; then "$darkroom" quickstart --out quickstart; fi
 "$darkroom" bench train quickstart/runs/pretrain/recipe.yaml train.log_every=20 --out "$out"
+
+# Backends: SD 1.5 at full size takes about 15 GB and half an hour; the tiny model shows the loop's overhead.
+"$darkroom" bench backends sd15 --size 512x512 --steps 20 --out "$out"
+"$darkroom" bench backends tiny --steps 50 --repeats 15 --pictures 15 --out "$out"
 uptime
 "$darkroom" report "$out" --out "$work/report.html"
 echo "rows: $out"
