@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,22 +14,22 @@ from torch import Tensor, nn
 import darkroom
 from darkroom import hardware, models
 from darkroom.data import Store
-from darkroom.data.loader import Loader, ReadSettings
-from darkroom.data.order import BucketOrder, Order, OrderSettings, Rows, SampleOrder
-from darkroom.data.pictures import buckets, nearest_bucket
+from darkroom.data.loader import ReadSettings
+from darkroom.data.order import Rows
 from darkroom.errors import RecipeError
 from darkroom.models import Model
 from darkroom.prepare import TextEncoder, VaeEncoder, latents_column, prepare, text_column
 from darkroom.train.adapter import add_adapters, parameter_table
-from darkroom.train.build import build_model, size_unit
+from darkroom.train.build import build_model
 from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS, check_together
 from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
+from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, read_once
 from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_class, has_own_store, store_path
 from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
 from darkroom.train.objective import Objective
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
-from darkroom.train.tasks import Autoencoder, Columns, Diffusion, Task
+from darkroom.train.tasks import Autoencoder, Diffusion, Task
 from darkroom.train.tracking import check_tracker
 from darkroom.train.weights import cast
 from darkroom.train.words import add_word
@@ -39,16 +38,11 @@ if TYPE_CHECKING:
     from darkroom.recipe import Recipe
 
 Say = Callable[[str], None]
-Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
-"""Opens the stream of global batches from step k on."""
-
 CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
 PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pictures of 512 px
-CLASS_SEED = 0x632BE59BD9B4E019  # class pictures get other noise than the subject's in the same place
 FROZEN_UNET = (*ADAPTER_TASKS, "textual-inversion")
 SCENES = ("{} in the snow", "{} on the beach")
-HELDOUT_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None, say: Say 
         recipe=recipe,
         task=task,
         step=bare_step(task, recipe, micro, models.precision(precision)),
-        feed=feed or _feed(recipe, task, stores, train_rows, device),
+        feed=feed or make_feed(recipe, task, stores, train_rows, device),
         device=device,
         rows=len(train_rows) * recipe.data.repeats,
         environment=exactness(device, precision, micro),
@@ -261,7 +255,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     encode = None
     column = _latents_column(recipe, model, store)
     if column is not None:
-        _bucket_step(recipe, store, column)
+        bucket_step(recipe, store, column)
         read = read.model_copy(update={"latents": column, "pixels": None})
     else:
         encode = VaeEncoder(_vae(model), device=device).encode
@@ -337,7 +331,7 @@ def _prepare_own(
             store,
             replace(model, unet=None, text_encoders=[], tokenizers=[]),
             resolution=side,
-            bucket_step=_inline_step(side, model) if recipe.data.buckets else 0,
+            bucket_step=inline_step(side, model) if recipe.data.buckets else 0,
             batch_rows=max(1, PREPARED_PIXELS // side**2),
             device=str(device),
         )
@@ -403,119 +397,13 @@ def _text_column(recipe: Recipe, model: Model, store: Store) -> str | None:
     return column
 
 
-def _bucket_step(recipe: Recipe, store: Store, column: str) -> int:
-    """What the sides of a prepared column's pictures are multiples of; 0 where they are squares.
-
-    RecipeError where the recipe asks for the other kind.
-    """
-    crop = store.columns()[column].get("darkroom.crop", "centre")
-    step = int(crop.removeprefix("buckets-")) if crop.startswith("buckets-") else 0
-    if recipe.data.buckets != bool(step):
-        made = f"buckets of {step} pixels" if step else "squares"
-        raise RecipeError(
-            "data.buckets",
-            f"{str(recipe.data.buckets).lower()}, but {column} was prepared in {made}",
-            mend=f"set data.buckets={str(bool(step)).lower()}, or encode=inline",
-        )
-    return step
-
-
-def _order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
-    train, data, column = recipe.train, recipe.data, task.read.latents
-    if not data.buckets:
-        return Order(rows, seed=train.seed, global_batch=train.global_batch)
-    positions = rows.positions(np.arange(len(rows)))
-    sizes = store.take(positions, ["width", "height"])
-    step = _bucket_step(recipe, store, column) if column else _inline_step(data.resolution, task.model)
-    allowed = buckets(data.resolution, step=step)
-    chosen: dict[tuple[int, int], list[int]] = {}
-    pairs = zip(sizes["width"].to_pylist(), sizes["height"].to_pylist(), strict=True)
-    for position, (width, height) in zip(positions.tolist(), pairs, strict=True):
-        chosen.setdefault(nearest_bucket(width, height, allowed), []).append(position)
-    by_size = {size: np.array(listed, dtype=np.int64) for size, listed in chosen.items()}
-    return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
-
-
-def _inline_step(resolution: int, model: Model) -> int:
-    """Bucket sides as the SDXL trainers have them; small models take what their levels allow."""
-    return 64 if resolution >= 256 else size_unit(model)
-
-
-def _feed(recipe: Recipe, task: Task, stores: Sequence[Store], rows: Rows, device: torch.device) -> Feed:
-    """The stream of batches; of a second store, of class pictures, a row follows each of the first's."""
-    store, *beside = stores
-    sources = [(store, _order(recipe, task, store, rows), task.read)]
-    sources += [(other, *_class_order(recipe, task, other)) for other in beside]
-    data = recipe.data
-
-    @contextmanager
-    def feed(k: int) -> Iterator[Iterator[Columns]]:
-        with ExitStack() as stack:
-            loaders = [
-                stack.enter_context(
-                    Loader(
-                        source,
-                        order,
-                        read=read,
-                        start=k,
-                        end=recipe.train.steps,
-                        workers=data.workers,
-                        ahead=data.ahead,
-                        pin_memory=device.type == "cuda",
-                    )
-                )
-                for source, order, read in sources
-            ]
-            if len(loaders) == 1:
-                yield (batch.columns for batch in loaders[0])
-            else:
-                yield (interleaved(one.columns, other.columns) for one, other in zip(*loaders, strict=True))
-
-    return feed
-
-
-def _class_order(recipe: Recipe, task: Task, store: Store) -> tuple[Order, ReadSettings]:
-    """Which class pictures come when, and how they are read: with their own prompt and noise."""
-    seed, prompt = recipe.train.seed ^ CLASS_SEED, recipe.data.class_prompt
-    rows = Rows.of(min(recipe.data.num_class_images, store.num_rows))
-    update = {"prompts": (prompt,), "prompts_replace": True, "seed": seed, "columns": ()}
-    order = Order(rows, seed=seed, global_batch=recipe.train.global_batch)
-    return order, task.read.model_copy(update=update)
-
-
-def interleaved(subject: Columns, prior: Columns) -> Columns:
-    """Rows of both by turns, and `is_prior` [2B] that tells them apart."""
-    mixed: dict[str, Any] = {}
-    for name, one in subject.items():
-        other = prior.get(name)
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            mixed[name] = torch.stack([one, other], dim=1).flatten(0, 1)
-        else:
-            pairs = zip(one, other or [None] * len(one), strict=True)
-            mixed[name] = [value for pair in pairs for value in pair]
-    count = len(next(iter(subject.values())))
-    mixed["is_prior"] = torch.tensor([False, True]).repeat(count)
-    return mixed
-
-
-def _read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Columns:
-    """`count` rows spread evenly, the same each time: centre cut, no flip, no dropped caption."""
-    index = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))
-    still = OrderSettings(shuffle=False)
-    order = Order(rows.positions(index), seed=HELDOUT_SEED, global_batch=len(index), settings=still)
-    plain: dict[str, Any] = {"crop": "centre", "flip": False, "caption_dropout": 0.0, "seed": HELDOUT_SEED}
-    plain |= {"shuffle_tags": False}
-    with Loader(store, order, read=read.model_copy(update=plain), end=1) as loader:
-        return next(loader).columns
-
-
 def _heldout(
     recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device
 ) -> dict[str, Tensor] | None:
     """The held-out rows' inputs, read once, with the mean latent instead of a drawn one."""
     if not len(rows):
         return None
-    columns = dict(_read_once(store, rows, recipe.evaluate.rows, task.read))
+    columns = dict(read_once(store, rows, recipe.evaluate.rows, task.read))
     if "posterior" in columns:
         columns["posterior"] = torch.zeros_like(columns["posterior"])
     return task.inputs(columns, device)
@@ -528,7 +416,7 @@ def _calibration(
     if not isinstance(task, Autoencoder):
         return []
     count = max(1, min(CALIBRATION_ROWS, CALIBRATION_VALUES // (3 * recipe.data.resolution**2)))
-    columns = _read_once(store, rows, count, task.read)
+    columns = read_once(store, rows, count, task.read)
     inputs = task.inputs(columns, device)
     return list(micro_batches(inputs, 16))
 
@@ -543,7 +431,7 @@ def _micro_batch(
         return 1, "one picture a step"
     if recipe.task == "extractor":
         return settings.global_batch, "pictures are told from all others of a batch"
-    inputs = task.inputs(_read_once(store, rows, 1, task.read), device)
+    inputs = task.inputs(read_once(store, rows, 1, task.read), device)
     micro, why = choose_micro_batch(settings, task, inputs, device)
     if recipe.optim.fused_backward and micro < settings.global_batch:
         raise RecipeError(

@@ -18,8 +18,9 @@ from darkroom.train.checkpoint import (
     newest_checkpoint,
     step_of,
 )
+from darkroom.train.feed import Feed
 from darkroom.train.gather import has_own_store, store_path
-from darkroom.train.job import Feed, Job, Pinned, Say, make_job
+from darkroom.train.job import Job, Pinned, Say, make_job
 from darkroom.train.result import write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
 from darkroom.train.tracking import make_tracker

@@ -95,7 +95,9 @@ class CastWeights(Weights):
 
     def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
         masters = Weights(modules).masters
-        kept = {name: param.detach().to(torch.float32, copy=True).requires_grad_() for name, param in masters.items()}
+        kept = {name: param.detach().to(torch.float32, copy=True) for name, param in masters.items()}
+        for master in kept.values():
+            master.requires_grad_()
         for module in modules.values():
             cast(module, dtype)
         super().__init__(modules)

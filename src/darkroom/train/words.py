@@ -115,7 +115,8 @@ def settle_words(model: Model) -> None:
         words = described.get_input_embeddings()
         if isinstance(words, Words):
             table = torch.cat([words.weight, words.added.to(words.weight)]).detach()
-            described.set_input_embeddings(nn.Embedding(*table.shape, _weight=table))
+            rows, width = table.shape
+            described.set_input_embeddings(nn.Embedding(rows, width, _weight=table))
             described.config.vocab_size = len(table)
 
 

@@ -1,0 +1,135 @@
+"""What feeds a job: which pictures come when, how they are read, and class pictures beside the subject's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from darkroom.data import Store
+from darkroom.data.loader import Loader, ReadSettings
+from darkroom.data.order import BucketOrder, Order, OrderSettings, Rows, SampleOrder
+from darkroom.data.pictures import buckets, nearest_bucket
+from darkroom.errors import RecipeError
+from darkroom.models import Model
+from darkroom.train.build import size_unit
+from darkroom.train.tasks import Columns, Task
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
+"""Opens the stream of global batches from step k on."""
+
+HELDOUT_SEED = 0
+CLASS_SEED = 0x632BE59BD9B4E019  # class pictures get other noise than the subject's in the same place
+
+
+def bucket_step(recipe: Recipe, store: Store, column: str) -> int:
+    """What the sides of a prepared column's pictures are multiples of; 0 where they are squares.
+
+    RecipeError where the recipe asks for the other kind.
+    """
+    crop = store.columns()[column].get("darkroom.crop", "centre")
+    step = int(crop.removeprefix("buckets-")) if crop.startswith("buckets-") else 0
+    if recipe.data.buckets != bool(step):
+        made = f"buckets of {step} pixels" if step else "squares"
+        raise RecipeError(
+            "data.buckets",
+            f"{str(recipe.data.buckets).lower()}, but {column} was prepared in {made}",
+            mend=f"set data.buckets={str(bool(step)).lower()}, or encode=inline",
+        )
+    return step
+
+
+def _order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+    train, data, column = recipe.train, recipe.data, task.read.latents
+    if not data.buckets:
+        return Order(rows, seed=train.seed, global_batch=train.global_batch)
+    positions = rows.positions(np.arange(len(rows)))
+    sizes = store.take(positions, ["width", "height"])
+    step = bucket_step(recipe, store, column) if column else inline_step(data.resolution, task.model)
+    allowed = buckets(data.resolution, step=step)
+    chosen: dict[tuple[int, int], list[int]] = {}
+    pairs = zip(sizes["width"].to_pylist(), sizes["height"].to_pylist(), strict=True)
+    for position, (width, height) in zip(positions.tolist(), pairs, strict=True):
+        chosen.setdefault(nearest_bucket(width, height, allowed), []).append(position)
+    by_size = {size: np.array(listed, dtype=np.int64) for size, listed in chosen.items()}
+    return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
+
+
+def inline_step(resolution: int, model: Model) -> int:
+    """Bucket sides as the SDXL trainers have them; small models take what their levels allow."""
+    return 64 if resolution >= 256 else size_unit(model)
+
+
+def make_feed(recipe: Recipe, task: Task, stores: Sequence[Store], rows: Rows, device: torch.device) -> Feed:
+    """The stream of batches; of a second store, of class pictures, a row follows each of the first's."""
+    store, *beside = stores
+    sources = [(store, _order(recipe, task, store, rows), task.read)]
+    sources += [(other, *_class_order(recipe, task, other)) for other in beside]
+    data = recipe.data
+
+    @contextmanager
+    def feed(k: int) -> Iterator[Iterator[Columns]]:
+        with ExitStack() as stack:
+            loaders = [
+                stack.enter_context(
+                    Loader(
+                        source,
+                        order,
+                        read=read,
+                        start=k,
+                        end=recipe.train.steps,
+                        workers=data.workers,
+                        ahead=data.ahead,
+                        pin_memory=device.type == "cuda",
+                    )
+                )
+                for source, order, read in sources
+            ]
+            if len(loaders) == 1:
+                yield (batch.columns for batch in loaders[0])
+            else:
+                yield (interleaved(one.columns, other.columns) for one, other in zip(*loaders, strict=True))
+
+    return feed
+
+
+def _class_order(recipe: Recipe, task: Task, store: Store) -> tuple[Order, ReadSettings]:
+    """Which class pictures come when, and how they are read: with their own prompt and noise."""
+    seed, prompt = recipe.train.seed ^ CLASS_SEED, recipe.data.class_prompt
+    rows = Rows.of(min(recipe.data.num_class_images, store.num_rows))
+    update = {"prompts": (prompt,), "prompts_replace": True, "seed": seed, "columns": ()}
+    order = Order(rows, seed=seed, global_batch=recipe.train.global_batch)
+    return order, task.read.model_copy(update=update)
+
+
+def interleaved(subject: Columns, prior: Columns) -> Columns:
+    """Rows of both by turns, and `is_prior` [2B] that tells them apart."""
+    mixed: dict[str, Any] = {}
+    for name, one in subject.items():
+        other = prior.get(name)
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            mixed[name] = torch.stack([one, other], dim=1).flatten(0, 1)
+        else:
+            pairs = zip(one, other or [None] * len(one), strict=True)
+            mixed[name] = [value for pair in pairs for value in pair]
+    count = len(next(iter(subject.values())))
+    mixed["is_prior"] = torch.tensor([False, True]).repeat(count)
+    return mixed
+
+
+def read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Columns:
+    """`count` rows spread evenly, the same each time: centre cut, no flip, no dropped caption."""
+    index = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))
+    still = OrderSettings(shuffle=False)
+    order = Order(rows.positions(index), seed=HELDOUT_SEED, global_batch=len(index), settings=still)
+    plain: dict[str, Any] = {"crop": "centre", "flip": False, "caption_dropout": 0.0, "seed": HELDOUT_SEED}
+    plain |= {"shuffle_tags": False}
+    with Loader(store, order, read=read.model_copy(update=plain), end=1) as loader:
+        return next(loader).columns
