@@ -168,7 +168,8 @@ def _size(shell: Shell, engine: Engine) -> str:
     count = sum(p.numel() for p in shell.module.parameters())
     size = count * engine.dtype.itemsize
     patience = "; this takes minutes" if count > 100_000_000 else ""
-    return f"{count / 1e6:.3g} M parameters, {size / 1e6:,.3g} MB{patience}"
+    told = f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
+    return f"{count / 1e6:.3g} M parameters, {told}{patience}"
 
 
 def _in_precision(module: Any, dtype: torch.dtype) -> Any:
@@ -192,6 +193,6 @@ def _unet_of(run: Run) -> Unet:
         x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         given = {"x": x, "t": t, "text": text, **added}
-        return run({name: value.float().contiguous() for name, value in given.items()})
+        return run({name: value.detach().float().contiguous() for name, value in given.items()})
 
     return call
