@@ -57,6 +57,9 @@ def serve(
     optimise: Annotated[
         str | None, typer.Option(help="optimisations of the ladder; lossless ones if not said")
     ] = None,
+    vertex: Annotated[
+        bool, typer.Option(help="as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables")
+    ] = False,
     variant: Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
 ) -> None:
@@ -67,13 +70,17 @@ def serve(
     if make_key is not None:
         print(_new_key(api_key_file, make_key))
         return
-    if model is None:
+    if model is None and not vertex:
         raise InputError("no model", mend="darkroom serve MODEL; see --help")
     _need_extra()
+    from darkroom.serve.http.vertex import model_of, routes_of
     from darkroom.serve.limits import Limits
     from darkroom.serve.process import run
     from darkroom.serve.settings import ServeSettings
 
+    routes = routes_of() if vertex else None
+    if routes is not None:
+        host, port = "0.0.0.0", routes.port
     _log_to_stderr()
     limits = Limits(
         queue=queue,
@@ -84,7 +91,7 @@ def serve(
     )
     run(
         ServeSettings(
-            model=model,
+            model=model if model is not None else model_of(),
             adapters=adapters,
             slots=slots,
             max_rank=max_rank,
@@ -105,6 +112,7 @@ def serve(
             variant=variant,
             revision=revision,
             drain_s=drain,
+            vertex=routes,
             usd_per_hour=usd_per_hour,
             limits=limits,
         )

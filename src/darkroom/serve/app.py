@@ -17,17 +17,33 @@ from starlette.exceptions import HTTPException
 import darkroom
 from darkroom.serve.core import Core
 from darkroom.serve.guard import Guard, error_object
+from darkroom.serve.http.a1111 import a1111_router
+from darkroom.serve.http.dialects import of_validation
+from darkroom.serve.http.huggingface import huggingface_router
+from darkroom.serve.http.kserve import kserve_router
 from darkroom.serve.http.native import health_router, jobs_router, server_router
 from darkroom.serve.http.openai import openai_router
+from darkroom.serve.http.vertex import vertex_router
 from darkroom.serve.keys import Keys
+from darkroom.serve.page import PAGE_PATHS, page_router
 from darkroom.serve.refused import Refused
 
 LOG = logging.getLogger("darkroom.serve")
 Router = Callable[[Core], APIRouter]
-ROUTERS: tuple[Router, ...] = (health_router, jobs_router, server_router, openai_router)
-"""One for each dialect."""
-OPEN_PATHS: tuple[str, ...] = ("/live", "/ready")
-"""What needs no key: health. Static files of a page may stand here; nothing that knows of jobs."""
+ROUTERS: tuple[Router, ...] = (
+    vertex_router,
+    health_router,
+    jobs_router,
+    server_router,
+    openai_router,
+    a1111_router,
+    kserve_router,
+    huggingface_router,
+    page_router,
+)
+"""One for each dialect. Vertex comes first: its paths are the platform's to choose."""
+OPEN_PATHS: tuple[str, ...] = ("/live", "/ready", "/v2/health/live", "/v2/health/ready", *PAGE_PATHS)
+"""What may be read without a key: health, and the page's own files. Nothing here knows of jobs."""
 
 
 def make_app(core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTERS) -> Guard:
@@ -61,6 +77,7 @@ def make_app(core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTE
         origins=settings.origins,
         hosts=settings.hosts,
         open_paths=OPEN_PATHS,
+        platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
     )
 
 
@@ -75,11 +92,11 @@ def _add_errors(app: FastAPI, core: Core) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return told(_of_validation(error.errors()))
+        return told(of_validation(error.errors()))
 
     @app.exception_handler(ValidationError)
     async def _invalid_inside(_: Request, error: ValidationError) -> JSONResponse:
-        return told(_of_validation(error.errors()))
+        return told(of_validation(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> JSONResponse:
@@ -94,22 +111,6 @@ def _add_errors(app: FastAPI, core: Core) -> None:
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return told(Refused(500, "internal", "the server failed at this request; its log says more"))
-
-
-def _of_validation(errors: Sequence[Any]) -> Refused:
-    """The first mistake, by the field's name; the value given is not repeated."""
-    first = errors[0]
-    where = [str(part) for part in first["loc"]]
-    if where and where[0] in ("body", "query", "path", "header"):
-        del where[0]
-    param = ".".join(where)[:200] or None
-    if first["type"] == "json_invalid":
-        return Refused(400, "bad_request", "the body is no JSON that can be read")
-    message = str(first["msg"]).encode("ascii", "replace").decode()[:500]
-    code = {"extra_forbidden": "unknown_field", "missing": "missing_field"}.get(
-        first["type"], "invalid_value"
-    )
-    return Refused(422, code, f"{param}: {message}" if param else message, param=param)
 
 
 def _docs(app: FastAPI) -> Callable[[], Any]:

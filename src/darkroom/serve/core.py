@@ -56,7 +56,7 @@ class Core:
         self._ticked_s = 0.0
         self._places: tuple[float, dict[Any, int]] = (0.0, {})
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._keeper = Keeper(self.results, self.store, self._over_soon)
+        self._keeper = Keeper(self.results, self.store, self._over_soon, settings.usd_per_hour)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="darkroom-files")
 
     # ---- life
@@ -70,9 +70,8 @@ class Core:
 
     async def _load(self) -> None:
         try:
-            opened = await asyncio.to_thread(
-                opening.open_model, self.settings, self.metrics, self._on_tick, self._wake
-            )
+            hooks = opening.Hooks(self._on_tick, self._wake, lambda: self._soon(self._set_all_aside))
+            opened = await asyncio.to_thread(opening.open_model, self.settings, self.metrics, hooks)
         except Exception as error:
             self.state = "broken"
             told = str(error) if isinstance(error, InputError) else type(error).__name__
@@ -117,6 +116,10 @@ class Core:
         end = time.monotonic() + seconds
         while self._live and time.monotonic() < end and self.engine is not None and not self.engine.trouble:
             await asyncio.sleep(0.02)
+        self._set_all_aside()
+
+    def _set_all_aside(self) -> None:
+        """No more can be done here: whoever waits is told, and the next process takes the jobs up."""
         for live in list(self._live.values()):
             self._set_aside(live)
 
@@ -133,6 +136,8 @@ class Core:
             task.cancel()
         if self.engine is not None:
             await asyncio.to_thread(self.engine.stop)
+        if self._opened is not None and self._opened.library is not None:
+            self._opened.library.close()
         await asyncio.to_thread(self._keeper.close)
         self._pool.shutdown(wait=True)
         await asyncio.to_thread(self.store.close)
@@ -402,6 +407,14 @@ class Core:
         """The server as it is now."""
         trouble = self.trouble()
         return cards.status(self.engine, self.state, trouble[1] if trouble else "", len(self._live))
+
+    def metrics_text(self) -> bytes:
+        """The counters, with what is only looked up when asked for."""
+        self.metrics.ready.set(self.trouble() is None)
+        if self._opened is not None:
+            device = self._opened.engine.studio.backend.device
+            self.metrics.device_memory.set(opening.used_bytes(device))
+        return self.metrics.text()
 
     def trouble(self) -> tuple[str, str] | None:
         """Why no new job is taken (code, message), None where they are."""

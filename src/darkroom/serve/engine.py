@@ -45,12 +45,13 @@ class Engine:
         capacity: int,
         metrics: Metrics,
         on_tick: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
         library: Library | None = None,
         pad_to: Sequence[int] = (),
         aside: Aside | None = None,
     ) -> None:
         self.capacity = float(capacity)
-        self.metrics, self.on_tick = metrics, on_tick
+        self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
         self.library = library
         self.own_pixels = model.sample_size**2
         self.studio = Studio(model, backend)
@@ -160,6 +161,7 @@ class Engine:
         except Exception as error:
             LOG.exception("the engine has stopped")
             self.trouble = f"the device answers no more: {type(error).__name__}"
+            self.on_stop()
 
     def _round(self) -> None:
         self._admit()

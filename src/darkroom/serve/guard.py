@@ -29,6 +29,8 @@ SIGNED = "/signed/"
 BODY_S = 60.0
 ANONYMOUS = "local"
 """The caller's name where the server has no keys."""
+PLATFORM = "platform"
+"""The caller's name where a platform let it in."""
 SAFETY = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -42,7 +44,9 @@ SAFETY = (
 
 
 class Guard:
-    """ASGI middleware. `open_paths` need no key; `hosts` are names that a server without keys answers to."""
+    """ASGI middleware. `open_paths` may be read without a key; `hosts` are names that a server without keys
+    answers to; who comes to `platform_paths` was let in by the platform that the server runs on.
+    """
 
     def __init__(
         self,
@@ -54,11 +58,13 @@ class Guard:
         origins: Iterable[str] = (),
         hosts: Iterable[str] = (),
         open_paths: Iterable[str] = (),
+        platform_paths: Iterable[str] = (),
     ) -> None:
         self.app, self.metrics, self.keys, self.body_bytes = app, metrics, keys, body_bytes
         self.origins = {origin.lower().rstrip("/") for origin in origins}
         self.hosts = {"localhost", *(host.lower() for host in hosts)}
         self.open_paths = set(open_paths)
+        self.platform_paths = set(platform_paths)
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Let a request in, or answer it."""
@@ -82,12 +88,14 @@ class Guard:
     def _caller(self, scope: MutableMapping[str, Any]) -> str:
         """The name of the caller's key; raises Refused where it may not come in."""
         headers = _headers(scope)
+        path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
         self._check_origin(headers)
+        if path in self.platform_paths:
+            return PLATFORM
         if self.keys is None:
             self._check_host(headers)
             return ANONYMOUS
-        path = scope["path"]
-        if path in self.open_paths or path.startswith(SIGNED):
+        if (path in self.open_paths and reads) or path.startswith(SIGNED):
             return ""
         given = _credential(headers)
         if given is None:

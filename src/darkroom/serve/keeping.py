@@ -23,10 +23,14 @@ class Keeper:
     """Writes in threads of its own. While the disk is full it holds finished pictures and tries again."""
 
     def __init__(
-        self, results: Results, store: Store, over: Callable[[Work, str, dict[str, Any]], None]
+        self,
+        results: Results,
+        store: Store,
+        over: Callable[[Work, str, dict[str, Any]], None],
+        usd_per_hour: float | None = None,
     ) -> None:
         self._results, self._store, self._over = results, store, over
-        self.usd_per_hour: float | None = None
+        self.usd_per_hour = usd_per_hour
         self.trouble: str | None = None
         """What the disk last complained of; None once it works again."""
         self._closing = threading.Event()

@@ -38,9 +38,16 @@ class Opened:
     library: Library | None
 
 
-def open_model(
-    settings: ServeSettings, metrics: Metrics, on_tick: Callable[[], None], wake: Callable[[], None]
-) -> Opened:
+@dataclass(frozen=True)
+class Hooks:
+    """What the engine's threads call: after a step, when adapters have arrived, when the device is lost."""
+
+    on_tick: Callable[[], None]
+    wake: Callable[[], None]
+    on_stop: Callable[[], None]
+
+
+def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opened:
     """Everything that takes long before the first job. InputError for what cannot be."""
     model = models.load(
         settings.model,
@@ -53,14 +60,15 @@ def open_model(
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
     sample.Job(model, ["a first step"], sample.GenerateSettings(steps=1), backend)  # refuses what cannot be
     capacity = settings.capacity or rows_for_memory(model, backend)
-    library = _open_library(settings, model, metrics, wake)
+    library = _open_library(settings, model, metrics, hooks.wake)
     _first_step(model, backend)
     engine = Engine(
         model,
         backend,
         capacity=capacity,
         metrics=metrics,
-        on_tick=on_tick,
+        on_tick=hooks.on_tick,
+        on_stop=hooks.on_stop,
         library=library,
         pad_to=PAD_TO if settings.pad else (),
     )
@@ -123,6 +131,15 @@ def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
     with torch.no_grad():
         counted = count(model.unet, x_BCHW, t_B, text_BLD, added_cond_kwargs=added or None)  # type: ignore[arg-type]
     return counted.peak_memory_bytes
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory in use on a device: allocated on CUDA, resident on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    from darkroom.hardware.memory import resident_bytes
+
+    return resident_bytes()
 
 
 def _free_bytes(device: torch.device) -> int:

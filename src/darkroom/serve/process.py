@@ -30,7 +30,7 @@ SWITCH_S = 0.001
 def run(settings: ServeSettings) -> None:
     """Serve until SIGTERM or Ctrl-C: the first drains, a second leaves at once. Jobs are kept either way."""
     keys = Keys(settings.key_file) if settings.key_file is not None else None
-    if keys is None and is_public(settings.host):
+    if keys is None and settings.vertex is None and is_public(settings.host):
         raise InputError(
             f"--host {settings.host} can be reached from elsewhere",
             mend="give --api-key-file (made with --make-key), or serve on 127.0.0.1",

@@ -9,6 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from darkroom.serve.limits import Limits
 
 
+class VertexRoutes(BaseModel):
+    """Where Vertex AI looks for a custom container's health and predictions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    health: str
+    predict: str
+    port: int
+
+
 class ServeSettings(BaseModel):
     """One server. Its limits stand beside, in `Limits`."""
 
@@ -41,4 +51,5 @@ class ServeSettings(BaseModel):
     drain_s: float = Field(30.0, ge=0, description="time to finish what is on its way when told to stop")
     usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of a job")
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")
+    vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")
     limits: Limits = Limits()

@@ -9,15 +9,35 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from pydantic import Field
 
 from darkroom.serve.core import Core
 from darkroom.serve.http.common import caller, check_signature, sse, with_heartbeat
+from darkroom.serve.http.dialects import decoded
 from darkroom.serve.refused import Refused
-from darkroom.serve.request import JOB_ID, Event, Job, PictureRequest, State
+from darkroom.serve.request import JOB_ID, Event, Job, PictureRequest, State, Uploads
 
 JobId = Annotated[str, Path(pattern=f"^{JOB_ID}$", description="1 to 64 letters, digits, '-' or '_'")]
 Index = Annotated[int, Path(ge=0, le=1000)]
 PNG = {200: {"content": {"image/png": {}}, "description": "the picture"}}
+
+
+class JobRequest(PictureRequest):
+    """A picture request, perhaps with the pictures it starts from."""
+
+    image: str | None = Field(None, description="PNG, JPEG or WebP in base64, to start from")
+    mask: str | None = Field(None, description="the same, white where it is redone")
+
+    def apart(self) -> tuple[PictureRequest, Uploads | None]:
+        """The request, and the pictures as bytes."""
+        fields = {name: getattr(self, name) for name in self.model_fields_set - {"image", "mask"}}
+        if self.image is None and self.mask is None:
+            return PictureRequest(**fields), None
+        image, mask = (
+            None if text is None else decoded(text, name)
+            for name, text in (("image", self.image), ("mask", self.mask))
+        )
+        return PictureRequest(**fields), Uploads(image, mask)
 
 
 def plain_job(job: Job) -> dict[str, Any]:
@@ -55,14 +75,16 @@ def jobs_router(core: Core) -> APIRouter:
     router = APIRouter(tags=["jobs"])
 
     @router.post("/jobs", status_code=202)
-    async def submit(wanted: PictureRequest, request: Request) -> dict[str, Any]:
+    async def submit(body: JobRequest, request: Request) -> dict[str, Any]:
         """A new job under an id of the server's."""
-        return plain_job(await core.submit(wanted, key=caller(request)))
+        wanted, uploads = body.apart()
+        return plain_job(await core.submit(wanted, key=caller(request), uploads=uploads))
 
     @router.put("/jobs/{job_id}", status_code=202)
-    async def put(job_id: JobId, wanted: PictureRequest, request: Request) -> dict[str, Any]:
+    async def put(job_id: JobId, body: JobRequest, request: Request) -> dict[str, Any]:
         """A job under an id of yours. Sent twice it is the same job; with another body it is refused."""
-        return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id))
+        wanted, uploads = body.apart()
+        return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
 
     @router.get("/jobs")
     async def jobs(
@@ -153,6 +175,6 @@ def server_router(core: Core) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
-        return Response(core.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(core.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router

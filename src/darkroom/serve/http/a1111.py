@@ -1,0 +1,385 @@
+"""A1111's dialect under `/sdapi/v1`: txt2img, img2img, and what its clients ask for around them.
+
+Prompts are weighted as A1111 weights them, and `<lora:NAME:W>` names an adapter of the server's folder.
+Settings that would change the picture and are not served are refused by name; those that only concern
+A1111's own files and windows are taken and not used. `progress` and `interrupt` see only what the same key
+asked for in this dialect.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from PIL import Image, ImageOps
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.errors import InputError
+from darkroom.sample.adapters import read_tags
+from darkroom.sample.pictures import a1111_text, parse_a1111
+from darkroom.serve.admission import checked_picture
+from darkroom.serve.core import Core
+from darkroom.serve.http.a1111_names import REFUSED, SAMPLERS, SCHEDULERS, UNUSED, name_of, solver_of
+from darkroom.serve.http.common import caller
+from darkroom.serve.http.dialects import all_made, decoded, encoded, pngs_of, route_in
+from darkroom.serve.refused import Refused
+from darkroom.serve.request import MAX_SEED, AdapterChoice, Job, PictureRequest, Uploads
+
+PREFIX = "sdapi-"
+"""Of the ids of this dialect's jobs."""
+
+
+class Txt2Img(BaseModel):
+    """A1111's fields. Others are in `UNUSED` or `REFUSED`, or not known."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    prompt: str = Field("", max_length=100_000)
+    negative_prompt: str | None = Field("", max_length=100_000)
+    seed: int | None = Field(-1, ge=-1, le=MAX_SEED, description="-1 draws one")
+    steps: int | None = Field(None, ge=1, le=1000, description="none: the server's own, not A1111's 50")
+    cfg_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
+    width: int | None = Field(None, ge=8, le=8192)
+    height: int | None = Field(None, ge=8, le=8192)
+    batch_size: int | None = Field(1, ge=1, le=1000)
+    n_iter: int | None = Field(1, ge=1, le=1000)
+    sampler_name: str | None = Field(None, max_length=100)
+    sampler_index: str | None = Field(None, max_length=100, description="A1111's older name of sampler_name")
+    scheduler: str | None = Field(None, max_length=100)
+    eta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    denoising_strength: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    override_settings: dict[str, Any] | None = None
+
+    def check_others(self) -> None:
+        """422 for a field that is not known, or that would change the picture."""
+        for name, value in (self.model_extra or {}).items():
+            told = name[:100].encode("ascii", "replace").decode()
+            if name in REFUSED:
+                if value not in REFUSED[name]:
+                    raise Refused(422, "not_served", f"{told}: not served here", param=told)
+            elif name not in UNUSED:
+                raise Refused(422, "unknown_field", f"{told}: not known here", param=told)
+
+    def request(self, core: Core) -> PictureRequest:
+        """In the terms of the core."""
+        self.check_others()
+        prompt, adapters = _tags(self.prompt)
+        negative, _ = _tags(self.negative_prompt or "")
+        solver, karras = solver_of(self.sampler_name or self.sampler_index, self.scheduler)
+        return PictureRequest(
+            prompt=prompt,
+            negative=negative or None,
+            num=min(1000, (self.batch_size or 1) * (self.n_iter or 1)),
+            seed=None if self.seed in (-1, None) else self.seed,
+            width=self.width,
+            height=self.height,
+            steps=self.steps,
+            guidance=self.cfg_scale,
+            solver=solver,
+            karras=karras,
+            eta=(self.eta or 0.0) if solver == "ddim" else 0.0,
+            weighting="a1111",
+            clip_skip=self._clip_skip(core),
+            adapters=adapters,
+            strength=None,
+        )
+
+    def _clip_skip(self, core: Core) -> int:
+        """From `override_settings`; 422 for any other setting that would change the picture."""
+        skip = 0
+        for name, value in (self.override_settings or {}).items():
+            if name == "CLIP_stop_at_last_layers" and isinstance(value, int) and 1 <= value <= 100:
+                skip = value - 1
+            elif name == "sd_model_checkpoint" and value in (
+                core.model.name,
+                f"{core.model.name}.safetensors",
+            ):
+                continue
+            elif name not in ("samples_format", "sd_vae", "save_images_add_number", "eta_noise_seed_delta"):
+                told = name[:100].encode("ascii", "replace").decode()
+                raise Refused(
+                    422,
+                    "not_served",
+                    f"override_settings.{told}: cannot be set here",
+                    param="override_settings",
+                )
+        return skip
+
+
+class Img2Img(Txt2Img):
+    """The fields of image to image beside them."""
+
+    init_images: list[str] = Field(
+        min_length=1, max_length=1, description="base64; white of the mask is redone"
+    )
+    mask: str | None = None
+    inpainting_mask_invert: int | bool | None = 0
+    inpaint_full_res: bool | int | None = None
+
+    def uploads(self, core: Core) -> Uploads:
+        """The pictures, checked."""
+        image = decoded(self.init_images[0], "init_images")
+        checked_picture(image, core.limits, "init_images")
+        if self.mask is None:
+            return Uploads(image)
+        if self.inpaint_full_res:
+            raise Refused(
+                422, "not_served", "inpaint_full_res: only the whole picture", param="inpaint_full_res"
+            )
+        mask = decoded(self.mask, "mask")
+        opened = checked_picture(mask, core.limits, "mask")
+        if self.inpainting_mask_invert:
+            buffer = io.BytesIO()
+            ImageOps.invert(opened.convert("RGB").convert("L")).save(buffer, "PNG")
+            mask = buffer.getvalue()
+        return Uploads(image, mask)
+
+    def request(self, core: Core) -> PictureRequest:
+        """In the terms of the core. A strength of 0 changes nothing, and is refused."""
+        strength = 0.75 if self.denoising_strength is None else self.denoising_strength
+        if not strength:
+            raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
+        return super().request(core).model_copy(update={"strength": strength})
+
+
+class PngInfo(BaseModel):
+    """A picture whose settings are asked for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    image: str = Field(description="a PNG in base64")
+
+
+def a1111_router(core: Core) -> APIRouter:
+    """The `/sdapi/v1` routes."""
+    router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=route_in(core, _error))
+
+    @router.post("/txt2img")
+    async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
+        """Pictures of a prompt."""
+        return await _answer(core, body, request, None)
+
+    @router.post("/img2img")
+    async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
+        """Pictures that start from one."""
+        return await _answer(core, body, request, body.uploads(core))
+
+    @router.get("/progress")
+    async def progress(
+        request: Request, skip_current_image: Annotated[bool, Query()] = False
+    ) -> dict[str, Any]:
+        """How far the caller's own oldest running job is."""
+        return _progress(await _own(core, request))
+
+    @router.post("/interrupt")
+    async def interrupt(request: Request) -> dict[str, Any]:
+        """Cancels the caller's own jobs of this dialect, no one else's."""
+        for job in await _own(core, request):
+            await core.cancel(job.id, key=job.key)
+        return {}
+
+    @router.post("/png-info")
+    async def png_info(body: PngInfo) -> dict[str, Any]:
+        """The settings that a picture carries."""
+        return _png_info(core, decoded(body.image, "image"))
+
+    _add_lists(router, core)
+    return router
+
+
+def _add_lists(router: APIRouter, core: Core) -> None:
+    """What the server has, and the options that never change."""
+
+    @router.get("/options")
+    async def options() -> dict[str, Any]:
+        """The server's settings, as far as they have a name in this dialect."""
+        name = core.model.name
+        return {"sd_model_checkpoint": name, "samples_format": "png", "CLIP_stop_at_last_layers": 1}
+
+    @router.post("/options")
+    async def set_options(body: dict[str, Any]) -> None:
+        """Takes what is so already; nothing can be set for everybody from here."""
+        now = await options()
+        for name, value in body.items():
+            if name not in now or value != now[name]:
+                told = name[:100].encode("ascii", "replace").decode()
+                raise Refused(
+                    422, "not_served", f"{told}: cannot be set, say it with each picture", param=told
+                )
+
+    @router.get("/sd-models")
+    async def sd_models() -> list[dict[str, Any]]:
+        """The model served."""
+        name = core.model.name
+        return [
+            {
+                "title": name,
+                "model_name": name,
+                "hash": None,
+                "sha256": None,
+                "filename": name,
+                "config": None,
+            }
+        ]
+
+    @router.get("/samplers")
+    async def samplers() -> list[dict[str, Any]]:
+        """Samplers by their names here."""
+        return [{"name": name, "aliases": [solver], "options": {}} for name, (solver, _) in SAMPLERS.items()]
+
+    @router.get("/schedulers")
+    async def schedulers() -> list[dict[str, Any]]:
+        """Schedules of sigmas."""
+        return [{"name": name.lower(), "label": name, "aliases": []} for name in SCHEDULERS]
+
+    @router.get("/loras")
+    async def loras() -> list[dict[str, Any]]:
+        """The adapters that a prompt may name."""
+        return [
+            {"name": one.name, "alias": one.name, "path": one.name, "metadata": {}} for one in core.adapters()
+        ]
+
+    @router.get("/upscalers")
+    async def upscalers() -> list[dict[str, Any]]:
+        """None."""
+        return []
+
+
+def _error(refused: Refused) -> dict[str, Any]:
+    return {"error": refused.code, "detail": refused.message, "body": "", "errors": refused.message}
+
+
+def _tags(prompt: str) -> tuple[str, tuple[AdapterChoice, ...]]:
+    """A prompt without its tags, and the adapters they name; a name met twice adds up."""
+    try:
+        plain, told = read_tags(prompt)
+    except InputError as error:
+        raise Refused(422, "invalid_value", f"prompt: {error}", param="prompt") from error
+    weights: dict[str, float] = {}
+    for name, weight in told:
+        weights[name] = weights.get(name, 0.0) + (1.0 if weight is None else weight)
+    return plain, tuple(AdapterChoice(name=name, weight=weight) for name, weight in weights.items())
+
+
+async def _answer(core: Core, body: Txt2Img, request: Request, uploads: Uploads | None) -> dict[str, Any]:
+    ids = [f"{PREFIX}{uuid.uuid4().hex}"]
+    [job] = await all_made(core, request, [body.request(core)], uploads=uploads, ids=ids)
+    pictures = [] if (body.model_extra or {}).get("send_images") is False else await pngs_of(core, [job])
+    given = body.model_dump(exclude={"init_images", "mask"})
+    return {
+        "images": [encoded(png) for png in pictures],
+        "parameters": given,
+        "info": json.dumps(_info(core, job, body)),
+    }
+
+
+def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
+    """What A1111's clients read: settings, seeds, and each picture's settings as text."""
+    told = job.pictures
+    first, num = told[0], len(told)
+    seeds = [one["seed"] for one in told]
+    prompts = [body.prompt] * num
+    return {
+        "prompt": body.prompt,
+        "all_prompts": prompts,
+        "negative_prompt": body.negative_prompt or "",
+        "all_negative_prompts": [body.negative_prompt or ""] * num,
+        "seed": seeds[0],
+        "all_seeds": seeds,
+        "subseed": seeds[0],
+        "all_subseeds": seeds,
+        "subseed_strength": 0,
+        "width": first["width"],
+        "height": first["height"],
+        "sampler_name": name_of(first["solver"]),
+        "cfg_scale": first["guidance"],
+        "steps": first["steps"],
+        "batch_size": num,
+        "restore_faces": False,
+        "sd_model_name": core.model.name,
+        "sd_model_hash": None,
+        "denoising_strength": job.request.strength,
+        "extra_generation_params": {},
+        "index_of_first_image": 0,
+        "infotexts": [a1111_text(one) for one in told],
+        "styles": [],
+        "job_timestamp": _timestamp(job),
+        "clip_skip": 1 + job.request.clip_skip,
+        "is_using_inpainting_conditioning": False,
+        "notes": list(job.notes),
+        "cost": job.cost,
+    }
+
+
+async def _own(core: Core, request: Request) -> list[Job]:
+    """The caller's jobs of this dialect that are not over, oldest first."""
+    key = caller(request)
+    found = [
+        job for state in ("running", "queued") for job in await core.jobs(key=key, state=state, limit=1000)
+    ]
+    return sorted(
+        (
+            job
+            for job in {job.id: job for job in found}.values()
+            if job.id.startswith(PREFIX) and not job.over
+        ),
+        key=lambda job: (job.state != "running", job.created_s),
+    )
+
+
+def _timestamp(job: Job | None) -> str:
+    return "0" if job is None else time.strftime("%Y%m%d%H%M%S", time.gmtime(job.created_s))
+
+
+def _progress(jobs: Sequence[Job]) -> dict[str, Any]:
+    first = jobs[0] if jobs else None
+    done, total = (first.steps_done, first.steps_total) if first is not None else (0, 0)
+    share = done / total if total else 0.0
+    spent_s = time.time() - first.started_s if first is not None and first.started_s else 0.0
+    state = {
+        "skipped": False,
+        "interrupted": False,
+        "stopping_generation": False,
+        "job": first.id if first is not None else "",
+        "job_count": len(jobs),
+        "job_timestamp": "0"
+        if first is None
+        else time.strftime("%Y%m%d%H%M%S", time.gmtime(first.created_s)),
+        "job_no": 0,
+        "sampling_step": done,
+        "sampling_steps": total,
+    }
+    eta_s = spent_s * (1 - share) / share if share else 0.0
+    text = "" if first is None else first.state
+    return {
+        "progress": share,
+        "eta_relative": eta_s,
+        "state": state,
+        "current_image": None,
+        "textinfo": text,
+    }
+
+
+def _png_info(core: Core, content: bytes) -> dict[str, Any]:
+    image = checked_picture(content, core.limits, "image")
+    items = {name: value for name, value in _texts(image).items() if len(value) < 2**20}
+    info = items.get("parameters", "")
+    return {"info": info, "items": items, "parameters": _parsed(info)}
+
+
+def _texts(image: Image.Image) -> dict[str, str]:
+    """A PNG's text chunks."""
+    return {str(name): value for name, value in image.info.items() if isinstance(value, str)}
+
+
+def _parsed(info: str) -> dict[str, Any]:
+    """Settings out of the text, in darkroom's names; none where it is something else."""
+    try:
+        return parse_a1111(info) if info else {}
+    except (InputError, ValueError):
+        return {}

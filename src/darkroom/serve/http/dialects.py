@@ -1,0 +1,159 @@
+"""What the dialects share: refusals in a shape of their own, several requests as one, base64 and formats."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import io
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from PIL import Image
+from pydantic import BaseModel, ValidationError
+
+from darkroom.serve.core import Core
+from darkroom.serve.http.common import caller, disconnected
+from darkroom.serve.refused import Refused
+from darkroom.serve.request import Job, PictureRequest, Uploads
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Shape = Callable[[Refused], dict[str, Any]]
+MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+
+
+def route_in(core: Core, shape: Shape) -> type[APIRoute]:
+    """A class of routes whose refusals are told as `shape` has them."""
+
+    class Dialect(APIRoute):
+        def get_route_handler(self) -> Handler:
+            handle = super().get_route_handler()
+
+            async def told(request: Request) -> Response:
+                try:
+                    return await handle(request)
+                except (RequestValidationError, ValidationError) as error:
+                    refused = of_validation(error.errors())
+                except Refused as error:
+                    refused = error
+                core.metrics.refused.labels(refused.code).inc()
+                return JSONResponse(shape(refused), refused.status, headers=refused.headers)
+
+            return told
+
+    return Dialect
+
+
+def of_validation(errors: Sequence[Any]) -> Refused:
+    """The first mistake, by the field's name; the value given is not repeated."""
+    first = errors[0]
+    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    param = ".".join(where)[:200] or None
+    if first["type"] == "json_invalid":
+        return Refused(400, "bad_request", "the body is no JSON that can be read")
+    message = str(first["msg"]).encode("ascii", "replace").decode()[:500]
+    codes = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
+    code = codes.get(first["type"], "invalid_value")
+    return Refused(422, code, f"{param}: {message}" if param else message, param=param)
+
+
+async def json_body(request: Request) -> Any:
+    """The body as JSON, whatever its content type says."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "bad_request", "the body is no JSON that can be read") from error
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that a handler reads by itself."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def all_made(
+    core: Core,
+    request: Request,
+    wanted: Sequence[PictureRequest],
+    *,
+    uploads: Uploads | None = None,
+    ids: Sequence[str] = (),
+) -> list[Job]:
+    """Submit and wait for all; where one fails or the client leaves, the others are cancelled."""
+    key, jobs = caller(request), []
+    try:
+        for i, one in enumerate(wanted):
+            job_id = ids[i] if ids else None
+            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id))
+        return await _all_finished(core, request, jobs)
+    except BaseException:
+        for job in jobs:
+            await core.cancel(job.id, key=key)  # of no effect on a job that is over
+        raise
+
+
+async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
+    async def one(job: Job) -> Job:
+        with core.attended(job):
+            return checked(await core.finished(job.id, key=job.key))
+
+    whole = asyncio.ensure_future(asyncio.gather(*(one(job) for job in jobs)))
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        futures: set[asyncio.Future[Any]] = {whole, gone}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            raise Refused(499, "client_left", "the client left")
+        return list(whole.result())
+    finally:
+        for task in (whole, gone):
+            task.cancel()
+
+
+def checked(job: Job) -> Job:
+    """The job, if it is done; 409 where somebody cancelled it."""
+    if job.state == "done":
+        return job
+    if job.state == "cancelled":
+        raise Refused(409, "cancelled", "the job was cancelled")
+    error = job.error or {"code": "failed", "message": "the job failed"}
+    raise Refused(504 if error["code"] == "deadline" else 500, error["code"], error["message"])
+
+
+async def pngs_of(core: Core, jobs: Sequence[Job]) -> list[bytes]:
+    """The pictures of done jobs, one after the other."""
+    return [picture.png for job in jobs for picture in await core.pictures(job.id, key=job.key)]
+
+
+def converted(png: bytes, kind: str, quality: int = 92) -> bytes:
+    """A PNG of the server's as JPEG or WEBP; PNG stays as it is, with its parameters."""
+    if kind == "PNG":
+        return png
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+        image.convert("RGB").save(buffer, kind, quality=quality)
+    return buffer.getvalue()
+
+
+def encoded(content: bytes) -> str:
+    """Bytes as base64."""
+    return base64.b64encode(content).decode()
+
+
+def decoded(text: str, param: str) -> bytes:
+    """Base64, perhaps as a data URL, to bytes. An address is never followed."""
+    if text.startswith(("http:", "https:", "file:")):
+        raise Refused(
+            422, "invalid_picture", f"{param}: pictures come as base64, not by address", param=param
+        )
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refused(422, "invalid_picture", f"{param}: no base64 that can be read", param=param) from error
