@@ -11,7 +11,7 @@ from darkroom.measure.drawing import Drawing, Metered, Watch, is_out_of_memory, 
 from darkroom.measure.ladder import let_go
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample import Backend
-from darkroom.sample.memory import MARGIN, Needs, count_needs
+from darkroom.sample.memory import CPU_MARGIN, Needs, count_needs
 
 PRECISIONS = ("float32", "fp16", "bf16")
 MOST = 256
@@ -87,7 +87,7 @@ def bench_batch(
 def _lack(drawing: Drawing, kind: Kind, backend: Backend, needs: Needs, batch: int) -> str:
     """Why a batch does not fit; empty where it does. Running it once is also its warm-up."""
     device = drawing.device
-    wanted = int(needs.unet((2 if drawing.guidance > 1 else 1) * batch) * MARGIN)
+    wanted = int(needs.unet((2 if drawing.guidance > 1 else 1) * batch) * CPU_MARGIN)
     free = memory_available(device)
     if device == "cpu" and wanted > free:
         return f"{wanted / 1e9:.1f} GB predicted, {free / 1e9:.1f} GB free; not run"

@@ -6,7 +6,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,8 @@ def _case(drawing: Drawing, names: str, plain: Start, repeats: int, flops: int) 
     run = Metered(lambda: drawing.run(cold.backend, watch=watch), device)
     turns: dict[str, Callable[[], object]] = {PLAIN: lambda: drawing.run(plain.backend), names: run}
     timings = interleave(turns, repeats=repeats, warmup=0, device=device)
-    _, peak = peak_memory(run, device)
+    with _aside(drawing, names):
+        _, peak = peak_memory(run, device)
     likely = likeness([p.image for p in cold.pictures], [p.image for p in plain.pictures])
     lossy = any(ladder.RUNGS[_name(one)].kind == ladder.LOSSY for one in cold.backend.optimised)
     rows = [
@@ -121,6 +123,20 @@ def _case(drawing: Drawing, names: str, plain: Start, repeats: int, flops: int) 
     if any(_name(one) in STARTS for one in cold.backend.optimised):
         rows += _starts(drawing, names, cold)
     return rows
+
+
+@contextmanager
+def _aside(drawing: Drawing, names: str) -> Iterator[None]:
+    """The plain model off the card while the memory of one that is offloaded is measured."""
+    moves, device = "offload_" in names, drawing.device
+    if moves:
+        drawing.model.to("cpu")
+        let_go(device)
+    try:
+        yield
+    finally:
+        if moves:
+            drawing.model.to(device)
 
 
 def _starts(drawing: Drawing, names: str, cold: Start) -> list[Measurement]:

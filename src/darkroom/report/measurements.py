@@ -27,6 +27,8 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "usd_per_image": ("USD/1000 images", lambda v: f"{v * 1000:.2g}"),
     "warmup_s": ("warm-up", lambda v: seconds(v)),
 }
+_MEASURED = ("psnr_db", "ssim", "nrmse", "max_diff", "lpips", "in_place")
+"""What settings hold beside what a case was run with."""
 _SAME = ("machine", "device", "num_devices", "commit", "date", "note")
 
 
@@ -112,7 +114,8 @@ def _names(rows: Sequence[Measurement]) -> list[str]:
         key
         for row in rows
         for key in row.settings
-        if len({str(other.settings.get(key)) for other in rows if other.case == row.case}) > 1
+        if key not in _MEASURED
+        and len({str(other.settings.get(key)) for other in rows if other.case == row.case}) > 1
     }
     return [
         " ".join([row.case, *(f"{key}={row.settings[key]}" for key in row.settings if key in varying)])

@@ -41,8 +41,8 @@ def write_precision_page(found: Precisions, out: Path | str) -> Path:
             html.grid(_plot(found, *metric) for metric in METRICS),
             _words(
                 f"{RUNS}: a whole run of n steps in {first} and in {second}. {INTERMEDIATES}: what both have "
-                f"after n steps of the longest run. {APART}: in {first} alone, the run of n steps against those "
-                "intermediates; were they the same thing, that line would say equal all along."
+                f"after n steps of the longest run. {APART}: in {first} alone, the run of n steps against "
+                "those intermediates; were they the same thing, that line would say equal all along."
             ),
         ),
         *(

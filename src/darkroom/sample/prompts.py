@@ -192,6 +192,11 @@ def _weighted(text_LD: torch.Tensor, part: Part, empty_LD: torch.Tensor | None) 
 
 
 def _device(module: torch.nn.Module) -> torch.device:
+    """Where a module computes: with offloading its hooks say so, its weights lie elsewhere."""
+    for part in module.modules():
+        place = getattr(getattr(part, "_hf_hook", None), "execution_device", None)
+        if place is not None:
+            return torch.device(place)
     return next(module.parameters()).device
 
 

@@ -1,0 +1,157 @@
+"""The benchmarks of `generate` on a tiny model: what ran, what could not, and how far off pictures are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from darkroom import models
+from darkroom.errors import InputError
+from darkroom.measure import append_csv, batch, read_csv
+from darkroom.measure.batch import Kind, bench_batch, default_kinds
+from darkroom.measure.drawing import Drawing, Watch, is_out_of_memory
+from darkroom.measure.ladder import bench_ladder, default_cases
+from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, compare_precisions, parse_steps
+from darkroom.report import write_report
+from darkroom.report.precision import write_precision_page
+from darkroom.sample import ladder
+
+
+@pytest.fixture(scope="module")
+def drawing():
+    return Drawing(models.create("tiny", seed=1), (32, 32), steps=3, guidance=5.0)
+
+
+@pytest.fixture(scope="module")
+def ladder_rows(drawing):
+    return bench_ladder(drawing, cases=["fused_qkv", "feature_cache", "cuda_graphs", "trace"], repeats=2)
+
+
+@pytest.fixture(scope="module")
+def precisions(drawing):
+    return compare_precisions(drawing, steps=(2, 6), repeats=1)
+
+
+def test_the_ladder_has_a_row_for_every_case(ladder_rows):
+    rows = {row.case: row for row in ladder_rows if row.benchmark == "ladder"}
+    assert list(rows) == ["plain", "fused_qkv", "feature_cache", "cuda_graphs", "trace"]
+    assert rows["plain"].ratio is None
+    assert rows["fused_qkv"].ratio_to == "plain"
+    assert rows["fused_qkv"].repeats == 2
+    assert rows["fused_qkv"].settings["max_diff"] <= 2
+    assert rows["feature_cache"].settings["max_diff"] > rows["fused_qkv"].settings["max_diff"]
+    assert rows["feature_cache"].mfu is None
+    assert rows["plain"].mfu is not None
+    assert all(rows[name].peak_memory_bytes and rows[name].steps_per_s for name in ("plain", "fused_qkv"))
+
+
+def test_what_cannot_work_is_a_row_that_says_why(ladder_rows):
+    (row,) = [row for row in ladder_rows if row.case == "cuda_graphs"]
+    assert row.median_s is None
+    assert "CUDA graphs are of CUDA" in row.note
+
+
+def test_cold_and_warm_starts_are_told_apart(ladder_rows):
+    starts = [row for row in ladder_rows if row.benchmark == "ladder-start"]
+    assert [row.case for row in starts] == ["trace, cold", "trace, warm"]
+    assert all(row.median_s and row.repeats == 1 for row in starts)
+
+
+def test_every_rung_and_stack_is_a_case_by_itself():
+    for device in ("cpu", "cuda:0"):
+        cases = default_cases(device)
+        assert set(ladder.RUNGS) - set(cases) == {"lcm", "tiny_vae"}
+        assert "bf16,auto" in cases
+        for case in cases:
+            ladder.parse(case)
+
+
+def test_batches_double_and_kinds_take_turns(drawing):
+    kinds = [Kind("float32"), Kind("bf16"), Kind("bf16", autocast=True)]
+    rows = bench_batch(drawing, kinds=kinds, most=2, repeats=1)
+    assert [row.settings["batch"] for row in rows] == [1, 1, 1, 2, 2, 2]
+    assert [row.case for row in rows[:3]] == ["torch float32", "torch bf16", "torch bf16 autocast"]
+    assert all(row.images_per_s == pytest.approx(row.settings["batch"] / row.median_s) for row in rows)
+    assert all(row.settings["solver"] == "ddim" and row.settings["pictures_a_decode"] == 32 for row in rows)
+    assert rows[3].energy_j is None or rows[3].energy_j > 0
+
+
+def test_out_of_memory_is_a_row_and_the_end_of_that_kind(drawing, monkeypatch):
+    kinds = [Kind("float32"), Kind("bf16")]
+    one_picture = batch.count_needs(drawing.model, drawing.size).unet(2)
+    monkeypatch.setattr(batch, "memory_available", lambda device: int(one_picture * 1.5))
+    rows = bench_batch(drawing, kinds=kinds, most=8, repeats=1)
+    ends = [row for row in rows if "out of memory" in row.note]
+    assert {row.case for row in ends} == {"torch float32", "torch bf16"}
+    assert all(row.median_s is None and "not run" in row.note for row in ends)
+    last = {row.case: row.settings["batch"] for row in ends}
+    assert last["torch bf16"] > last["torch float32"] == 2
+    assert max(row.settings["batch"] for row in rows if row.median_s) == last["torch bf16"] // 2
+
+
+def test_an_allocator_s_error_is_known_and_others_are_not():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    )
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_the_grid_has_no_half_precision_on_a_cpu():
+    assert [kind.name for kind in default_kinds("cpu")] == [
+        *("torch float32", "torch float32 autocast", "torch bf16", "torch bf16 autocast")
+    ]
+    assert Kind("fp16") in default_kinds("cuda:0")
+    assert default_kinds("cpu", ["torch", "openvino"])[-1] == Kind("float32", backend="openvino")
+
+
+def test_runs_are_not_the_intermediates_of_a_longer_run(precisions):
+    apart = {pair.steps: pair.likeness["psnr_db"] for pair in precisions.series(APART)}
+    runs = {pair.steps: pair.likeness["psnr_db"] for pair in precisions.series(RUNS)}
+    assert apart[6] == float("inf")  # the longest run's end is that run
+    assert apart[2] < runs[2] < float("inf")
+    assert [pair.steps for pair in precisions.series(INTERMEDIATES)] == [2, 6]
+
+
+def test_both_precisions_are_timed_against_each_other(precisions):
+    timed = [row for row in precisions.rows if row.median_s]
+    assert {row.case for row in timed} == {"float32", "bf16"}
+    assert all(row.ratio_to == "float32" for row in timed if row.case == "bf16")
+    assert all("ssim" in row.settings for row in precisions.rows)
+
+
+def test_one_page_and_one_table_hold_it_all(precisions, ladder_rows, tmp_path):
+    page = write_precision_page(precisions, tmp_path / "page.html").read_text()
+    assert page.count("<svg") >= 3
+    assert page.count('src="data:image/png') == 3 * len(precisions.pairs)
+    assert "http" not in page.replace("http://www.w3.org", "")
+    table = append_csv(tmp_path / "rows.csv", [*ladder_rows, *precisions.rows])
+    assert len(read_csv(table)) == len(ladder_rows) + len(precisions.rows)
+    report = write_report(table, tmp_path / "report.html").read_text()
+    for words in ("Difference to the plain picture", "Peak memory", "PSNR by steps"):
+        assert words in report
+
+
+def test_steps_are_read_as_people_write_them():
+    assert parse_steps("20, 5,5") == [5, 20]
+    for wrong in ("", "0", "5,a", "5,-1", "2000"):
+        with pytest.raises(InputError, match="5,10,20"):
+            parse_steps(wrong)
+
+
+def test_a_watch_leaves_the_first_step_out():
+    watch = Watch("cpu")
+    for done in (2, 4, 6):
+        watch(done, 6)
+    watch(1, 1)
+    assert len(watch.rates) == 1
+    assert watch.rates[0] > 0
+
+
+def test_flops_are_those_of_all_steps_and_the_decoder(drawing):
+    half = Drawing(drawing.model, drawing.size, steps=3, guidance=1.0)
+    once, twice = half.flops_per_image(), drawing.flops_per_image()
+    assert twice > once
+    longer = Drawing(drawing.model, drawing.size, steps=6, guidance=1.0).flops_per_image()
+    assert twice - once == longer - once  # guidance costs as much as twice the steps

@@ -1,0 +1,132 @@
+"""Memory by plan: full-size models on the meta device, choices under limits, refusals with a number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from darkroom import models, sample
+from darkroom.errors import InputError
+from darkroom.sample.memory import count_needs, optimise_within, parse_bytes, plan_memory
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def sd15():
+    model = models.create("sd15", parts=("unet", "vae", "text_encoder"), device="meta").to(
+        dtype=torch.float16
+    )
+    return count_needs(model, (512, 512))
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [
+        ("3GB", 3 * GB),
+        ("2.5 GiB", int(2.5 * 2**30)),
+        ("800MB", 8 * 10**8),
+        ("4096", 4096),
+        (5, 5),
+        ("1mib", 2**20),
+    ],
+)
+def test_memory_is_read_as_people_write_it(text, bytes_):
+    assert parse_bytes(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["3TB", "much", "-1GB", "0", "GB", ""])
+def test_other_words_are_refused(text):
+    with pytest.raises(InputError, match="3GB"):
+        parse_bytes(text)
+
+
+def test_the_counted_weights_are_the_model_s(sd15):
+    assert sd15.weights["unet"] == 859_520_964 * 2
+    assert sd15.unet(2) > sd15.unet(1) > 0
+    assert sd15.vae[None] > sd15.vae[256] > sd15.vae[64]
+
+
+def test_sd15_at_512_in_half_precision_fits_3200_mb_on_the_card(sd15):
+    plan = plan_memory(sd15, int(3.2 * GB), device="cuda", pictures=1)
+    assert plan.peak_bytes <= 3.2 * GB
+    assert not any(name.startswith("offload") for name in plan.names)
+    assert plan.pictures_a_call == 1
+
+
+def test_sd15_at_512_fits_2_gb_with_offload(sd15):
+    plan = plan_memory(sd15, 2 * GB, device="cuda", pictures=1)
+    assert plan.peak_bytes < 2 * GB
+    assert any(name.startswith("offload") for name in plan.names)
+    with pytest.raises(InputError):
+        plan_memory(sd15, 2 * GB, device="cpu", base_bytes=sum(sd15.weights.values()))
+
+
+def test_less_memory_means_slower_choices_in_order(sd15):
+    whole = sum(sd15.weights.values())
+    plans = [
+        plan_memory(sd15, limit, device="cuda", pictures=8)
+        for limit in (20 * GB, 5 * GB, whole + GB // 2, 2 * GB)
+    ]
+    assert plans[0].names == ()
+    assert plans[0].pictures_a_call == 8
+    assert [plan.pictures_a_call for plan in plans] == sorted(
+        (p.pictures_a_call for p in plans), reverse=True
+    )
+    assert all(
+        plan.peak_bytes <= limit
+        for plan, limit in zip(plans, (20 * GB, 5 * GB, whole + GB // 2, 2 * GB), strict=True)
+    )
+    assert "GB at most" in plans[0].says()
+
+
+def test_too_little_is_refused_with_the_smallest_that_would_do(sd15):
+    with pytest.raises(InputError, match=r"allowed: (\d+\.\d+) GB or more") as refused:
+        plan_memory(sd15, GB // 100, device="cuda", pictures=4)
+    smallest = float(str(refused.value).split("allowed: ")[1].split(" GB")[0])
+    assert plan_memory(sd15, int(smallest * GB), device="cuda", pictures=4).peak_bytes <= smallest * GB
+    with pytest.raises(InputError):
+        plan_memory(sd15, int((smallest - 0.02) * GB), device="cuda", pictures=4)
+
+
+def test_a_4k_picture_is_decoded_under_8_gb_in_tiles(sd15):
+    model = models.create("sd15", parts=("unet", "vae"), device="meta").to(dtype=torch.float16)
+    from darkroom.sample.memory import _vae_bytes
+
+    tiled, plain = (_vae_bytes(model, (2224 // 8, 3840 // 8), tile, False) for tile in (512, None))
+    assert tiled + sum(sd15.weights.values()) < 8 * GB < plain
+
+
+def test_offloading_that_cannot_stand_beside_quantising_is_not_chosen(sd15):
+    assert plan_memory(sd15, 2 * GB, device="cuda", fixed=("int8",)).names[0] == "offload_model"
+    with pytest.raises(InputError):
+        plan_memory(sd15, GB, device="cuda", fixed=("cuda_graphs",))
+
+
+def test_a_plan_is_kept_and_the_pictures_are_the_same(tiny):
+    plain = sample.generate(tiny, "a red circle", steps=3, num=4, size=(64, 64), optimise="none")
+    applied, roomy = optimise_within(tiny, "none", "40GB", size=(64, 64), pictures=4)
+    assert roomy.pictures_a_call == 4
+    assert applied.rows_a_call is None
+    tight = roomy.peak_bytes - 1
+    _, plan = optimise_within(tiny, "none", tight, size=(64, 64), pictures=4)
+    assert plan.pictures_a_call < 4 or plan.names
+    said: list[str] = []
+    made = sample.generate(
+        tiny,
+        "a red circle",
+        steps=3,
+        num=4,
+        size=(64, 64),
+        optimise="none",
+        memory=tight + 10**7,
+        notice=said.append,
+    )
+    assert any(line.startswith("memory:") for line in said)
+    for a, b in zip(made, plain, strict=True):
+        torch.testing.assert_close(a.latents, b.latents, atol=1e-4, rtol=1e-4)
+
+
+def test_memory_is_for_the_torch_backend(tiny):
+    with pytest.raises(InputError, match="backend torch"):
+        sample.generate(tiny, "a red circle", memory="3GB", backend="openvino")
