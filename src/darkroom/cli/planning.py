@@ -33,7 +33,7 @@ def plan(
     steps: Annotated[int, typer.Option(min=1, help="generate, serve: denoising steps")] = 30,
     guidance: Annotated[float, typer.Option(min=0, help="generate, serve: above 1 doubles the work")] = 7.5,
     batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1,
-    attention: Annotated[str, typer.Option(help="generate, serve: fused, plain or sliced")] = "fused",
+    attention: Annotated[str, typer.Option(help="generate, serve: fused or plain")] = "fused",
     channels_last: Annotated[bool, typer.Option(help="generate, serve: memory layout")] = True,
     pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000,
     rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0,
@@ -87,7 +87,14 @@ def plan(
         asked = ask.ask_recipe(Path(job), overrides or [])
     if advise:
         return _advise(asked, Path(job), overrides or [], target, ask.counts(count), as_json)
-    _plan(asked, target, ask.counts(count), plot, as_json)
+    return _plan(asked, target, ask.counts(count), plot, as_json)
+
+
+def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
+    """A recipe's plan for this machine."""
+    from darkroom.plan import ask
+
+    _plan(ask.ask_recipe(recipe, overrides), ask.Target(), [1], None, as_json)
 
 
 def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:

@@ -34,6 +34,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     out: Out = None,
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder")] = "auto",
+    plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
     as_json: Json = False,
 ) -> None:
     """Train what a recipe says; the same command goes on where it was stopped.
@@ -42,6 +43,10 @@ def train(
 
     Example: darkroom train recipes/emoji.yaml train.steps=2000 --out runs/emoji
     """
+    if plan:
+        from darkroom.cli.planning import plan_here
+
+        return plan_here(recipe, overrides or [], as_json)
     from darkroom.recipe import read_sweep
     from darkroom.train import sweep
     from darkroom.train import train as run
@@ -61,10 +66,11 @@ def train(
             for (settings, _), one in zip(recipes, results, strict=True)
         ]
         show([one.to_dict() for one in results], as_json, lambda: columns(rows))
-        return
+        return None
     result = run(recipes[0][1], out=place, resume=resume, console=said)
     made = [f"made: {path}" for path in result.outputs]
     show(result.to_dict(), as_json, lambda: [*made, f"bill: {result.bill.line()}"])
+    return None
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The cheapest and the fastest way to do a job: a search over the settings, with the reason for each choice."""
+"""The cheapest and the fastest way to do a job: a search over the settings, with reasons."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def advise(
     numbers: Sequence[int],
     say: Callable[[str], None] = lambda _: None,
 ) -> Advice:
-    """Search precision, checkpointing, sharding, encoding and the number of devices of a recipe; of another job
-    the cards and numbers alone. InputError where nothing fits.
+    """Search checkpointing, sharding, encoding and the number of devices of a recipe; of another job the
+    cards and numbers alone. InputError where nothing fits.
     """
     if not asked.settings:
         options = [
@@ -201,7 +201,7 @@ def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:
 
 
 def _break_even(best: Option, options: Sequence[Option], asked: Asked) -> float | None:
-    """Epochs from which encoding once is cheaper than encoding at each step, on the cheapest plan's device."""
+    """Epochs from which encoding once is cheaper than at each step, on the cheapest plan's device."""
     rows = asked.settings.get("rows")
     if not rows:
         return None

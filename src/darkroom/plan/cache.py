@@ -18,7 +18,11 @@ from typing import Any
 import darkroom
 from darkroom.plan.profile import Profile
 
-ROOMS = ("train", "sample", "models", "prepare", "plan", "count.py", "recipe.py")
+COUNTING = ("counting", "training", "generation", "others", "profile")
+ROOMS = (
+    *("train", "sample", "models", "prepare", "count.py", "recipe.py"),
+    *(f"plan/{name}.py" for name in COUNTING),
+)
 PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
 
@@ -40,7 +44,7 @@ def cached(key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str,
 
 
 def cache_folder() -> Path:
-    """Where darkroom keeps what can be made again: $DARKROOM_CACHE, or darkroom in the user's cache folder."""
+    """Where darkroom keeps what can be made again: $DARKROOM_CACHE, or `darkroom` in the user's cache."""
     if asked := os.environ.get("DARKROOM_CACHE"):
         return Path(asked)
     root = os.environ.get("XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""The profiles of making pictures and of preparing them: the very `sample.denoise`, the VAE, the text encoder."""
+"""The profiles of making pictures and of preparing them: `sample.denoise`, the VAE, the text encoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row, denoise
 from darkroom.sample.pictures import DECODE_PIXELS
 
-ATTENTIONS = ("fused", "plain", "sliced")
+ATTENTIONS = ("fused", "plain")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class GenerateSpec:
     height: int
     guided: bool = True
     precision: str = "fp16"
-    attention: str = "fused"  # or plain: scores in memory; or sliced: plain, one head at a time
+    attention: str = "fused"  # or plain: scores in memory
     decode_pixels: int | None = DECODE_PIXELS  # at once; None: the whole batch
 
     def key(self) -> dict[str, Any]:
@@ -41,8 +41,8 @@ class GenerateSpec:
         return {"job": "generate", **asdict(self)}
 
 
-def profile_generation(spec: GenerateSpec) -> Profile:
-    """Count text encoding, one denoising step and decoding."""
+def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | None = None) -> Profile:
+    """Count text encoding, one denoising step and decoding; `prepare` may change the modules first."""
     model = outlined(spec.model, ("unet", "vae", "text_encoder"))
     check_size(model, spec.width, spec.height)
     dtype = models.precision(spec.precision)
@@ -50,6 +50,8 @@ def profile_generation(spec: GenerateSpec) -> Profile:
         for module in model.modules.values():
             nn.Module.to(module, dtype)  # diffusers' own warns of nothing
         _set_attention(model, spec.attention)
+        if prepare is not None:
+            prepare(model)
         tag_weights(counter, model.modules.values())
         traces = tuple(_trace_pictures(counter, model, spec, rows) for rows in (2, 3))
     pixels = spec.width * spec.height
@@ -78,11 +80,11 @@ def _set_attention(model: Model, kind: str) -> None:
     as_on_gpu(model.modules.values())
     if kind == "fused":
         return
-    from diffusers.models.attention_processor import Attention, AttnProcessor, SlicedAttnProcessor
+    from diffusers.models.attention_processor import Attention, AttnProcessor
 
     for part in (part for module in model.modules.values() for part in module.modules()):
         if isinstance(part, Attention):
-            part.set_processor(AttnProcessor() if kind == "plain" else SlicedAttnProcessor(1))
+            part.set_processor(AttnProcessor())
         if hasattr(part, "set_attn_implementation"):
             part.set_attn_implementation("eager")
 
@@ -179,7 +181,7 @@ def profile_preparing(spec: PrepareSpec) -> Profile:
         tag_weights(counter, model.modules.values())
         traces = tuple(_trace_encoders(counter, model, spec, rows) for rows in (2, 3))
     side = spec.resolution // model.vae_factor
-    text = [(t.model_max_length, e.config.hidden_size) for t, e in zip(model.tokenizers, model.text_encoders)]
+    text = [(e.config.max_position_embeddings, e.config.hidden_size) for e in model.text_encoders]
     facts = {
         "resolution": spec.resolution,
         "latent_bytes_a_row": 2 * 2 * model.latent_channels * side * side,

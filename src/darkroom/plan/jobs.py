@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from darkroom.errors import InputError
@@ -25,7 +25,7 @@ class Where:
     """The device a plan is for. `cores` of a CPU class count as one device."""
 
     card: Card
-    cluster: Cluster = Cluster()
+    cluster: Cluster = field(default_factory=Cluster)
     cores: int = 1
     known: Efficiency = field(default_factory=efficiency)
     memory_bytes: float | None = None  # what is there; None: what the card has
@@ -177,15 +177,18 @@ def step_seconds(
     rows: int,
     sync_each: bool = False,
     gradient_bytes: int = 4,
+    encoders: str = "float32",
 ) -> Seconds:
     """Seconds of an optimiser step on each device: micro-batches, update, communication.
 
-    `sync_each`: gradients are summed over devices after every micro-batch, not once a step.
+    `sync_each`: gradients are summed over devices after every micro-batch, not once a step. `encoders`: the
+    precision of the frozen ones.
     """
     roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    frozen = Roofline(where.card, replace(software, precision=encoders), cores=where.cores, known=where.known)
     number = rows / micro
     backward = roofline.stage(profile, "backward", micro)
-    seconds = roofline.stage(profile, "inputs", rows)
+    seconds = frozen.stage(profile, "inputs", rows)
     seconds += (roofline.stage(profile, "forward", micro) + backward).times(number)
     seconds += roofline.stage(profile, "update", 1, share=1 / where.cluster.shards)
     if where.cluster.count > 1:

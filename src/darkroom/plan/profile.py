@@ -1,8 +1,8 @@
 """What a job computes, moves and holds, as straight lines in the number of pictures: counted at two batch
 sizes, good for all. Plain numbers: no torch here, so a plan from the cache answers at once.
 
-Time: kernels of one kind and size together, each with FLOPs and bytes `fixed + row * rows`. Memory: the moments
-that can be the peak, each with its bytes by kind. Both come from one run of the real code (see `counting`).
+Time: kernels of one kind and size together, each with FLOPs and bytes `fixed + row * rows`. Memory: the
+moments that can be the peak, each with its bytes by kind. Both come from one run of the real code.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Profile:
-    """A job's counts. `rows` of the stage 'inputs' are those of the whole step, of the other stages those of a
-    micro-batch; a stage in `chunks` takes at most so many rows at once.
+    """A job's counts. `rows` of the stage 'inputs' are those of the whole step, of the other stages those of
+    a micro-batch; a stage in `chunks` takes at most so many rows at once.
     """
 
     kernels: tuple[Kernels, ...]
@@ -85,8 +85,8 @@ class Profile:
     ) -> dict[str, float]:
         """Bytes by kind at the highest moment, of a micro-batch of `rows`.
 
-        `accumulate`: the gradients of earlier micro-batches are alive too. `shards`: devices that share what is
-        sharded (ZeRO-2: gradients, optimiser and averaged weights).
+        `accumulate`: the gradients of earlier micro-batches are alive too. `shards`: devices that share what
+        is sharded (ZeRO-2: gradients, optimiser and averaged weights).
         """
         kinds = [self._held(moment, rows, accumulate, step_rows or rows, shards) for moment in self.moments]
         return max(kinds, key=lambda held: sum(held.values()))

@@ -1,8 +1,8 @@
 """Seconds from counts: a roofline by class of operation, with few physical efficiencies (efficiency.csv).
 
-A kernel takes the longer of its arithmetic (at a share of the card's peak) and its traffic (at a share of its
-bandwidth), and a fixed start. The host hands kernels out one by one: where that takes longer than the kernels,
-it is the launch that is waited for. No constant belongs to a single published row.
+A kernel takes the longer of its arithmetic (at a share of the card's peak) and its traffic (at a share of
+its bandwidth), and a fixed start. The host hands kernels out one by one: where that takes longer than the
+kernels, it is the launch that is waited for. No constant belongs to a single published row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARITHMETIC = ("conv", "matmul", "attention")
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fitted constants by name and what they apply to; `measured` replaces some on a calibrated machine."""
+    """The fitted constants by name and what they apply to; a calibrated machine replaces some."""
 
     values: Mapping[tuple[str, str], float]
 
@@ -96,6 +96,12 @@ class Seconds:
         )
 
 
+def family(card: Card) -> str:
+    """Cards with the same cores: Ampere's data-centre chip is not its other ones."""
+    many = card.flops.get("fp16", 0.0) >= 10 * card.flops["float32"]
+    return "Ampere HBM" if card.architecture == "Ampere" and many else card.architecture
+
+
 class Roofline:
     """One device and the software on it. For a CPU class `cores` of it work together."""
 
@@ -131,7 +137,7 @@ class Roofline:
             return peak * known.of(kind, card.name, "CPU")
         if not tensor_cores:
             return peak * known.of("plain_cores", card.name, "GPU")
-        share = known.of("conv", card.name, card.architecture)
+        share = known.of("conv", card.name, family(card))
         if kind == "matmul":
             share *= known.of("matmul", card.name, "GPU")
         elif kind == "attention":

@@ -1,7 +1,7 @@
 """Many devices: who shares what, what goes over which wire, and how long that takes.
 
-A ring all-reduce moves 2 (n - 1) / n of the gradients over each device's wire (Patarasuk & Yuan 2009); inside a
-node over its links, between nodes over the node's network, which its devices share.
+A ring all-reduce moves 2 (n - 1) / n of the gradients over each device's wire (Patarasuk & Yuan 2009);
+inside a node over its links, between nodes over the node's network, which its devices share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The profile of a recipe's training step: the very `train.step`, built without weights and without a store."""
+"""The profile of a recipe's training step: the very `train.step`, built without weights or a store."""
 
 from __future__ import annotations
 

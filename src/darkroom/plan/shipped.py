@@ -1,0 +1,88 @@
+"""The counts behind the published tables, kept with the package so that the proof answers at once.
+
+benchmarks/plan/count.py makes the file anew; a test counts one of them again and compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from darkroom.plan import ask, others
+from darkroom.plan.others import OthersStep
+from darkroom.plan.profile import Kernels, Line, Moment, Profile
+
+FILE = Path(__file__).with_name("published_counts.json")
+
+
+@cache
+def others_profile(step: OthersStep) -> Profile:
+    """A training step as the published scripts wrote it."""
+    return _kept({"others": asdict(step)}, lambda: others.others_profile(step))
+
+
+@cache
+def pictures_of_2022(precision: str) -> Profile:
+    """Making pictures with the attention of 2022."""
+    return _kept({"pictures of 2022": precision}, lambda: others.pictures_of_2022(precision))
+
+
+@cache
+def picture_profile(precision: str, attention: str) -> Profile:
+    """Making pictures of 512 px with SD 1.5, guided; the VAE decodes the whole batch at once."""
+    key = {"pictures": [precision, attention]}
+    return _kept(key, lambda: ask.picture_profile("sd15", 512, 512, True, precision, attention, whole=True))
+
+
+@cache
+def preparing_profile(family: str, side: int, precision: str) -> Profile:
+    """Encoding pictures and captions."""
+    return _kept(
+        {"preparing": [family, side, precision]}, lambda: ask.preparing_profile(family, side, True, precision)
+    )
+
+
+def _kept(key: dict[str, Any], count: Callable[[], Profile]) -> Profile:
+    found = _file().get(json.dumps(key, sort_keys=True))
+    return unpacked(found) if found is not None else count()
+
+
+@cache
+def _file() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    return content
+
+
+def packed(profile: Profile) -> dict[str, Any]:
+    """A profile in few characters."""
+    return {
+        "kernels": [[k.stage, k.kind, k.calls, *_pair(k.flops), *_pair(k.bytes)] for k in profile.kernels],
+        "moments": [
+            [m.stage, {kind: _pair(line) for kind, line in m.bytes.items()}] for m in profile.moments
+        ],
+        "parameters": profile.parameters,
+        "trained": profile.trained,
+        "chunks": profile.chunks,
+    }
+
+
+def _pair(line: Line) -> list[float]:
+    return [round(line.fixed), round(line.row)]
+
+
+def unpacked(content: dict[str, Any]) -> Profile:
+    """A profile as `packed` made it."""
+    kernels = tuple(
+        Kernels(stage, kind, calls, Line(a, b), Line(c, d))
+        for stage, kind, calls, a, b, c, d in content["kernels"]
+    )
+    moments = tuple(
+        Moment(stage, {kind: Line(*pair) for kind, pair in held.items()})
+        for stage, held in content["moments"]
+    )
+    plain = {name: content[name] for name in ("parameters", "trained", "chunks")}
+    return Profile(kernels, moments, **plain)

@@ -1,0 +1,193 @@
+"""The published tables as they were printed, with what is known of how each row was run.
+
+Sources: the five systems' own reports (Google's Vertex Model Garden benchmarking report, 2023; Anyscale's
+pre-training posts, 2024; lambda-diffusers' benchmark.csv, October 2022; mosaicml/diffusion-benchmark and
+mosaicml/diffusion READMEs, 2023; diffusers' pages on memory and speed, v0.16 and v0.20) and MLPerf Training
+v4.0 to v5.0. A value marked chart was read off a chart.
+"""
+
+from __future__ import annotations
+
+# rank: trained, total, MiB of the file (Vertex prints MB)
+VERTEX_LORA = {
+    4: (398_592, 859_919_556, 1.57),
+    8: (797_184, 860_318_148, 3.09),
+    16: (1_594_368, 861_115_332, 6.13),
+    32: (3_188_736, 862_709_700, 12.21),
+}
+
+# rank (None: all weights), checkpointing, pictures, side, GB, read off a chart
+VERTEX_MEMORY = (
+    (None, False, 2, 512, 22.7, True),
+    (None, False, 4, 512, 25.09, False),
+    (None, False, 8, 512, 34.7, True),
+    (None, False, 16, 512, 39.4, True),
+    (None, False, 4, 256, 21.0, True),
+    (None, False, 4, 1024, 39.4, True),
+    (8, False, 4, 512, 14.45, False),
+    (8, True, 2, 512, 7.2, True),
+    (8, True, 4, 512, 9.98, False),
+    (8, True, 8, 512, 15.4, True),
+    (8, True, 16, 512, 26.0, True),
+    (8, True, 32, 512, 39.4, True),
+    (8, True, 4, 256, 6.1, True),
+    (8, True, 4, 1024, 28.3, True),
+    (8, True, 4, 2048, 39.4, True),
+)
+VERTEX_CEILING_GB, VERTEX_AT_LEAST_GB = 39.4, 34.0
+
+# side: largest batch of LoRA with checkpointing
+VERTEX_LARGEST = {
+    "A100-SXM4-40GB": {256: 128, 512: 32, 1024: 8, 2048: 2},
+    "V100-SXM2-16GB": {256: 32, 512: 8, 1024: 2, 2048: 0},
+}
+
+# pictures, side, steps/s: LoRA with checkpointing on one A100 of 40 GB
+VERTEX_SPEED = (
+    (2, 512, 1.24),
+    (4, 512, 1.17),
+    (8, 512, 1.14),
+    (16, 512, 0.8696),
+    (4, 256, 1.32),
+    (4, 1024, 0.2494),
+)
+VERTEX_USD_PER_HOUR = {"T4": 0.4025, "V100-SXM2-16GB": 2.852, "A100-SXM4-40GB": 4.2245}
+# steps: USD, LoRA with checkpointing, batch 4 on the A100
+VERTEX_STEPS_COST = {10: 0.06, 100: 0.12, 1000: 0.79}
+# method, card, batch: USD of 800 / batch steps
+VERTEX_BATCH_COST = {
+    ("full", "A100-SXM4-40GB"): {1: 0.44, 2: 0.27, 4: 0.20, 8: 0.15},
+    ("LoRA", "A100-SXM4-40GB"): {1: 0.36, 2: 0.23, 4: 0.17, 8: 0.13, 16: 0.15, 32: 0.19},
+    ("LoRA", "V100-SXM2-16GB"): {1: 0.33, 2: 0.20, 4: 0.14, 8: 0.13},
+}
+# card: seconds of four pictures; the plain container takes 50 steps, the other 25
+VERTEX_SERVING = {
+    "T4": (28.6, 12.6),
+    "V100-SXM2-16GB": (8.8, 4.1),
+    "A100-SXM4-40GB": (4.2, 1.7),
+}
+
+# side: images/s of 32 A100-80 with encoders inline, and with prepared latents and text
+ANYSCALE_INLINE = {256: (2805, 4068), 512: (812, 1029)}
+# rungs: DDP on TCP, DDP on the fast network, FSDP, FSDP and compile
+ANYSCALE_LADDER = {
+    ("A100-SXM4-40GB", 16, 256): (1075, 1269, 1925, 2910),
+    ("A100-SXM4-40GB", 16, 512): (264, 474, 667, 805),
+    ("A100-SXM4-80GB", 32, 256): (1573, 4068, 5014, 5908),
+    ("A100-SXM4-80GB", 32, 512): (389, 1029, 1168, 1349),
+}
+ANYSCALE_RUNGS = ("DDP TCP", "DDP fast", "FSDP", "FSDP compile")
+ANYSCALE_SAMPLES = {256: 1_126_400_000, 512: 1_740_800_000}
+ANYSCALE_MACHINES, ANYSCALE_MACHINE_USD, ANYSCALE_A10G_USD = 4, 40.96, 1.212
+# images/s, hours, USD (offline: without its encoding), A10G beside
+ANYSCALE_PHASE_1 = {
+    "inline": (2811, 111.3, 18_192, 0),
+    "offline": (4068, 76.9, 14_753 - 2_183, 0),
+    "online": (4075, 76.8, 16_275, 40),
+}
+ANYSCALE_ENCODING_USD = 2_183
+ANYSCALE_TOTAL_A100_HOURS, ANYSCALE_TOTAL_USD = 13_165, 39_511
+
+# GPUs: images/s, days, A100-hours, USD; 2.867 billion pictures at $2
+MOSAIC_INLINE = {
+    8: (128.2, 258.83, 49_696, 99_000),
+    16: (254.0, 130.63, 50_166, 100_000),
+    32: (485.7, 68.33, 52_470, 105_000),
+    64: (912.2, 36.38, 55_875, 110_000),
+    128: (1_618.4, 20.5, 62_987, 125_000),
+    256: (2_589.4, 12.83, 78_735, 160_000),
+}
+MOSAIC_SAMPLES, MOSAIC_USD_PER_HOUR = 2.867e9, 2.0
+# GPUs: images/s at 256 px and at 512 px, days, USD
+MOSAIC_STORED = {
+    8: (1_100, 290, 81.33, 31_230),
+    16: (2_180, 585, 40.42, 31_043),
+    32: (4_080, 1_195, 20.06, 30_805),
+    64: (8_530, 2_340, 10.14, 31_146),
+    128: (11_600, 4_590, 5.51, 33_874),
+}
+
+# card, precision: batch: seconds, GB reserved; 50 steps, attention's scores in memory
+LAMBDA = {
+    ("RTX 3090", "single"): {1: (7.96, 7.72), 2: (14.49, 11.0), 4: (27.94, 17.69)},
+    ("RTX 3090", "half"): {1: (4.83, 4.54), 2: (8.42, 8.75), 4: (15.87, 15.36)},
+    ("RTX A5500", "single"): {1: (8.55, 7.69), 2: (15.71, 11.0), 4: (30.51, 17.69)},
+    ("RTX A5500", "half"): {1: (5.05, 4.58), 2: (9.37, 8.8), 4: (16.97, 15.33)},
+    ("RTX 3080", "half"): {1: (5.59, 4.52)},
+    ("A100-PCIE-80GB", "single"): {
+        1: (6.39, 7.75),
+        2: (11.12, 11.05),
+        4: (20.18, 17.63),
+        8: (38.88, 30.88),
+        16: (76.92, 57.46),
+    },
+    ("A100-PCIE-80GB", "half"): {
+        1: (3.74, 4.55),
+        2: (5.72, 8.77),
+        4: (10.04, 15.34),
+        8: (18.68, 28.47),
+        16: (36.67, 54.73),
+        28: (63.88, 78.78),
+    },
+    ("RTX A6000", "single"): {1: (8.09, 7.75), 2: (14.86, 10.98), 4: (27.92, 17.62), 8: (53.95, 30.88)},
+    ("RTX A6000", "half"): {
+        1: (5.03, 4.53),
+        2: (9.03, 8.79),
+        4: (17.0, 15.34),
+        8: (32.57, 28.51),
+        16: (63.16, 46.11),
+    },
+    ("RTX 8000", "single"): {
+        1: (12.3, 7.71),
+        2: (24.42, 9.16),
+        4: (42.56, 15.58),
+        8: (76.96, 23.11),
+        16: (152.55, 42.47),
+    },
+    ("RTX 8000", "half"): {
+        1: (5.93, 4.52),
+        2: (10.92, 7.02),
+        4: (21.24, 12.39),
+        8: (40.52, 20.98),
+        16: (80.31, 38.18),
+    },
+}
+
+# rung: seconds of one picture, 50 DDIM steps, TITAN RTX; precision, channels last, attention
+DIFFUSERS_LADDER = {
+    "fp32": (9.50, "float32", False, "plain", "eager"),
+    "fp16": (3.61, "fp16", False, "plain", "eager"),
+    "channels-last": (3.30, "fp16", True, "plain", "eager"),
+    "traced U-Net": (3.21, "fp16", True, "plain", "traced"),
+    "memory-efficient attention": (2.63, "fp16", True, "fused", "traced"),
+}
+# card: steps/s, plain and memory-efficient attention, one picture at 512 px
+DIFFUSERS_STEPS = {
+    "T4": (3.5, 5.5),
+    "RTX 3060": (4.6, 7.8),
+    "A10G": (8.88, 15.6),
+    "RTX A6000": (11.7, 21.09),
+    "TITAN RTX": (12.51, 18.22),
+    "A100-SXM4-40GB": (18.6, 29.0),
+    "A100-SXM4-80GB": (18.7, 29.5),
+}
+# card: steps/s without compile (torch 2.0) and with it (nightly), of 1, 4 and 16 pictures; fused attention
+DIFFUSERS_TORCH2 = {
+    "A100-SXM4-40GB": {1: (21.66, 49.74), 4: (11.6, 17.27), 16: (3.04, 4.68)},
+    "V100-SXM2-16GB": {1: (18.99, 22.17), 4: (5.96, 6.86), 16: (1.66, 1.90)},
+    "T4": {1: (6.9, 7.56), 4: (1.79, 1.99), 16: (1 / 2.34, 1 / 1.99)},
+    "RTX 3090": {1: (22.56, 25.69), 4: (6.46, 7.3), 16: (1.7, 1.91)},
+    "RTX 4090": {1: (40.5, 49.81), 4: (12.62, 15.59), 16: (3.17, 3.85)},
+}
+
+# round, system: card, global batch, images/s of 8
+MLPERF = {
+    "v4.1 Eos": ("H100-SXM", 256, 1_095),
+    "v4.1 NVIDIA": ("H200", 256, 1_116),
+    "v4.1 Supermicro": ("H200", 256, 1_153),
+    "v5.0 Dell": ("H200", 256, 1_155),
+    "v5.0 HPE": ("H200", 512, 1_196),
+    "v4.1 NVIDIA preview": ("B200", 256, 1_902),
+    "v5.0 NVIDIA": ("B200", 256, 2_175),
+    "v5.0 NVIDIA GB200": ("GB200", 256, 2_295),
+}
