@@ -181,7 +181,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(run_core):
         for _ in range(2):
             await core.submit(LONG.model_copy(update={"num": 2}), key="a")
         with pytest.raises(Refused) as other:
-            await core.submit(LONG.model_copy(update={"num": 2}), key="a")
+            await core.submit(LONG, key="a")
         await core.submit(LONG, key="b")  # one key's share is not all of the queue
         with pytest.raises(Refused) as full:
             await core.submit(LONG, key="c")
@@ -351,3 +351,45 @@ def test_draining_finishes_what_is_on_its_way_and_keeps_the_rest(run_core):
         return [(await core.finished(job.id, key="a")).state for job in jobs]
 
     assert run_core(later) == ["done"] * 3
+
+
+def test_a_lost_device_hangs_nobody_and_loses_no_job(run_core, monkeypatch):
+    async def scenario(core):
+        async def lose(live_job):
+            await started(core, live_job)
+
+            def lost():
+                raise SystemError("the device is gone")
+
+            monkeypatch.setattr(core.engine, "_board", lost)
+            with pytest.raises(Refused) as caught:
+                await core.finished(live_job.id, key="a")
+            return caught.value
+
+        job = await core.submit(LONG, key="a", job_id="x")
+        error = await asyncio.wait_for(lose(job), 20)
+        with pytest.raises(Refused) as refused:
+            await core.submit(QUICK, key="a")
+        return error.status, refused.value.status, core.trouble()[0], (await core.get("x", key="a")).state
+
+    assert run_core(scenario) == (503, 503, "broken", "running")
+
+    async def later(core):
+        return (await core.finished("x", key="a")).state
+
+    assert run_core(later) == "done"
+
+
+def test_a_job_says_what_it_cost(run_core):
+    async def scenario(core):
+        job = await core.submit(QUICK, key="a")
+        done = await core.finished(job.id, key="a")
+        return done.cost, core.metrics_text().decode()
+
+    cost, metrics = run_core(scenario, usd_per_hour=3.6)
+    assert cost["usd"] == pytest.approx(cost["device_s"] / 1000, rel=1e-3)
+    lines = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    assert float(lines["darkroom_usd_total"]) == pytest.approx(cost["usd"], rel=1e-3)
+    assert float(lines["darkroom_pictures_total"]) == 1
+    assert float(lines["darkroom_ready"]) == 1
+    assert float(lines["darkroom_device_memory_bytes"]) > 1e7
