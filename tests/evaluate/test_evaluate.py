@@ -313,13 +313,15 @@ def test_the_verb_scores_a_model_and_then_its_pictures(
     monkeypatch.chdir(tmp_path)
     models.save(tiny, tmp_path / "model")
     common = ["--reference", painted, "--extractor", small_folder, "--metrics", "fid,clip-t", "--json"]
-    arguments = ["--prompts", "dreambooth:object", "--class-word", "toy", "--num-prompts", 2, "--num", 2]
+    (tmp_path / "toys.txt").write_text("a {token} {class} in snow\na red {token} {class}\na wet {class}\n")
+    arguments = ["--prompts", "toys.txt", "--class-word", "toy", "--token", "sks"]
+    arguments += ["--num-prompts", 2, "--num", 2]
     arguments += ["--steps", 2, "--keep-pictures", "kept", "--out", "scores.csv"]
     code, out, err = run(capsys, "evaluate", "model", *common, *arguments)
     assert code == 0, err
     by_model = {row["metric"]: row for row in json.loads(out)}
     assert by_model["fid"]["n"] == 4
-    assert by_model["clip-t"]["prompts"] == "dreambooth:object"
+    assert by_model["clip-t"]["prompts"] == "toys.txt"
     assert len(read_scores("scores.csv")) == 2
     code, out, err = run(capsys, "evaluate", "kept/pictures", *common, "--token", "sks")
     assert code == 0, err
@@ -361,8 +363,10 @@ def test_a_runs_folder_stands_for_its_model(tiny, small_folder, tmp_path, capsys
         (["--metrics", "clip", "--prompts", "nowhere.txt"], "no prompts at 'nowhere.txt'"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(arguments, told, capsys):
-    prompts = [] if "--adapter" in arguments else ["--prompts", "dreambooth:live", "--class-word", "dog"]
+def test_a_mistake_is_told_in_one_line(arguments, told, capsys, tmp_path):
+    written = tmp_path / "prompts.txt"
+    written.write_text("a dog")
+    prompts = [] if "--adapter" in arguments else ["--prompts", str(written)]
     code, out, err = run(capsys, "evaluate", "tiny", *prompts, *arguments)
     assert (code, out) == (2, "")
     assert told in err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,16 +10,18 @@ from darkroom.errors import InputError
 from darkroom.evaluate import Prompts, read_prompts
 
 
-@pytest.mark.parametrize(("kind", "heading"), [("object", "Object"), ("live", "Live Subject")])
-def test_the_dreambooth_prompts_are_the_published_ones(shared_data, kind, heading):
-    text = (shared_data / "dreambooth" / "prompts_and_classes.txt").read_text()
-    part = re.search(rf"^{heading} Prompts\n(.*?)^\]", text, re.M | re.S)[1]
-    published = re.findall(r"^'(.*)'\.format", part, re.M)
-    found = read_prompts(f"dreambooth:{kind}", class_word="dog", token="qxz")
-    assert list(found.texts) == [prompt.format("qxz", "dog") for prompt in published]
-    assert list(found.plain) == [" ".join(prompt.format("", "dog").split()) for prompt in published]
-    assert len(found) == 25
-    assert read_prompts(f"dreambooth:{kind}", class_word="dog").texts[0] == "a sks dog in the jungle"
+@pytest.mark.parametrize(
+    ("kind", "last"), [("object", "a cube shaped qxz dog"), ("live", "a cube shaped qxz dog")]
+)
+def test_the_dreambooth_prompts_are_read_from_the_papers_own_list(shared_data, kind, last):
+    where = f"dreambooth:{kind}={shared_data / 'dreambooth' / 'prompts_and_classes.txt'}"
+    found = read_prompts(where, class_word="dog", token="qxz")
+    assert len(set(found.texts)) == 25
+    assert found.texts[0] == "a qxz dog in the jungle"
+    assert found.plain[0] == "a dog in the jungle"
+    assert found.texts[-1] == last
+    assert any("wearing a red hat" in text for text in found.texts) == (kind == "live")
+    assert read_prompts(where, class_word="dog").texts[0] == "a sks dog in the jungle"
 
 
 def test_every_kind_of_file_gives_the_same_prompts(tmp_path):
@@ -53,10 +53,20 @@ def test_the_token_is_left_out_as_a_word_alone():
 
 
 def test_what_is_no_prompts_is_refused(tmp_path):
+    (tmp_path / "list.txt").write_text(
+        "Object Prompts\n\n[\n'a {0} {1}'.format(unique_token, class_token)\n]\n"
+    )
+    listed = f"dreambooth:object={tmp_path / 'list.txt'}"
     with pytest.raises(InputError, match="--class-word"):
-        read_prompts("dreambooth:live")
-    with pytest.raises(InputError, match="dreambooth:live or dreambooth:object"):
+        read_prompts(listed)
+    with pytest.raises(InputError, match="dreambooth:live=FILE or dreambooth:object=FILE"):
         read_prompts("dreambooth:cats", class_word="cat")
+    with pytest.raises(
+        InputError, match=r"no prompts at 'none.txt'; FILE is dataset/prompts_and_classes.txt"
+    ):
+        read_prompts("dreambooth:live=none.txt", class_word="cat")
+    with pytest.raises(InputError, match="has no 'Live Subject Prompts'"):
+        read_prompts(listed.replace("object", "live"), class_word="cat")
     with pytest.raises(InputError, match="no prompts at"):
         read_prompts(tmp_path / "none.txt")
     (tmp_path / "empty.txt").write_text("\n\n")

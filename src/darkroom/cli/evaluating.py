@@ -28,7 +28,7 @@ def evaluate(
     ],
     prompts: Annotated[
         str | None,
-        typer.Option(help="a .txt, .jsonl, .csv, .parquet, a store, dreambooth:live or dreambooth:object"),
+        typer.Option(help="a .txt, .jsonl, .csv, .parquet, a store, or dreambooth:live=FILE"),
     ] = None,
     column: Annotated[str | None, typer.Option(help="where the prompts stand in a table")] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="take the first so many")] = None,
@@ -165,7 +165,7 @@ def _prompts(
     from darkroom.evaluate import read_prompts
 
     if where is None:
-        raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live")
+        raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live=FILE")
     return read_prompts(where, class_word=class_word, token=token, column=column, most=most)
 
 

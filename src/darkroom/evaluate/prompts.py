@@ -1,4 +1,4 @@
-"""The prompts that are drawn: from a file, a store's captions, or the DreamBooth paper's 25 a class."""
+"""The prompts that are drawn: from a file, a store's captions, or the DreamBooth paper's list."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from darkroom.data.store import Store
 from darkroom.errors import InputError
 
 DREAMBOOTH = "dreambooth:"
-# Ruiz et al. 2023, the list of github.com/google/dreambooth (CC BY 4.0, Google LLC).
-DREAMBOOTH_FILE = Path(__file__).with_name("dreambooth_prompts.csv")
+# The list of Ruiz et al. 2023 as github.com/google/dreambooth has it; it is not ours to hand out.
+DREAMBOOTH_LIST = "dataset/prompts_and_classes.txt of github.com/google/dreambooth"
+DREAMBOOTH_HEADINGS = {"object": "Object Prompts", "live": "Live Subject Prompts"}
 TOKEN, CLASS = "{token}", "{class}"
 DEFAULT_TOKEN = "sks"
-KINDS = ".txt (one a line), .jsonl, .csv, .tsv, .parquet, a store, dreambooth:live, dreambooth:object"
+KINDS = (
+    ".txt (one a line), .jsonl, .csv, .tsv, .parquet, a store, dreambooth:live=FILE, dreambooth:object=FILE"
+)
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,19 @@ def _filled(text: str, token: str | None, class_word: str | None) -> str:
 
 
 def _dreambooth(name: str) -> list[str]:
-    kind = name.removeprefix(DREAMBOOTH)
-    with DREAMBOOTH_FILE.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = [row["prompt"] for row in rows if row["kind"] == kind]
+    """The 25 prompts of a kind of subject, from the paper's own list."""
+    kind, _, where = name.removeprefix(DREAMBOOTH).partition("=")
+    if kind not in DREAMBOOTH_HEADINGS or not where:
+        allowed = "dreambooth:live=FILE or dreambooth:object=FILE"
+        raise InputError(f"prompts '{name}'", allowed=allowed, mend=f"FILE is {DREAMBOOTH_LIST}")
+    if not Path(where).is_file():
+        raise InputError(f"no prompts at '{where}'", mend=f"FILE is {DREAMBOOTH_LIST}")
+    text = Path(where).read_text(encoding="utf-8-sig", errors="replace")
+    part = re.search(rf"^{DREAMBOOTH_HEADINGS[kind]}\s*$(.*?)^\]", text, re.M | re.S)
+    found = re.findall(r"^'(.*)'\.format\(", part[1], re.M) if part else []
     if not found:
-        raise InputError(f"prompts '{name}'", allowed="dreambooth:live or dreambooth:object")
-    return found
+        raise InputError(f"'{where}' has no '{DREAMBOOTH_HEADINGS[kind]}'", mend=f"FILE is {DREAMBOOTH_LIST}")
+    return [prompt.replace("{0}", TOKEN).replace("{1}", CLASS) for prompt in found]
 
 
 def _captions(name: str, most: int | None) -> list[str]:
