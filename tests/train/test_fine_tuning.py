@@ -457,6 +457,7 @@ def test_a_pattern_that_names_nothing_and_a_folder_without_pictures(
     recipe = recipe_for("lora", base, photos, "adapter.targets=['*.to_z']")
     with pytest.raises(RecipeError, match=r"adapter.targets: '\*.to_z' names no .* such as down_blocks"):
         quietly(recipe, tmp_path / "pattern")
+    assert not (tmp_path / "pattern").exists()
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("none")
     with pytest.raises(InputError):

@@ -70,6 +70,15 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
         say(f"set aside: {report.rejected}; see {report.rejected_file}")
 
 
+def forget(run: Path) -> None:
+    """Let go of what was gathered for a run that cannot be; class pictures, which took time, stay."""
+    for store in (run / DATA).glob("*.lance"):
+        shutil.rmtree(store, ignore_errors=True)
+    for folder in (run / DATA, run):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
 def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder") -> ImportReport:
     shutil.rmtree(path, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)

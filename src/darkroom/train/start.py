@@ -19,7 +19,7 @@ from darkroom.train.checkpoint import (
     step_of,
 )
 from darkroom.train.feed import Feed
-from darkroom.train.gather import has_own_store, store_path
+from darkroom.train.gather import forget, has_own_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
 from darkroom.train.result import write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
@@ -85,7 +85,11 @@ def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say) -> TrainR
         raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
     for note in recipe.derived:
         say(note)
-    job = make_job(recipe, Pinned(place.path), feed, say)
+    try:
+        job = make_job(recipe, Pinned(place.path), feed, say)
+    except InputError:
+        forget(place.path)
+        raise
     environment = {**hardware.environment(), "store": dict(job.store)}
     run = Run.create(place.path, recipe.dump(), environment)
     with run.lock():
