@@ -51,6 +51,11 @@ def test_what_cannot_work_is_a_row_that_says_why(ladder_rows):
     assert "CUDA graphs are of CUDA" in row.note
 
 
+def test_a_misspelt_case_is_refused_before_anything_is_measured(drawing):
+    with pytest.raises(InputError, match="optimise 'fused_qvk'"):
+        bench_ladder(drawing, cases=["auto", "fused_qvk"], repeats=1)
+
+
 def test_cold_and_warm_starts_are_told_apart(ladder_rows):
     starts = [row for row in ladder_rows if row.benchmark == "ladder-start"]
     assert [row.case for row in starts] == ["trace, cold", "trace, warm"]

@@ -66,6 +66,8 @@ def bench_ladder(
     """
     if repeats < 1:
         raise InputError(f"repeats {repeats}", allowed="1 or more")
+    for names in cases:
+        ladder.parse(names)  # a misspelt name is refused before anything is measured
     device = drawing.device
     plain = _start(drawing, "none", device)
     flops = drawing.flops_per_image()

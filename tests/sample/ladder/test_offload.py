@@ -1,4 +1,4 @@
-"""Offloading's hooks with main memory on both sides: the same pictures, and weights put away after each call."""
+"""Offloading's hooks with main memory on both sides: the same pictures, weights put away after calls."""
 
 from __future__ import annotations
 
