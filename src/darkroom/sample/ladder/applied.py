@@ -109,7 +109,8 @@ class Applied:
 
     def plain(self, call_of: CallOf, callee: Any = None) -> Unet:
         """One call of the U-Net or of what is called like it, with what stands around each call."""
-        call = call_of(callee or self.callee or self.model.unet)
+        called = (callee, self.callee, self.model.unet)
+        call = call_of(next(one for one in called if one is not None))
         for wrap in self.inner:
             call = wrap(call)
         return call if self.rows_a_call is None else in_parts(call, self.rows_a_call)

@@ -68,7 +68,8 @@ def loading(
 
 
 def _lies(model: Model) -> torch.device:
-    return next(model.unet.parameters()).device  # type: ignore[union-attr]
+    device: torch.device = next(model.unet.parameters()).device  # type: ignore[union-attr]
+    return device
 
 
 def place_of(model: Model, device: torch.device | str | None = None) -> Place:
