@@ -152,6 +152,7 @@ def test_keys_open_everything_but_health_and_signed_pictures(serve, tmp_path):
     assert server.http.get(url).headers["content-type"] == "image/png"
     assert server.http.get(url[:-1] + ("0" if url[-1] != "0" else "1")).status_code == 403
     assert server.http.get(url.replace("until=", "until=9")).status_code == 403
+    assert server.http.get(url.partition("signature=")[0] + "signature=%F3%90%99%B4n").status_code == 422
 
 
 def test_foreign_pages_names_and_bodies_are_refused(serve):

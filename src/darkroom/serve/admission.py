@@ -111,14 +111,16 @@ def _param(error: InputError) -> str | None:
     return next((PARAMS[word] for word in words if word in PARAMS), None)
 
 
-def opened_uploads(uploads: Uploads | None, limits: Limits) -> Image.Image | None:
+def opened_image(request: PictureRequest, uploads: Uploads | None, limits: Limits) -> Image.Image | None:
     """The picture to start from; 422 unless it and the mask are of the formats and sizes allowed."""
-    opened = {}
-    for name in ("image", "mask"):
-        content = getattr(uploads, name, None)
-        if content is not None:
-            opened[name] = checked_picture(content, limits, name)
-    return opened.get("image")
+    if uploads is None or uploads.image is None:
+        lone = "strength" if request.strength is not None else "mask" if uploads and uploads.mask else None
+        if lone is not None:
+            raise Refused(422, "invalid_value", f"{lone}: only with a picture to start from", param=lone)
+        return None
+    if uploads.mask is not None:
+        checked_picture(uploads.mask, limits, "mask")
+    return checked_picture(uploads.image, limits, "image")
 
 
 def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:

@@ -16,6 +16,7 @@ from typing import Any
 from darkroom.errors import DarkroomError, InputError
 from darkroom.serve import admission, cards, opening
 from darkroom.serve.engine import Engine
+from darkroom.serve.intake import Intake
 from darkroom.serve.keeping import Keeper
 from darkroom.serve.live import Live, job_of, job_of_record, news
 from darkroom.serve.metrics import Metrics
@@ -48,8 +49,7 @@ class Core:
         self._opened: opening.Opened | None = None
         self._live: dict[str, Live] = {}
         self._by_id: dict[tuple[str, str], Live] = {}
-        self._rates = admission.Rates(self.limits.rate_per_minute)
-        self._reserved: dict[str, int] = {}
+        self._intake = Intake(self.limits)
         self._attended: set[str] = set()
         self._watching = 0
         self._tick: asyncio.Future[None] | None = None
@@ -95,8 +95,7 @@ class Core:
         try:
             request = PictureRequest.model_validate_json(record.request)
             uploads = await self._in_pool(self._keeper.read_uploads, record.uid)
-            image = await self._opened_image(request, uploads)
-            shape = admission.check_shape(self._model, request, self.limits, image)
+            shape = await self._shape(request, uploads, again=True)
         except (Refused, ValueError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
             return
@@ -169,12 +168,8 @@ class Core:
             if (there := await self._there(key, job_id)) is not None:
                 return self._same(there, digest)
         self._check_open()
-        admission.check_limits(request, self.limits)
-        if request.adapters:
-            self._check_adapters(request)
-        image = await self._opened_image(request, uploads)
-        shape = admission.check_shape(self._model, request, self.limits, image)
-        self._check_room(key, request.num)
+        shape = await self._shape(request, uploads)
+        self._intake.check_room(self._engine, key, request.num)
         uid = uuid.uuid4().hex
         request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
         record = Record(
@@ -187,7 +182,7 @@ class Core:
             request=request.model_dump_json(),
             created_s=time.time(),
         )
-        with self._reserve(key, request.num):
+        with self._intake.reserved(key, request.num):
             kept = await self._accept(record, uploads)
             if kept.uid != uid:
                 return self._same(job_of_record(kept), digest, kept.digest)
@@ -229,31 +224,14 @@ class Core:
         wait_s = LOADING_RETRY_S if code == "loading" else DRAINING_RETRY_S
         raise Refused(503, code, message, retry_after_s=wait_s)
 
-    def _check_room(self, key: str, num: int) -> None:
-        engine = self._engine
-        waiting = engine.waiting() + sum(self._reserved.values())
-        mine = engine.waiting(key) + self._reserved.get(key, 0)
-        admission.check_room(waiting, mine, num, self.limits, engine.wait_s())
-        self._rates.take(key)
-
-    @contextmanager
-    def _reserve(self, key: str, num: int) -> Any:
-        """Room in the queue for a job that is being written down."""
-        self._reserved[key] = self._reserved.get(key, 0) + num
-        try:
-            yield
-        finally:
-            self._reserved[key] -= num
-            if not self._reserved[key]:
-                del self._reserved[key]
-
-    async def _opened_image(self, request: PictureRequest, uploads: Uploads | None) -> Any:
-        if uploads is not None and uploads.image is not None:
-            return await self._in_pool(admission.opened_uploads, uploads, self.limits)
-        if request.strength is not None or (uploads is not None and uploads.mask is not None):
-            name = "strength" if request.strength is not None else "mask"
-            raise Refused(422, "invalid_value", f"{name}: only with a picture to start from", param=name)
-        return None
+    async def _shape(self, request: PictureRequest, uploads: Uploads | None, *, again: bool = False) -> Shape:
+        """What a request costs; 422 where it cannot be. One accepted before is not held to limits again."""
+        library = self._opened.library if self._opened is not None else None
+        if not again:
+            admission.check_limits(request, self.limits)
+            admission.check_adapters(request, library)
+        image = await self._in_pool(admission.opened_image, request, uploads, self.limits)
+        return admission.check_shape(self._model, request, self.limits, image)
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
         """Hand an accepted job to the engine."""
@@ -532,10 +510,6 @@ class Core:
         if self._opened is None:
             raise Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
         return self._opened.model
-
-    def _check_adapters(self, request: PictureRequest) -> None:
-        library = self._opened.library if self._opened is not None else None
-        admission.check_adapters(request, library)
 
     def _place(self, live: Live) -> int | None:
         """Pictures to be admitted before a job's first; looked up anew at most every tick."""

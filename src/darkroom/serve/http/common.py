@@ -71,7 +71,8 @@ def sign(core: Core, uid: str, index: int, now_s: float | None = None) -> str:
 
 def check_signature(core: Core, uid: str, index: int, until: int, signature: str) -> None:
     """403 unless this server gave out the address and it is still good."""
-    genuine = hmac.compare_digest(_signature(core, uid, index, until), signature)
+    given = signature.encode("utf-8", "replace")  # comparing texts raises where they are not ASCII
+    genuine = hmac.compare_digest(_signature(core, uid, index, until).encode(), given)
     if not genuine or until < time.time():
         raise Refused(403, "bad_signature", "the address is not, or no longer, good")
 

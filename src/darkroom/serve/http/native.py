@@ -132,7 +132,7 @@ def jobs_router(core: Core) -> APIRouter:
         uid: Annotated[str, Path(pattern="^[0-9a-f]{32}$")],
         index: Index,
         until: Annotated[int, Query(ge=0, le=2**53)],
-        signature: Annotated[str, Query(max_length=64)],
+        signature: Annotated[str, Query(pattern="^[0-9a-f]{64}$")],
     ) -> Response:
         """A picture by a signed address, which needs no key."""
         check_signature(core, uid, index, until, signature)

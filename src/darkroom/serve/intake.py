@@ -1,0 +1,38 @@
+"""`Intake`: rates of keys, and room in the queue, counting jobs that are just being written down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from darkroom.serve.admission import Rates, check_room
+from darkroom.serve.engine import Engine
+from darkroom.serve.limits import Limits
+
+
+class Intake:
+    """Belongs to the event loop's thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._rates = Rates(limits.rate_per_minute)
+        self._reserved: Counter[str] = Counter()
+
+    def check_room(self, engine: Engine, key: str, num: int) -> None:
+        """429 where the queue is full or the key comes too often."""
+        waiting = engine.waiting() + self._reserved.total()
+        mine = engine.waiting(key) + self._reserved[key]
+        check_room(waiting, mine, num, self._limits, engine.wait_s())
+        self._rates.take(key)
+
+    @contextmanager
+    def reserved(self, key: str, num: int) -> Iterator[None]:
+        """Room in the queue for a job that is being written down."""
+        self._reserved[key] += num
+        try:
+            yield
+        finally:
+            self._reserved[key] -= num
+            if not self._reserved[key]:
+                del self._reserved[key]
