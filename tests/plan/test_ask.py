@@ -1,0 +1,141 @@
+"""The verb: one card, all cards, a curve, a budget; and a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from darkroom.cli import main
+from darkroom.errors import InputError
+from darkroom.plan import ask
+from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
+from darkroom.plan.roofline import Software
+
+RECIPE = """
+task: pretrain
+model: {base: tiny}
+data: {store: nowhere.lance, resolution: 64}
+train: {steps: 100, global_batch: 64}
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("DARKROOM_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+def told(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return exit_.value.code, out, err
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipes") / "small.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_a_recipe_on_one_card(capsys, recipe):
+    code, out, _ = told(capsys, recipe, "--gpu", "T4", "--json")
+    plan = json.loads(out)["plans"][0]
+    assert code == 0
+    assert plan["device"] == "T4"
+    assert plan["precision"] == "fp16"
+    assert plan["parameters"]["trained"] == 1_077_572
+    parts = plan["step_s"]
+    assert sum(value for name, value in parts.items() if name != "total") == pytest.approx(parts["total"])
+    assert plan["hours"] == pytest.approx(100 * parts["total"] / 3600)
+    assert plan["cost"]["usd"] == pytest.approx(
+        plan["cost"]["device_hours"] * plan["cost"]["usd_per_device_hour"]
+    )
+
+
+def test_all_cards_come_cheapest_first_and_broken_limits_last(capsys, recipe):
+    _, out, _ = told(capsys, recipe, "--gpu", "all", "--deadline", "0.001", "--json")
+    plans = json.loads(out)["plans"]
+    assert len(plans) > 30
+    kept = [plan["kept"] for plan in plans]
+    assert kept == sorted(kept, reverse=True)
+    priced = [plan["cost"]["usd"] for plan in plans if plan["kept"] and plan["cost"]["usd"] is not None]
+    assert priced == sorted(priced)
+
+
+def test_more_devices_take_less_time_and_more_device_hours(capsys, recipe):
+    _, out, _ = told(capsys, recipe, "--gpu", "A100-80", "--count", "1..16", "--json")
+    plans = json.loads(out)["plans"]
+    assert [plan["count"] for plan in plans] == [1, 2, 4, 8, 16]
+    hours = [plan["cost"]["device_hours"] for plan in plans]
+    assert hours[-1] > hours[0]
+    assert plans[-1]["step_s"]["total"] < plans[0]["step_s"]["total"]
+    assert plans[0]["step_s"]["communication"] == 0
+
+
+def test_a_price_of_ones_own(capsys, recipe):
+    _, out, _ = told(capsys, recipe, "--gpu", "H200", "--price", "2", "--json")
+    cost = json.loads(out)["plans"][0]["cost"]
+    assert cost["usd"] == pytest.approx(2 * cost["device_hours"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--gpu", "RTX 40900x"), "RTX 4090"),
+        (("--gpu", "Voodoo"), "hardware.csv"),
+        (("--count", "0"), "--count"),
+        (("--network", "string"), "TCP 100 Gbit"),
+        (("--precision", "fp4"), "bf16"),
+        (("--gpu", "T4", "--count", "128"), "global batch"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, recipe, arguments, word):
+    code, out, err = told(capsys, recipe, *arguments)
+    if code == 0:  # a name that holds a card's name is that card
+        assert word in out
+        return
+    assert code == 2
+    assert word in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_missing_recipe_is_said(capsys):
+    code, _, err = told(capsys, "no-such.yaml")
+    assert code == 2
+    assert "no-such.yaml" in err
+
+
+def test_counts():
+    assert ask.counts("8") == [8]
+    assert ask.counts("1..1024")[-1] == 1024
+    assert ask.counts("1..6") == [1, 2, 4, 6]
+    with pytest.raises(InputError):
+        ask.counts("4..2")
+
+
+def test_preparing_is_priced_and_sized():
+    profile = ask.preparing_profile("tiny", 64, True, "bf16")
+    where = Where(ask.chosen_cards("A10G")[0])
+    plan = plan_preparing(profile, PrepareJob("prepare", 1000), where, Software("bf16"))
+    assert plan.sizes_bytes["latents"] == 1000 * profile.facts["latent_bytes_a_row"]
+    assert plan.hours > 0
+    assert largest_rows(profile, where) >= 1
+
+
+def test_pictures_and_servers(capsys):
+    _, out, _ = told(
+        capsys, "generate", "--model", "tiny", "--size", "64", "--gpu", "T4", "--batch", "4", "--json"
+    )
+    plan = json.loads(out)["plans"][0]
+    assert plan["extra"]["latency_s"] == pytest.approx(plan["step_s"]["total"])
+    _, out, _ = told(
+        capsys, "serve", "--model", "tiny", "--size", "64", "--gpu", "T4", "--rate", "50", "--json"
+    )
+    served = json.loads(out)["plans"][0]["extra"]
+    assert served["busy"] < 1
+    assert served["capacity_images_per_s"] > 50
