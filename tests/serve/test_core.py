@@ -393,3 +393,17 @@ def test_a_job_says_what_it_cost(run_core):
     assert float(lines["darkroom_pictures_total"]) == 1
     assert float(lines["darkroom_ready"]) == 1
     assert float(lines["darkroom_device_memory_bytes"]) > 1e7
+
+
+def test_files_without_a_job_are_cleared_away_and_those_of_jobs_stay(run_core):
+    async def scenario(core):
+        await core.finished((await core.submit(QUICK, key="a", job_id="x")).id, key="a")
+        core.results.write("ab" * 16, {"image.upload": b"left behind"})
+        return len(core.results.uids())
+
+    async def later(core):
+        return core.results.uids(), (await core.get("x", key="a")).uid
+
+    assert run_core(scenario) == 2
+    uids, kept = run_core(later)
+    assert uids == [kept]

@@ -31,6 +31,7 @@ LOG = logging.getLogger("darkroom.serve")
 TICK_S = 0.03  # watchers are told at most so often
 LOOK_S = 1.0  # and look by themselves so often
 SWEEP_S = 15.0
+UIDS_AT_ONCE = 500
 LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
 
 
@@ -69,23 +70,40 @@ class Core:
         self._spawn(self._sweep())
 
     async def _load(self) -> None:
+        hooks = opening.Hooks(self._on_tick, self._wake, lambda: self._soon(self._set_all_aside))
         try:
-            hooks = opening.Hooks(self._on_tick, self._wake, lambda: self._soon(self._set_all_aside))
             opened = await asyncio.to_thread(opening.open_model, self.settings, self.metrics, hooks)
+            self._opened, self.engine = opened, opened.engine
         except Exception as error:
-            self.state = "broken"
-            told = str(error) if isinstance(error, InputError) else type(error).__name__
-            self.why = "the model cannot be loaded"
-            LOG.error("the model cannot be loaded: %s", told, exc_info=not isinstance(error, DarkroomError))
+            self._broken("the model cannot be loaded", error)
             return
-        self._opened, self.engine = opened, opened.engine
         self.metrics.capacity.set(self.engine.capacity)
         self.engine.start()
-        for record in await asyncio.wrap_future(self.store.live()):
-            await self._take_up(record)
+        try:
+            await self._tidy()
+            for record in await asyncio.wrap_future(self.store.live()):
+                await self._take_up(record)
+        except Exception as error:
+            self._broken("the jobs that were kept cannot be taken up", error)
+            return
         if self.state == "loading":
             self.state, self.why = "ready", ""
             self.metrics.ready.set(1)
+
+    def _broken(self, why: str, error: Exception) -> None:
+        """No job will be taken by this process; the log says why, clients are told no more than `why`."""
+        self.state, self.why = "broken", why
+        told = str(error) if isinstance(error, InputError) else type(error).__name__
+        LOG.error("%s: %s", why, told, exc_info=not isinstance(error, DarkroomError))
+
+    async def _tidy(self) -> None:
+        """Drop files without a job: a killed process had written them, and accepted no job for them yet."""
+        there = await self._in_pool(self.results.uids)
+        for start in range(0, len(there), UIDS_AT_ONCE):
+            some = there[start : start + UIDS_AT_ONCE]
+            known: set[str] = await asyncio.wrap_future(self.store.known(some))
+            for uid in set(some) - known:
+                await self._in_pool(self.results.delete, uid)
 
     async def _take_up(self, record: Record) -> None:
         """A job that an earlier process accepted and did not finish."""
