@@ -23,9 +23,18 @@ from darkroom.plan.roofline import Efficiency
 
 PULL = 0.15
 FREE = ("conv", "matmul", "attention", "plain_cores", "bandwidth", "kernel_s", "host_s", "fusion_bytes",
-        "fusion_kernels", "network", "overlap", "script_s", "start_s")  # fmt: skip
+        "fusion_kernels", "network", "overlap", "script_s", "start_s", "low_power")  # fmt: skip
 FIXED_FOR = ("CPU", "CDNA 3")
-SHARES = ("conv", "plain_cores", "bandwidth", "network", "overlap", "fusion_bytes", "fusion_kernels")
+SHARES = (
+    "conv",
+    "low_power",
+    "plain_cores",
+    "bandwidth",
+    "network",
+    "overlap",
+    "fusion_bytes",
+    "fusion_kernels",
+)
 
 
 def free_keys() -> list[tuple[str, str]]:
@@ -34,7 +43,7 @@ def free_keys() -> list[tuple[str, str]]:
     return [key for key in values if key[0] in FREE and key[1] not in FIXED_FOR]
 
 
-def fit(tables: list[published.Table], keys: list[tuple[str, str]]) -> Efficiency:
+def fit(tables: list[published.Table], keys: list[tuple[str, str]], evaluations: int = 12) -> Efficiency:
     """The efficiencies that the tables' fitted rows want."""
     start = roofline.efficiency()
     guess = np.log([GUESSES[key] for key in keys])
@@ -51,7 +60,7 @@ def fit(tables: list[published.Table], keys: list[tuple[str, str]]) -> Efficienc
 
     found = least_squares(
         residuals, np.minimum(guess, upper - 1e-6), bounds=(guess - 3, upper), loss="soft_l1", f_scale=0.2,
-        diff_step=1e-3, max_nfev=25,
+        diff_step=1e-3, max_nfev=evaluations,
     )  # fmt: skip
     return known(found.x)
 
@@ -72,7 +81,7 @@ def main() -> None:
     left_out = {}
     for one in tables:
         if any(row.fitted for row in one.rows):
-            stranger = fit([other for other in tables if other is not one], keys)
+            stranger = fit([other for other in tables if other is not one], keys, 6)
             left_out[one.name] = median(abs(published.error(row, stranger)) for row in one.rows)
     validate.LEFT_OUT.write_text(json.dumps(left_out, indent=1) + "\n")
     for one in tables:

@@ -91,7 +91,7 @@ def fakes(*modules: nn.Module) -> Iterator[Counter]:
     """
     held = [(table, dict(table)) for module in modules for table in _tables(module)]
     in_place = nn.Module._apply
-    nn.Module._apply = _apply_anew  # type: ignore[assignment]
+    nn.Module._apply = _apply_anew  # type: ignore[method-assign]
     try:
         with counting(*modules) as counter:
             yield counter

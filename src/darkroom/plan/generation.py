@@ -15,7 +15,7 @@ from darkroom.errors import InputError
 from darkroom.models import Model
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
 from darkroom.plan.profile import Profile
-from darkroom.plan.training import outlined
+from darkroom.plan.training import outlined, text_configs
 from darkroom.prepare import text_states
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row, denoise
@@ -82,7 +82,8 @@ def _set_attention(model: Model, kind: str) -> None:
         return
     from diffusers.models.attention_processor import Attention, AttnProcessor
 
-    for part in (part for module in model.modules.values() for part in module.modules()):
+    parts: list[Any] = [part for module in model.modules.values() for part in module.modules()]
+    for part in parts:
         if isinstance(part, Attention):
             part.set_processor(AttnProcessor())
         if hasattr(part, "set_attn_implementation"):
@@ -129,11 +130,11 @@ def _denoise(counter: Counter, model: Model, spec: GenerateSpec, told: list[Cond
         Row(table, noise, condition, negative, guidance=7.5 if spec.guided else 1.0)
         for noise, condition in zip(torch.zeros(len(positives), *shape), positives, strict=True)
     ]
-    steps = denoise(_unet_call(model.unet), rows)
+    steps: Any = denoise(_unet_call(model.unet), rows)
     counter.stage = "first"
     next(steps)
     counter.stage = "denoise"
-    latents = next(steps).latents_BCHW
+    latents: Tensor = next(steps).latents_BCHW
     counter.stage = "first"
     steps.close()
     return latents
@@ -181,7 +182,7 @@ def profile_preparing(spec: PrepareSpec) -> Profile:
         tag_weights(counter, model.modules.values())
         traces = tuple(_trace_encoders(counter, model, spec, rows) for rows in (2, 3))
     side = spec.resolution // model.vae_factor
-    text = [(e.config.max_position_embeddings, e.config.hidden_size) for e in model.text_encoders]
+    text = [(c.max_position_embeddings, c.hidden_size) for c in text_configs(model)]
     facts = {
         "resolution": spec.resolution,
         "latent_bytes_a_row": 2 * 2 * model.latent_channels * side * side,

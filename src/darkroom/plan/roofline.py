@@ -17,6 +17,7 @@ from darkroom.plan.profile import Kernels, Profile
 
 HERE = Path(__file__).parent
 ARITHMETIC = ("conv", "matmul", "attention")
+LOW_POWER_W = 100.0  # a T4 or an L4 cannot keep its clock while all tensor cores work
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ class Roofline:
         if not tensor_cores:
             return peak * known.of("plain_cores", card.name, "GPU")
         share = known.of("conv", card.name, family(card))
+        if card.power_w < LOW_POWER_W and ("conv", card.name) not in known.values:
+            share *= known.of("low_power", "GPU")
         if kind == "matmul":
             share *= known.of("matmul", card.name, "GPU")
         elif kind == "attention":

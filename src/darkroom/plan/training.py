@@ -16,6 +16,7 @@ from darkroom.models.model import numbered
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights, trace_training
 from darkroom.plan.profile import Profile
 from darkroom.train import build, job
+from darkroom.train.objective import scheduler_config
 from darkroom.train.tasks import ENCODED_PIXELS
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _facts(recipe: Recipe, model: Model, step: Any) -> dict[str, Any]:
     averaged = trained if recipe.train.ema.enabled else 0
     factor, channels = model.vae_factor, model.latent_channels
     side = recipe.data.resolution // factor
-    text = [(e.config.max_position_embeddings, e.config.hidden_size) for e in model.text_encoders]
+    text = [(c.max_position_embeddings, c.hidden_size) for c in text_configs(model)]
     return {
         "resolution": recipe.data.resolution,
         "encodes_inline": encodes(recipe),
@@ -121,12 +122,18 @@ def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping
 
 
 def _text_columns(model: Model, rows: int) -> dict[str, Any]:
-    configs = [encoder.config for encoder in model.text_encoders]
+    configs = text_configs(model)
     width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings
     states = {"text": torch.empty(rows, length, width, dtype=torch.float16, device="meta")}
     if model.is_sdxl:
         states["pooled"] = torch.empty(rows, configs[-1].projection_dim, dtype=torch.float16, device="meta")
     return states
+
+
+def text_configs(model: Model) -> list[Any]:
+    """The text encoders' settings."""
+    encoders: list[Any] = list(model.text_encoders)
+    return [encoder.config for encoder in encoders]
 
 
 # ---- models without weights
@@ -149,7 +156,7 @@ def outline(recipe: Recipe) -> Model:
     if recipe.task != "autoencoder":
         if model.unet is None:
             raise RecipeError("model.base", f"'{settings.base}' has no unet")
-        model.scheduler = build.scheduler_config(recipe.objective, model.scheduler)
+        model.scheduler = scheduler_config(recipe.objective, model.scheduler)
         build.check_resolution(recipe.data.resolution, model)
     return model
 
@@ -162,7 +169,7 @@ def outlined(ref: str, parts: tuple[str, ...], overrides: Mapping[str, Any] | No
     else:
         model = _from_configs(_folder(ref), parts)
     # Any tokenizer gives as many tokens a caption; which they are does not matter.
-    lengths = [encoder.config.max_position_embeddings for encoder in model.text_encoders]
+    lengths = [config.max_position_embeddings for config in text_configs(model)]
     words = ["a picture"]
     model.tokenizers = [
         models.train_tokenizer(words, vocab_size=514, model_max_length=length) for length in lengths
