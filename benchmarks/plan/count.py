@@ -25,7 +25,8 @@ def main() -> None:
         print(name, flush=True)
         for row in published.table(name).rows:
             row.predict(efficiency())
-    lines = [f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in noted.items()]
+    tight = {"separators": (",", ":")}
+    lines = [f"{json.dumps(key)}: {json.dumps(value, **tight)}" for key, value in noted.items()]
     shipped.FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -487,12 +487,12 @@ def vertex_lora() -> Iterator[Row]:
 
 
 B_READING = (
-    "reading B for every row: prior preservation doubles the batch, VAE and text encoder in float32, AdamW of "
-    "torch 2.0"
+    "reading B for every row: prior preservation doubles the batch, VAE and text encoder in float32, AdamW "
+    "of torch 2.0"
 )
 SPEED_READING = (
-    "captioned flowers, so no prior preservation; float32 VAE and text encoder at each step; steps/s with the "
-    "script's memory tracing, costs without"
+    "captioned flowers, so no prior preservation; float32 VAE and text encoder at each step; steps/s with "
+    "the script's memory tracing, costs without"
 )
 
 TABLES: dict[str, tuple[float, bool, Callable[[], Iterator[Row]], str]] = {
@@ -510,7 +510,7 @@ TABLES: dict[str, tuple[float, bool, Callable[[], Iterator[Row]], str]] = {
         0.15,
         True,
         anyscale_rates,
-        "micro-batches 128 and 32 on 80 GB as published, else the largest power of two that fits; summed each time",
+        "micro-batches 128 and 32 on 80 GB, else the largest power of two that fits; summed each time",
     ),
     "costs from their rates (Anyscale)": (0.10, False, anyscale_costs, ""),
     "total from first principles (Anyscale)": (0.20, False, anyscale_total, "FSDP and compile, 32 A100-80"),
