@@ -65,6 +65,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen(MOST_CONNECTIONS)  # who connects from here on is answered, if later
     except OSError as error:
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
     return listening

@@ -52,7 +52,9 @@ def route_in(core: Core, shape: Shape) -> type[APIRoute]:
 def of_validation(errors: Sequence[Any]) -> Refused:
     """The first mistake, by the field's name; the value given is not repeated."""
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    where = [str(part) for part in first["loc"]]
+    if where and where[0] in ("body", "query", "path", "header"):  # not a field that is called so
+        del where[0]
     param = ".".join(where)[:200] or None
     if first["type"] == "json_invalid":
         return Refused(400, "bad_request", "the body is no JSON that can be read")
