@@ -23,6 +23,7 @@ LEVELS = (
     {"report", "cluster"},
     {"quickstart"},
     {"cli"},
+    {"__main__"},
 )
 """From left to right: a room imports rooms of earlier levels and itself."""
 

@@ -1,8 +1,9 @@
 """The recipe: one YAML file that says a training job completely.
 
-Its first level is `task, model, data, adapter, objective, optim, train, checkpoint, sample, evaluate,
-track, budget`. What each part allows stands beside the class it sets; here they are only put together,
-read, and told apart from mistakes. A value is overridden on the command line by its path: `optim.lr=1e-4`.
+Its first level is `task, model, data, adapter, objective, optim, train, parallel, checkpoint, sample,
+evaluate, track, budget`. What each part allows stands beside the class it sets; here they are only put
+together, read, and told apart from mistakes. A value is overridden on the command line by its path:
+`optim.lr=1e-4`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from darkroom.train.checkpoint import CheckpointSettings
 from darkroom.train.defaults import ADAPTER_TASKS, Task, check_together, fill
 from darkroom.train.objective import ObjectiveSettings
 from darkroom.train.optimisers import OptimSettings
+from darkroom.train.parallel import ParallelSettings
 from darkroom.train.step import TrainSettings
 from darkroom.train.tracking import TrackSettings
 from darkroom.train.watch import EvaluateSettings, SampleSettings
@@ -129,6 +131,7 @@ class Recipe(BaseModel):
     objective: ObjectiveSettings = ObjectiveSettings()
     optim: OptimSettings = OptimSettings()
     train: TrainSettings = TrainSettings()
+    parallel: ParallelSettings = ParallelSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     sample: SampleSettings = SampleSettings()
     evaluate: EvaluateSettings = EvaluateSettings()

@@ -71,7 +71,9 @@ def _misused(error: typer.TyperException) -> int:
 
 
 def _failed(message: str, code: int) -> int:
-    print(f"darkroom: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # of processes that train together, the first tells what all know
+    if message and (rank == "0" or code != 2):
+        print(f"darkroom: {message}" if rank == "0" else f"darkroom: rank {rank}: {message}", file=sys.stderr)
     return code
 
 

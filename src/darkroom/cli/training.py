@@ -34,6 +34,10 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     out: Out = None,
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder")] = "auto",
+    engine: Annotated[
+        str,
+        typer.Option(help="local: this process; torchrun: as many as parallel.devices; auto: as it needs"),
+    ] = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
     as_json: Json = False,
 ) -> None:
@@ -50,9 +54,17 @@ def train(
     from darkroom.recipe import read_sweep
     from darkroom.train import sweep
     from darkroom.train import train as run
+    from darkroom.train.launch import launch, starts_processes
+    from darkroom.train.ranks import is_first
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [])
+    if engine not in ("auto", "local", "torchrun"):
+        raise InputError(f"--engine {engine}", allowed="auto, local, torchrun")
+    if engine != "local" and starts_processes(recipes[0][1].parallel):
+        arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
+        launch([*arguments, "--engine", "local", *(["--json"] if as_json else [])], recipes[0][1].parallel)
+        return None
     if len(recipes) > 1:
         results = sweep(recipes, out=place, resume=resume, console=said)
         rows = [
@@ -68,6 +80,8 @@ def train(
         show([one.to_dict() for one in results], as_json, lambda: columns(rows))
         return None
     result = run(recipes[0][1], out=place, resume=resume, console=said)
+    if not is_first():
+        return None
     made = [f"made: {path}" for path in result.outputs]
     show(result.to_dict(), as_json, lambda: [*made, f"bill: {result.bill.line()}"])
     return None

@@ -2,6 +2,9 @@
 
 A checkpoint is a folder `step-00000500/` of safetensors files, `state.json` with the scalars, and
 `manifest.json` with every file's size and SHA-256. Nothing in it is code; nothing is unpickled.
+
+Each process that trains writes a share of its own: whole tensors where all hold all, else its rows of each.
+The manifest says which rows of what a file holds, so any number of processes reads it back.
 """
 
 from __future__ import annotations
@@ -12,21 +15,23 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor
 
 import darkroom
 from darkroom.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
 _DTYPES = {
     torch.float64: "F64",
@@ -49,6 +54,52 @@ class CheckpointSettings(BaseModel):
 
     every: int = Field(default=500, gt=0, description="steps between checkpoints (the last is always saved)")
     keep: int = Field(default=2, ge=1, description="how many to keep; one goes only when a newer is proven")
+    background: bool = Field(
+        default=True, description="write while training goes on: a step waits only for the copy of the state"
+    )
+
+
+Parts = Mapping[str, tuple[int, int]]
+"""Of a weight that is here only in part: its first row, and how many rows there are in all."""
+
+
+class Saved(Mapping[str, Tensor]):
+    """Tensors of a checkpoint by name, read when asked for: whole, or some rows of them."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[tuple[int, Any]]] = {}
+
+    def add(self, file: Path, parts: Mapping[str, Sequence[int]]) -> None:
+        """Take in a file; `parts` say which rows of which tensors it holds, where not all."""
+        opened: Any = safe_open(file, "pt")
+        for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+            self._pieces.setdefault(name, []).append((parts.get(name, (0,))[0], opened))
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = sorted(self._pieces[name], key=lambda piece: piece[0])
+        if len(pieces) == 1:
+            whole: Tensor = pieces[0][1].get_tensor(name)
+            return whole
+        return torch.cat([opened.get_tensor(name) for _, opened in pieces])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Rows `first` to `first + count` of a tensor; of a single number, the number."""
+        found = []
+        for start, opened in sorted(self._pieces[name], key=lambda piece: piece[0]):
+            piece = opened.get_slice(name)
+            if not piece.get_shape():
+                number: Tensor = opened.get_tensor(name)
+                return number
+            low, high = max(first - start, 0), min(first + count - start, piece.get_shape()[0])
+            if low < high:
+                found.append(piece[low:high])
+        return torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -57,34 +108,71 @@ class Checkpoint:
 
     step: int
     path: Path
-    tensors: dict[str, dict[str, Tensor]]
+    tensors: dict[str, Saved]
     scalars: dict[str, Any]
 
 
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""By what they are (`weights`, `ema`, `optimiser`) and name; an optimiser's are named `<weight>/<key>`."""
+
+
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    scalars: Mapping[str, Any],
-    *,
-    keep: int,
+    folder: Path, step: int, tensors: Tensors, scalars: Mapping[str, Any], *, keep: int
 ) -> Path:
     """Write the state after `step` steps into `folder`, and let go of all but the newest `keep`.
 
-    `tensors` are by file (`weights`, `ema`, `optimiser`) and name. A process killed at any moment leaves
-    the older checkpoints as they were, and at worst a folder `.beside-*` that the next save clears away.
+    A process killed at any moment leaves the older checkpoints as they were, and at worst a folder
+    `.beside-*` that the next save clears away.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _clear_leftovers(folder)
-    beside = folder / f".beside-{step:08d}-{os.getpid()}"
-    beside.mkdir()
+    clear_leftovers(folder)
+    beside = place_beside(folder, step, str(os.getpid()))
+    write_share(beside, 0, 1, tensors, {})
+    return complete(beside, step, 1, scalars, keep=keep)
+
+
+def place_beside(folder: Path, step: int, token: str) -> Path:
+    """Where a checkpoint is written before it counts; `token` is the session's own."""
+    return folder / f".beside-{step:08d}-{token}"
+
+
+def write_share(beside: Path, rank: int, size: int, tensors: Tensors, parts: Parts) -> None:
+    """Write what one of `size` processes holds or has taken on, and last what it wrote."""
+    beside.mkdir(parents=True, exist_ok=True)
     files = {}
-    for name, named in tensors.items():
-        files[f"{name}.safetensors"] = _write_hashed(beside / f"{name}.safetensors", _safetensors(named))
+    for kind, named in tensors.items():
+        if not named and rank:
+            continue
+        name = f"{kind}.safetensors" if size == 1 else f"{kind}-{rank:05d}.safetensors"
+        files[name] = _write_hashed(beside / name, _safetensors(named))
+        if cut := {key: parts[_weight(key)] for key in named if _weight(key) in parts and named[key].dim()}:
+            files[name]["parts"] = cut
+    written = beside / f".{_index(rank)}"
+    _write_hashed(written, _json(files))
+    sync_folder(beside)
+    written.rename(beside / _index(rank))
+
+
+def complete(
+    beside: Path,
+    step: int,
+    size: int,
+    scalars: Mapping[str, Any],
+    *,
+    keep: int,
+    wait_s: float = 600.0,
+) -> Path:
+    """When all shares are there: bind them together, prove them, and let them count."""
+    files: dict[str, Any] = {}
+    for rank in range(size):
+        files |= _await(beside, rank, wait_s)
     files["state.json"] = _write_hashed(beside / "state.json", _json(scalars))
     manifest = {"format": FORMAT, "darkroom": darkroom.__version__, "step": step, "files": files}
     _write_hashed(beside / "manifest.json", _json(manifest))
+    for rank in range(size):
+        (beside / _index(rank)).unlink()
     sync_folder(beside)
+    folder = beside.parent
     final = folder / f"step-{step:08d}"
     _set_aside(final)  # a damaged one of the same step, which resuming passed over
     beside.rename(final)
@@ -92,8 +180,38 @@ def save_checkpoint(
     _verify(final)
     for old in checkpoints(folder)[:-keep]:
         _set_aside(old)
-    _clear_leftovers(folder)
+    for gone in folder.glob(".gone-*"):
+        shutil.rmtree(gone, ignore_errors=True)
     return final
+
+
+def _await(beside: Path, rank: int, wait_s: float) -> dict[str, Any]:
+    """What a process wrote, when it has."""
+    until = time.monotonic() + wait_s
+    while not (beside / _index(rank)).exists():
+        if (failed := beside / f"{_index(rank)}.failed").exists():
+            raise CheckpointError(f"rank {rank} could not write its share ({failed.name})")
+        if time.monotonic() > until:
+            raise CheckpointError(f"rank {rank} has not written its share for {wait_s:g} s")
+        time.sleep(0.02)
+    found: dict[str, Any] = json.loads((beside / _index(rank)).read_bytes())
+    return found
+
+
+def note_failure(beside: Path, rank: int) -> None:
+    """Tell the process that binds the shares that this one will not come; takes no space on the disk."""
+    with suppress(OSError):
+        beside.mkdir(parents=True, exist_ok=True)
+        (beside / f"{_index(rank)}.failed").touch()
+
+
+def _index(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def _weight(key: str) -> str:
+    """The weight that a tensor belongs to."""
+    return key.rpartition("/")[0] or key
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -112,10 +230,17 @@ def step_of(path: Path) -> int:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint, every file's hash verified; CheckpointError says what is damaged."""
-    manifest = _verify(path)
-    tensors = {
-        Path(name).stem: load_file(path / name) for name in manifest["files"] if name.endswith(".safetensors")
-    }
+    _verify(path)
+    return open_checkpoint(path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint that another process of the job has verified."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    tensors: dict[str, Saved] = {}
+    for name, said in manifest["files"].items():
+        if name.endswith(".safetensors"):
+            tensors.setdefault(re.split(r"[-.]", name)[0], Saved()).add(path / name, said.get("parts", {}))
     return Checkpoint(manifest["step"], path, tensors, json.loads((path / "state.json").read_text()))
 
 
@@ -148,7 +273,11 @@ def _verify(path: Path) -> dict[str, Any]:
         with ThreadPoolExecutor(4) as threads:  # hashlib lets other threads run
             damage = threads.map(lambda name: _damage(path / name, files[name]), files)
             damaged = [told for told in damage if told]
-        if manifest["format"] != FORMAT or manifest["step"] != step_of(path) or "state.json" not in files:
+        if (
+            manifest["format"] not in (1, FORMAT)
+            or manifest["step"] != step_of(path)
+            or "state.json" not in files
+        ):
             damaged.append("manifest.json does not belong to it")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint '{path}' is damaged: manifest.json: {error}") from error
@@ -207,7 +336,8 @@ def _set_aside(path: Path) -> None:
         path.rename(path.with_name(f".gone-{path.name}-{os.getpid()}"))
 
 
-def _clear_leftovers(folder: Path) -> None:
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed processes left; only for who holds the run, while nothing is being saved."""
     for pattern in (".beside-*", ".gone-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)

@@ -17,6 +17,7 @@ from darkroom.data.pictures import buckets, nearest_bucket
 from darkroom.errors import RecipeError
 from darkroom.models import Model
 from darkroom.train.build import size_unit
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.tasks import Columns, Task
 
 if TYPE_CHECKING:
@@ -67,8 +68,15 @@ def inline_step(resolution: int, model: Model) -> int:
     return 64 if resolution >= 256 else size_unit(model)
 
 
-def make_feed(recipe: Recipe, task: Task, stores: Sequence[Store], rows: Rows, device: torch.device) -> Feed:
-    """The stream of batches; of a second store, of class pictures, a row follows each of the first's."""
+def make_feed(
+    recipe: Recipe,
+    task: Task,
+    stores: Sequence[Store],
+    rows: Rows,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> Feed:
+    """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
     store, *beside = stores
     sources = [(store, _order(recipe, task, store, rows), task.read)]
     sources += [(other, *_class_order(recipe, task, other)) for other in beside]
@@ -85,6 +93,8 @@ def make_feed(recipe: Recipe, task: Task, stores: Sequence[Store], rows: Rows, d
                         read=read,
                         start=k,
                         end=recipe.train.steps,
+                        rank=ranks.rank,
+                        world_size=ranks.size,
                         workers=data.workers,
                         ahead=data.ahead,
                         pin_memory=device.type == "cuda",

@@ -28,6 +28,8 @@ from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_cla
 from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
 from darkroom.train.objective import Objective
+from darkroom.train.parallel import check_batch
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
 from darkroom.train.tasks import Autoencoder, Diffusion, Task
 from darkroom.train.tracking import check_tracker
@@ -61,6 +63,7 @@ class Job:
     calibration: list[dict[str, Tensor]]
     prompts: tuple[str, ...]
     notes: list[str]  # what was derived, and why
+    ranks: Ranks = ALONE  # the processes that train together
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,13 @@ class Pinned:
     micro_batch: int | None = None
 
 
-def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None, say: Say = lambda _: None) -> Job:
+def make_job(
+    recipe: Recipe,
+    pinned: Pinned,
+    feed: Feed | None = None,
+    say: Say = lambda _: None,
+    ranks: Ranks = ALONE,
+) -> Job:
     """Check a recipe against store, model and machine, and put together what trains it.
 
     Nothing is written but what a run gathers into its own `data` folder: pictures of a folder, their
@@ -81,13 +90,13 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None, say: Say 
     cannot be.
     """
     check_settings(recipe)
-    gathers = has_own_store(recipe) and pinned.version is None
-    if gathers:
-        gather(recipe, pinned.run, say)
+    check_batch(recipe, ranks.size)
+    if has_own_store(recipe) and pinned.version is None:
+        ranks.in_turn(lambda: gather(recipe, pinned.run, say))
     store = Store.open(store_path(recipe, pinned.run), version=pinned.version)
     train_rows, held_rows = select_rows(store, recipe)
     _check_pinned(store, pinned)
-    device = models.device(recipe.train.device)
+    device = _device(recipe, ranks)
     precision, why = choose_precision(recipe.train.precision, device, hardware.machine().instructions)
     notes = [f"precision {precision}: {why}"]
     model = (
@@ -101,39 +110,55 @@ def make_job(recipe: Recipe, pinned: Pinned, feed: Feed | None = None, say: Say 
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
     stores = [store]
     if recipe.data.class_prompt is not None:
-        if not class_store_path(pinned.run).exists() or pinned.version is None:
-            gather_class(recipe, model, pinned.run, models.precision(precision), say)
+        if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
+            dtype = models.precision(precision)
+            ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
     if has_own_store(recipe) and caches_latents(recipe):
-        _prepare_own(recipe, model, stores, device, say)
+        ranks.in_turn(lambda: _prepare_own(recipe, model, stores, device, say))
+        for one in stores:
+            one.refresh()
     task = make_task(recipe, model, store, device)
     if recipe.task in FINE_TUNING:
         trained, total = parameter_table(task.modules)
         notes.append(f"{trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)")
     heldout = _heldout(recipe, task, store, held_rows, device)
     calibration = _calibration(recipe, task, store, train_rows, device)
-    micro, told = _micro_batch(recipe, task, store, train_rows, device, pinned)
+    micro, told = _micro_batch(recipe, task, store, train_rows, device, pinned, ranks)
     notes.append(f"micro-batch {micro} of {recipe.train.global_batch}: {told}")
+    if ranks.size > 1:
+        share = recipe.train.global_batch // ranks.size
+        notes.append(f"{ranks.size} processes ({recipe.parallel.mode}), {share} pictures a step each")
     return Job(
         recipe=recipe,
         task=task,
-        step=bare_step(task, recipe, micro, models.precision(precision)),
-        feed=feed or make_feed(recipe, task, stores, train_rows, device),
+        step=bare_step(task, recipe, micro, models.precision(precision), ranks),
+        feed=feed or make_feed(recipe, task, stores, train_rows, device, ranks),
         device=device,
         rows=len(train_rows) * recipe.data.repeats,
-        environment=exactness(device, precision, micro),
+        environment=exactness(device, precision, micro, ranks),
         store={"version": store.version, "rows": store.num_rows},
         heldout=heldout,
         calibration=calibration,
         prompts=_prompts(recipe, store, held_rows if len(held_rows) else train_rows),
         notes=notes,
+        ranks=ranks,
     )
 
 
-def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype) -> Step:
+def _device(recipe: Recipe, ranks: Ranks) -> torch.device:
+    """The recipe's device; of several ranks each has the GPU of its number."""
+    device = models.device(recipe.train.device)
+    if ranks.size > 1 and device.type == "cuda":
+        return torch.device("cuda", ranks.local_rank)
+    return device
+
+
+def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> Step:
     """The step of a task without the loop around it, as `measure` times it and `plan` counts it."""
     train, device = recipe.train, next(next(iter(task.modules.values())).parameters()).device
     fast = device.type == "cuda" if train.channels_last == "auto" else train.channels_last
+    fast = fast and not ranks.sharded  # weights are cut in their plain layout
     for module in task.modules.values():
         module.train()
         if fast:
@@ -149,6 +174,8 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype) 
         dtype=dtype,
         rates=task.rates,
         rows_a_picture=task.rows_a_picture,
+        ranks=ranks,
+        shard=recipe.parallel.shard,
     )
 
 
@@ -422,17 +449,19 @@ def _calibration(
 
 
 def _micro_batch(
-    recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device, pinned: Pinned
+    recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device, pinned: Pinned, ranks: Ranks
 ) -> tuple[int, str]:
     settings: TrainSettings = recipe.train
-    if settings.micro_batch == "auto" and pinned.micro_batch is not None:
+    share = settings.global_batch // ranks.size
+    if settings.micro_batch == "auto" and pinned.micro_batch is not None and not share % pinned.micro_batch:
         return pinned.micro_batch, "as before"
     if settings.global_batch == 1:
         return 1, "one picture a step"
     if recipe.task == "extractor":
         return settings.global_batch, "pictures are told from all others of a batch"
     inputs = task.inputs(read_once(store, rows, 1, task.read), device)
-    micro, why = choose_micro_batch(settings, task, inputs, device)
+    micro, why = choose_micro_batch(settings, task, inputs, device, share)
+    micro = ranks.smallest(micro)
     if recipe.optim.fused_backward and micro < settings.global_batch:
         raise RecipeError(
             "optim.fused_backward",
@@ -467,7 +496,7 @@ def _checkpoint_activations(module: Any) -> None:
     getattr(module, next(name for name in enable if hasattr(module, name)))()
 
 
-def exactness(device: torch.device, precision: str, micro_batch: int) -> dict[str, Any]:
+def exactness(device: torch.device, precision: str, micro_batch: int, ranks: Ranks = ALONE) -> dict[str, Any]:
     """What decides the last bits of every number, to be compared when a run goes on."""
     versions = hardware.versions(("torch", "diffusers", "transformers", "numpy"))
     here = hardware.machine()
@@ -476,6 +505,7 @@ def exactness(device: torch.device, precision: str, micro_batch: int) -> dict[st
         "threads": torch.get_num_threads(),
         "precision": precision,
         "micro_batch": micro_batch,
+        "processes": ranks.size,
         "device": here.devices[device.index or 0].name if device.type == "cuda" else here.cpu,
         **versions,
     }

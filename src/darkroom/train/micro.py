@@ -31,12 +31,18 @@ def check_micro_batch(settings: TrainSettings) -> None:
 
 
 def choose_micro_batch(
-    settings: TrainSettings, task: Task, inputs: Mapping[str, Tensor], device: torch.device
+    settings: TrainSettings,
+    task: Task,
+    inputs: Mapping[str, Tensor],
+    device: torch.device,
+    share: int | None = None,
 ) -> tuple[int, str]:
-    """Rows of a forward pass, and why so many. `inputs` are those of at least one row."""
+    """Rows of a forward pass, and why so many. `inputs` are those of at least one row; `share` is what one
+    process has of a global batch, all of it unless said.
+    """
     if settings.micro_batch != "auto":
         return settings.micro_batch, "asked for"
-    batch = settings.global_batch
+    batch = share or settings.global_batch
     row_bytes = activation_bytes(task, next(micro_batches(inputs, 1))) * MARGIN * task.rows_a_picture
     free_bytes = free_memory_bytes(device) * SHARE
     fitting = [size for size in divisors(batch) if size * row_bytes <= free_bytes] or [1]

@@ -12,10 +12,15 @@ from darkroom.run import differences
 # These change what is watched, kept or how data is read ahead, never what is learned.
 HARMLESS = (
     *("checkpoint.*", "sample.*", "evaluate.*", "track.*", "budget.*", "train.log_every"),
-    *("data.workers", "data.ahead", "data.store"),  # a store that was moved: version and rows are checked
+    *(
+        "data.workers",
+        "data.ahead",
+        "data.store",
+        "parallel.timeout_s",
+    ),  # a store that was moved: version and rows are checked
 )
 # These change the last bits of every number: allowed, and said.
-INEXACT = ("train.precision", "train.micro_batch", "train.device", "train.channels_last")
+INEXACT = ("train.precision", "train.micro_batch", "train.device", "train.channels_last", "parallel.*")
 
 
 def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +18,16 @@ from darkroom.train.checkpoint import (
     checkpoints,
     load_checkpoint,
     newest_checkpoint,
+    open_checkpoint,
     step_of,
 )
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
+from darkroom.train.ranks import Ranks, joined
 from darkroom.train.result import write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
-from darkroom.train.tracking import make_tracker
+from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
 if TYPE_CHECKING:
@@ -41,19 +45,39 @@ def train(
 ) -> TrainResult:
     """Train a recipe in the run folder `out`; the same call again goes on where it stopped, to the bit.
 
+    Where several processes were started together, each calls this, and rank 0 tells and writes.
+
     `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one beside it,
     numbered; a checkpoint's folder starts a new one from that state, and the recipe may then differ.
     `feed(k)` opens another stream of batches from step k on; `estimate` is what the plan foretells, shown
     first. Raises InputError before any work for what
     cannot be, Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError when the loss is not finite.
     """
-    place = _place(Path(out), resume)
-    if estimate is not None:
-        console(str(estimate))
-    if place.run is None:
-        return _begin(recipe, place, feed, console)
-    with place.run.lock():
-        return _go_on(recipe, place.run, feed, console)
+    with joined(recipe.parallel) as ranks:
+        say = console if ranks.first else _nothing
+        place = _place(ranks, Path(out), resume)
+        if estimate is not None:
+            say(str(estimate))
+        if place.run is None:
+            return _begin(recipe, place, feed, say, ranks)
+        with _held(place.run, ranks):
+            return _go_on(recipe, place.run, feed, say, ranks)
+
+
+def _nothing(line: str) -> None:
+    """What the other ranks say."""
+
+
+@contextmanager
+def _held(run: Run, ranks: Ranks) -> Iterator[None]:
+    """Within, no other job trains this run: rank 0 holds it for all."""
+    if not ranks.first:
+        ranks.meet()
+        yield
+        return
+    with run.lock():
+        ranks.meet()
+        yield
 
 
 @dataclass(frozen=True)
@@ -65,36 +89,42 @@ class _Place:
     start: Checkpoint | None = None
 
 
-def _place(out: Path, resume: str) -> _Place:
+def _place(ranks: Ranks, out: Path, resume: str) -> _Place:
+    """Rank 0 looks, so that what it makes a moment later misleads nobody."""
     if resume == "auto":
-        return _Place(out, Run.open(out) if (out / "recipe.yaml").is_file() else None)
+        there = ranks.tell((out / "recipe.yaml").is_file)
+        return _Place(out, Run.open(out) if there else None)
+    free = Path(ranks.tell(lambda: str(numbered_folder(out))))
     if resume == "never":
-        return _Place(numbered_folder(out))
+        return _Place(free)
     start = Path(resume)
     if not (start / "manifest.json").is_file():
         raise InputError(
             f"--resume {resume}", allowed="auto, never, or a checkpoint's folder (RUN/checkpoints/step-...)"
         )
-    return _Place(numbered_folder(out), start=load_checkpoint(start))
+    return _Place(free, start=load_checkpoint(start))
 
 
-def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say) -> TrainResult:
-    if not is_free(place.path):
+def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say, ranks: Ranks) -> TrainResult:
+    if not ranks.tell(lambda: is_free(place.path)):
         raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
     if place.start is not None and place.start.step >= recipe.train.steps:
         raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
     for note in recipe.derived:
         say(note)
     try:
-        job = make_job(recipe, Pinned(place.path), feed, say)
+        job = make_job(recipe, Pinned(place.path), feed, say, ranks)
     except InputError:
         forget(place.path)
         raise
     environment = {**hardware.environment(), "store": dict(job.store)}
-    run = Run.create(place.path, recipe.dump(), environment)
-    with run.lock():
-        keep_tokenizer(recipe.model, job.task.model, run.path)
-        _pin_store(recipe, job, run, say)
+    if ranks.first:
+        Run.create(place.path, recipe.dump(), environment)
+    run = Run(place.path)
+    with _held(run, ranks):
+        if ranks.first:
+            keep_tokenizer(recipe.model, job.task.model, run.path)
+            _pin_store(recipe, job, run, say)
         trainer = _trainer(job, run, say, first_step=0)
         if place.start is not None:
             trainer.restore(place.start)
@@ -103,28 +133,39 @@ def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say) -> TrainR
         return trainer.train()
 
 
-def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say) -> TrainResult:
-    before = type(recipe).model_validate(run.recipe)
-    checkpoint = newest_checkpoint(run.checkpoints, say)
+def _newest(run: Run, say: Say, ranks: Ranks) -> Checkpoint | None:
+    """The newest whole checkpoint: rank 0 verifies, the others read what it found whole."""
+    found = newest_checkpoint(run.checkpoints, say) if ranks.first else None
+    path = ranks.tell(lambda: found and str(found.path))
+    return found if ranks.first or path is None else open_checkpoint(Path(path))
+
+
+def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say, ranks: Ranks) -> TrainResult:
+    before = type(recipe).model_validate(ranks.tell(lambda: run.recipe))
+    checkpoint = _newest(run, say, ranks)
     step = checkpoint.step if checkpoint else 0
     notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
-    if run.outputs and (step == recipe.train.steps or run.ended_early):
+    if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
         made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
         say(f"'{run.path}' is finished: {made}")
         return result_of(run)
-    run.tidy()
-    store = run.environment.get("store", {})
+    store = ranks.tell(lambda: run.environment.get("store", {}))
+    ranks.in_turn(run.tidy)
     micro = checkpoint.scalars["micro_batch"] if checkpoint else None
     pinned = Pinned(run.path, store.get("version"), store.get("rows"), micro)
-    job = make_job(recipe, pinned, feed, say)
+    job = make_job(recipe, pinned, feed, say, ranks)
     if checkpoint:
         notes += check_environment(checkpoint.scalars["environment"], job.environment)
-    run.truncate(step if checkpoint else -1)
-    run.set_recipe(recipe.dump())
-    run.add_session({**hardware.environment(), "store": dict(job.store)})
-    if checkpoint is None:
-        keep_tokenizer(recipe.model, job.task.model, run.path)
-        _pin_store(recipe, job, run, say)
+
+    def prepare_run() -> None:
+        run.truncate(step if checkpoint else -1)
+        run.set_recipe(recipe.dump())
+        run.add_session({**hardware.environment(), "store": dict(job.store)})
+        if checkpoint is None:
+            keep_tokenizer(recipe.model, job.task.model, run.path)
+            _pin_store(recipe, job, run, say)
+
+    ranks.in_turn(prepare_run)
     trainer = _trainer(job, run, say, first_step=step)
     say(f"going on after step {step} of {recipe.train.steps}")
     for note in notes:
@@ -137,7 +178,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say) -> TrainResult
 def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
     for note in job.notes:
         say(note)
-    tracker = make_tracker(job.recipe.track, run.path, first_step + 1)
+    tracker = make_tracker(job.recipe.track, run.path, first_step + 1) if job.ranks.first else NoTracker()
     return Trainer(job, run, tracker=tracker, say=say)
 
 

@@ -27,6 +27,7 @@ from darkroom.train.optimisers import (
     parameter_groups,
     set_lr,
 )
+from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.weights import Weights, make_weights
 
 Precision = Literal["float32", "bf16", "fp16"]
@@ -104,10 +105,18 @@ class Step:
         dtype: torch.dtype,
         rates: Mapping[str, float] | None = None,
         rows_a_picture: int = 1,
+        ranks: Ranks = ALONE,
+        shard: str = "grads",
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
         self.micro_batch, self._micro_rows = micro_batch, micro_batch * rows_a_picture
-        self.weights: Weights = make_weights(modules, dtype)
+        self._size = ranks.size
+        if ranks.size == 1:
+            self.weights: Weights = make_weights(modules, dtype)
+        else:
+            from darkroom.train.sharing import share_weights
+
+            self.weights = share_weights(modules, dtype, ranks, shard)
         peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
         groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay)
         if optim.fused_backward:
@@ -155,7 +164,7 @@ class Step:
         """Clip and take the optimiser's step; returns the norm of the gradients before."""
         masters, max_norm = list(self.weights.masters.values()), self._optim.clip_norm
         if not self.scaler.is_enabled():
-            norm = gradient_norm(masters)
+            norm = self.weights.norm(gradient_norm(masters))
             clipped_step(self.optimiser, norm, max_norm)
             return norm
         for inner in self.optimiser.inner:
@@ -169,18 +178,26 @@ class Step:
         return norm
 
     def _gradients(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Forward and backward of every micro-batch; returns the means over the global batch."""
-        rows = num_rows(inputs)
+        """Forward and backward of every micro-batch; returns the means over the global batch.
+
+        Of several ranks each returns its share of them: their sum is the mean.
+        """
+        rows = num_rows(inputs) * self._size
         total: dict[str, Tensor] = {}
         if self._optim.fused_backward:
             self._square_norm = torch.zeros((), device=next(iter(inputs.values())).device)
+        last = -(-num_rows(inputs) // self._micro_rows) - 1
         for i, micro in enumerate(micro_batches(inputs, self._micro_rows)):
+            self.weights.expect(last=i == last)
             means = {name: loss_b.sum() / rows for name, loss_b in self.task.losses(micro).items()}
-            self.scaler.scale(means["loss"]).backward()  # type: ignore[no-untyped-call]
+            scale = self.weights.gradient_scale
+            loss = means["loss"] if scale == 1.0 else means["loss"] * scale
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             if not self._optim.fused_backward:
                 self.weights.collect(first=i == 0)
             for name, mean in means.items():
                 total[name] = total[name] + mean.detach() if name in total else mean.detach()
+        self.weights.exchange()
         return total
 
 

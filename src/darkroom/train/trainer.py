@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,16 +18,19 @@ from typing import Any
 import torch
 
 from darkroom.bill import Bill, Meter, format_seconds, format_usd
-from darkroom.errors import DarkroomError, Stopped
+from darkroom.errors import CheckpointError, DarkroomError, Stopped
 from darkroom.run import BILL, ENDED, Run, write_whole
-from darkroom.train.checkpoint import Checkpoint, checkpoints, save_checkpoint, step_of
+from darkroom.train.checkpoint import Checkpoint, checkpoints, load_checkpoint, step_of
 from darkroom.train.job import Job, Say
 from darkroom.train.optimisers import optimiser_numbers, optimiser_tensors, restore_optimiser
-from darkroom.train.result import write_results
+from darkroom.train.ranks import Agreement, Watch
+from darkroom.train.result import write_results, write_whole_model
+from darkroom.train.saving import Saver
 from darkroom.train.step import StepResult
 from darkroom.train.tasks import Autoencoder
 from darkroom.train.tracking import Tracker
 from darkroom.train.watch import heldout_metrics, reconstruction_grid, sample_grid
+from darkroom.train.weights import held_rows
 
 BILL_EVERY_S = 10.0  # what a killed process's bill may lack
 
@@ -72,7 +76,15 @@ class Trainer:
         self.job, self.run, self.tracker, self.say = job, run, tracker, say
         self.recipe, self.task, self.step = job.recipe, job.task, job.step
         self.k = 0
-        self.meter = Meter(job.device, run.bill())
+        ranks, settings = job.ranks, job.recipe.checkpoint
+        self.ranks = ranks
+        devices = ranks.size if job.device.type == "cuda" else ranks.size // ranks.local_size
+        self.meter = Meter(job.device, run.bill(), num_devices=max(1, devices))
+        self.saver = Saver(
+            run.checkpoints, keep=settings.keep, ranks=ranks, say=say, background=settings.background
+        )
+        self._agreed = Agreement(ranks)
+        self._watch = Watch(ranks, job.recipe.parallel.timeout_s, print)
         self.last_row: dict[str, Any] = {}
         self._window = _Window()
         self._stop = StopRequest()
@@ -83,7 +95,8 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint."""
-        tensors, step = checkpoint.tensors, self.step
+        step = self.step
+        tensors = {kind: held_rows(saved, step.weights) for kind, saved in checkpoint.tensors.items()}
         step.weights.load(tensors["weights"])
         step.ema.restore(tensors.get("ema", {}))
         numbers = checkpoint.scalars.get("optimiser")
@@ -92,10 +105,11 @@ class Trainer:
             step.scaler.load_state_dict(scaler)
         self.k = checkpoint.step
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """Save the state after step k; metrics up to it are on the disk before."""
         self._flush()
-        self.run.sync()
+        if self.ranks.first:
+            self.run.sync()
         step = self.step
         tensors = {
             "weights": step.weights.masters,
@@ -113,10 +127,8 @@ class Trainer:
             "measured": self._measure(),
         }
         with self.meter.part("checkpoint"):
-            keep = self.recipe.checkpoint.keep
-            path = save_checkpoint(self.run.checkpoints, self.k, tensors, scalars, keep=keep)
+            self.saver.save(self.k, tensors, scalars, step.weights.parts)
         self._save_bill()
-        return path
 
     def _measure(self) -> dict[str, float]:
         if not self.job.calibration:
@@ -128,28 +140,45 @@ class Trainer:
 
     def train(self) -> TrainResult:
         """Train to the end; Stopped where Ctrl-C or SIGTERM asks for it, with the state saved."""
-        steps, device = self.recipe.train.steps, self.job.device
         try:
-            with self._stop.listening(), self.job.feed(self.k) as batches, self.meter.part("train"):
-                if self.k == 0 and (before := self._evaluate()):
-                    self._write({"step": 0, **before})
-                self._ended = self._stands_still()  # a run that was killed at its early end
-                self._sample_if_missing()
-                self._window = _Window()
-                while self.k < steps and not self._ended:
-                    self._check_budget()
-                    started = time.perf_counter()
-                    with self.meter.part("wait"):
-                        columns = next(batches)
-                    waited_s = time.perf_counter() - started
-                    result = self.step(self.k, self.task.inputs(columns, device))
-                    self.k += 1
-                    self._window.results.append((self.k, result, waited_s))
-                    self._after_step()
+            with self._watch.watching(), self._stop.listening():
+                with self.job.feed(self.k) as batches, self.meter.part("train"):
+                    self._train(batches)
+                return self._finish()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DarkroomError(
+                f"the disk of '{self.run.path}' is full after step {self.k}; {self._kept()}; make room, "
+                "and the same command goes on"
+            ) from error
         finally:
             self.tracker.close()
-            self._save_bill()
-        return self._finish()
+            with suppress(CheckpointError, OSError):  # told already, or beside the point by now
+                self.saver.finish()
+                self._save_bill()
+
+    def _train(self, batches: Iterator[Any]) -> None:
+        steps, device = self.recipe.train.steps, self.job.device
+        if self.k == 0 and (before := self._evaluate()):
+            self._write({"step": 0, **before})
+        self._ended = self._stands_still()  # a run that was killed at its early end
+        self._sample_if_missing()
+        self._window = _Window()
+        if self.k < steps and not self._ended:
+            self._check_budget()
+        while self.k < steps and not self._ended:
+            started = time.perf_counter()
+            self._watch.note(self.k, "data")
+            with self.meter.part("wait"):
+                columns = next(batches)
+            waited_s = time.perf_counter() - started
+            self._watch.note(self.k, "step")
+            result = self.step(self.k, self.task.inputs(columns, device))
+            self.k += 1
+            self._window.results.append((self.k, result, waited_s))
+            self._after_step()
+        self._agreed.close()
 
     def _after_step(self) -> None:
         """Whatever is due after step k: write metrics, look, save, stop."""
@@ -164,14 +193,15 @@ class Trainer:
             if draws:
                 self._sample()
         last = last or self._ended
-        stops = self._stop.asked or bool(
-            spent
-        )  # once: a signal between two looks at it must not leave without saving
+        # Once: a signal between two looks at it must not leave without saving.
+        stops = bool(self._agreed(int(self._stop.asked or bool(spent))))
         if last or stops or _due(self.k, recipe.checkpoint.every):
             self.save()
         if not self._window.results:
             self._window = _Window()
         if stops and not last:
+            self.saver.finish()
+            self._agreed.close()
             why = f"{spent} is spent: " if spent else ""
             go_on = "more budget" if spent else "the same command"
             raise Stopped(f"{why}stopped after step {self.k} of {recipe.train.steps}, saved; {go_on} goes on")
@@ -179,10 +209,12 @@ class Trainer:
     def _spent(self) -> str:
         """What of the budget is used up; nothing is asked where there is none."""
         budget = self.recipe.budget
+        if not self.ranks.first:
+            return ""
         return budget.spent(self.meter.bill()) if budget.usd or budget.hours else ""
 
     def _check_budget(self) -> None:
-        if spent := self._spent():
+        if spent := self.ranks.tell(self._spent):
             raise Stopped(f"{spent} is spent, and {self.k} steps are made; say a larger one to go on")
 
     def _flush(self, more: Callable[[], dict[str, Any]] = dict) -> None:
@@ -192,7 +224,10 @@ class Trainer:
             return
         # One copy from the device for all steps: nothing waited for it until here.
         names = list(results[0][1].losses)
-        values = torch.stack([torch.stack([*r.losses.values(), r.grad_norm]) for _, r, _ in results]).tolist()
+        measured = torch.stack([torch.stack([*r.losses.values(), r.grad_norm]) for _, r, _ in results])
+        if self.ranks.size > 1:  # each has its share of the losses; the norm is the same for all
+            measured[:, :-1] = self.ranks.summed(measured[:, :-1].contiguous())
+        values = measured.tolist()
         elapsed_s = time.perf_counter() - self._window.started
         images = len(results) * self.recipe.train.global_batch
         rows = [
@@ -226,18 +261,21 @@ class Trainer:
         if bad is None:
             return
         self._write(*rows[:bad])
-        kept = checkpoints(self.run.checkpoints)
-        last = f"the checkpoint of step {step_of(kept[-1])} is kept" if kept else "no checkpoint was due yet"
         raise DarkroomError(
-            f"the {name} of step {rows[bad]['step']} is {rows[bad][name]}; {last}; start a new run with a "
-            f"lower optim.lr (now {self.recipe.optim.lr:g}), more optim.warmup_steps or "
+            f"the {name} of step {rows[bad]['step']} is {rows[bad][name]}; {self._kept()}; start a new run "
+            f"with a lower optim.lr (now {self.recipe.optim.lr:g}), more optim.warmup_steps or "
             "train.precision=float32"
         )
 
+    def _kept(self) -> str:
+        kept = checkpoints(self.run.checkpoints)
+        return f"the checkpoint of step {step_of(kept[-1])} is kept" if kept else "no checkpoint was due yet"
+
     def _write(self, *rows: dict[str, Any]) -> None:
-        self.run.log(*rows)
-        for row in rows:
-            self.tracker.log(row["step"], row)
+        if self.ranks.first:
+            self.run.log(*rows)
+            for row in rows:
+                self.tracker.log(row["step"], row)
         self.last_row = rows[-1] if rows else self.last_row
 
     def _line(self, row: Mapping[str, Any]) -> str:
@@ -272,6 +310,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, Any]:
         if self.job.heldout is None:
             return {}
+        self._watch.note(self.k, "evaluate")
         with self.meter.part("evaluate"), self._averaged():
             found = heldout_metrics(self.task, self.job.heldout, self.step.micro_batch)
         self._ended = self._stands_still(found["heldout_loss"])
@@ -282,7 +321,7 @@ class Trainer:
         patience = self.recipe.evaluate.patience
         if patience is None:
             return False
-        rows = [(row["step"], row["heldout_loss"]) for row in self.run.metrics() if "heldout_loss" in row]
+        rows: list[tuple[int, float]] = self.ranks.tell(self._heldout_losses)
         rows += [] if newest is None else [(self.k, newest)]
         if not rows:
             return False
@@ -296,16 +335,24 @@ class Trainer:
         )
         return True
 
+    def _heldout_losses(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["heldout_loss"]) for row in self.run.metrics() if "heldout_loss" in row]
+
     def _sample_path(self) -> Path:
         return self.run.samples / f"step-{self.k:08d}.png"
 
     def _sample_if_missing(self) -> None:
         """A run that was stopped while it drew the pictures of this step draws them now."""
-        if self.k and _due(self.k, self.recipe.sample.every) and not self._sample_path().exists():
+        due = self.k and _due(self.k, self.recipe.sample.every)
+        if due and not self.ranks.tell(self._sample_path().exists):
             self._sample()
 
     def _sample(self) -> None:
         path, settings = self._sample_path(), self.recipe.sample
+        if not (self.ranks.first or self.ranks.sharded):
+            return
+        if not self.ranks.first:  # its part of the weights is needed, its pictures are not
+            path = path.with_name(f".{path.name}.{self.ranks.rank}")
         with self.meter.part("sample"), self._averaged():
             try:
                 if isinstance(self.task, Autoencoder):
@@ -314,25 +361,47 @@ class Trainer:
                     reconstruction_grid(self.task, self.job.heldout, path)
                 elif self.job.prompts:
                     size = self.recipe.data.resolution
-                    sample_grid(self.task.model, settings, self.job.prompts, size, path, self._stop.check)
+                    sample_grid(self.task.model, settings, self.job.prompts, size, path, self._drawing)
             except _Abandoned:
                 return
-        if path.exists():
+        if not self.ranks.first:
+            path.unlink(missing_ok=True)
+        elif path.exists():
             self.tracker.picture(self.k, "samples", path)
+
+    def _drawing(self, done: int, total: int) -> None:
+        """A progress callback that ends the work when a stop was asked for."""
+        self._watch.note(self.k, "sample")
+        if self._stop.asked and not self.ranks.sharded:  # the others need this rank's part
+            raise _Abandoned
 
     # ---- the end
 
     def _finish(self) -> TrainResult:
+        self.saver.finish()
+        self._watch.note(self.k, "results")
         measured = self._measure()
-        values = self.step.averaged()
-        if self._ended:
-            write_whole(self.run.path / ENDED, json.dumps({"step": self.k}) + "\n")
-        with self.meter.part("checkpoint"):
-            write_results(self.recipe, self.task.model, values, measured, self.run.path)
+        if self.ranks.first:
+            if self._ended:
+                write_whole(self.run.path / ENDED, json.dumps({"step": self.k}) + "\n")
+            with self.meter.part("checkpoint"):
+                self._write_results(measured)
         self._save_bill()
+        self.ranks.meet()
         return result_of(self.run)
 
+    def _write_results(self, measured: Mapping[str, float]) -> None:
+        if not self.ranks.sharded:
+            write_results(self.recipe, self.task.model, self.step.averaged(), measured, self.run.path)
+            return
+        # No rank holds the whole model: the last checkpoint does.
+        tensors = load_checkpoint(checkpoints(self.run.checkpoints)[-1]).tensors
+        values = tensors.get("ema") or tensors["weights"]
+        write_whole_model(self.recipe, values, measured, self.run.path, self.run.model)
+
     def _save_bill(self) -> None:
+        if not self.ranks.first:
+            return
         self._billed = time.perf_counter()
         self.meter.bill().save(self.run.path / BILL)
 
@@ -382,11 +451,6 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-
-    def check(self, done: int, total: int) -> None:
-        """A progress callback that ends the work when a stop was asked for."""
-        if self.asked:
-            raise _Abandoned
 
 
 def _due(k: int, every: int) -> bool:

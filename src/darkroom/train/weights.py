@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from darkroom.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from darkroom.train.checkpoint import Saved
 
 
 class Weights:
@@ -39,8 +42,26 @@ class Weights:
         """What the modules compute in."""
         return torch.float32
 
+    gradient_scale = 1.0
+    """What a loss is multiplied with because gradients come back divided by it."""
+
+    @property
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        """Of masters that are only some rows of a weight: the first row, and of how many in all."""
+        return {}
+
+    def expect(self, *, last: bool) -> None:
+        """A micro-batch's backward pass follows, the `last` of its step or not."""
+
     def collect(self, *, first: bool) -> None:
         """Take up the gradients of a micro-batch; `first` of its step starts a new sum."""
+
+    def exchange(self) -> None:
+        """All micro-batches are through: make the masters' gradients those of the global batch."""
+
+    def norm(self, own: Tensor) -> Tensor:
+        """The norm of all gradients, of that of the gradients held here."""
+        return own
 
     def publish(self) -> None:
         """Let the modules compute with what the masters are now."""
@@ -157,6 +178,20 @@ class CastWeights(Weights):
     def _show(self, values: list[Tensor]) -> None:
         with torch.no_grad():
             torch._foreach_copy_([param for _, param in self._pairs], values)
+
+
+def held_rows(saved: Saved, weights: Weights) -> Mapping[str, Tensor]:
+    """Of a checkpoint's tensors, what this process holds of each."""
+    if not weights.parts:
+        return saved
+    if odd := sorted({name.rpartition("/")[0] or name for name in saved} - weights.computing.keys()):
+        raise CheckpointError(f"the checkpoint is of another model: {odd[0]} differs")
+    found = {}
+    for name in saved:
+        weight = name.rpartition("/")[0] or name
+        if weight in weights.masters:
+            found[name] = saved.rows(name, weights.parts[weight][0], len(weights.masters[weight]))
+    return found
 
 
 def make_weights(modules: Mapping[str, nn.Module], dtype: torch.dtype) -> Weights:

@@ -1,0 +1,122 @@
+"""Saving the state of a run while it goes on: copied off the device, then written by a thread.
+
+A save that fails (a full disk) leaves the older checkpoints as they are, is told, and is tried again when the
+next one is due.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from darkroom.errors import CheckpointError
+from darkroom.train.checkpoint import (
+    Parts,
+    Tensors,
+    checkpoints,
+    clear_leftovers,
+    complete,
+    note_failure,
+    place_beside,
+    step_of,
+    write_share,
+)
+from darkroom.train.ranks import Ranks
+
+Say = Callable[[str], None]
+
+
+class Saver:
+    """Writes checkpoints of one session, one at a time, behind the training loop."""
+
+    def __init__(self, folder: Path, *, keep: int, ranks: Ranks, say: Say, background: bool = True) -> None:
+        self._folder, self._keep, self._ranks, self._say = folder, keep, ranks, say
+        self._background = background
+        folder.mkdir(parents=True, exist_ok=True)
+        if ranks.first:
+            clear_leftovers(folder)
+        self._token: str = ranks.tell(lambda: f"{os.getpid()}-{os.urandom(3).hex()}")
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self._pinned: dict[str, Tensor] = {}
+
+    def save(self, step: int, tensors: Tensors, scalars: Mapping[str, Any], parts: Parts) -> None:
+        """Save the state after `step` steps; returns when it is copied, while it is still being written.
+
+        `tensors` are what this rank holds: all of each, or with `parts` its rows.
+        """
+        self._settle()
+        mine = {kind: self._own(named, parts) for kind, named in tensors.items()}
+        copied = {kind: self._copied(kind, named) for kind, named in mine.items()}
+        if any(tensor.is_cuda for named in mine.values() for tensor in named.values()):
+            torch.cuda.synchronize()
+        if not self._background:
+            self._write(step, copied, scalars, parts)
+            self._settle()
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copied, scalars, parts), name="save", daemon=False
+        )
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for what is being written; CheckpointError where it failed: nothing comes after it."""
+        self._settle(last=True)
+
+    def _settle(self, *, last: bool = False) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._failed = self._failed, None
+        if error is None:
+            return
+        kept = checkpoints(self._folder)
+        intact = (
+            f"the checkpoint of step {step_of(kept[-1])} is intact" if kept else "there is none before it"
+        )
+        told = f"a checkpoint could not be written: {error}; {intact}"
+        if last:
+            raise CheckpointError(told) from error
+        self._say(f"warning: {told}; training goes on, the next one is tried when it is due")
+
+    def _own(self, named: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
+        """What this rank writes of what it holds."""
+        ranks = self._ranks
+        if not ranks.sharded:  # all hold all: share the work
+            return {name: t for i, (name, t) in enumerate(named.items()) if i % ranks.size == ranks.rank}
+        return {
+            name: tensor
+            for name, tensor in named.items()
+            if tensor.dim() or parts[name.rpartition("/")[0]][0] == 0  # a number is the same for all rows
+        }
+
+    def _copied(self, kind: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in the computer's memory; those of a GPU's tensors go where the last ones were."""
+        return {name: self._copy(f"{kind}:{name}", tensor.detach()) for name, tensor in named.items()}
+
+    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor.clone()
+        held = self._pinned.get(key)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = self._pinned[key] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return held.copy_(tensor, non_blocking=True)
+
+    def _write(self, step: int, tensors: Tensors, scalars: Mapping[str, Any], parts: Parts) -> None:
+        ranks, beside = self._ranks, place_beside(self._folder, step, self._token)
+        try:
+            write_share(beside, ranks.rank, ranks.size, tensors, parts)
+            if ranks.first:
+                complete(beside, step, ranks.size, scalars, keep=self._keep)
+        except Exception as error:
+            self._failed = error
+            if ranks.first:
+                clear_leftovers(self._folder)
+            else:
+                note_failure(beside, ranks.rank)
