@@ -27,6 +27,8 @@ FILES = (
     "png.js",
     "view.js",
     "server.js",
+    "theme.js",
+    "form.js",
 )
 PATHS = {**PAGES, **{f"/page/{name}": name for name in FILES}}
 PAGE_PATHS = tuple(PATHS)

@@ -1,0 +1,85 @@
+// The settings that a PNG carries in its text chunks: darkroom's own, or A1111's.
+
+const SOLVERS = {
+  "euler a": "euler_a", "euler": "euler", "ddim": "ddim", "plms": "pndm", "unipc": "unipc", "lcm": "lcm",
+  "dpm++ 2m": "dpmpp_2m", "dpm++ 2m karras": "dpmpp_2m", "dpm++ 2m sde": "dpmpp_2m_sde",
+  "dpm++ 2m sde karras": "dpmpp_2m_sde",
+};
+const SIGNATURE = [0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a];
+const MOST_TEXT = 1 << 20;
+
+/** Settings by darkroom's names, or null where the file carries none. */
+export async function settingsIn(blob) {
+  const texts = await textsIn(blob);
+  try {
+    const own = JSON.parse(texts.darkroom ?? "null");
+    if (own && typeof own.prompt === "string") return own;
+  } catch { /* somebody else's chunk of that name */ }
+  return texts.parameters ? ofA1111(texts.parameters) : null;
+}
+
+async function textsIn(blob) {
+  const bytes = new Uint8Array(await blob.arrayBuffer());
+  const texts = {};
+  if (SIGNATURE.some((one, i) => bytes[i] !== one)) return texts;
+  const view = new DataView(bytes.buffer);
+  for (let at = 8; at + 12 <= bytes.length;) {
+    const length = view.getUint32(at);
+    const kind = String.fromCharCode(...bytes.subarray(at + 4, at + 8));
+    const data = bytes.subarray(at + 8, at + 8 + length);
+    if (kind === "IEND" || kind === "IDAT" && texts.darkroom) break;
+    if (length < MOST_TEXT) await readText(kind, data, texts);
+    at += 12 + length;
+  }
+  return texts;
+}
+
+async function readText(kind, data, texts) {
+  const end = data.indexOf(0);
+  if (end < 1 || end > 79) return;
+  const name = latin(data.subarray(0, end));
+  const rest = data.subarray(end + 1);
+  try {
+    if (kind === "tEXt") texts[name] = latin(rest);
+    if (kind === "zTXt") texts[name] = latin(await inflated(rest.subarray(1)));
+    if (kind === "iTXt") {
+      const language = rest.indexOf(0, 2);
+      const word = rest.indexOf(0, language + 1);
+      const body = rest.subarray(word + 1);
+      texts[name] = new TextDecoder().decode(rest[0] ? await inflated(body) : body);
+    }
+  } catch { /* a chunk that cannot be read is none */ }
+}
+
+const latin = (bytes) => new TextDecoder("latin1").decode(bytes);
+
+async function inflated(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const reader = stream.getReader();
+  const parts = [];
+  for (let total = 0; total < MOST_TEXT;) {
+    const { value, done } = await reader.read();
+    if (done) return new Uint8Array(await new Blob(parts).arrayBuffer());
+    total += value.length;
+    parts.push(value);
+  }
+  throw new Error("too long");
+}
+
+function ofA1111(text) {
+  const lines = text.split("\n");
+  const last = lines.findLastIndex((line) => /^Steps: \d+/.test(line));
+  if (last < 0) return null;
+  const facts = {};
+  for (const [, name, quoted, plain] of lines[last].matchAll(/([\w ]+): (?:"((?:[^"\\]|\\.)*)"|([^,]*))(?:, |$)/g)) {
+    facts[name.trim().toLowerCase()] = quoted ?? plain;
+  }
+  const head = lines.slice(0, last).join("\n");
+  const [prompt, negative] = head.split(/\n?Negative prompt: /);
+  const [width, height] = (facts.size ?? "").split("x").map(Number);
+  return {
+    prompt: prompt.trim(), negative: negative?.trim() ?? "", steps: Number(facts.steps),
+    guidance: Number(facts["cfg scale"]) || undefined, seed: facts.seed, width, height,
+    solver: SOLVERS[(facts.sampler ?? "").toLowerCase()],
+  };
+}

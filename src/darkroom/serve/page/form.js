@@ -1,0 +1,195 @@
+// The form: what the model allows, what is kept between visits, and what it says as a request.
+import { $, kept, make, say } from "./common.js";
+import { Painter } from "./mask.js";
+import { adaptersOf } from "./view.js";
+
+const SHAPES = [["1:1", 1, 1], ["3:2", 3, 2], ["2:3", 2, 3], ["16:9", 16, 9], ["9:16", 9, 16]];
+const PLAIN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "num", "solver", "strength"];
+const MOST_SIDE = 2048;
+const MOST_BYTES = 6e6;
+
+export class Form {
+  constructor() {
+    this.adapters = new Map();
+    this.start = null;
+    this.painter = new Painter(() => this.showStart());
+    for (const id of ["steps", "guidance", "strength"]) $(id).addEventListener("input", () => this.tellSlides());
+    $("form").addEventListener("input", () => this.keep());
+    $("adapter-add").onchange = () => this.addAdapter($("adapter-add").value, 1);
+    $("start-file").onchange = () => { const [file] = $("start-file").files; if (file) this.startFrom(file); };
+    $("start-clear").onclick = () => this.clearStart();
+    $("mask-open").onclick = () => this.painter.open();
+    if (matchMedia("(max-width: 60rem)").matches) $("settings").open = false;
+  }
+
+  /** What the model can do, as the server tells it. */
+  allow(model) {
+    this.model = model;
+    const { limits } = model;
+    $("solver").replaceChildren(...model.solvers.map((name) => make("option", { value: name }, solverName(name))));
+    $("solver").value = model.solver;
+    $("steps").max = Math.min(limits.steps, 100);
+    $("guidance").max = Math.min(limits.guidance, 20);
+    $("num").max = limits.pictures;
+    for (const id of ["width", "height"]) {
+      Object.assign($(id), { min: model.size_step, max: limits.side_pixels, step: model.size_step });
+      $(id).value = model[id];
+    }
+    $("shapes").replaceChildren(...SHAPES.map((shape) => this.shapeButton(...shape)));
+    this.listAdapters(model.adapters);
+    this.restore(kept.get("form", {}));
+  }
+
+  shapeButton(name, across, down) {
+    const [width, height] = this.sized(across / down);
+    const button = make("button", { type: "button", className: "shape", title: `${width} by ${height}` });
+    const sample = make("span", { className: "shape-box" });
+    sample.style.aspectRatio = `${across} / ${down}`;
+    button.append(sample, name);
+    button.setAttribute("aria-pressed", "false");
+    button.onclick = () => { $("width").value = width; $("height").value = height; this.keep(); };
+    return Object.assign(button, { size: `${width}x${height}` });
+  }
+
+  /** A size of about the model's own area, in the steps that it can do. */
+  sized(ratio) {
+    const { width, size_step: step, limits } = this.model;
+    const whole = (side) => Math.max(step, Math.min(limits.side_pixels, Math.round(side / step) * step));
+    return [whole(width * Math.sqrt(ratio)), whole(width / Math.sqrt(ratio))];
+  }
+
+  listAdapters(cards) {
+    $("adapters").hidden = !cards.length;
+    const options = cards.map((card) => make("option", { value: card.name, disabled: !!card.trouble },
+      card.trouble ? `${card.name} (cannot be used)` : card.name));
+    $("adapter-add").replaceChildren(make("option", { value: "" }, "Add an adapter"), ...options);
+    this.known = new Set(cards.map((card) => card.name));
+  }
+
+  addAdapter(name, weight) {
+    $("adapter-add").value = "";
+    if (!name || this.adapters.has(name) || !this.known.has(name)) return;
+    this.adapters.set(name, weight);
+    this.showAdapters();
+    this.keep();
+  }
+
+  showAdapters() {
+    $("adapter-list").replaceChildren(...[...this.adapters].map(([name, weight], i) => {
+      const id = `adapter-${i}`;
+      const told = make("output", {}, weight.toFixed(2));
+      const range = make("input", { id, type: "range", min: -1, max: 2, step: 0.05, value: weight });
+      range.oninput = () => { this.adapters.set(name, Number(range.value)); told.textContent = Number(range.value).toFixed(2); };
+      const gone = make("button", { type: "button", className: "link" }, "Remove");
+      gone.setAttribute("aria-label", `Remove ${name}`);
+      gone.onclick = () => { this.adapters.delete(name); this.showAdapters(); this.keep(); };
+      return make("li", {}, make("label", { htmlFor: id }, name), told, gone, range);
+    }));
+  }
+
+  tellSlides() {
+    $("steps-told").textContent = $("steps").value;
+    $("guidance-told").textContent = Number($("guidance").value) > 1 ? Number($("guidance").value).toFixed(1) : "off";
+    $("strength-told").textContent = `${Math.round($("strength").value * 100)} %`;
+    const size = `${$("width").value}x${$("height").value}`;
+    for (const one of $("shapes").children) one.setAttribute("aria-pressed", String(one.size === size));
+  }
+
+  keep() {
+    this.tellSlides();
+    const told = Object.fromEntries(PLAIN.map((id) => [id, $(id).value]));
+    kept.set("form", { ...told, adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })) });
+  }
+
+  /** Take up settings: of a picture, or of the last visit. What they do not say stays. */
+  restore(told) {
+    for (const id of PLAIN) if (told[id] !== undefined && told[id] !== null) $(id).value = told[id];
+    if (!$("solver").value) $("solver").value = this.model.solver;
+    if (told.adapters) {
+      this.adapters = new Map(adaptersOf(told).filter((one) => this.known.has(one.name)).map((one) => [one.name, Number(one.weight ?? 1)]));
+    }
+    this.showAdapters();
+    $("negative-box").open = !!$("negative").value;
+    this.keep();
+  }
+
+  // ---- the picture to start from
+
+  async startFrom(blob) {
+    let bitmap;
+    try {
+      bitmap = await createImageBitmap(blob);
+    } catch {
+      say("This is no picture that can be read.");
+      return;
+    }
+    const scale = Math.min(1, MOST_SIDE / Math.max(bitmap.width, bitmap.height));
+    const canvas = make("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
+    canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+    this.start = await encoded(blob, canvas, scale);
+    this.painter.set(canvas);
+    const [width, height] = this.sized(canvas.width / canvas.height);
+    Object.assign($("width"), { value: width });
+    Object.assign($("height"), { value: height });
+    this.showStart();
+    this.keep();
+    say("The next picture starts from this one.");
+  }
+
+  clearStart() {
+    this.start = null;
+    $("start-file").value = "";
+    this.showStart();
+  }
+
+  showStart() {
+    $("start").dataset.empty = String(!this.start);
+    $("strength-box").hidden = !this.start;
+    $("mask-open").textContent = this.painter.touched ? "Change the mask" : "Paint a mask";
+    if (!this.start) return;
+    const { width, height } = this.painter.image;
+    const scale = 240 / Math.max(width, height);
+    Object.assign($("start-thumb"), { width: Math.round(width * scale), height: Math.round(height * scale) });
+    this.painter.paintOn($("start-thumb"));
+  }
+
+  /** The body of a job. */
+  async request() {
+    const number = (id) => ($(id).value === "" ? null : Number($(id).value));
+    const steps = number("steps");
+    const told = {
+      prompt: $("prompt").value, negative: $("negative").value || null, num: number("num") ?? 1,
+      width: number("width"), height: number("height"), steps, guidance: number("guidance"),
+      solver: $("solver").value || null,
+      adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })),
+      previews: Math.max(0, Math.min(this.model.limits.previews, steps - 1)),
+    };
+    if (this.start) Object.assign(told, { image: this.start, mask: await this.painter.base64(), strength: number("strength") });
+    // The seed as it stands: 19 digits are more than a JavaScript number holds.
+    return withSeed(JSON.stringify(told), $("seed").value.trim());
+  }
+}
+
+function withSeed(json, seed) {
+  if (!seed) return json;
+  const told = /^(0|[1-9]\d{0,18})$/.test(seed) ? seed : JSON.stringify(seed);
+  return `${json.slice(0, -1)},"seed":${told}}`;
+}
+
+async function encoded(blob, canvas, scale) {
+  if (scale === 1 && blob.size < MOST_BYTES && /^image\/(png|jpeg|webp)$/.test(blob.type)) return dataUrl(blob);
+  return canvas.toDataURL("image/jpeg", 0.95);
+}
+
+const dataUrl = (blob) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(blob);
+});
+
+const SOLVER_NAMES = {
+  ddim: "DDIM", pndm: "PNDM", euler: "Euler", euler_a: "Euler ancestral", dpmpp_2m: "DPM++ 2M",
+  dpmpp_2m_sde: "DPM++ 2M SDE", unipc: "UniPC", lcm: "LCM",
+};
+const solverName = (name) => SOLVER_NAMES[name] ?? name;
