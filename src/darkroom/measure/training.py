@@ -108,7 +108,8 @@ def bare_step(step: Step, inputs: dict[str, Tensor]) -> None:
         loss = step.task.losses(micro)["loss"].sum() / rows
         step.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         step.weights.collect(first=i == 0)
-    step.scaler.step(step.optimiser)
+    for inner in step.optimiser.inner:
+        step.scaler.step(inner)
     step.scaler.update()
     step.weights.clear_gradients()
     step.weights.publish()

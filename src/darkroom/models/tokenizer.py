@@ -85,9 +85,8 @@ def spelled(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> list[str]:
     known = tokenizer.added_tokens_encoder
     for word in [word for word in known if f"{word}_1" in known]:
         count = next(i for i in range(1, len(known) + 1) if f"{word}_{i}" not in known)
-        whole = " ".join([word, *(f"{word}_{i}" for i in range(1, count))])
-        pattern = re.compile(re.escape(word) + r"(?!_\d)")
-        texts = [pattern.sub(lambda _, whole=whole: whole, text) for text in texts]
+        whole = " ".join([word, *(f"{word}_{i}" for i in range(1, count))]).replace("\\", r"\\")
+        texts = [re.sub(re.escape(word) + r"(?!_\d)", whole, text) for text in texts]
     return list(texts)
 
 
