@@ -63,6 +63,7 @@ def generate(
     """
     from darkroom import models, sample
 
+    asked = _size(size)
     place = models.device(device)
     dtype, lies_on = sample.ladder.loading(optimise, place, limited=memory is not None)
     opened = models.load(
@@ -72,8 +73,6 @@ def generate(
         variant=variant,
         revision=revision,
     )
-    if why := sample.ladder.explain(optimise, opened, place):
-        print(f"note: {why}", file=sys.stderr)
     with progress_bar("denoise", as_json) as progress:
         pictures = sample.generate(
             opened,
@@ -81,7 +80,7 @@ def generate(
             negative=negative,
             seed=seed,
             num=num,
-            size=_size(size),
+            size=asked,
             image=image,
             mask=mask,
             adapters=[sample.Named.parsed(one) for one in adapter or []],
@@ -102,10 +101,15 @@ def generate(
             memory=memory,
             device=place,
             progress=progress,
-            notice=lambda note: print(f"note: {note}", file=sys.stderr),
+            notice=_note,
+            explain=_note,
         )
     files = sample.save_pictures(pictures, out)
     show({"pictures": files}, as_json, lambda: files)
+
+
+def _note(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

@@ -57,6 +57,7 @@ def generate(
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     notice: Callable[[str], None] = LOG.warning,
+    explain: Callable[[str], None] = LOG.info,
     **settings: Any,
 ) -> list[Picture]:
     """Make `num` pictures of each prompt, in the order of the prompts; picture i of the call has seed + i.
@@ -69,7 +70,8 @@ def generate(
     (`open_backend`). `optimise` names optimisations of `sample.ladder`; the model stays as it is. `memory`
     ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
     the work is done, if that is not where the weights lie. `progress(done, total)` counts steps. What was
-    substituted goes to `notice` and into each picture's parameters. InputError for what cannot be.
+    substituted goes to `notice` and into each picture's parameters; what `auto` picked and why to `explain`.
+    InputError for what cannot be.
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
     adapted = Adapted.of(told, named(adapters))
@@ -88,18 +90,15 @@ def generate(
             memory=memory,
             device=device,
         )
-        return _pictures(job, batch_rows, progress, notice)
+        if job.backend.reasons:
+            explain("; ".join(job.backend.reasons))
+        for note in job.notes:
+            notice(note)
+        return _pictures(job, batch_rows, progress)
 
 
-def _pictures(
-    job: Job,
-    batch_rows: int | None,
-    progress: Callable[[int, int], None] | None,
-    notice: Callable[[str], None],
-) -> list[Picture]:
+def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
-    for note in job.notes:
-        notice(note)
     done = 0
 
     def run(rows: list[Row]) -> None:

@@ -111,14 +111,6 @@ def conflict(one: str, other: str) -> str | None:
     return RUNGS[one].excludes.get(other) or RUNGS[other].excludes.get(one)
 
 
-def explain(names: Sequence[str] | str, model: Model, device: torch.device | str | None = None) -> str:
-    """What `auto` among the names takes and leaves, and why, in one line; empty without `auto`."""
-    choices = parse(names)
-    if not any(choice.name == AUTO for choice in choices):
-        return ""
-    return "; ".join(_with_auto(choices, place_of(model, device))[1])
-
-
 def best(place: Place) -> dict[str, str]:
     """What `auto` takes on a device, each with its reason. All of it is lossless."""
     picked = {"fused_attention": "never slower, and holds no scores"}
