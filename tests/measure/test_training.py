@@ -12,9 +12,10 @@ from PIL import Image
 from darkroom.data import Store
 from darkroom.data.importers import import_pictures
 from darkroom.errors import InputError, RecipeError
-from darkroom.measure.training import BARE, LOOP, STEP, bare_step, bench_train, flops_per_image
+from darkroom.measure.training import BARE, LOOP, STEP, bare_step, bench_train
 from darkroom.recipe import make_recipe
 from darkroom.train.job import Pinned, make_job
+from darkroom.train.speed import flops_per_image
 
 VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
 
@@ -84,7 +85,7 @@ def test_the_bare_step_learns_what_the_whole_step_learns(recipe_of):
 
 def test_flops_are_counted_on_the_tasks_own_loss(recipe_of):
     job = job_of(recipe_of())
-    found = flops_per_image(job, first_inputs(job))
+    found = flops_per_image(job.task, first_inputs(job))
     parameters = sum(master.numel() for master in job.step.weights.masters.values())
     # A kernel of a convolution is used at 8x8 to 16x16 places, 2 FLOP each, forward and twice backward.
     assert 6 * 64 * 0.5 * parameters < found < 6 * 256 * parameters

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from darkroom.count import counting
 from darkroom.errors import InputError
 from darkroom.hardware import PeakMemory, environment
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe import Recipe
 from darkroom.run import Run
 from darkroom.train.job import Job, Pinned, make_job
+from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, micro_batches, num_rows
 from darkroom.train.tracking import NoTracker
 from darkroom.train.trainer import Trainer
@@ -115,15 +115,6 @@ def bare_step(step: Step, inputs: dict[str, Tensor]) -> None:
     step.weights.publish()
 
 
-def flops_per_image(job: Job, inputs: dict[str, Tensor]) -> int:
-    """FLOPs of one picture's forward and backward pass, counted on the task's own loss."""
-    one = {name: tensor[:1] for name, tensor in inputs.items()}
-    with counting(*job.task.modules.values()) as counter:
-        loss = job.task.losses(counter.fake(one))["loss"]
-        torch.autograd.backward(loss.sum())
-        return counter.result().flops
-
-
 def _quiet(recipe: Recipe, steps: int) -> Recipe:
     """The recipe without what is not the loop, and with a rate at which the weights stay as they are."""
     changes = {
@@ -142,7 +133,7 @@ def _rows(recipe: Recipe, job: Job, turns: _Turns, warmup: int, peak_bytes: int)
         name: Timing(name, tuple(seconds[warmup:]), sum(seconds[:warmup]), None)
         for name, seconds in turns.seconds.items()
     }
-    flops = flops_per_image(job, turns.inputs)
+    flops = flops_per_image(job.task, turns.inputs)
     settings = {
         "task": recipe.task,
         "model": recipe.model.base,

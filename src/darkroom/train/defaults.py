@@ -245,6 +245,14 @@ def _check_optimiser(recipe: Recipe) -> None:
             raise RecipeError(
                 "train.ema.enabled", "true, but schedule-free averages by itself", mend="set it to false"
             )
+    if train.on_nan == "skip" and optim.name != "adamw":
+        raise RecipeError(
+            "train.on_nan",
+            f"skip with optim.name={optim.name}, which cannot leave a step out on the device",
+            allowed="stop or rollback; or optim.name=adamw",
+        )
+    if train.on_nan == "skip" and optim.fused_backward:
+        raise RecipeError("train.on_nan", "skip with optim.fused_backward", allowed="stop or rollback")
     if not optim.fused_backward:
         return
     if optim.clip_norm is not None:

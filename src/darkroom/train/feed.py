@@ -47,7 +47,7 @@ def bucket_step(recipe: Recipe, store: Store, column: str) -> int:
     return step
 
 
-def _order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
     train, data, column = recipe.train, recipe.data, task.read.latents
     if not data.buckets:
         return Order(rows, seed=train.seed, global_batch=train.global_batch)
@@ -72,13 +72,13 @@ def make_feed(
     recipe: Recipe,
     task: Task,
     stores: Sequence[Store],
-    rows: Rows,
+    order: SampleOrder,
     device: torch.device,
     ranks: Ranks = ALONE,
 ) -> Feed:
     """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
     store, *beside = stores
-    sources = [(store, _order(recipe, task, store, rows), task.read)]
+    sources = [(store, order, task.read)]
     sources += [(other, *_class_order(recipe, task, other)) for other in beside]
     data = recipe.data
 

@@ -23,13 +23,14 @@ from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model
 from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS, check_together
 from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
-from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, read_once
+from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, make_order, read_once
 from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_class, has_own_store, store_path
 from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
 from darkroom.train.objective import Objective
 from darkroom.train.parallel import check_batch
 from darkroom.train.ranks import ALONE, Ranks
+from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
 from darkroom.train.tasks import Autoencoder, Diffusion, Task
 from darkroom.train.tracking import check_tracker
@@ -64,6 +65,8 @@ class Job:
     prompts: tuple[str, ...]
     notes: list[str]  # what was derived, and why
     ranks: Ranks = ALONE  # the processes that train together
+    rows_of: Callable[[int], Sequence[int]] | None = None  # the store's rows that form global batch k
+    flops: int | None = None  # of a picture's forward and backward pass, where counted beforehand
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,17 @@ def make_job(
     if ranks.size > 1:
         share = recipe.train.global_batch // ranks.size
         notes.append(f"{ranks.size} processes ({recipe.parallel.mode}), {share} pictures a step each")
+    order = make_order(recipe, task, store, train_rows)
+    flops = None
+    if ranks.sharded and device.type == "cuda":  # cut weights cannot be counted with
+        flops = flops_per_image(task, task.inputs(read_once(store, train_rows, 1, task.read), device))
     return Job(
         recipe=recipe,
         task=task,
         step=bare_step(task, recipe, micro, models.precision(precision), ranks),
-        feed=feed or make_feed(recipe, task, stores, train_rows, device, ranks),
+        feed=feed or make_feed(recipe, task, stores, order, device, ranks),
+        rows_of=None if feed else lambda k: order.batch(k).positions_B.tolist(),
+        flops=flops,
         device=device,
         rows=len(train_rows) * recipe.data.repeats,
         environment=exactness(device, precision, micro, ranks),

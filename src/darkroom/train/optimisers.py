@@ -214,15 +214,19 @@ def gradient_norm(params: Iterable[Tensor]) -> Tensor:
     return norm
 
 
-def clipped_step(optimiser: Optimiser, norm: Tensor, max_norm: float | None) -> None:
+def clipped_step(
+    optimiser: Optimiser, norm: Tensor, max_norm: float | None, odd: Tensor | None = None
+) -> None:
     """One step with the gradients scaled down so that their norm is at most `max_norm`.
+
+    Where `odd` is 1 on the device, fused AdamW leaves weights and state as they are, and nobody waits.
 
     The fused kernel divides by `grad_scale` as it reads the gradients, which saves a pass over them.
     """
-    if max_norm is None:
+    if max_norm is None and odd is None:
         optimiser.step()
         return
-    scale = (norm / max_norm).clamp_(min=1.0)
+    scale = torch.ones_like(norm) if max_norm is None else (norm / max_norm).clamp_(min=1.0)
     fused = [inner for inner in optimiser.inner if isinstance(inner, torch.optim.AdamW)]
     others = [inner for inner in optimiser.inner if inner not in fused]
     grads = [p.grad for o in others for g in o.param_groups for p in g["params"] if p.grad is not None]
@@ -230,11 +234,15 @@ def clipped_step(optimiser: Optimiser, norm: Tensor, max_norm: float | None) -> 
         torch._foreach_div_(grads, scale)
     for inner in fused:
         inner.grad_scale = scale  # type: ignore[attr-defined]
+        if odd is not None:
+            inner.found_inf = odd  # type: ignore[attr-defined]
     try:
         optimiser.step()
     finally:
         for inner in fused:
             del inner.grad_scale  # type: ignore[attr-defined]
+            if odd is not None:
+                del inner.found_inf  # type: ignore[attr-defined]
 
 
 # ---- to be saved

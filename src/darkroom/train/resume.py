@@ -11,7 +11,7 @@ from darkroom.run import differences
 
 # These change what is watched, kept or how data is read ahead, never what is learned.
 HARMLESS = (
-    *("checkpoint.*", "sample.*", "evaluate.*", "track.*", "budget.*", "train.log_every"),
+    *("checkpoint.*", "sample.*", "evaluate.*", "track.*", "budget.*", "train.log_every", "train.on_nan"),
     *(
         "data.workers",
         "data.ahead",

@@ -63,6 +63,14 @@ class TrainSettings(BaseModel):
         default="auto", description="memory layout of convolutions; auto: as is faster on the device"
     )
     log_every: int = Field(default=10, gt=0, description="steps between console lines and writes of metrics")
+    on_nan: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="where a step's loss or gradients are no numbers (or above spike_norm): stop; skip: "
+        "leave the weights as they are; rollback: go on from the last checkpoint without that batch",
+    )
+    spike_norm: float | None = Field(
+        default=None, gt=0, description="a gradient norm that counts as odd too; null: none does"
+    )
     ema: EmaSettings = Field(default=EmaSettings(), description="averaged weights")
 
 
@@ -165,7 +173,7 @@ class Step:
         masters, max_norm = list(self.weights.masters.values()), self._optim.clip_norm
         if not self.scaler.is_enabled():
             norm = self.weights.norm(gradient_norm(masters))
-            clipped_step(self.optimiser, norm, max_norm)
+            clipped_step(self.optimiser, norm, max_norm, self._odd(norm))
             return norm
         for inner in self.optimiser.inner:
             self.scaler.unscale_(inner)
@@ -176,6 +184,17 @@ class Step:
             self.scaler.step(inner)
         self.scaler.update()
         return norm
+
+    def _odd(self, norm: Tensor) -> Tensor | None:
+        """1 on the device where this step is to leave the weights as they are; None where none ever is."""
+        if self._train.on_nan != "skip":
+            return None
+        most = self._train.spike_norm or torch.finfo(torch.float32).max
+        return (~(norm <= most)).float()
+
+    def pass_over(self, k: int) -> None:
+        """Step k without its batch: the weights stay."""
+        self.ema.update(k)
 
     def _gradients(self, inputs: Inputs) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; returns the means over the global batch.

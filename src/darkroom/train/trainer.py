@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import signal
@@ -18,14 +19,17 @@ from typing import Any
 import torch
 
 from darkroom.bill import Bill, Meter, format_seconds, format_usd
+from darkroom.count import UncountedOperation
 from darkroom.errors import CheckpointError, DarkroomError, Stopped
 from darkroom.run import BILL, ENDED, Run, write_whole
 from darkroom.train.checkpoint import Checkpoint, checkpoints, load_checkpoint, step_of
 from darkroom.train.job import Job, Say
+from darkroom.train.odd import FILE, OddBatches, is_odd
 from darkroom.train.optimisers import optimiser_numbers, optimiser_tensors, restore_optimiser
 from darkroom.train.ranks import Agreement, Watch
 from darkroom.train.result import write_results, write_whole_model
 from darkroom.train.saving import Saver
+from darkroom.train.speed import COUNT_AFTER_S, flops_per_image, projected, utilisation
 from darkroom.train.step import StepResult
 from darkroom.train.tasks import Autoencoder
 from darkroom.train.tracking import Tracker
@@ -88,8 +92,11 @@ class Trainer:
         self.last_row: dict[str, Any] = {}
         self._window = _Window()
         self._stop = StopRequest()
+        self._odd = OddBatches(run.path, job.rows_of)
+        self._flops, self._prior, self._began_at = job.flops, run.bill(), 0
         self._ended = False  # before the last step, because the held-out loss stands still
         self._billed = time.perf_counter()
+        self._inputs: Mapping[str, torch.Tensor] = {}
 
     # ---- state
 
@@ -142,8 +149,10 @@ class Trainer:
         """Train to the end; Stopped where Ctrl-C or SIGTERM asks for it, with the state saved."""
         try:
             with self._watch.watching(), self._stop.listening():
-                with self.job.feed(self.k) as batches, self.meter.part("train"):
-                    self._train(batches)
+                self._began_at = self.k
+                with _no_garbage_runs():
+                    while not self._trained():
+                        self._window = _Window()
                 return self._finish()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -157,6 +166,20 @@ class Trainer:
             with suppress(CheckpointError, OSError):  # told already, or beside the point by now
                 self.saver.finish()
                 self._save_bill()
+
+    def _trained(self) -> bool:
+        """Train to the end, or to where it must go back to a checkpoint."""
+        try:
+            with self.job.feed(self.k) as batches, self.meter.part("train"):
+                self._train(batches)
+        except _RollBack as back:
+            self.saver.finish()
+            self.restore(load_checkpoint(back.path))
+            self.ranks.in_turn(lambda: self.run.truncate(self.k))
+            self._agreed.close()
+            self.say(f"going on after step {self.k}, without the batches in {FILE}")
+            return False
+        return True
 
     def _train(self, batches: Iterator[Any]) -> None:
         steps, device = self.recipe.train.steps, self.job.device
@@ -174,9 +197,15 @@ class Trainer:
                 columns = next(batches)
             waited_s = time.perf_counter() - started
             self._watch.note(self.k, "step")
-            result = self.step(self.k, self.task.inputs(columns, device))
+            passes = self.k + 1 in self._odd.passed
+            if passes:
+                self.step.pass_over(self.k)
+            else:
+                self._inputs = self.task.inputs(columns, device)
+                result = self.step(self.k, self._inputs)
             self.k += 1
-            self._window.results.append((self.k, result, waited_s))
+            if not passes:
+                self._window.results.append((self.k, result, waited_s))
             self._after_step()
         self._agreed.close()
 
@@ -211,7 +240,7 @@ class Trainer:
         budget = self.recipe.budget
         if not self.ranks.first:
             return ""
-        return budget.spent(self.meter.bill()) if budget.usd or budget.hours else ""
+        return budget.spent(self.meter.bill()) if budget.usd or budget.hours or budget.deadline else ""
 
     def _check_budget(self) -> None:
         if spent := self.ranks.tell(self._spent):
@@ -244,28 +273,56 @@ class Trainer:
         ]
         self.meter.images += images
         self._window = _Window()
-        self._check_finite(rows)
+        self._look_for_odd(rows)
         looked = more()
-        rows[-1] |= looked
+        rows[-1] |= self._usage(rows[-1]["images_per_s"]) | looked
+        gc.collect(1)
         self._write(*rows)
         if time.perf_counter() - self._billed > BILL_EVERY_S:
             self._save_bill()
         if _due(self.k, self.recipe.train.log_every) or looked or self.k == self.recipe.train.steps:
             self.say(self._line(rows[-1]))
 
-    def _check_finite(self, rows: list[dict[str, Any]]) -> None:
-        # fp16 passes over steps whose gradients overflow; elsewhere such a step spoils the weights.
-        told = ("loss",) if self.step.scaler.is_enabled() else ("loss", "grad_norm")
-        odd = ((i, name) for i, row in enumerate(rows) for name in told if not math.isfinite(row[name]))
-        bad, name = next(odd, (None, ""))
-        if bad is None:
+    def _look_for_odd(self, rows: list[dict[str, Any]]) -> None:
+        """Stop, go back, or note the steps that were left out, where metrics are not what they should be."""
+        settings, scaled = self.recipe.train, self.step.scaler.is_enabled()
+        odd = [row for row in rows if is_odd(row, settings.spike_norm, scaled=scaled)]
+        if not odd:
             return
-        self._write(*rows[:bad])
+        first, policy = odd[0], settings.on_nan
+        name = "grad_norm" if math.isfinite(first["loss"]) else "loss"
+        told = f"the {name} of step {first['step']} is {first[name]:.4g}"
+        if policy == "skip":
+            self._odd.write(odd, "skip", first=self.ranks.first)
+            self.say(f"warning: {told}; {len(odd)} steps left out, their rows are in {FILE}")
+            return
+        self._write(*rows[: rows.index(first)])
+        self.saver.finish()
+        kept = checkpoints(self.run.checkpoints)
+        if policy == "rollback" and kept and self._odd.may_roll_back(step_of(kept[-1])):
+            self._odd.write(odd[:1], "rollback", to=step_of(kept[-1]), first=self.ranks.first)
+            self.say(f"warning: {told}; {self._kept()}")
+            raise _RollBack(kept[-1])
+        self._odd.write(odd[:1], "stop", first=self.ranks.first)
         raise DarkroomError(
-            f"the {name} of step {rows[bad]['step']} is {rows[bad][name]}; {self._kept()}; start a new run "
-            f"with a lower optim.lr (now {self.recipe.optim.lr:g}), more optim.warmup_steps or "
-            "train.precision=float32"
+            f"{told}; {self._kept()}; its rows are in {FILE}; start a new run with a lower optim.lr (now "
+            f"{self.recipe.optim.lr:g}), more optim.warmup_steps or train.precision=float32"
         )
+
+    def _usage(self, images_per_s: float) -> dict[str, Any]:
+        """How well the hardware is used; memory, dollars and kWh so far and at the end."""
+        bill = self.meter.bill()
+        found = projected(bill, self.k, self._began_at, self.recipe.train.steps, self._prior)
+        if self._flops is None and bill.wall_s > COUNT_AFTER_S and not self.ranks.sharded:
+            self.step.weights.expect(last=False)
+            with suppress(UncountedOperation):
+                self._flops = flops_per_image(self.task, self._inputs)
+            self._flops = self._flops or 0
+        if self._flops:
+            precision = self.job.environment["precision"]
+            share = utilisation(self._flops, images_per_s, self.job.device, precision, bill.num_devices)
+            found |= {} if share is None else {"mfu": share}
+        return found
 
     def _kept(self) -> str:
         kept = checkpoints(self.run.checkpoints)
@@ -288,10 +345,15 @@ class Trainer:
             *([f"held out {row['heldout_loss']:.4g}"] if "heldout_loss" in row else []),
             f"lr {row['lr']:.2e}",
             f"{row['images_per_s']:,.1f} images/s",
+            *([f"MFU {100 * row['mfu']:.1f} %"] if "mfu" in row else []),
             f"{format_seconds(left_s)} left" if left_s else f"{format_seconds(bill.wall_s)} in all",
-            *([format_usd(bill.usd)] if bill.usd is not None else []),
+            *([self._cost(row)] if bill.usd is not None else []),
         ]
         return "  ".join(parts)
+
+    def _cost(self, row: Mapping[str, Any]) -> str:
+        so_far, end = row["usd"], row["usd_projected"]
+        return format_usd(so_far) + (f" of {format_usd(end)}" if self.k < self.recipe.train.steps else "")
 
     # ---- looking
 
@@ -420,6 +482,29 @@ def result_of(run: Run) -> TrainResult:
         last.get("heldout_loss"),
         bill,
     )
+
+
+class _RollBack(Exception):
+    """Training has to go on from this checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+@contextmanager
+def _no_garbage_runs() -> Iterator[None]:
+    """Within, Python looks for garbage only where it is asked to: its pauses come on all ranks at once."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
 
 
 class _Abandoned(Exception):
