@@ -213,7 +213,7 @@ def test_notes_are_told_and_kept(tiny: Model) -> None:
     heard: list[str] = []
     (picture,) = generate(model, "a red circle " * 60, steps=2, notice=heard.append)
     assert any("DDPMScheduler is replaced by solver ddim" in note for note in heard)
-    assert any("is read in 4 parts" in note for note in heard)
+    assert any("is read in 3 parts of the text encoder" in note for note in heard)
     assert picture.parameters["notes"] == heard
     heard.clear()
     generate(tiny, "a red circle", steps=2, notice=heard.append)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,21 @@ from darkroom.errors import InputError
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
 from darkroom.sample.backends import Backend, open_backend, torch_backend
-from darkroom.sample.choice import default_solver, make_table
+from darkroom.sample.checks import (
+    check_adapters,
+    check_parts,
+    check_pictures,
+    checked_size,
+    nearest_side,
+    size_unit,
+    table_for,
+    with_lcm,
+)
 from darkroom.sample.denoise import Condition, Known, Row, denoise
 from darkroom.sample.ladder import AUTO, interval_of
-from darkroom.sample.ladder import parse as parse_optimisations
 from darkroom.sample.memory import optimise_within
 from darkroom.sample.pictures import Picture
 from darkroom.sample.prompts import (
-    check_text_parts,
     encode_prompts,
     guidance_embedding,
     read_parts,
@@ -38,7 +44,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("darkroom")
 
-MAX_SIDE = 8192
 # As many pictures a U-Net call as have this many latent pixels together: 8 of 512 px with a factor of 8.
 CALL_LATENT_PIXELS, CALL_PICTURES = 8 * 64 * 64, 64
 
@@ -170,8 +175,8 @@ class Job:
         settings = with_lcm(settings, optimise)
         self.image = None if image is None else inputs.read_image(image)
         self.mask = None if mask is None else inputs.read_mask(mask)
-        _check_parts(model, has_mask=self.mask is not None)
-        _check_pictures(settings, self.image, self.mask)
+        check_parts(model, has_mask=self.mask is not None)
+        check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
         if self.image is not None and settings.strength is None:
@@ -191,7 +196,7 @@ class Job:
             for taken in filter(None, (self.first, self.hires)):
                 taken.most_a_call = most
         self.model = backend.model or model
-        _check_adapters(self.adapted, backend)
+        check_adapters(self.adapted, backend)
         self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
         self.positives, self.negatives, told = self._conditions()
         self.source = self._source()
@@ -240,8 +245,8 @@ class Job:
         hires = self.settings.hires
         if hires is None:
             return None
-        unit = _unit(self.model)
-        width, height = (_nearest(round(side * hires.scale), unit) for side in self.size)
+        unit = size_unit(self.model)
+        width, height = (nearest_side(round(side * hires.scale), unit) for side in self.size)
         table = table_for(
             self.model,
             self.settings.model_copy(
@@ -457,101 +462,3 @@ def sized(condition: Condition, size: tuple[int, int]) -> Condition:
     if told is None:
         return condition
     return replace(condition, added={**condition.added, "time_ids": time_ids(size, told)})
-
-
-def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:
-    """With the `lcm` optimisation the solver is its own, unless another is asked for."""
-    lcm = any(choice.name == "lcm" for choice in parse_optimisations(optimise))
-    return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
-
-
-def table_for(model: Model, settings: GenerateSettings) -> Table:
-    """The table that settings ask of a model's scheduler."""
-    steps = settings.steps
-    if steps is None:
-        steps = settings.resolved(settings.solver or default_solver(model.scheduler)[0]).steps
-    assert steps is not None
-    return make_table(
-        settings.solver,
-        model.scheduler,
-        steps,
-        eta=settings.eta,
-        spacing=settings.spacing,
-        karras=settings.karras,
-        strength=1.0 if settings.strength is None else settings.strength,
-    )
-
-
-def _unit(model: Model) -> int:
-    """What a side in pixels must be a multiple of."""
-    levels = len(model.unet.config.block_out_channels)  # type: ignore[union-attr]
-    return int(model.vae_factor * 2 ** (levels - 1))
-
-
-def checked_size(
-    model: Model, size: tuple[int, int] | None, image: Image.Image | None = None
-) -> tuple[int, int]:
-    """Width and height in pixels; where None the U-Net's own, in the shape of a picture to start from.
-
-    InputError unless the model can make it.
-    """
-    unit = _unit(model)
-    if size is None:
-        side = model.sample_size
-        return (side, side) if image is None else inputs.fitted_size(image, side, unit)
-    for side in size:
-        if side % unit or not unit <= side <= MAX_SIDE:
-            raise InputError(
-                f"size {size[0]}x{size[1]}",
-                allowed=f"sides of {unit} to {MAX_SIDE} pixels, multiples of {unit}",
-                mend="nearest: " + "x".join(str(_nearest(one, unit)) for one in size),
-            )
-    return size
-
-
-def _nearest(side: int, unit: int) -> int:
-    return min(max(unit, math.floor(side / unit + 0.5) * unit), MAX_SIDE // unit * unit)
-
-
-def _check_parts(model: Model, *, has_mask: bool) -> None:
-    missing = [name for name in ("unet", "vae") if getattr(model, name) is None]
-    if missing:
-        raise InputError(f"the model has no {' and no '.join(missing)}", mend="load it with all its parts")
-    check_text_parts(model)
-    assert model.unet is not None
-    takes, latents = int(model.unet.config.in_channels), model.latent_channels
-    if takes == latents:
-        return
-    if takes != 2 * latents + 1:
-        raise InputError(
-            f"the U-Net takes {takes} channels and the latents have {latents}",
-            allowed=f"{latents}, or {2 * latents + 1} of an inpainting U-Net",
-        )
-    if not has_mask:
-        raise InputError(
-            f"the U-Net takes {takes} channels: it repaints a part of a picture",
-            mend="give the picture and a mask, white where it is painted anew",
-        )
-
-
-def _check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
-    if image is None and mask is not None:
-        raise InputError("a mask without a picture", mend="give the picture too")
-    if image is None and settings.strength is not None:
-        raise InputError(f"strength {settings.strength:g} without a picture to start from", mend="give one")
-    if image is not None and settings.hires is not None:
-        raise InputError("hires with a picture to start from", mend="give a larger size instead")
-    if image is not None and mask is not None:
-        inputs.check_mask(mask, image)
-
-
-def _check_adapters(adapted: Adapted, backend: Backend) -> None:
-    if adapted.bank is None:
-        return
-    if backend.name not in ("torch", "compile"):
-        raise InputError(
-            f"adapters with backend {backend.name}",
-            allowed="torch, compile",
-            mend="or merge them: darkroom export MODEL --merge ADAPTER --to FOLDER",
-        )
-    adapted.bank.verify()

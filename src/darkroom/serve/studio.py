@@ -11,7 +11,7 @@ from PIL import Image
 
 from darkroom import sample
 from darkroom.sample.backends import Backend
-from darkroom.sample.generate import checked_size, table_for
+from darkroom.sample.checks import checked_size, table_for
 from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.work import Shape, Ticket, Work, preview_steps
 
