@@ -127,7 +127,8 @@ class Browser:
     def click(self, selector: str) -> None:
         """Press the mouse in the middle of an element."""
         x, y = self.js(
-            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const e = document.querySelector({selector!r});"
+            "e.scrollIntoView({block: 'center'});"
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         self.drag((x, y))

@@ -95,19 +95,12 @@ class Txt2Img(BaseModel):
         for name, value in (self.override_settings or {}).items():
             if name == "CLIP_stop_at_last_layers" and isinstance(value, int) and 1 <= value <= 100:
                 skip = value - 1
-            elif name == "sd_model_checkpoint" and value in (
-                core.model.name,
-                f"{core.model.name}.safetensors",
-            ):
+            elif name == "sd_model_checkpoint" and value == core.model.name:
                 continue
-            elif name not in ("samples_format", "sd_vae", "save_images_add_number", "eta_noise_seed_delta"):
+            elif name not in ("samples_format", "save_images_add_number"):
                 told = name[:100].encode("ascii", "replace").decode()
-                raise Refused(
-                    422,
-                    "not_served",
-                    f"override_settings.{told}: cannot be set here",
-                    param="override_settings",
-                )
+                message = f"override_settings.{told}: cannot be set here"
+                raise Refused(422, "not_served", message, param="override_settings")
         return skip
 
 

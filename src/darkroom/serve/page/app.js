@@ -26,7 +26,7 @@ class OnEasel {
     this.stop.setAttribute("aria-label", `Cancel: ${prompt || "picture"}`);
     this.stop.onclick = () => this.cancel();
     const frames = make("div", { className: "frames" }, ...this.frames.map((one) => one.box));
-    frames.dataset.count = String(Math.min(num, 4));
+    frames.dataset.count = num > 4 ? "many" : String(num);
     this.card = make("article", { className: "exposure", tabIndex: -1 }, frames, this.meter,
       make("div", { className: "exposure-line" }, this.line, this.stop));
     this.card.setAttribute("aria-label", prompt || "Picture being made");

@@ -1,0 +1,157 @@
+"""A1111's dialect against a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from darkroom import sample
+from serve.conftest import difference
+from serve.http.conftest import base64_of, change, opened
+
+QUICK = {"steps": 4, "seed": 5}
+
+
+def test_txt2img_is_what_generate_makes_and_tells_its_seeds(http, small):
+    body = {
+        **QUICK,
+        "prompt": "a (red:1.4) horse",
+        "negative_prompt": "blue",
+        "cfg_scale": 6,
+        "batch_size": 2,
+        "sampler_name": "DPM++ 2M Karras",
+        "enable_hr": False,
+        "override_settings": {},
+    }
+    told = http.post("/sdapi/v1/txt2img", json=body).json()
+    lone = sample.generate(
+        small,
+        "a (red:1.4) horse",
+        negative="blue",
+        steps=4,
+        seed=5,
+        num=2,
+        guidance=6.0,
+        solver="dpmpp_2m",
+        karras=True,
+        weighting="a1111",
+        optimise="none",
+        notice=lambda _: None,
+    )
+    for one, other in zip(told["images"], lone, strict=True):
+        assert difference(opened(one), other.image) <= 1
+    info = json.loads(told["info"])
+    assert info["all_seeds"] == [5, 6]
+    assert info["infotexts"][0].startswith(
+        "a (red:1.4) horse\nNegative prompt: blue\nSteps: 4, Sampler: DPM++ 2M"
+    )
+    plain = http.post("/sdapi/v1/txt2img", json={**body, "prompt": "a red horse", "batch_size": 1}).json()
+    assert difference(opened(plain["images"][0]), lone[0].image) >= 3  # the weight is of effect
+
+
+def test_a_tag_names_an_adapter(http):
+    body = {**QUICK, "prompt": "a horse"}
+    plain = opened(http.post("/sdapi/v1/txt2img", json=body).json()["images"][0])
+    for tag, least in (("<lora:style1:1>", 10), ("<lora:style1:0>", 0)):
+        told = http.post("/sdapi/v1/txt2img", json={**body, "prompt": f"a horse {tag}"})
+        found = difference(opened(told.json()["images"][0]), plain)
+        assert found >= least if least else found <= 1
+    unknown = http.post("/sdapi/v1/txt2img", json={**body, "prompt": "a horse <lora:nobody:1>"})
+    assert unknown.status_code == 422
+    assert "nobody" in unknown.json()["detail"]
+
+
+def test_img2img_redoes_what_is_white(http):
+    start = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+    mask = Image.new("L", (32, 32), 0)
+    mask.paste(255, (0, 0, 16, 32))
+    left, right = (0, 0, 14, 32), (18, 0, 32, 32)
+    for invert, redone, same in ((0, left, right), (1, right, left)):
+        body = {**QUICK, "prompt": "a horse", "init_images": [base64_of(start)], "mask": base64_of(mask)}
+        told = http.post("/sdapi/v1/img2img", json={**body, "inpainting_mask_invert": invert}).json()
+        made = opened(told["images"][0])
+        assert change(made.crop(same), start.crop(same)) < 3
+        assert change(made.crop(redone), start.crop(redone)) > 10
+
+
+def test_png_info_reads_back(http):
+    image = http.post("/sdapi/v1/txt2img", json={**QUICK, "prompt": "a horse"}).json()["images"][0]
+    told = http.post("/sdapi/v1/png-info", json={"image": image}).json()
+    assert told["info"].startswith("a horse\nSteps: 4")
+    assert (told["parameters"]["seed"], told["parameters"]["prompt"]) == (5, "a horse")
+    empty = http.post("/sdapi/v1/png-info", json={"image": base64_of(Image.new("RGB", (8, 8)))}).json()
+    assert empty == {"info": "", "items": {}, "parameters": {}}
+
+
+def test_lists(http):
+    names = [one["name"] for one in http.get("/sdapi/v1/samplers").json()]
+    assert {"Euler a", "DPM++ 2M Karras", "UniPC"} <= set(names)
+    assert [one["name"] for one in http.get("/sdapi/v1/loras").json()] == [f"style{i}" for i in range(6)]
+    assert http.get("/sdapi/v1/sd-models").json()[0]["model_name"] == "small"
+    options = http.get("/sdapi/v1/options").json()
+    assert options["sd_model_checkpoint"] == "small"
+    assert http.post("/sdapi/v1/options", json=options).status_code == 200
+    refused = http.post("/sdapi/v1/options", json={"sd_model_checkpoint": "other"})
+    assert (refused.status_code, refused.json()["error"]) == (422, "not_served")
+
+
+def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
+    http.put("/jobs/native", json={"prompt": "a", "steps": 150, "num": 4})
+    answers: list[int] = []
+    body = {"prompt": "b", "steps": 150, "batch_size": 4}
+
+    def ask() -> None:
+        answers.append(http.post("/sdapi/v1/txt2img", json=body).status_code)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    start = time.monotonic()
+    while not (told := http.get("/sdapi/v1/progress").json())["progress"]:
+        assert time.monotonic() - start < 20
+    assert 0 < told["progress"] < 1
+    assert told["state"]["sampling_steps"] == 600
+    assert told["state"]["job_count"] == 1
+    assert http.post("/sdapi/v1/interrupt").json() == {}
+    thread.join(20)
+    assert answers == [409]
+    assert http.get("/jobs/native").json()["state"] in ("running", "done")
+    assert http.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
+    http.delete("/jobs/native")
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"enable_hr": True}, "enable_hr"),
+        ({"sampler_name": "Heun"}, "sampler_name"),
+        ({"scheduler": "Exponential"}, "scheduler"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"steps": "20"}, "steps"),
+        ({"cfg_scale": 1e300}, "cfg_scale"),
+        ({"override_settings": {"sd_vae": "other"}}, "override_settings"),
+        ({"alwayson_scripts": {"controlnet": {}}}, "alwayson_scripts"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(http, more, named):
+    told = http.post("/sdapi/v1/txt2img", json={"prompt": "a", **more})
+    assert told.status_code == 422
+    assert named in told.json()["detail"]
+
+
+def test_hostile_pictures_are_refused(http):
+    noise = np.random.default_rng(0).integers(0, 256, 300, dtype=np.uint8).tobytes()
+    for given in (
+        "http://localhost/x.png",
+        "file:///etc/passwd",
+        "!!",
+        base64_of(Image.new("L", (9, 9)))[:40],
+        noise.hex(),
+    ):
+        told = http.post("/sdapi/v1/img2img", json={"prompt": "a", "init_images": [given]})
+        assert told.status_code == 422
+        assert "init_images" in told.json()["detail"]

@@ -1,0 +1,254 @@
+"""The page in a real browser, and its files."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from darkroom.serve.page import PATHS
+from serve.browser import CHROMIUM, Browser
+from serve.conftest import Server
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
+LONG = 100
+ENTER, ESCAPE, LEFT = 13, 27, 37
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[Browser]:
+    """One browser for the file; what its scripts complained of fails the test that sees it."""
+    started = Browser(tmp_path_factory.mktemp("chromium"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def page(chromium, server) -> Iterator[Browser]:
+    """The page, opened anew, with nothing kept."""
+    chromium.look(1280, 900)
+    chromium.open(f"{server.url}/live")
+    chromium.call("Storage.clearDataForOrigin", origin=server.url, storageTypes="all")
+    for job in server.http.get("/jobs").json()["jobs"]:
+        server.http.delete(f"/jobs/{job['id']}")
+    chromium.errors.clear()
+    reopened(chromium, server)
+    chromium.js("localStorage.clear(); sessionStorage.clear()")
+    yield chromium
+    assert chromium.errors == []
+
+
+def reopened(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/")
+    browser.until("document.documentElement.dataset.ready")
+
+
+def expose(page: Browser, prompt: str, **settings: object) -> None:
+    """Fill the form and press Ctrl-Enter; returns when the job is on the easel."""
+    page.write("#prompt", prompt)
+    for name, value in settings.items():
+        page.set(f"#{name}", value)
+    page.key("Enter", ENTER, control=True)
+    page.until(f"[...document.querySelectorAll('.exposure')].some(e => e.ariaLabel === {prompt!r})")
+
+
+def sheet(page: Browser) -> list[str]:
+    """What the pictures on the sheet are called, newest first."""
+    labels = "[...document.querySelectorAll('#sheet .open')].map(e => e.ariaLabel)"
+    return [re.sub(r"^Open: (.*), seed \d+$", r"\1", label) for label in page.js(labels)]
+
+
+DONE = "document.querySelector('.exposure')?.dataset.state === 'done'"
+
+
+@needs_chromium
+def test_a_picture_develops_and_is_that_of_the_api(page, server):
+    expose(page, "a horse", steps=LONG, seed=11, num=2)
+    page.until("Number(document.querySelector('.exposure').dataset.previews) >= 2")
+    assert page.js("document.querySelector('.frame img').src").startswith("data:image/png")
+    assert re.search(r"step \d+ of 100", page.until("document.querySelector('.exposure .line').textContent"))
+    page.until(DONE)
+    page.until("document.querySelectorAll('#sheet li').length === 2")
+    assert "pictures finished" in page.js("document.querySelector('#told').textContent")
+    [job] = [one for one in server.http.get("/jobs").json()["jobs"] if one["request"]["prompt"] == "a horse"][
+        :1
+    ]
+    assert (job["request"]["seed"], job["request"]["num"], job["state"]) == (11, 2, "done")
+    page.click("#sheet li .open")
+    shown = page.js(
+        "fetch(document.querySelector('#viewer-save').href).then(r => r.arrayBuffer())"
+        ".then(b => Array.from(new Uint8Array(b)))"
+    )
+    assert bytes(shown) == server.http.get(f"/jobs/{job['id']}/pictures/0").content
+    page.key("Escape", ESCAPE)
+    page.until("!document.querySelector('#viewer').open")
+
+
+@needs_chromium
+def test_escape_cancels_on_the_server(page, server):
+    expose(page, "to be cancelled", steps=LONG, num=8)
+    page.until("Number(document.querySelector('.exposure progress').value) > 0")
+    page.key("Escape", ESCAPE)
+    page.until("!document.querySelector('.exposure')")
+    newest = server.http.get("/jobs?limit=1").json()["jobs"][0]
+    assert (newest["request"]["prompt"], newest["state"]) == ("to be cancelled", "cancelled")
+    assert sheet(page) == []
+
+
+@needs_chromium
+def test_a_reload_keeps_pictures_form_and_the_job_on_its_way(page, server):
+    expose(page, "kept", steps=4, seed=1)
+    page.until(DONE)
+    expose(page, "on its way", steps=LONG, num=8, seed="")
+    reopened(page, server)
+    assert page.js("document.querySelector('#prompt').value") == "on its way"
+    page.until("document.querySelector('.exposure')?.ariaLabel === 'on its way'")
+    assert "kept" in sheet(page)
+    page.until("document.querySelectorAll('#sheet li').length === 9")
+    page.js("indexedDB.databases().then(() => 0)")
+    reopened(page, server)
+    assert sheet(page) == [*["on its way"] * 8, "kept"]
+
+
+@needs_chromium
+def test_a_dropped_png_gives_its_settings_back(page, server, tmp_path):
+    request = {
+        "prompt": "a dropped \u00e4pple",
+        "negative": "blue",
+        "steps": 7,
+        "guidance": 3.5,
+        "seed": 2**62,
+    }
+    adapters = [{"name": "style2", "weight": 0.5}]
+    job = server.http.post("/jobs", json={**request, "solver": "euler_a", "adapters": adapters}).json()["id"]
+    server.finished(job)
+    file = tmp_path / "found.png"
+    file.write_bytes(server.http.get(f"/jobs/{job}/pictures/0").content)
+    page.drop(file, ".tray")
+    page.until("document.querySelector('#prompt').value.startsWith('a dropped')")
+    told = page.js(
+        "Object.fromEntries(['prompt', 'negative', 'steps', 'guidance', 'seed', 'solver']"
+        ".map(id => [id, document.getElementById(id).value]))"
+    )
+    assert told == {
+        **{name: str(value) for name, value in request.items()},
+        "solver": "euler_a",
+    }
+    assert page.js("document.querySelector('#adapter-list label').textContent") == "style2"
+    page.key("Enter", ENTER, control=True)
+    page.until(DONE)
+    again = server.http.get("/jobs?limit=1").json()["jobs"][0]
+    assert again["request"]["seed"] == 2**62
+    made = [
+        Image.open(io.BytesIO(server.http.get(f"/jobs/{one}/pictures/0").content))
+        for one in (job, again["id"])
+    ]
+    assert np.abs(np.asarray(made[0]).astype(int) - np.asarray(made[1])).max() <= 1
+
+
+@needs_chromium
+def test_a_painted_mask_is_what_is_redone(page, server, tmp_path):
+    start = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+    start.save(tmp_path / "start.png")
+    page.drop(tmp_path / "start.png", "#start")
+    page.until("document.querySelector('#start').dataset.empty === 'false'")
+    page.click("#mask-open")
+    page.until("document.querySelector('#mask-dialog').open")
+    page.set("#brush", 40)
+    x, y, w, h = page.js(
+        "(() => { const b = document.querySelector('#mask-canvas').getBoundingClientRect();"
+        "return [b.x, b.y, b.width, b.height]; })()"
+    )
+    page.drag((x + 0.1 * w, y + 0.1 * h), (x + 0.1 * w, y + 0.9 * h))
+    page.click("#mask-done")
+    expose(page, "half of it", steps=6, strength=1)
+    page.until(DONE)
+    job = server.http.get("/jobs?limit=1").json()["jobs"][0]
+    made = Image.open(io.BytesIO(server.http.get(f"/jobs/{job['id']}/pictures/0").content))
+    small = np.asarray(start.resize(made.size)).astype(float)
+    change = np.abs(np.asarray(made).astype(float) - small).mean(axis=(0, 2))
+    width = made.width
+    assert change[: width // 5].mean() > 10
+    assert change[-width // 3 :].mean() < 5
+
+
+@needs_chromium
+def test_a_refusal_is_told_at_its_field(page):
+    expose_nothing = "document.querySelector('#seed').ariaInvalid"
+    page.write("#prompt", "a")
+    page.write("#seed", "12x")
+    page.key("Enter", ENTER, control=True)
+    page.until(f"{expose_nothing} === 'true'")
+    assert "seed" in page.js("document.querySelector('#problem').textContent")
+    page.errors = [one for one in page.errors if "422" not in one]
+
+
+@needs_chromium
+def test_the_server_s_page_counts(page, server):
+    page.open(f"{server.url}/server")
+    page.until("document.querySelector('#state').dataset.state === 'ready'")
+    page.until("document.querySelectorAll('#adapters tbody tr').length === 6")
+    server.http.put("/jobs/watched", json={"prompt": "a", "steps": 150, "num": 8})
+    page.until("document.querySelectorAll('#rows li').length > 0")
+    assert re.fullmatch(r"\d+/150", page.js("document.querySelector('#rows .at').textContent"))
+    server.http.delete("/jobs/watched")
+
+
+@needs_chromium
+def test_everything_has_a_name_and_fits_a_phone(page):
+    unnamed = page.js(
+        "[...document.querySelectorAll('input, select, textarea, button, canvas')].filter(e =>"
+        " !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.getAttribute('aria-labelledby')))"
+        ".map(e => e.id)"
+    )
+    assert unnamed == []
+    page.look(390, 844, phone=True)
+    assert page.js("document.documentElement.scrollWidth") <= 390
+
+
+@needs_chromium
+def test_a_key_is_asked_for_and_sent_with_everything(chromium, model_folder, tmp_path):
+    from darkroom.serve.keys import make_key
+
+    key = make_key(tmp_path / "keys", "anna")
+    server = Server(model_folder, tmp_path / "state", "--api-key-file", str(tmp_path / "keys"))
+    try:
+        server.ready()
+        chromium.look(1280, 900)
+        chromium.open(f"{server.url}/")
+        chromium.until("document.querySelector('#key-dialog').open")
+        chromium.write("#key", key)
+        chromium.key("Enter", ENTER)
+        chromium.click("#key-form .primary")
+        chromium.until("document.documentElement.dataset.ready")
+        expose(chromium, "with a key", steps=20)
+        chromium.until(DONE)
+        chromium.until("document.querySelectorAll('#sheet li').length === 1")
+        assert (
+            chromium.js("Object.keys(localStorage).some(k => localStorage[k].includes('%s'))" % key) is False
+        )
+    finally:
+        server.kill()
+        chromium.errors.clear()
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_is_inline(http):
+    for path, name in PATHS.items():
+        answer = http.get(path)
+        assert answer.status_code == 200
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        text = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert "http://" not in text
+        assert "https://" not in text
+        if name.endswith(".html"):
+            assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script>", text)
+        again = http.get(path, headers={"If-None-Match": answer.headers["etag"]})
+        assert again.status_code == 304
+    shipped = {one.name for one in files("darkroom.serve.page").iterdir() if one.name.split(".")[-1] != "py"}
+    assert shipped - {"__pycache__"} == {Path(name).name for name in PATHS.values()}
