@@ -9,13 +9,17 @@ import pytest
 from PIL import Image
 
 from darkroom import cli, models
+from darkroom.data import Store
+from darkroom.data.importers import import_pictures
 from darkroom.models.adapters import read_adapter
+from darkroom.prepare import prepare
 from darkroom.recipe import read_recipe
 from darkroom.train.defaults import FINE_TUNING
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(ROOT.glob("recipes/*.yaml")) + sorted(ROOT.glob("src/darkroom/quickstart/*.yaml"))
 FINE = [path for path in RECIPES if read_recipe(path).task in FINE_TUNING]
+FULL = [path for path in RECIPES if path.stem.startswith("sd") and read_recipe(path).task == "pretrain"]
 WORDS = "a photo of sks dog, a house by the sea, a portrait of an old man"
 
 
@@ -24,7 +28,8 @@ def test_a_recipe_reads_and_its_model_can_be_built(path):
     recipe = read_recipe(path)
     assert path.read_text().startswith("# ")
     if recipe.model.base not in models.FAMILIES:
-        assert recipe.model.base.count("/") == 1 or recipe.task == "extractor"  # a hub id
+        own = recipe.model.base.startswith("runs/")  # another recipe's model
+        assert own or recipe.model.base.count("/") == 1 or recipe.task == "extractor"  # a hub id
         return
     parts = {"unet": recipe.model.unet, "text_encoder": recipe.model.text_encoder}
     if isinstance(recipe.model.vae, dict):
@@ -124,3 +129,49 @@ def test_a_fine_tuning_recipe_runs_at_toy_size(path, bases, photos, tmp_path, ca
         assert read_adapter(tmp_path / "run" / "adapter.safetensors").rank == recipe.adapter.rank
         merged = told(capsys, "export", tmp_path / "run", "--to", tmp_path / "merged")["model"]
         assert models.load(merged).is_sdxl == path.stem.startswith("sdxl")
+
+
+@pytest.fixture(scope="session")
+def prepared(photos, bases, tmp_path_factory):
+    """A store of captioned photographs, and its copies with columns of each base at 32 and 64 px."""
+    folder = tmp_path_factory.mktemp("stores")
+    for base in ("sd", "sdxl"):
+        store = folder / f"{base}.lance"
+        import_pictures(photos / "captioned", store)
+        model = models.load(bases / base)
+        for side in (32, 64):
+            prepare(Store.open(store), model, resolution=side, text=side == 32)
+    return folder
+
+
+@pytest.mark.parametrize("path", FULL, ids=lambda path: path.stem)
+def test_a_pretraining_recipe_runs_at_toy_width(path, bases, prepared, tmp_path, capsys):
+    """Every full-size recipe's own code path: prepared latents and text, a random U-Net."""
+    recipe = read_recipe(path)
+    base = "sdxl" if path.stem.startswith("sdxl") else "sd"
+    toy = [f"model.base={bases / base}", f"data.store={prepared / base}.lance", "data.filter=null"]
+    toy += ["data.holdout=1", "optim.warmup_steps=0", "train.precision=float32", "train.global_batch=2"]
+    toy += [
+        "checkpoint.every=1",
+        "evaluate.every=1",
+        "sample.every=2",
+        "sample.steps=1",
+        "parallel.devices=1",
+    ]
+    if recipe.phases:
+        toy += [
+            "phases=[{resolution: 32, samples: 4}, {resolution: 64, samples: 3, ema_from: 2, lr: 1.0e-3}]"
+        ]
+    else:
+        toy += ["data.resolution=32", "train.steps=2", "train.ema.start_step=0"]
+    result = told(capsys, "train", path, *toy, "--out", tmp_path / "run")
+    assert result["steps"] == 2
+    last = tmp_path / "run" / ("phase-2-64px" if recipe.phases else "")
+    made = models.load(last / "model")
+    assert made.is_sdxl == (base == "sdxl")
+    assert (last / "samples" / "step-00000002.png").is_file()
+    started = models.load(bases / base).unet.state_dict()
+    moved = max((made.unet.state_dict()[name] - value).abs().max().item() for name, value in started.items())
+    assert (moved > 0.05) == recipe.model.fresh_unet  # nothing of the base's U-Net is left, or nearly all
+    again = told(capsys, "train", path, *toy, "--out", tmp_path / "run")  # finished: nothing is done anew
+    assert again["bill"]["sessions"] == result["bill"]["sessions"] == 1

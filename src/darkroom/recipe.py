@@ -1,8 +1,8 @@
 """The recipe: one YAML file that says a training job completely.
 
-Its first level is `task, model, data, adapter, objective, optim, train, parallel, checkpoint, sample,
-evaluate, track, budget`. What each part allows stands beside the class it sets; here they are only put
-together, read, and told apart from mistakes. A value is overridden on the command line by its path:
+Its first level is `task, model, data, adapter, objective, optim, train, parallel, phases, checkpoint,
+sample, evaluate, track, budget`. What each part allows stands beside the class it sets; here they are only
+put together, read, and told apart from mistakes. A value is overridden on the command line by its path:
 `optim.lr=1e-4`.
 """
 
@@ -31,6 +31,7 @@ from darkroom.train.defaults import ADAPTER_TASKS, Task, check_together, fill
 from darkroom.train.objective import ObjectiveSettings
 from darkroom.train.optimisers import OptimSettings
 from darkroom.train.parallel import ParallelSettings
+from darkroom.train.phases import PhaseSettings
 from darkroom.train.step import TrainSettings
 from darkroom.train.tracking import TrackSettings
 from darkroom.train.watch import EvaluateSettings, SampleSettings
@@ -57,6 +58,9 @@ class ModelSettings(BaseModel):
     vocab_size: int = Field(default=1024, ge=514, description="tokens of a tokenizer that is learned")
     max_length: int = Field(default=77, ge=4, le=77, description="tokens a caption, of one that is learned")
     train_text_encoder: bool = Field(default=False, description="train the text encoder with the U-Net")
+    fresh_unet: bool = Field(
+        default=False, description="keep the base's VAE and text encoder, its U-Net from random weights"
+    )
     word: WordSettings | None = Field(default=None, description="the new word of textual inversion")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the random weights")
     variant: str | None = Field(default=None, description="weight files of a variant, such as fp16")
@@ -132,6 +136,9 @@ class Recipe(BaseModel):
     optim: OptimSettings = OptimSettings()
     train: TrainSettings = TrainSettings()
     parallel: ParallelSettings = ParallelSettings()
+    phases: tuple[PhaseSettings, ...] = Field(
+        default=(), description="runs one after the other, each from the weights of the one before"
+    )
     checkpoint: CheckpointSettings = CheckpointSettings()
     sample: SampleSettings = SampleSettings()
     evaluate: EvaluateSettings = EvaluateSettings()

@@ -37,12 +37,23 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
     else:
         model = models.load(settings.base, parts=wanted, variant=settings.variant, revision=settings.revision)
         _refuse_overrides(settings)
+        if settings.fresh_unet:
+            model.unet = _fresh(model.unet, settings.seed)
     if vae is not None:
         model.vae = vae
     if recipe.task != "autoencoder":
         model.scheduler = scheduler_config(recipe.objective, model.scheduler)
         check_resolution(recipe.data.resolution, model)
     return model
+
+
+def _fresh(unet: Any, seed: int) -> Any:
+    """A U-Net of the same shape with random weights."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return type(unet).from_config(unet.config).eval()
 
 
 def no_captions() -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from darkroom.train.checkpoint import (
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
+from darkroom.train.phases import train_phases
 from darkroom.train.ranks import Ranks, joined
 from darkroom.train.result import write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
@@ -55,6 +57,10 @@ def train(
     """
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
+        if recipe.phases:
+            if resume != "auto":
+                raise InputError(f"--resume {resume} with phases", allowed="auto")
+            return train_phases(recipe, Path(out), partial(_phase, feed=feed, console=console), say)
         place = _place(ranks, Path(out), resume)
         if estimate is not None:
             say(str(estimate))
@@ -62,6 +68,10 @@ def train(
             return _begin(recipe, place, feed, say, ranks)
         with _held(place.run, ranks):
             return _go_on(recipe, place.run, feed, say, ranks)
+
+
+def _phase(recipe: Recipe, out: Path, *, feed: Feed | None, console: Say) -> TrainResult:
+    return train(recipe, out=out, feed=feed, console=console)
 
 
 def _nothing(line: str) -> None:
