@@ -36,6 +36,12 @@ for model in "${models[@]}"; do
   darkroom bench batch "$model" --device cuda --steps 20 --most "$most" --repeats "$repeats" --out "$out"
 done
 
+# A step of pre-training on synthetic latents, switch by switch; no store is needed.
+for resolution in 256 512; do
+  darkroom bench train --model sd2 --resolution "$resolution" --batch auto --device cuda --repeats "$repeats" \
+    --out "$out"
+done
+
 # The training loop reads a store, so it waits for a machine that has the package for one.
 recipe="quickstart/runs/pretrain/recipe.yaml"
 if "$python" -c 'import lance' 2>/dev/null && [ -f "$recipe" ]; then

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from darkroom.cli.door import Json, Out, bench, columns, console, show
+from darkroom.errors import InputError
 
 
 def _measured(rows: list[Any], out: Path | None, as_json: bool) -> None:
@@ -23,20 +24,51 @@ def _measured(rows: list[Any], out: Path | None, as_json: bool) -> None:
 
 @bench.command("train")
 def bench_train(
-    recipe: Annotated[Path, typer.Argument(help="the recipe, a YAML file")],
+    recipe: Annotated[Path | None, typer.Argument(help="the recipe, a YAML file")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    repeats: Annotated[int, typer.Option(min=5, help="chunks of steps measured")] = 7,
+    model: Annotated[str | None, typer.Option(help="or a family's step on synthetic latents")] = None,
+    resolution: Annotated[int | None, typer.Option(min=8, help="side in pixels, with --model")] = None,
+    batch: Annotated[str, typer.Option(help="pictures a step, with --model; auto: what fits")] = "auto",
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", help="with --model: plain, or bf16,channels_last,...; again for more"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="with --model: auto, cpu, cuda, ...")] = "auto",
+    repeats: Annotated[int, typer.Option(min=1, help="steps, or chunks of steps, measured")] = 7,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """What the training loop adds to the bare step: forward, backward, optimiser.
+    """What the training loop adds to the bare step of a recipe; with --model, each switch's share of a step.
 
     Example: darkroom bench train recipes/emoji.yaml --out results.csv
+    Example: darkroom bench train --model sd2 --resolution 512 --batch auto --out results.csv
     """
+    if (recipe is None) == (model is None):
+        raise InputError("bench train", allowed="a recipe, or --model FAMILY", mend="say one of them")
+    if model is not None or recipe is None:
+        from darkroom.measure.pretraining import bench_pretraining
+
+        rows = bench_pretraining(
+            str(model),
+            resolution=resolution,
+            batch="auto" if batch == "auto" else _count(batch),
+            cases=cases or (),
+            repeats=repeats,
+            device=device,
+            say=console(as_json),
+        )
+        return _measured(rows, out, as_json)
     from darkroom.measure.training import bench_train as run
     from darkroom.recipe import read_recipe
 
     _measured(run(read_recipe(recipe, overrides or []), repeats=repeats), out, as_json)
+    return None
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) <= 4096:
+        raise InputError(f"--batch {text}", allowed="auto, or 1 to 4096")
+    return int(text)
 
 
 @bench.command("loader")
@@ -206,3 +238,86 @@ def bench_precision(
     if page is not None:
         console(as_json)(f"page: {write_precision_page(found, page)}")
     _measured(found.rows, out, as_json)
+
+
+@bench.command("finetune")
+def bench_finetune(
+    model: Annotated[str, typer.Argument(help="a model folder; what is measured and fine-tuned")],
+    photos: Annotated[Path, typer.Argument(help="3 to 30 photographs of one subject")],
+    class_word: Annotated[str, typer.Option(help="what the subject is: dog")],
+    out: Annotated[Path, typer.Option("--out", help="folder for tables, plots, pictures and the page")],
+    extractor: Annotated[
+        list[str] | None, typer.Option(help="NAME=WHERE as in darkroom evaluate; again for more")
+    ] = None,
+    prompts: Annotated[str | None, typer.Option(help="file of prompts with {token} and {class}")] = None,
+    methods: Annotated[str, typer.Option(help="with commas")] = "full,lora,dreambooth,dreambooth-lora",
+    token: Annotated[str, typer.Option(help="the rare word")] = "sks",
+    batches: Annotated[str, typer.Option(help="with commas")] = "1,2,4,8",
+    ranks: Annotated[str, typer.Option(help="of adapters, with commas")] = "4,8,16,32",
+    resolutions: Annotated[str, typer.Option(help="in pixels, with commas")] = "256,512,768",
+    resolution: Annotated[int, typer.Option(help="of what is trained")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="of what is trained")] = 4,
+    rank: Annotated[int, typer.Option(min=1, help="of adapters that are trained")] = 8,
+    targets: Annotated[str, typer.Option(help="qv, attention, all-linear or conv")] = "attention",
+    steps: Annotated[int, typer.Option(min=1, help="of what is trained")] = 400,
+    every: Annotated[int, typer.Option(min=1, help="steps between scores")] = 100,
+    lr: Annotated[list[str] | None, typer.Option(help="METHOD=RATE; again for more")] = None,
+    sweep: Annotated[str, typer.Option(help="learning rates to compare, with commas")] = "1e-5,5e-5,1e-4",
+    sweep_method: Annotated[str, typer.Option(help="by which method")] = "lora",
+    sweep_batch: Annotated[int, typer.Option(min=1, help="at which batch")] = 5,
+    num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 4,
+    draw_steps: Annotated[int, typer.Option(min=1, help="solver steps of a picture")] = 25,
+    guidance: Guidance = 7.5,
+    class_images: Annotated[int, typer.Option(min=1, help="for prior preservation")] = 24,
+    memory: Annotated[str, typer.Option(help="what the search for the largest batch stays under")] = "2GB",
+    planned: Annotated[str, typer.Option(help="the model whose plan stands beside; none for none")] = "sd15",
+    gpu: Annotated[str, typer.Option(help="the planned cards")] = "A100",
+    cards: Annotated[int, typer.Option(min=1, help="how many planned cards")] = 2,
+    work: Annotated[Path | None, typer.Option(help="folder of runs; OUT/work if not said")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="steps timed of each case")] = 5,
+    as_json: Json = False,
+) -> None:
+    """One subject, every method: memory, speed, cost, likeness by steps, and the best recipes.
+
+    Example: darkroom bench finetune model/ photos/ --class-word dog --extractor all=ext/ --out dog/
+    """
+    from darkroom.cli.finetuning import Asked, report, split
+
+    asked = Asked.of(
+        base=model,
+        photos=photos,
+        class_word=class_word,
+        work=work or out / "work",
+        token=token,
+        methods=tuple(split(methods, str)),
+        batches=tuple(split(batches, int)),
+        ranks=tuple(split(ranks, int)),
+        resolutions=tuple(split(resolutions, int)),
+        resolution=resolution,
+        batch=batch,
+        rank=rank,
+        targets=targets,
+        steps=steps,
+        every=every,
+        rates=dict(one.partition("=")[::2] for one in lr or []),
+        sweep=tuple(split(sweep, float)),
+        sweep_method=sweep_method,
+        sweep_batch=sweep_batch,
+        class_images=class_images,
+    )
+    drawn = {"steps": draw_steps, "guidance": guidance, "size": (resolution, resolution)}
+    found = report(
+        asked,
+        out,
+        extractors=dict(one.partition("=")[::2] for one in extractor or []),
+        prompts=prompts,
+        num=num,
+        draw=drawn,
+        memory=memory,
+        planned=planned,
+        gpu=gpu,
+        cards=cards,
+        repeats=repeats,
+        say=console(as_json),
+    )
+    show(found, as_json, found.lines)
