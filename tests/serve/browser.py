@@ -152,7 +152,8 @@ class Browser:
     def drop(self, file: Path, selector: str) -> None:
         """Drop a file on an element."""
         x, y = self.js(
-            f"(() => {{ const b = document.querySelector({selector!r}).getBoundingClientRect();"
+            f"(() => {{ const e = document.querySelector({selector!r});"
+            "e.scrollIntoView({block: 'nearest'}); const b = e.getBoundingClientRect();"
             "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}

@@ -182,7 +182,8 @@ async function adopt(job) {
     }
     try {
       const blob = await (await ask(`/jobs/${job.id}/pictures/${index}`)).blob();
-      const picture = { id, blob, parameters: job.pictures[index], made: (job.finished_s ?? job.created_s) * 1000, job: job.id, index };
+      const parameters = (await settingsIn(blob)) ?? job.pictures[index];
+      const picture = { id, blob, parameters, made: (job.finished_s ?? job.created_s) * 1000, job: job.id, index };
       await keep(picture);
       made.push(onSheet(picture));
     } catch (error) {

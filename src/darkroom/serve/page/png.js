@@ -13,7 +13,9 @@ export async function settingsIn(blob) {
   const texts = await textsIn(blob);
   try {
     const own = JSON.parse(texts.darkroom ?? "null");
-    if (own && typeof own.prompt === "string") return own;
+    // A seed may have 19 digits, more than a JavaScript number holds.
+    const seed = /"seed": (\d+)/.exec(texts.darkroom)?.[1];
+    if (own && typeof own.prompt === "string") return seed ? { ...own, seed } : own;
   } catch { /* somebody else's chunk of that name */ }
   return texts.parameters ? ofA1111(texts.parameters) : null;
 }
