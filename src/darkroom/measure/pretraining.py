@@ -25,7 +25,7 @@ from darkroom.train.optimisers import Optimiser, OptimSettings
 from darkroom.train.step import DTYPES, Step, TrainSettings
 
 SWITCHES = ("bf16", "channels_last", "fused_adamw", "compile", "checkpointing")
-LADDER = ("plain", "bf16", "bf16,channels_last", "bf16,channels_last,fused_adamw")
+LADDER: tuple[str, ...] = ("plain", "bf16", "bf16,channels_last", "bf16,channels_last,fused_adamw")
 LADDER += ("bf16,channels_last,fused_adamw,compile", "bf16,channels_last,fused_adamw,checkpointing")
 MOST_ROWS = 512
 TOKENS = 77
