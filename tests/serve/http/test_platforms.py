@@ -87,6 +87,7 @@ def test_huggingface_answers_with_the_picture(http, server):
     assert http.post("/", content=b"[" * 100_000).status_code == 400
 
 
+@pytest.mark.slow
 def test_only_reading_is_open_where_there_are_keys(model_folder, tmp_path):
     keys = tmp_path / "keys"
     made = [*DARKROOM, "serve", "--api-key-file", str(keys), "--make-key", "anna"]

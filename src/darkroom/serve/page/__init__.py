@@ -30,7 +30,7 @@ FILES = (
     "theme.js",
     "form.js",
 )
-PATHS = {**PAGES, **{f"/page/{name}": name for name in FILES}}
+PATHS = {**PAGES, "/favicon.ico": "icon.svg", **{f"/page/{name}": name for name in FILES}}
 PAGE_PATHS = tuple(PATHS)
 TYPES = {
     "html": "text/html; charset=utf-8",
