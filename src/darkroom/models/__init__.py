@@ -11,7 +11,7 @@ from darkroom.models.adapter_export import describe_adapter, export_adapter, exp
 from darkroom.models.adapter_metadata import about
 from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
 from darkroom.models.bank import Bank
-from darkroom.models.families import FAMILIES, Family, create
+from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
 from darkroom.models.folder import describe, export_model, identity, is_model, load, save
 from darkroom.models.model import PARTS, Model
 from darkroom.models.place import device, precision
@@ -21,6 +21,7 @@ from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
 __all__ = [
     "FAMILIES",
     "PARTS",
+    "PUBLISHED",
     "Adapter",
     "Bank",
     "Factors",

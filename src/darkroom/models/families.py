@@ -57,6 +57,7 @@ VAE: Config = {
     "latent_channels": 4,
     "sample_size": 512,
     "scaling_factor": 0.18215,
+    "force_upcast": False,
 }
 UNET: Config = {
     "sample_size": 64,
@@ -193,6 +194,18 @@ FAMILIES: dict[str, Family] = {
         Family("tiny", TINY_UNET, TINY_VAE, (TINY_TEXT,), DDIM),
     )
 }
+
+PUBLISHED: dict[str, str] = {
+    "CompVis/stable-diffusion-v1-4": "sd15",
+    "runwayml/stable-diffusion-v1-5": "sd15",
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": "sd15",
+    "stabilityai/stable-diffusion-2-base": "sd2",
+    "stabilityai/stable-diffusion-2-1-base": "sd2",
+    "stabilityai/stable-diffusion-2": "sd2-v",
+    "stabilityai/stable-diffusion-2-1": "sd2-v",
+    "stabilityai/stable-diffusion-xl-base-1.0": "sdxl",
+}
+"""Hub ids of published models, with the family that has their architecture."""
 
 
 def create(

@@ -100,6 +100,9 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model
         from diffusers import AutoencoderKL
 
         model.vae = _weights(AutoencoderKL, path / "vae", variant)
+        # SDXL's says that float16 overflows in it; where older ones say nothing, diffusers' class takes it so.
+        said = json.loads((path / "vae" / "config.json").read_text())
+        model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
             model.text_encoders.append(_weights(_text_class(folder), folder, variant))

@@ -11,7 +11,7 @@ import torch
 
 from darkroom import models
 from darkroom.errors import ModelError, RecipeError
-from darkroom.models import FAMILIES, PARTS, Model
+from darkroom.models import FAMILIES, PARTS, PUBLISHED, Model
 from darkroom.models.model import numbered
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights, trace_training
 from darkroom.plan.profile import Profile
@@ -162,7 +162,11 @@ def outline(recipe: Recipe) -> Model:
 
 
 def outlined(ref: str, parts: tuple[str, ...], overrides: Mapping[str, Any] | None = None) -> Model:
-    """A family, folder or hub id without weights; its tokenizers know two words."""
+    """A family, folder or hub id without weights; its tokenizers know two words.
+
+    Of a published model the settings are known: nothing is asked of the hub.
+    """
+    ref = ref if Path(ref).is_dir() else PUBLISHED.get(ref, ref)
     if ref in FAMILIES:
         wanted = tuple(part for part in parts if part != "tokenizer")
         model = models.create(ref, parts=wanted, overrides=dict(overrides or {}), device="meta")
