@@ -67,6 +67,8 @@ def train(
         return None
     if len(recipes) > 1:
         results = sweep(recipes, out=place, resume=resume, console=said)
+        if not is_first():
+            return None
         rows = [
             {
                 "run": str(one.run),
