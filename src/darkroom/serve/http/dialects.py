@@ -75,7 +75,19 @@ async def json_body(request: Request) -> Any:
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """The OpenAPI entry of a body that a handler reads by itself."""
     schema = model.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    whole = _inlined(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(part: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with its definitions in place: those of the whole document are elsewhere."""
+    if isinstance(part, list):
+        return [_inlined(one, definitions) for one in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return _inlined(definitions[part["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(one, definitions) for name, one in part.items()}
 
 
 async def all_made(
