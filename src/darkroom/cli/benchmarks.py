@@ -321,3 +321,50 @@ def bench_finetune(
         say=console(as_json),
     )
     show(found, as_json, found.lines)
+
+
+@bench.command("serve")
+def bench_serve(
+    model: Model,
+    adapters: Annotated[int, typer.Option(min=0, help="LoRA files made for the trace")] = 20,
+    seconds: Annotated[float, typer.Option(min=0.1, help="of each trial")] = 30.0,
+    rounds: Annotated[int, typer.Option(min=1, help="of saturation, the servers in turns")] = 3,
+    loads: Annotated[str, typer.Option(help="multiples of the capacity, with commas")] = "0.25,0.5,1,2,4",
+    seed: Annotated[int, typer.Option(min=0, help="of the trace and the adapters")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="of every server; 0 leaves it to torch")] = 0,
+    device: Device = "auto",
+    option: Annotated[list[str] | None, typer.Option(help="a further word for darkroom serve")] = None,
+    page: Annotated[Path | None, typer.Option(help="one HTML file with plots")] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Darkroom's server against one request at a time and same-key batches through diffusers.
+
+    Example: darkroom bench serve model/ --out rows.csv --page serve.html
+    """
+    from darkroom.errors import InputError
+    from darkroom.measure.serving import ServeBench
+    from darkroom.measure.serving import bench_serve as run
+    from darkroom.report.serving import write_serving_page
+
+    try:
+        multiples = tuple(float(word) for word in loads.split(",") if word.strip())
+    except ValueError:
+        raise InputError(f"--loads '{loads}'", allowed="numbers with commas, such as 0.5,1,2") from None
+    rows = run(
+        ServeBench(
+            model,
+            adapters=adapters,
+            seconds=seconds,
+            rounds=rounds,
+            loads=multiples,
+            seed=seed,
+            threads=threads,
+            device=device,
+            options=tuple(option or ()),
+        ),
+        console(as_json),
+    )
+    if page is not None:
+        console(as_json)(f"page: {write_serving_page(rows, page)}")
+    _measured(rows, out, as_json)

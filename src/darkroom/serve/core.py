@@ -266,9 +266,12 @@ class Core:
         self.metrics.live_jobs.set(len(self._live))
         return live
 
-    async def get(self, job_id: str, *, key: str) -> Job:
-        """A job as it is now; 404 where this key has none of that id."""
+    async def get(self, job_id: str, *, key: str, wait_s: float = 0.0) -> Job:
+        """A job as it is now, or within `wait_s` once it is over; 404 where this key has none of that id."""
         live = self._by_id.get((key, job_id))
+        if live is not None and wait_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(live.ended.wait(), wait_s)
         if live is not None:
             return job_of(live, self._place(live))
         return job_of_record(await self._record(job_id, key))

@@ -72,6 +72,7 @@ class Engine:
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
         self._buckets: dict[Hashable, Bucket] = {}
         self._load = 0.0
+        self._rounds = 0
         self._prune, self._stopping = False, False
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
 
@@ -102,7 +103,7 @@ class Engine:
     def drop(self, work: Work) -> None:
         """Have no more of a work computed: out of the queue now, its rows free at the next step."""
         with self._condition:
-            work.over = True
+            work.over, work.dropped_round = True, self._rounds
             for ticket in work.tickets:
                 self._queue.remove(ticket.entry)
             self._prune = True
@@ -176,6 +177,7 @@ class Engine:
             self._account(bucket.step(self.unet), bucket)
             if not bucket.tickets:
                 del self._buckets[key]
+        self._rounds += 1
         self.step_s = time.perf_counter() - start
         self.metrics.step_seconds.observe(self.step_s)
         self._develop()
@@ -269,7 +271,10 @@ class Engine:
             return
         self._prune = False
         for key, bucket in list(self._buckets.items()):
-            self._release(*bucket.drop_over())
+            gone = bucket.drop_over()
+            for ticket in gone:
+                self.metrics.cancel_rounds.observe(self._rounds - ticket.work.dropped_round)
+            self._release(*gone)
             if not bucket.tickets:
                 del self._buckets[key]
         self._release(*(ticket for ticket in self._parked if ticket.work.over))

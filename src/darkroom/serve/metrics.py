@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 WAIT_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+CANCEL_BUCKETS = (0, 1, 2, 4, 8)
 ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 
 
@@ -41,6 +42,12 @@ class Metrics:
             "darkroom_job_seconds",
             "From acceptance to the stored pictures",
             buckets=WAIT_BUCKETS,
+            registry=at,
+        )
+        self.cancel_rounds = Histogram(
+            "darkroom_cancel_steps",
+            "Steps that ended between a job's being stopped and its row's being free",
+            buckets=CANCEL_BUCKETS,
             registry=at,
         )
         self.steps = Counter("darkroom_picture_steps", "Steps taken, counted by picture", registry=at)

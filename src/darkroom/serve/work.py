@@ -83,6 +83,8 @@ class Work:
     previews: list[Preview] = field(default_factory=list)
     watchers: int = 0
     device_s: float = 0.0
+    dropped_round: int = 0
+    """Which of the engine's rounds was under way when it was stopped."""
     over: bool = False
     """Cancelled, failed or finished: nothing of it is to be computed any more."""
 

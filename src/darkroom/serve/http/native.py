@@ -98,9 +98,13 @@ def jobs_router(core: Core) -> APIRouter:
         return {"jobs": [plain_job(job) for job in found]}
 
     @router.get("/jobs/{job_id}")
-    async def job(job_id: JobId, request: Request) -> dict[str, Any]:
-        """A job as it is now."""
-        return plain_job(await core.get(job_id, key=caller(request)))
+    async def job(
+        job_id: JobId,
+        request: Request,
+        wait_s: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False)] = 0.0,
+    ) -> dict[str, Any]:
+        """A job as it is now, or after up to `wait_s` seconds, as soon as it is over."""
+        return plain_job(await core.get(job_id, key=caller(request), wait_s=wait_s))
 
     @router.delete("/jobs/{job_id}")
     async def cancel(job_id: JobId, request: Request) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""Kill a server again and again and see that no accepted job is lost, doubled or drawn differently.
+
+    python benchmarks/serve_kills.py MODEL --rounds 50 --out serve_kills.json
+
+Each round starts `darkroom serve` on the same state folder, has it accept a few small jobs (some of them sent
+twice), and kills it with SIGKILL after a random while: in loading, in the midst of steps, while storing. Then
+one last server finishes everything, undisturbed. Each job must be there once, done, with one picture, equal
+within 1/255 to that of a server that was never killed, on a state folder of its own. Exit code 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from darkroom.measure.loopback import Client, ServerProcess
+
+JOBS_A_ROUND = 3
+OPTIONS = ("--rate", "1000000", "--queue", "5000")
+FINAL = ("done", "failed", "cancelled")
+
+
+def body(number: int, draw: random.Random) -> dict[str, Any]:
+    """A small job; its seed is its number, its guidance on or off."""
+    steps, guidance = draw.choice([2, 5, 12]), draw.choice([1.0, 7.5])
+    return {"prompt": f"picture {number}", "steps": steps, "guidance": guidance, "seed": number}
+
+
+async def one_round(
+    server: ServerProcess, first: int, draw: random.Random, accepted: dict[str, dict[str, Any]]
+) -> bool:
+    """Send jobs until the kill; what was answered with 202 counts as accepted. Whether it got that far."""
+    client = Client(server.port)
+    early = draw.random() < 0.1  # while it loads
+    try:
+        if early:
+            await asyncio.sleep(draw.uniform(0, 1))
+            return False
+        await server.ready(client)
+        for i in range(JOBS_A_ROUND):
+            name, wanted = f"job{first + i}", body(first + i, draw)
+            for _ in range(draw.choice([1, 1, 2])):
+                status, _ = await client.ask("PUT", f"/jobs/{name}", wanted)
+                if status == 202:
+                    accepted[name] = wanted
+        await asyncio.sleep(draw.uniform(0, 0.5))
+        return True
+    finally:
+        server.kill()
+        client.close()
+
+
+async def ended(server: ServerProcess, names: list[str], limit_s: float) -> dict[str, dict[str, Any] | None]:
+    """Every job at its end, with its picture's bytes under `png`; None for one that is not there."""
+    client = Client(server.port)
+    await server.ready(client)
+    found: dict[str, dict[str, Any] | None] = {}
+    end = time.monotonic() + limit_s
+    for name in names:
+        while True:
+            status, job = await client.json("GET", f"/jobs/{name}?wait_s=10")
+            if status == 404 or job.get("state") in FINAL or time.monotonic() > end:
+                break
+        found[name] = job if status == 200 else None
+        if status == 200 and job["state"] == "done":
+            found[name]["png"] = (await client.ask("GET", f"/jobs/{name}/pictures/0"))[1]
+    client.close()
+    return found
+
+
+def difference(one: bytes, other: bytes) -> int:
+    """The largest difference of any value of any pixel, in 1/255."""
+    a, b = (np.asarray(Image.open(io.BytesIO(png))).astype(int) for png in (one, other))
+    return int(np.abs(a - b).max())
+
+
+async def undisturbed(model: str, state: Path, jobs: dict[str, dict[str, Any]]) -> Any:
+    """The same jobs through a server that is never killed."""
+    with ServerProcess(model, state, *OPTIONS) as server:
+        client = Client(server.port)
+        await server.ready(client)
+        for name, wanted in jobs.items():
+            await client.ask("PUT", f"/jobs/{name}", wanted)
+        client.close()
+        return await ended(server, list(jobs), 600)
+
+
+async def run(model: str, rounds: int, seed: int, work: Path) -> dict[str, Any]:
+    """All rounds; what they came to."""
+    draw, accepted, reached = random.Random(seed), {}, 0  # type: ignore[var-annotated]
+    start = time.monotonic()
+    for i in range(rounds):
+        server = ServerProcess(model, work / "state", *OPTIONS)
+        reached += await one_round(server, i * JOBS_A_ROUND, draw, accepted)
+        print(f"round {i + 1} of {rounds}: {len(accepted)} jobs accepted", file=sys.stderr)
+    with ServerProcess(model, work / "state", *OPTIONS) as server:
+        after = await ended(server, list(accepted), 600)
+        client = Client(server.port)
+        _, listed = await client.json("GET", "/jobs?limit=1000")
+        client.close()
+    ids = [job["id"] for job in listed["jobs"]]
+    lone = await undisturbed(model, work / "undisturbed", accepted)
+    done = [name for name, job in after.items() if job is not None and job["state"] == "done"]
+    files = list((work / "state" / "pictures").glob("*/*/*.png"))
+    apart = {name: difference(after[name]["png"], lone[name]["png"]) for name in done}
+    control = difference(after[done[0]]["png"], after[done[1]]["png"]) if len(done) > 1 else 0
+    return {
+        "rounds": rounds,
+        "killed_while_loading": rounds - reached,
+        "accepted": len(accepted),
+        "done": len(done),
+        "lost": sum(job is None for job in after.values()),
+        "doubled": len(ids) - len(set(ids)) + max(0, len(files) - len(done)),
+        "unknown": len(set(ids) - accepted.keys()),
+        "most_apart_255": max(apart.values(), default=0),
+        "two_jobs_apart_255": control,
+        "wall_s": round(time.monotonic() - start, 1),
+    }
+
+
+def main() -> None:
+    """From the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="a model folder, a hub id, or a family")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="darkroom-kills-") as work:
+        told = asyncio.run(run(given.model, given.rounds, given.seed, Path(work)))
+    text = json.dumps(told, indent=2)
+    print(text)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
+    good = told["accepted"] == told["done"] > 0 and not told["doubled"] and told["most_apart_255"] <= 1
+    sys.exit(0 if good and told["two_jobs_apart_255"] >= 10 else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,387 @@
+"""`darkroom bench serve`: a mixed trace through darkroom's server and through plain servers around diffusers.
+
+Three tables. `serve-saturation`: all requests as fast as they are taken, the same ones for each server, in
+turns. `serve-poisson`: arrivals at 0.8 of what one request at a time can do, the same for each server.
+`serve-load`: darkroom alone at 0.25 to 4 times its own capacity.
+
+Latency runs from when a request was due, sent late or not, to when its picture was on disk (darkroom) or
+encoded in memory (the others). Darkroom pays for HTTP, durable jobs and this client; the others do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from darkroom import models
+from darkroom.errors import DarkroomError, InputError
+from darkroom.measure.loopback import Client, ServerProcess, mean_between, most_between
+from darkroom.measure.timing import Measurement, Timing, measurement
+from darkroom.measure.trace import RANK, Asked, draw_trace, make_adapters, sizes_for, told_of
+
+DARKROOM, ONE, SAME_KEY = "darkroom", "one at a time", "same key together"
+LOADS = (0.25, 0.5, 1.0, 2.0, 4.0)
+POISSON_SHARE = 0.8
+CLIENTS = 64
+"""That ask darkroom at saturation; also the queue's length."""
+REPEAT = 3
+"""How often darkroom is asked for the trace at saturation, so that it takes about as long as the others."""
+WARM = 12
+LONGEST_TRACE = 4000
+WAIT_S, LOOK_S, LOOK_QUEUED_S, GIVE_UP_S = 30.0, 0.03, 0.25, 300.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request. Times are seconds since 1970."""
+
+    asked: Asked
+    state: str
+    """done, cancelled, failed, refused, or lost."""
+    due_s: float
+    answered_s: float | None = None
+    """When it was accepted or refused."""
+    refused_after_s: float | None = None
+    admitted_after_s: float | None = None
+    """From acceptance to being begun."""
+    finished_s: float | None = None
+
+    @property
+    def latency_s(self) -> float | None:
+        """From being due to being done."""
+        return self.finished_s - self.due_s if self.state == "done" and self.finished_s else None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One server, one trace."""
+
+    outcomes: list[Outcome]
+    start_s: float
+    end_s: float
+    rate: float | None = None
+    """Requests a second; None for all at once."""
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    errors: int = 0
+    """Answers with 5xx."""
+
+    @property
+    def wall_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def done(self) -> int:
+        """Pictures."""
+        return sum(outcome.state == "done" for outcome in self.outcomes)
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.outcomes) / self.wall_s
+
+    def goodput(self) -> float:
+        """Pictures a second while requests came, without the first quarter of that time."""
+        last_s = max(outcome.due_s for outcome in self.outcomes)
+        first_s = self.start_s + (last_s - self.start_s) / 4
+        within = [
+            o for o in self.outcomes if o.latency_s is not None and first_s <= (o.finished_s or 0) <= last_s
+        ]
+        return len(within) / (last_s - first_s) if last_s > first_s else 0.0
+
+
+@dataclass(frozen=True)
+class ServeBench:
+    """What is compared, and how long."""
+
+    model: str
+    adapters: int = 20
+    seconds: float = 30.0
+    rounds: int = 3
+    loads: tuple[float, ...] = LOADS
+    seed: int = 0
+    threads: int = 0
+    """Of torch, in every server; 0 leaves it to torch."""
+    device: str = "auto"
+    most_rows: int = 16
+    """U-Net evaluations that a same-key batch may hold; darkroom's own capacity is as it finds it."""
+    options: tuple[str, ...] = ()
+    """Further ones for `darkroom serve`."""
+
+    def check(self) -> None:
+        """InputError for what cannot be measured."""
+        if self.adapters < 0 or self.seconds <= 0 or self.rounds < 1 or self.most_rows < 1:
+            raise InputError(
+                f"adapters={self.adapters}, seconds={self.seconds:g}, rounds={self.rounds}",
+                allowed="0 or more, above 0, 1 or more",
+            )
+        if any(not 0 < load <= 16 for load in self.loads):
+            raise InputError(f"loads {self.loads}", allowed="above 0, at most 16")
+
+
+def bench_serve(bench: ServeBench, say: Callable[[str], None] = lambda _: None) -> list[Measurement]:
+    """Rows of all three tables. The model goes through a folder; adapters are made for it."""
+    bench.check()
+    with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as work:
+        return asyncio.run(_Run(bench, Path(work), say).rows())
+
+
+class _Run:
+    def __init__(self, bench: ServeBench, work: Path, say: Callable[[str], None]) -> None:
+        self.bench, self.work, self.say = bench, work, say
+        model = models.load(bench.model)
+        if len(model.text_encoders) > 1:
+            raise InputError(f"model '{bench.model}'", allowed="models of Stable Diffusion 1 and 2's kind")
+        self.family, self.folder = model.family, work / "model"
+        models.save(model, self.folder)
+        (work / "adapters").mkdir()
+        self.names = make_adapters(model, work / "adapters", bench.adapters, seed=bench.seed)
+        self.trace = draw_trace(LONGEST_TRACE, seed=bench.seed, sizes=sizes_for(model), adapters=self.names)
+        self._sent = 0
+
+    async def rows(self) -> list[Measurement]:
+        found = {name: [] for name in (ONE, SAME_KEY, DARKROOM)}  # type: dict[str, list[Trial]]
+        with self._server() as server:
+            client = Client(server.port)
+            await server.ready(client)
+            self.say("serve: a first few requests, untimed")
+            await self._darkroom(client, self.trace[:WARM], None)
+            trace = self.trace
+            for i in range(self.bench.rounds):
+                self.say(f"serve: saturation, round {i + 1} of {self.bench.rounds}")
+                found[ONE].append(self._pipeline(trace, None, 1, None if i else self.bench.seconds))
+                trace = self.trace[: len(found[ONE][0].outcomes)]
+                found[SAME_KEY].append(self._pipeline(trace, None, self.bench.most_rows))
+                found[DARKROOM].append(await self._darkroom(client, trace * REPEAT, None))
+            rows = list(_saturation_rows(found, self._settings(trace)))
+            rows += await self._poisson(client, statistics.median(t.requests_per_s for t in found[ONE]))
+            rows += await self._loads(client, statistics.median(t.requests_per_s for t in found[DARKROOM]))
+            client.close()
+        return rows
+
+    def _server(self) -> ServerProcess:
+        options = ["--queue", str(CLIENTS), "--rate", "1000000", "--device", self.bench.device]
+        if self.names:
+            slots = str(len(self.names))
+            options += ["--adapters", str(self.work / "adapters"), "--slots", slots, "--max-rank", str(RANK)]
+        state = self.work / "state"
+        options += self.bench.options
+        return ServerProcess(str(self.folder), state, *options, threads=self.bench.threads)
+
+    def _settings(self, trace: Sequence[Asked]) -> dict[str, Any]:
+        return {
+            "model": self.family,
+            "adapters": self.bench.adapters,
+            "threads": self.bench.threads or "torch's own",
+            **told_of(trace),
+        }
+
+    def _cut(self, rate: float) -> list[Asked]:
+        """As much of the trace as comes within the time at this rate."""
+        return [asked for asked in self.trace if asked.at <= rate * self.bench.seconds] or self.trace[:1]
+
+    def _pipeline(
+        self, trace: Sequence[Asked], rate: float | None, most_rows: int, limit_s: float | None = None
+    ) -> Trial:
+        """A process of its own that does nothing but draw."""
+        folder = self.work / "adapters"
+        task = {
+            "model": str(self.folder),
+            "adapters": {name: str(folder / f"{name}.safetensors") for name in self.names},
+            "device": str(models.device(self.bench.device)),
+            "threads": self.bench.threads,
+            "rate": rate,
+            "most_rows": most_rows,
+            "limit_s": limit_s,
+            "trace": [asked.plain() for asked in trace],
+        }
+        command = [sys.executable, "-m", "darkroom.measure.pipeline_server"]
+        done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise DarkroomError(f"the plain pipeline failed: {done.stderr.strip().splitlines()[-1:]}")
+        told = json.loads(done.stdout.splitlines()[-1])
+        by_number = {asked.number: asked for asked in trace}
+        outcomes = [
+            Outcome(
+                by_number[one["number"]],
+                one["state"],
+                one["due_s"],
+                admitted_after_s=max(0.0, one["started_s"] - one["due_s"]),
+                finished_s=one["finished_s"],
+            )
+            for one in told["outcomes"]
+        ]
+        return Trial(outcomes, told["start_s"], told["end_s"], rate)
+
+    async def _darkroom(self, client: Client, trace: Sequence[Asked], rate: float | None) -> Trial:
+        """The same trace over HTTP; without a rate, each of `CLIENTS` asks anew once it is served."""
+        self._sent += 1
+        numbered = [(f"t{self._sent}-{i}", asked) for i, asked in enumerate(trace)]
+        before, start_s = await client.metrics(), time.time()
+        errors = _server_errors(client)
+        if rate is None:
+            left = iter(numbered)
+            told = await asyncio.gather(*(_in_turn(client, left) for _ in range(CLIENTS)))
+            outcomes = [outcome for some in told for outcome in some]
+        else:
+            outcomes = await asyncio.gather(
+                *(_ask(client, name, asked, start_s + asked.at / rate) for name, asked in numbered)
+            )
+        after, end_s = await client.metrics(), max(o.finished_s or o.due_s for o in outcomes)
+        return Trial(outcomes, start_s, end_s, rate, before, after, _server_errors(client) - errors)
+
+    async def _poisson(self, client: Client, one_at_a_time: float) -> list[Measurement]:
+        rate = POISSON_SHARE * one_at_a_time
+        trace = self._cut(rate)
+        self.say(f"serve: Poisson arrivals, {rate:.3g} requests/s")
+        trials = {
+            ONE: self._pipeline(trace, rate, 1),
+            SAME_KEY: self._pipeline(trace, rate, self.bench.most_rows),
+            DARKROOM: await self._darkroom(client, trace, rate),
+        }
+        settings = self._settings(trace) | {"requests_per_s": round(rate, 4)}
+        return [_row("serve-poisson", name, trial, settings) for name, trial in trials.items()]
+
+    async def _loads(self, client: Client, capacity: float) -> list[Measurement]:
+        rows = []
+        for load in self.bench.loads:
+            rate = load * capacity
+            self.say(f"serve: darkroom at {load:g} times its capacity, {rate:.3g} requests/s")
+            trace = self._cut(rate)
+            trial = await self._darkroom(client, trace, rate)
+            settings = self._settings(trace) | {"load": load, "requests_per_s": round(rate, 4)}
+            rows.append(_row("serve-load", f"{DARKROOM} at {load:g}x", trial, settings))
+        return rows
+
+
+def _server_errors(client: Client) -> int:
+    return sum(count for status, count in client.statuses.items() if status >= 500)
+
+
+async def _in_turn(client: Client, left: Iterator[tuple[str, Asked]]) -> list[Outcome]:
+    return [await _ask(client, name, asked, time.time()) for name, asked in left]
+
+
+async def _ask(client: Client, name: str, asked: Asked, due_s: float) -> Outcome:
+    """One request from its due time to its end, given up on the way where the trace says so."""
+    await asyncio.sleep(max(0.0, due_s - time.time()))
+    sent_s = time.time()
+    status, _ = await client.json("PUT", f"/jobs/{name}", body_of(asked))
+    outcome = Outcome(asked, "failed", due_s, answered_s=time.time())
+    if status == 429:
+        return replace(outcome, state="refused", refused_after_s=time.time() - sent_s)
+    if status != 202:
+        return outcome
+    if asked.cancel_step is not None:
+        await _give_up(client, name, asked.cancel_step)
+    job = await _over(client, name)
+    if job is None:
+        return replace(outcome, state="lost")
+    if job["state"] == "done":
+        await client.ask("GET", f"/jobs/{name}/pictures/0")
+    begun_s, accepted_s = job["started_s"], job["created_s"]
+    return replace(
+        outcome,
+        state=job["state"],
+        admitted_after_s=None if begun_s is None else max(0.0, begun_s - accepted_s),
+        finished_s=job["finished_s"],
+    )
+
+
+def body_of(asked: Asked) -> dict[str, Any]:
+    """A request as the jobs door takes it."""
+    chosen = [] if asked.adapter is None else [{"name": asked.adapter}]
+    return {
+        "prompt": asked.prompt,
+        "width": asked.width,
+        "height": asked.height,
+        "steps": asked.steps,
+        "guidance": asked.guidance,
+        "seed": asked.seed,
+        "adapters": chosen,
+    }
+
+
+async def _give_up(client: Client, name: str, step: int) -> None:
+    """Cancel a job once it has taken so many steps."""
+    while step:
+        _, job = await client.json("GET", f"/jobs/{name}")
+        if job.get("state") not in ("queued", "running") or job["steps_done"] >= step:
+            break
+        await asyncio.sleep(LOOK_QUEUED_S if job["state"] == "queued" else LOOK_S)
+    await client.ask("DELETE", f"/jobs/{name}")
+
+
+async def _over(client: Client, name: str) -> dict[str, Any] | None:
+    """A job at its end; None where it is not there or never ends."""
+    give_up_s = time.monotonic() + GIVE_UP_S
+    while time.monotonic() < give_up_s:
+        status, job = await client.json("GET", f"/jobs/{name}?wait_s={WAIT_S:g}")
+        if status == 404:
+            return None
+        if status == 200 and job["state"] in ("done", "failed", "cancelled"):
+            return job
+    return None
+
+
+def _saturation_rows(trials: dict[str, list[Trial]], settings: dict[str, Any]) -> Iterator[Measurement]:
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    timings = {
+        name: Timing(name, tuple(t.wall_s / max(1, t.done) for t in some), 0.0, load)
+        for name, some in trials.items()
+    }
+    for name, timing in timings.items():
+        yield measurement(
+            "serve-saturation",
+            timing,
+            baseline=timings[ONE] if name != ONE else None,
+            images=1,
+            settings=settings | figures(trials[name][-1]),
+            note="time is that of one picture; latencies are those of the last round",
+        )
+
+
+def _row(benchmark: str, name: str, trial: Trial, settings: dict[str, Any]) -> Measurement:
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    rate = trial.goodput()
+    timing = Timing(name, (1 / rate if rate else trial.wall_s,), 0.0, load)
+    told = settings | figures(trial)
+    return measurement(
+        benchmark, timing, images=1 if rate else None, settings=told, note="images/s is goodput"
+    )
+
+
+def figures(trial: Trial) -> dict[str, Any]:
+    """What is said of a trial besides its pictures a second."""
+    states = [outcome.state for outcome in trial.outcomes]
+    told: dict[str, Any] = {"http_5xx": trial.errors}
+    for state in ("done", "cancelled", "refused", "failed", "lost"):
+        told[state] = states.count(state)
+    told |= _spread("latency", [o.latency_s for o in trial.outcomes])
+    told |= _spread("admission", [o.admitted_after_s for o in trial.outcomes])
+    told |= _spread("refusal", [o.refused_after_s for o in trial.outcomes])
+    if trial.after:
+        told["step_s"] = mean_between(trial.before, trial.after, "darkroom_step_seconds")
+        told["evaluations_a_step"] = mean_between(trial.before, trial.after, "darkroom_step_evaluations")
+        told["steps_to_free_most"] = most_between(trial.before, trial.after, "darkroom_cancel_steps")
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in told.items()}
+
+
+def _spread(name: str, values: Sequence[float | None]) -> dict[str, float]:
+    there = sorted(value for value in values if value is not None)
+    if not there:
+        return {}
+    return {
+        f"{name}_p{share}_s": there[min(len(there) - 1, math.ceil(share / 100 * len(there)) - 1)]
+        for share in (50, 95, 99)
+    }

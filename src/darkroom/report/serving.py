@@ -1,0 +1,91 @@
+"""One page on servers under load: pictures a second, latencies, and what overload and cancelling cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import darkroom
+from darkroom.measure import Measurement
+from darkroom.report import html, plots
+from darkroom.report.measurements import rate, seconds
+from darkroom.report.plots import Bar
+
+TABLES = {
+    "serve-saturation": "As fast as they are taken",
+    "serve-poisson": "Poisson arrivals at 0.8 of what one at a time can do",
+    "serve-load": "Darkroom at multiples of its own capacity",
+}
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "latency_p50_s": ("latency p50", seconds),
+    "latency_p95_s": ("p95", seconds),
+    "latency_p99_s": ("p99", seconds),
+    "admission_p50_s": ("admission p50", seconds),
+    "admission_p99_s": ("p99", seconds),
+    "step_s": ("step", seconds),
+    "evaluations_a_step": ("evaluations a step", lambda value: f"{value:.3g}"),
+    "steps_to_free_most": ("steps to free, most", lambda value: f"{value:g}"),
+    "refusal_p99_s": ("refusal p99", seconds),
+    "done": ("done", str),
+    "cancelled": ("cancelled", str),
+    "refused": ("refused", str),
+    "failed": ("failed", str),
+    "lost": ("lost", str),
+    "http_5xx": ("5xx", str),
+}
+
+
+def write_serving_page(rows: Sequence[Measurement], out: Path | str) -> Path:
+    """Write one HTML file from the rows of `bench serve`."""
+    body = [_section(title, [row for row in rows if row.benchmark == name]) for name, title in TABLES.items()]
+    now = datetime.now(UTC)
+    told = rows[0].settings
+    page = html.page(
+        "Servers under load",
+        f"{told['model']}, {told['adapters']} adapters, mixed sizes, steps and guidance, {now:%-d %B %Y}",
+        "\n".join([*body, html.section("The trace", html.pairs(_trace(rows[0])))]),
+        f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. One file; nothing is "
+        "loaded from elsewhere.",
+    )
+    target = Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page, encoding="utf-8")
+    return target
+
+
+def _section(title: str, rows: Sequence[Measurement]) -> str:
+    if not rows:
+        return ""
+    rates = [Bar(row.case, row.images_per_s or 0.0, text=rate(row.images_per_s or 0.0)) for row in rows]
+    waits = [
+        Bar(row.case, row.settings["latency_p50_s"], text=seconds(row.settings["latency_p50_s"]))
+        for row in rows
+        if "latency_p50_s" in row.settings
+    ]
+    drawn = [html.plot("Images a second", "longer is better", plots.bars(rates, label=f"Rates: {title}"))]
+    if waits:
+        svg = plots.bars(waits, label=f"Latencies: {title}", xlabel="seconds")
+        drawn.append(html.plot("Median latency", "from due to done; shorter is better", svg))
+    return html.section(title, html.grid(drawn), _table(rows))
+
+
+def _table(rows: Sequence[Measurement]) -> str:
+    shown = [name for name in COLUMNS if any(row.settings.get(name) is not None for row in rows)]
+    header = ["", "images/s", *(COLUMNS[name][0] for name in shown)]
+    body = [[row.case, rate(row.images_per_s or 0.0), *(_cell(row, name) for name in shown)] for row in rows]
+    return html.table(header, body, frozenset(range(1, len(header))))
+
+
+def _trace(row: Measurement) -> dict[str, str]:
+    """What was asked for, and where."""
+    told = {
+        name: str(value) for name, value in row.settings.items() if name not in COLUMNS and "_p" not in name
+    }
+    return told | {"machine": row.machine, "device": row.device, "commit": row.commit, "note": row.note}
+
+
+def _cell(row: Measurement, name: str) -> str:
+    value = row.settings.get(name)
+    return "" if value is None else COLUMNS[name][1](value)

@@ -1,0 +1,157 @@
+"""`darkroom bench serve`: the trace, the plain servers, and the whole at toy size."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from darkroom import models
+from darkroom.errors import InputError
+from darkroom.measure.loopback import Client, ServerProcess, most_between
+from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY, Outcome, ServeBench, Trial, bench_serve, figures
+from darkroom.measure.trace import Asked, draw_trace, make_adapters, sizes_for
+from darkroom.models.adapters import read_adapter
+from darkroom.report.serving import write_serving_page
+
+SMALL: dict[str, dict[str, Any]] = {
+    "unet": {"block_out_channels": [16, 32], "norm_num_groups": 4},
+    "vae": {"block_out_channels": [8, 16, 16], "norm_num_groups": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "small"
+    models.save(models.create("tiny", seed=1, overrides=SMALL), folder)
+    return folder
+
+
+def test_a_trace_is_mixed_seeded_and_poisson() -> None:
+    names = [f"style{i}" for i in range(20)]
+    trace = draw_trace(4000, seed=3, sizes=[(32, 32), (32, 24), (24, 32)], adapters=names)
+    assert trace == draw_trace(4000, seed=3, sizes=[(32, 32), (32, 24), (24, 32)], adapters=names)
+    assert trace != draw_trace(4000, seed=4, sizes=[(32, 32), (32, 24), (24, 32)], adapters=names)
+    assert {asked.steps for asked in trace} == {10, 15, 20, 25, 30, 40, 50}
+    given_up = [asked for asked in trace if asked.cancel_step is not None]
+    assert 0.08 < len(given_up) / len(trace) < 0.12
+    assert all(0 <= (asked.cancel_step or 0) < asked.steps for asked in given_up)
+    by_name = [sum(asked.adapter == name for asked in trace) for name in names]
+    assert by_name[0] / by_name[1] == pytest.approx(2, rel=0.2)
+    assert by_name[0] / by_name[9] == pytest.approx(10, rel=0.4)
+    gaps = torch.tensor([asked.at for asked in trace]).diff()
+    assert float(gaps.mean()) == pytest.approx(1, rel=0.05)
+    assert float(gaps.std()) == pytest.approx(1, rel=0.08), "exponential gaps spread as far as their mean"
+
+
+def test_adapters_differ_and_change_something(tmp_path: Path) -> None:
+    model = models.create("tiny", seed=1, overrides=SMALL)
+    names = make_adapters(model, tmp_path, 2, seed=0)
+    first, second = (read_adapter(tmp_path / f"{name}.safetensors") for name in names)
+    assert first.rank == 8
+    assert all(float(layer.up.abs().max()) > 0 for layer in first.layers.values())
+    path = next(iter(first.layers))
+    assert not torch.equal(first.layers[path].up, second.layers[path].up)
+    assert sizes_for(model) == [(32, 32), (32, 24), (24, 32)]
+
+
+def outcome(number: int, state: str, due_s: float, finished_s: float | None, **more: Any) -> Outcome:
+    return Outcome(Asked(number, 0, "a", 8, 8, 1, 1.0, 0), state, due_s, finished_s=finished_s, **more)
+
+
+def test_figures_count_and_goodput_leaves_the_start_out() -> None:
+    outcomes = [outcome(i, "done", i, i + 0.5 + i / 100) for i in range(101)]
+    outcomes[7] = outcome(7, "refused", 7, None, refused_after_s=0.02)
+    outcomes[8] = outcome(8, "lost", 8, None)
+    told = figures(Trial(outcomes, 0.0, 101.5))
+    assert (told["done"], told["refused"], told["lost"]) == (99, 1, 1)
+    assert told["latency_p50_s"] == pytest.approx(1.01, abs=0.02)
+    assert told["latency_p99_s"] == pytest.approx(1.49, abs=0.011)
+    assert told["refusal_p99_s"] == 0.02
+    assert Trial(outcomes, 0.0, 101.5).goodput() == pytest.approx(1, rel=0.03)
+
+
+def test_the_highest_bucket_that_something_fell_into() -> None:
+    def counters(zero: int, one: int, all_: int) -> dict[str, float]:
+        names = ('x_bucket{le="0.0"}', 'x_bucket{le="1.0"}', 'x_bucket{le="+Inf"}', "x_count")
+        return dict(zip(names, (zero, one, all_, all_), strict=True))
+
+    assert most_between(counters(0, 1, 1), counters(2, 5, 5), "x") == 1
+    assert most_between(counters(0, 1, 1), counters(1, 2, 3), "x") == float("inf")
+    assert most_between(counters(0, 1, 1), counters(0, 1, 1), "x") is None
+
+
+def test_the_plain_server_draws_batches_and_stops_what_is_given_up(small: Path, tmp_path: Path) -> None:
+    names = make_adapters(models.load(str(small)), tmp_path, 2, seed=0)
+    alike = {"prompt": "a", "width": 32, "height": 32, "steps": 4, "guidance": 7.5, "adapter": names[0]}
+    trace = [Asked(i, 0.0, seed=i, **alike) for i in range(3)]  # type: ignore[arg-type]
+    trace += [
+        Asked(3, 0.0, seed=3, cancel_step=2, **{**alike, "adapter": names[1]}),  # type: ignore[arg-type]
+        Asked(4, 0.0, seed=4, cancel_step=0, **alike),  # type: ignore[arg-type]
+    ]
+    task = {
+        "model": str(small),
+        "adapters": {name: str(tmp_path / f"{name}.safetensors") for name in names},
+        "device": "cpu", "threads": 1, "rate": None, "most_rows": 16, "limit_s": None,
+        "trace": [asked.plain() for asked in trace],
+    }  # fmt: skip
+    command = [sys.executable, "-m", "darkroom.measure.pipeline_server"]
+    done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=True)
+    told = {one["number"]: one for one in json.loads(done.stdout.splitlines()[-1])["outcomes"]}
+    assert [told[i]["state"] for i in range(5)] == ["done"] * 3 + ["cancelled"] * 2
+    assert told[0]["finished_s"] == told[2]["finished_s"], "three of a key in one call"
+    assert told[3]["finished_s"] > told[0]["finished_s"]
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_frees_its_row_by_the_next_step(small: Path, tmp_path: Path) -> None:
+    async def scenario() -> tuple[dict[str, Any], dict[str, float]]:
+        with ServerProcess(str(small), tmp_path / "state", threads=1) as server:
+            client = Client(server.port)
+            await server.ready(client)
+            await client.ask("PUT", "/jobs/x", {"prompt": "a", "steps": 150, "num": 4})
+            while (await client.json("GET", "/jobs/x"))[1]["steps_done"] < 4:
+                await asyncio.sleep(0.005)
+            await client.ask("DELETE", "/jobs/x")
+            await client.ask("PUT", "/jobs/y", {"prompt": "a", "steps": 3})
+            _, job = await client.json("GET", "/jobs/y?wait_s=30")
+            return job, await client.metrics()
+
+    job, metrics = asyncio.run(scenario())
+    assert job["state"] == "done", "the answer waited for the end"
+    assert metrics["darkroom_cancel_steps_count"] == 4
+    assert metrics['darkroom_cancel_steps_bucket{le="1.0"}'] == 4
+
+
+@pytest.mark.slow
+def test_rows_and_page_of_a_small_bench(small: Path, tmp_path: Path) -> None:
+    bench = ServeBench(str(small), adapters=2, seconds=1.0, rounds=1, loads=(1.0,), threads=1, device="cpu")
+    rows = bench_serve(bench)
+    told = {(row.benchmark, row.case): row for row in rows}
+    servers = (ONE, SAME_KEY, DARKROOM)
+    assert set(told) == {
+        *(("serve-saturation", name) for name in servers),
+        *(("serve-poisson", name) for name in servers),
+        ("serve-load", "darkroom at 1x"),
+    }
+    for row in rows:
+        assert row.settings["http_5xx"] == row.settings["lost"] == row.settings["failed"] == 0
+        assert sum(row.settings[state] for state in ("done", "cancelled", "refused")) > 0
+    assert told["serve-saturation", DARKROOM].ratio_to == ONE
+    assert told["serve-saturation", DARKROOM].settings["evaluations_a_step"] >= 1
+    page = write_serving_page(rows, tmp_path / "serve.html").read_text()
+    assert "same key together" in page
+    assert "admission p50" in page
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(InputError, match="loads"):
+        bench_serve(ServeBench("tiny", loads=(0.0,)))
+    with pytest.raises(InputError, match="rounds=0"):
+        bench_serve(ServeBench("tiny", rounds=0))
