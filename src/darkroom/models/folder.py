@@ -100,7 +100,7 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model
         from diffusers import AutoencoderKL
 
         model.vae = _weights(AutoencoderKL, path / "vae", variant)
-        # SDXL's says that float16 overflows in it; where older ones say nothing, diffusers' class takes it so.
+        # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
         said = json.loads((path / "vae" / "config.json").read_text())
         model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
     for i in range(2):

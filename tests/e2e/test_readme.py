@@ -1,0 +1,113 @@
+"""Every command of the README runs, in its order, on what those before it left; heavy parts at toy size."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from darkroom import cli
+from darkroom.quickstart.shapes import draw, scenes
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = re.findall(r"^```\n(.+?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("darkroom ")]
+
+SHORT = [
+    "train.steps=2",
+    "optim.warmup_steps=0",
+    "train.global_batch=4",
+    "data.holdout=2",
+    "evaluate.every=2",
+    "sample.every=2",
+]
+SMALL = ["model.unet.block_out_channels=[8,16]", "model.unet.norm_num_groups=4", "sample.steps=1"]
+TOY = {
+    "train recipes/autoencoder.yaml": [
+        *SHORT,
+        "model.vae={block_out_channels: [8, 8, 8], norm_num_groups: 4, latent_channels: 4}",
+    ],
+    "train recipes/pretrain.yaml": [*SHORT, *SMALL, "model.vocab_size=600"],
+    "train recipes/sd15-dreambooth-lora.yaml": [
+        *("model.base=runs/first/model", "train.steps=2", "sample.every=2", "sample.steps=1"),
+        *("data.resolution=64", "checkpoint.every=1"),
+    ],
+    "generate": ["--steps", "2", "--guidance", "2"],
+    "bench loader": ["--repeats", "5"],
+}
+"""What is added to a command, by how it begins, so that it takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what the README's reader has: pictures, a model of their own, adapters' folder."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    for i, scene in enumerate(scenes(16)):
+        to = folder / ("photos" if i < 12 else "old-photos")
+        to.mkdir(exist_ok=True)
+        draw(scene, 96).save(to / f"{i}.png")
+        (to / f"{i}.txt").write_text(scene.triple.caption)
+    Image.new("RGB", (64, 64), "teal").save(folder / "photo.jpg")
+    Image.new("L", (64, 64), 255).save(folder / "hat.png")
+    (folder / "loras").mkdir()
+    before = Path.cwd()
+    os.chdir(folder)
+    run("import", "old-photos", "pictures.lance")
+    yield folder
+    os.chdir(before)
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(list(arguments))
+    assert not left.value.code, shlex.join(arguments)
+
+
+def toy(arguments: list[str]) -> list[str]:
+    """A command of the README with what makes it short."""
+    said = shlex.join(arguments)
+    more = next((added for start, added in TOY.items() if said.startswith(start)), [])
+    if "--backend" in arguments:
+        more = [*more, "--size", "64x64"]
+    return [*arguments, *more]
+
+
+def serve(arguments: list[str]) -> None:
+    """Start the server as the README says, on a free port, until it is ready; then tell it to stop."""
+    arguments[arguments.index("--port") + 1] = "0"
+    command = [sys.executable, "-m", "darkroom", *arguments, "--state", "state"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        url = next(found[0] for line in lines if (found := re.findall(r"http://[\d.:]+", line)))
+        with urllib.request.urlopen(f"{url}/live", timeout=30) as answer:
+            assert answer.status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_runs(place: Path) -> None:
+    assert len(COMMANDS) >= 20
+    for line in COMMANDS:
+        arguments = shlex.split(line.replace("MODEL", "runs/first/model"), comments=True)[1:]
+        if arguments[0] == "evaluate":
+            run("train", "recipes/extractor.yaml", *SHORT[:4], "--out", "runs/extractor")
+        if "sd15.safetensors" in arguments:
+            run("export", "runs/first/model", "--single-file", "--to", "sd15.safetensors")
+        if arguments[0] == "serve":
+            serve(arguments)
+        elif "--memory" in arguments:  # of a process of its own: this one holds what all the others left
+            subprocess.run([sys.executable, "-m", "darkroom", *toy(arguments)], check=True)
+        else:
+            run(*toy(arguments))
