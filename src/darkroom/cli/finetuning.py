@@ -1,0 +1,115 @@
+"""`darkroom bench finetune`, from its flags to the measurements and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from darkroom.cli.door import columns
+from darkroom.errors import InputError
+
+if TYPE_CHECKING:
+    from darkroom.measure.finetuning import Finetuning
+
+T = TypeVar("T")
+
+
+def split(text: str, kind: Callable[[str], T]) -> list[T]:
+    """Values between commas; InputError for what is none."""
+    try:
+        return [kind(part.strip()) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise InputError(f"'{text}'", allowed="numbers with commas") from error
+
+
+class Asked:
+    """Flags to settings."""
+
+    @staticmethod
+    def of(**given: Any) -> Finetuning:
+        """Rates are numbers; every other value is checked by the settings themselves."""
+        from darkroom.measure.finetuning import Finetuning
+
+        try:
+            given["rates"] = {name: float(value) for name, value in given["rates"].items()}
+        except ValueError as error:
+            raise InputError("--lr", allowed="METHOD=RATE, such as lora=1e-4") from error
+        return Finetuning(**given)
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Where everything was written, and the best recipes."""
+
+    page: str
+    measurements: str
+    scores: str
+    plots: list[str]
+    best: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        where = (f"page: {self.page}", f"rows: {self.measurements}", f"scores: {self.scores}")
+        return [*columns(self.best), *where]
+
+
+BEST_SHOWN = (
+    *("series", "step", "samples", "subject_fidelity", "prompt_fidelity"),
+    *("balance", "train_usd", "planned_usd"),
+)
+
+
+def report(
+    bench: Finetuning,
+    out: Path,
+    *,
+    extractors: Mapping[str, str],
+    prompts: str | None,
+    num: int,
+    draw: Mapping[str, Any],
+    memory: str,
+    planned: str,
+    gpu: str,
+    cards: int,
+    repeats: int,
+    say: Callable[[str], None],
+) -> Reported:
+    """Measure, plan, follow, and write `measurements.csv`, `scores.csv`, PNGs and `report.html`."""
+    from darkroom.evaluate import append_scores
+    from darkroom.measure import append_csv
+    from darkroom.measure.finetuning import parameter_rows, planned_rows
+    from darkroom.measure.finetuning_costs import largest_rows, step_rows
+    from darkroom.measure.finetuning_quality import Judging, best_rows, follow_methods, follow_rates
+    from darkroom.plan.finetuning import planner
+    from darkroom.report.finetuning import write_finetuning
+    from darkroom.sample.memory import parse_bytes
+
+    table, scores = out / "measurements.csv", out / "scores.csv"
+    for file in (table, scores):
+        if file.exists():
+            mend = "choose another --out; --work keeps what was trained"
+            raise InputError(f"'{file}' is there already", mend=mend)
+    budget = parse_bytes(memory)
+    judging = Judging.of(bench, extractors, prompts, num=num, seed=bench.seed, draw=draw)
+    ask = None if planned == "none" else planner(gpu, cards)
+    for method in bench.methods:
+        bench.recipe(bench.case(method))  # InputError before any work
+    found = follow_methods(bench, judging, say)
+    found.add(follow_rates(bench, judging, say))
+    rows = [*found.rows, *best_rows(found, bench, planner=ask, base=planned)]
+    best = [r for r in rows if r.benchmark == "finetune-best"]
+    rows += step_rows(bench, repeats=repeats, say=say)
+    rows += largest_rows(bench, budget_bytes=budget, say=say)
+    if ask is not None:
+        large = replace(bench, resolution=512, resolutions=(256, 512, 768), checkpointing=True)
+        rows += planned_rows(large, ask, base=planned, step_counts=(50, 200, 400, 1000), say=say)
+    rows += parameter_rows(rows)
+    append_csv(table, rows)
+    append_scores(scores, found.scores)
+    plots, page = write_finetuning(rows, found.pictures, bench, out)
+    shown = [{name: one.settings.get(name) for name in BEST_SHOWN} for one in best]
+    return Reported(str(page), str(table), str(scores), [str(plot) for plot in plots], shown)

@@ -1,0 +1,255 @@
+"""`darkroom bench finetune`: what teaching a model one subject takes, and what it gives.
+
+Memory, time and the largest batch are measured on the model given (`finetuning_costs`); a larger model's are
+asked of a `planner` where one is handed in. Quality is followed over the steps (`finetuning_quality`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from darkroom.data.pictures import EXTENSIONS
+from darkroom.errors import InputError
+from darkroom.hardware import machine, versions
+from darkroom.measure.timing import Measurement, _commit
+from darkroom.recipe import Recipe, make_recipe
+
+TASKS = {
+    "full": "finetune",
+    "lora": "lora",
+    "dreambooth": "dreambooth",
+    "dreambooth-lora": "dreambooth-lora",
+}
+METHODS = tuple(TASKS)
+STEP, LARGEST, PARAMETERS = "finetune-step", "finetune-largest-batch", "finetune-parameters"
+PLANNED, FIDELITY = "finetune-planned", "finetune-fidelity"
+RATES, BEST = "finetune-rates", "finetune-best"
+
+Say = Callable[[str], None]
+Planner = Callable[[Recipe], Mapping[str, Any]]
+"""Of a recipe: device, count, memory_bytes, images_per_s, usd, hours, trained, total, largest_batch, note."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    method: str
+    batch: int = 1
+    rank: int = 8
+    resolution: int = 512
+    lr: float | None = None
+
+    @property
+    def has_rank(self) -> bool:
+        return self.method.endswith("lora")
+
+    @property
+    def name(self) -> str:
+        """`lora batch 4 rank 8 512 px`."""
+        rank = f" rank {self.rank}" if self.has_rank else ""
+        return f"{self.method} batch {self.batch}{rank} {self.resolution} px"
+
+    def settings(self) -> dict[str, Any]:
+        """What a row says of it."""
+        told: dict[str, Any] = {
+            "method": self.method,
+            "batch": self.batch,
+            "resolution": self.resolution,
+        }
+        return told | ({"rank": self.rank} if self.has_rank else {}) | ({"lr": self.lr} if self.lr else {})
+
+
+@dataclass(frozen=True)
+class Finetuning:
+    """What is measured: a subject, a model, and over which settings."""
+
+    base: str
+    photos: Path
+    class_word: str
+    work: Path  # runs and pictures
+    token: str = "sks"
+    methods: tuple[str, ...] = METHODS
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    ranks: tuple[int, ...] = (4, 8, 16, 32)
+    resolutions: tuple[int, ...] = (256, 512, 768)
+    resolution: int = 512
+    batch: int = 4
+    rank: int = 8
+    targets: str = "attention"
+    steps: int = 400
+    every: int = 100
+    rates: Mapping[str, float] = field(default_factory=dict)  # by method; the task's own for others
+    sweep: tuple[float, ...] = ()
+    sweep_method: str = "lora"
+    sweep_batch: int = 5
+    class_images: int = 24
+    checkpointing: bool = False
+    precision: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for method in (*self.methods, *self.rates, self.sweep_method):
+            if method not in METHODS:
+                raise InputError(f"method '{method}'", allowed=", ".join(METHODS))
+        if not self.photos.is_dir() or not num_photos(self.photos):
+            raise InputError(
+                f"no photographs in '{self.photos}'", allowed="a folder with 3 to 30 of one subject"
+            )
+        if self.steps < 1 or not 1 <= self.every <= self.steps:
+            raise InputError(
+                f"steps {self.steps}, scored every {self.every}", allowed="1 or more; every at most steps"
+            )
+        numbers = (self.batch, self.rank, self.resolution, *self.batches, *self.ranks, *self.resolutions)
+        if min(numbers) < 1 or not self.methods:
+            raise InputError("a batch, rank or resolution below 1, or no method", allowed="1 or more of each")
+
+    @property
+    def prompt(self) -> str:
+        return f"a photo of {self.token} {self.class_word}"
+
+    @property
+    def class_prompt(self) -> str:
+        return f"a photo of {self.class_word}"
+
+    def case(self, method: str, **changes: Any) -> Case:
+        """A method with the settings that are not varied."""
+        rate = self.rates.get(method)
+        return replace(Case(method, self.batch, self.rank, self.resolution, rate), **changes)
+
+    def cases(self) -> list[Case]:
+        """By method and batch, by method and resolution, adapters by rank; each once."""
+        found = [self.case(m, batch=b) for m in self.methods for b in self.batches]
+        found += [self.case(m, resolution=r) for m in self.methods for r in self.resolutions]
+        found += [self.case(m, rank=r) for m in self.methods if m.endswith("lora") for r in self.ranks]
+        return list(dict.fromkeys(found))
+
+    def content(self, case: Case, *, base: str | None = None, steps: int | None = None) -> dict[str, Any]:
+        """A case's recipe, as a file would say it."""
+        count = steps or self.steps
+        data: dict[str, Any] = {"resolution": case.resolution, "prompt": self.prompt}
+        data["instance" if case.method.startswith("dreambooth") else "folder"] = str(self.photos)
+        if case.method.startswith("dreambooth"):
+            data |= {
+                "class_prompt": self.class_prompt,
+                "num_class_images": self.class_images,
+                "class_images": str(self.work / f"class-{case.resolution}"),
+            }
+        content: dict[str, Any] = {
+            "task": TASKS[case.method],
+            "model": {"base": base or self.base},
+            "data": data,
+            "optim": {} if case.lr is None else {"lr": case.lr},
+            "train": {
+                "steps": count,
+                "global_batch": case.batch,
+                "micro_batch": case.batch,
+                "gradient_checkpointing": self.checkpointing,
+                "precision": self.precision,
+                "seed": self.seed,
+                "log_every": max(1, count // 10),
+            },
+            "checkpoint": {"every": min(self.every, count), "keep": count},
+        }
+        if case.has_rank:
+            content["adapter"] = {"targets": self.targets, "rank": case.rank}
+        return content
+
+    def recipe(self, case: Case, **changes: Any) -> Recipe:
+        """A case's recipe, checked."""
+        return make_recipe(self.content(case, **changes))
+
+
+def num_photos(folder: Path) -> int:
+    """Pictures that lie in a folder."""
+    return sum(file.suffix.lower() in EXTENSIONS for file in folder.iterdir())
+
+
+def row(benchmark: str, case: str, settings: Mapping[str, Any], **columns: Any) -> Measurement:
+    """A row of what was not timed in repeats, with where and when."""
+    here = machine()
+    told: dict[str, Any] = {
+        "machine": here.name,
+        "device": here.devices[0].name if here.devices else here.cpu_class,
+        "versions": versions(("torch", "diffusers", "peft", "numpy")),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return Measurement(benchmark=benchmark, case=case, settings=dict(settings), **(told | columns))
+
+
+# ---- another model, by its plan
+
+
+def planned_rows(
+    bench: Finetuning,
+    planner: Planner,
+    *,
+    base: str,
+    samples: int = 1000,
+    step_counts: Sequence[int] = (),
+    say: Say = lambda _: None,
+) -> list[Measurement]:
+    """Memory, parameters, speed, largest batch and cost of each case on a model that is not run.
+
+    `samples` pictures are what methods and batches are compared over; `step_counts` what steps cost.
+    """
+    rows: list[Measurement] = []
+    for case in bench.cases():
+        say(f"plan {base}: {case.name}")
+        found = planner(bench.recipe(case, base=base))
+        rows.append(_planned(PLANNED, case.name, case, found, base, samples))
+    for steps in step_counts:
+        for method in bench.methods:
+            case = bench.case(method)
+            found = planner(bench.recipe(case, base=base, steps=steps))
+            made = _planned(PLANNED, f"{case.name} {steps} steps", case, found, base, steps * case.batch)
+            rows.append(made.model_copy(update={"settings": {**made.settings, "steps": steps}}))
+    return rows
+
+
+def _planned(
+    benchmark: str, name: str, case: Case, found: Mapping[str, Any], base: str, samples: int
+) -> Measurement:
+    usd = found.get("usd_per_image")
+    more = {
+        "model": base,
+        "source": "planned",
+        "trained": found["trained"],
+        "total": found["total"],
+        "trained_state_bytes": found["trained_state_bytes"],
+        "largest_batch": found["largest_batch"],
+        "samples": samples,
+        "usd": None if usd is None else round(usd * samples, 5),
+    }
+    return row(
+        benchmark,
+        name,
+        case.settings() | more,
+        peak_memory_bytes=int(found["memory_bytes"]),
+        images_per_s=found["images_per_s"],
+        usd_per_image=usd,
+        device=found["device"],
+        num_devices=found["count"],
+        note=found["note"],
+    )
+
+
+def parameter_rows(measured: Iterable[Measurement]) -> list[Measurement]:
+    """Trainable parameters by method and rank, of every model that was measured or planned."""
+    found: dict[tuple[str, str, Any], Measurement] = {}
+    for one in measured:
+        told = one.settings
+        if "trained" not in told:
+            continue
+        key = (told["model"], told["method"], told.get("rank"))
+        case = " ".join(filter(None, [told["method"], f"rank {told['rank']}" if "rank" in told else ""]))
+        kept = ("model", "method", "rank", "trained", "total")
+        settings = {name: told[name] for name in kept if name in told}
+        settings["percent"] = round(100 * told["trained"] / told["total"], 4)
+        found.setdefault(key, row(PARAMETERS, f"{told['model']} {case}", settings, device="", note="counted"))
+    return list(found.values())

@@ -1,0 +1,187 @@
+"""What a fine-tuning step takes: each case in a process of its own, so that one's peak is not another's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from darkroom.hardware import PeakMemory
+from darkroom.hardware.memory import resident_bytes
+from darkroom.measure.drawing import is_out_of_memory
+from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Say, row
+from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
+
+WARMUP = 1
+
+
+def step_rows(bench: Finetuning, *, repeats: int = 5, say: Say = lambda _: None) -> list[Measurement]:
+    """Time of a step and peak memory of every case, measured on the bench's own model."""
+    rows = []
+    for case in bench.cases():
+        found = alone(weigh, bench.content(case), repeats)
+        rows.append(_step_row(bench, case, found))
+        last = rows[-1]
+        peak = (last.peak_memory_bytes or 0) / 1e6
+        say(f"{case.name}: {last.images_per_s:.3g} images/s, peak {peak:.0f} MB")
+    return rows
+
+
+def _step_row(bench: Finetuning, case: Case, found: Mapping[str, Any]) -> Measurement:
+    timing = Timing(case.name, tuple(found["seconds"]), found["warmup_s"], found["load"])
+    kept = ("trained", "total", "trained_state_bytes", "above_start_bytes", "rows", "threads")
+    settings = {"model": Path(bench.base).name, "source": "measured"} | {name: found[name] for name in kept}
+    return measurement(
+        STEP,
+        timing,
+        images=case.batch,
+        steps=1,
+        precision=found["precision"],
+        device=found["device"],
+        settings=case.settings() | settings,
+        peak_memory_bytes=found["peak_bytes"],
+        note="a process of its own; above_start: over what it held before the model was opened",
+    )
+
+
+def largest_rows(
+    bench: Finetuning, *, budget_bytes: int, most: int = 1024, say: Say = lambda _: None
+) -> list[Measurement]:
+    """The largest batch of each method and resolution, found by search: until memory ends on a card, or
+    until the process holds `budget_bytes`.
+    """
+    rows = []
+    for method in bench.methods:
+        for side in bench.resolutions:
+            case = bench.case(method, resolution=side, batch=most)
+            found = alone(search, bench.content(case), budget_bytes)
+            told = bench.case(method, resolution=side).settings() | {
+                "batch": found["batch"],
+                "budget_bytes": budget_bytes,
+                "tried": found["tried"],
+                "model": Path(bench.base).name,
+                "source": "measured",
+            }
+            note = (
+                "out of memory ended the search" if found["ended"] else "the process's memory was the limit"
+            )
+            note = note if found["batch"] < most else f"the search went to {most} only"
+            name = f"{method} {side} px"
+            rows.append(row(LARGEST, name, told, peak_memory_bytes=found["peak_bytes"] or None, note=note))
+            say(f"{name}: largest batch {found['batch']}")
+    return rows
+
+
+def alone(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Call in a fresh process, and wait for what it returns."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(call, *arguments).result()
+
+
+# ---- in the process
+
+
+def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
+    """Seconds of each step of a recipe, the peak while they ran, and what training itself holds."""
+    import os
+
+    import torch
+
+    from darkroom.train.adapter import parameter_table
+
+    with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
+        before, job, inputs = _open(content, Path(folder))
+        device = str(job.device)
+        seconds = []
+        peak = PeakMemory(device)
+        for k in range(WARMUP + repeats):
+            synchronise(device)
+            start = time.perf_counter()
+            job.step(k, inputs)
+            synchronise(device)
+            seconds.append(time.perf_counter() - start)
+        highest = peak.bytes()
+        trained, total = parameter_table(job.task.modules)
+        return {
+            "seconds": seconds[WARMUP:],
+            "warmup_s": sum(seconds[:WARMUP]),
+            "load": os.getloadavg()[0],
+            "peak_bytes": highest,
+            "above_start_bytes": max(0, highest - before) if device == "cpu" else highest,
+            "trained_state_bytes": trained_state_bytes(job.step),
+            "trained": trained,
+            "total": total,
+            "rows": len(next(iter(inputs.values()))),
+            "precision": job.environment["precision"],
+            "threads": torch.get_num_threads(),
+            "device": device,
+        }
+
+
+def trained_state_bytes(step: Any) -> int:
+    """Master weights, their gradients and the optimiser's state."""
+    from darkroom.train.optimisers import optimiser_tensors
+
+    masters = step.weights.masters
+    state = optimiser_tensors(step.optimiser, masters)
+    held = [*masters.values(), *masters.values(), *state.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def search(content: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
+    """Double the batch until memory or the budget ends, then halve the gap to an eighth."""
+    with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
+        _, job, inputs = _open(content, Path(folder))
+        device, most = str(job.device), int(content["train"]["global_batch"])
+        peaks: dict[int, int] = {}
+        ended = False
+
+        def fits(batch: int) -> bool:
+            nonlocal ended
+            some = {name: tensor[: batch * job.task.rows_a_picture] for name, tensor in inputs.items()}
+            peak = PeakMemory(device)
+            try:
+                job.step(0, some)
+                synchronise(device)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                ended = True
+                return False
+            peaks[batch] = peak.bytes()
+            return device != "cpu" or peaks[batch] <= budget_bytes
+
+        batch = largest(fits, most)
+        return {"batch": batch, "peak_bytes": peaks.get(batch, 0), "tried": len(peaks), "ended": ended}
+
+
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, to within an eighth; 0 where not even 1 does."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    if high > most and low == most:
+        return low
+    high = min(high, most + 1)
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _open(content: Mapping[str, Any], folder: Path) -> tuple[int, Any, dict[str, Any]]:
+    """Memory held before, the job, and one batch of its inputs."""
+    from darkroom.recipe import make_recipe
+    from darkroom.train.job import Pinned, make_job
+
+    recipe = make_recipe(dict(content))
+    before = resident_bytes()
+    job = make_job(recipe, Pinned(folder))
+    with job.feed(0) as batches:
+        inputs = job.task.inputs(next(batches), job.device)
+    return before, job, inputs

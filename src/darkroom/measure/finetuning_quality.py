@@ -1,0 +1,203 @@
+"""What fine-tuning gives: likeness to the subject and to the prompt over the steps, and the best points."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from darkroom import models
+from darkroom.errors import InputError
+from darkroom.evaluate import Prompts, Score, evaluate, open_extractors
+from darkroom.evaluate.prompts import read_prompts
+from darkroom.measure.finetuning import BEST, FIDELITY, RATES, Case, Finetuning, Planner, Say, row
+from darkroom.measure.timing import Measurement
+from darkroom.sample import generate
+from darkroom.train import export, train
+
+SUBJECT, PROMPT = "dino", "clip-t"
+SCENES = (
+    "{token} {class}",
+    "{token} {class} in the snow",
+    "{token} {class} on the beach",
+    "a red {token} {class}",
+    "{token} {class} and a soccer ball",
+    "{token} {class} and pizza",
+)
+
+
+@dataclass(frozen=True)
+class Judging:
+    """How pictures are drawn and scored."""
+
+    extractors: Mapping[str, str | Path]
+    prompts: Prompts
+    num: int = 4
+    seed: int = 0
+    draw: Mapping[str, Any] = field(default_factory=dict)  # of generate: steps, guidance, size
+
+    @classmethod
+    def of(
+        cls, bench: Finetuning, extractors: Mapping[str, str | Path], prompts: str | None, **more: Any
+    ) -> Judging:
+        """With prompts from a file (`{token}` and `{class}` in them), or plain scenes."""
+        words = {"token": bench.token, "class": bench.class_word}
+        if prompts is not None:
+            found = read_prompts(prompts, token=bench.token, class_word=bench.class_word)
+        else:
+            texts = [scene.format(**words) for scene in SCENES]
+            found = Prompts.of("scenes", texts, bench.token)
+        open_extractors((SUBJECT, PROMPT), extractors)  # InputError before any work
+        return cls(extractors, found, **more)
+
+
+@dataclass
+class Followed:
+    """Rows, the scores behind them, and where the pictures of each series and step lie."""
+
+    rows: list[Measurement] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    pictures: dict[tuple[str, int], list[Path]] = field(default_factory=dict)
+
+    def add(self, other: Followed) -> None:
+        self.rows += other.rows
+        self.scores += other.scores
+        self.pictures |= other.pictures
+
+
+def follow_methods(bench: Finetuning, judging: Judging, say: Say = lambda _: None) -> Followed:
+    """Both fidelities of every method against the steps, from the base model's (step 0) on."""
+    found = Followed()
+    for method in bench.methods:
+        found.add(follow(bench, bench.case(method), judging, FIDELITY, method, say))
+    return found
+
+
+def follow_rates(bench: Finetuning, judging: Judging, say: Say = lambda _: None) -> Followed:
+    """The same of one method over learning rates, at the sweep's batch."""
+    found = Followed()
+    for rate in bench.sweep:
+        case = bench.case(bench.sweep_method, batch=bench.sweep_batch, lr=rate)
+        found.add(follow(bench, case, judging, RATES, f"lr {rate:g}", say))
+    return found
+
+
+def follow(
+    bench: Finetuning, case: Case, judging: Judging, benchmark: str, series: str, say: Say = lambda _: None
+) -> Followed:
+    """Train a case once and score every checkpoint. The same call again goes on where it stopped."""
+    run = bench.work / "runs" / f"{benchmark}-{series}".replace(" ", "-")
+    result = train(bench.recipe(case), out=run, console=lambda _: None)
+    usd, seconds = result.bill.usd or 0.0, result.bill.wall_s
+    found = Followed()
+    steps = [0, *range(bench.every, bench.steps, bench.every), bench.steps]
+    for step in steps:
+        scores, files = _judge(bench, run, step, judging)
+        share = step / bench.steps
+        told = case.settings() | {
+            "series": series,
+            "step": step,
+            "samples": step * case.batch,
+            **_fidelities(scores),
+            "train_usd": round(usd * share, 6),
+            "train_s": round(seconds * share, 2),
+        }
+        found.rows.append(row(benchmark, f"{series} step {step}", told, note=_how(judging, scores)))
+        found.scores += scores
+        found.pictures[series, step] = files
+        subject, prompt = told["subject_fidelity"], told["prompt_fidelity"]
+        say(f"{series} step {step}: subject {subject:.3f}, prompt {prompt:.3f}")
+    return found
+
+
+def _judge(bench: Finetuning, run: Path, step: int, judging: Judging) -> tuple[list[Score], list[Path]]:
+    """Scores and pictures of a run's checkpoint; of the base at step 0. Drawn once."""
+    folder = run / "model-of-a-step"
+    shutil.rmtree(folder, ignore_errors=True)
+    name = f"step-{step:06d}" if step else "base"
+    keep = (run if step else bench.work) / "judged" / name
+    where = Path(bench.base) if step == 0 else export(run, folder, checkpoint=step, say=lambda _: None)
+    try:
+        scores = evaluate(
+            models.load(str(where)),
+            judging.prompts,
+            (SUBJECT, PROMPT),
+            generate=generate,
+            extractors=dict(judging.extractors),
+            subject=bench.photos,
+            num=judging.num,
+            seed=judging.seed,
+            settings=dict(judging.draw),
+            keep=keep,
+            say=lambda _: None,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    named = f"{run.name}@{step}" if step else "base"
+    return [s.model_copy(update={"model": named}) for s in scores], sorted((keep / "pictures").glob("*.png"))
+
+
+def _fidelities(scores: Sequence[Score]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for score, name in zip(scores, ("subject", "prompt"), strict=True):
+        told[f"{name}_fidelity"] = round(score.value, 5)
+        told[f"{name}_low"], told[f"{name}_high"] = (round(v or 0.0, 5) for v in (score.low, score.high))
+    return told | {"photographs_with_each_other": scores[0].settings.get("photographs_with_each_other")}
+
+
+def _how(judging: Judging, scores: Sequence[Score]) -> str:
+    kind = scores[0].extractor_kind
+    return (
+        f"{SUBJECT} and {PROMPT} by {kind} {scores[0].extractor_sha256[:12]}; {scores[0].n} pictures of "
+        f"{len(judging.prompts)} prompts; intervals: 95 %, bootstrap over prompts"
+    )
+
+
+# ---- the best points
+
+
+def balance(one: Measurement, rows: Iterable[Measurement]) -> float:
+    """Harmonic mean of what was gained in likeness to the subject and what was kept of the prompt, each
+    from 0 (the base's and the lowest) to 1 (the highest and the base's) over all rows.
+    """
+    told = [r.settings for r in rows]
+    base = [s for s in told if s["step"] == 0] or told
+    start, top = base[0]["subject_fidelity"], max(s["subject_fidelity"] for s in told)
+    kept, low = base[0]["prompt_fidelity"], min(s["prompt_fidelity"] for s in told)
+    gained = _share(one.settings["subject_fidelity"], start, top)
+    held = _share(one.settings["prompt_fidelity"], low, kept)
+    return 2 * gained * held / (gained + held) if gained + held else 0.0
+
+
+def _share(value: float, low: float, high: float) -> float:
+    return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.0
+
+
+def best_rows(
+    found: Followed,
+    bench: Finetuning,
+    *,
+    planner: Planner | None = None,
+    base: str = "",
+) -> list[Measurement]:
+    """Of each series the step of the best balance, the best first: quality, what it took here, and what the
+    same method, batch and steps take on the planned model.
+    """
+    followed = [r for r in found.rows if r.benchmark == FIDELITY]
+    if not followed:
+        raise InputError("no fidelities to choose from")
+    rows = []
+    for series in dict.fromkeys(r.settings["series"] for r in followed):
+        own = [r for r in followed if r.settings["series"] == series and r.settings["step"]]
+        best = max(own, key=lambda r: balance(r, followed))
+        told = {**best.settings, "balance": round(balance(best, followed), 4)}
+        if planner is not None:
+            case = Case(series, told["batch"], told.get("rank", bench.rank), 512)
+            plan = planner(bench.recipe(case, base=base, steps=told["step"]))
+            told |= {"planned_model": base, "planned_memory_bytes": int(plan["memory_bytes"])}
+            told |= {"planned_usd": round((plan["usd_per_image"] or 0.0) * told["samples"], 5)}
+            told |= {"planned_on": f"{plan['count']} x {plan['device']}, 512 px"}
+        rows.append(row(BEST, f"{series}, {told['step']} steps", told, note=best.note))
+    return sorted(rows, key=lambda r: -r.settings["balance"])

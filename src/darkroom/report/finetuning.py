@@ -1,0 +1,313 @@
+"""The page of `bench finetune`: plots as PNGs for anywhere, pictures over the steps, and one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image, ImageOps
+
+from darkroom.data.pictures import EXTENSIONS
+from darkroom.measure import Measurement
+from darkroom.measure.finetuning import BEST, FIDELITY, LARGEST, PLANNED, RATES, STEP, Finetuning
+from darkroom.report.page import write_report
+
+Rows = Sequence[Measurement]
+Pictures = Mapping[tuple[str, int], Sequence[Path]]
+COLOURS = {"full": "#b3402e", "lora": "#2f6f9f", "dreambooth": "#c98a1b", "dreambooth-lora": "#3d8a5f"}
+OTHERS = ("#2f6f9f", "#b3402e", "#3d8a5f", "#c98a1b", "#6b5b95", "#444444")
+TILE, MOST_STEPS = 96, 7
+
+
+def write_finetuning(rows: Rows, pictures: Pictures, bench: Finetuning, out: Path) -> tuple[list[Path], Path]:
+    """Write the PNGs and `report.html` beside `measurements.csv`; returns them."""
+    draws: dict[str, Callable[[Path], bool]] = {
+        "fidelity": lambda file: _fidelity(_of(rows, FIDELITY), _of(rows, BEST), file),
+        "rates": lambda file: _fidelity(_of(rows, RATES), (), file),
+        "memory": lambda file: _memory(rows, file),
+        "speed": lambda file: _speed(rows, file),
+        "largest-batch": lambda file: _largest(rows, file),
+        "cost": lambda file: _cost(rows, file),
+        "pictures": lambda file: _sheet(pictures, bench, file, _of(rows, FIDELITY)),
+        "best": lambda file: _best_sheet(_of(rows, BEST), pictures, bench, file),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False}):
+        made = [out / f"{name}.png" for name, draw in draws.items() if draw(out / f"{name}.png")]
+    page = write_report(
+        [out / "measurements.csv", *made], out / "report.html", title=f"Fine-tuning on {bench.photos.name}"
+    )
+    return made, page
+
+
+def _of(rows: Rows, benchmark: str) -> list[Measurement]:
+    return [row for row in rows if row.benchmark == benchmark]
+
+
+def _colour(series: str, i: int) -> str:
+    return COLOURS.get(series, OTHERS[i % len(OTHERS)])
+
+
+# ---- plots
+
+
+def _fidelity(rows: Rows, best: Rows, file: Path) -> bool:
+    """Both fidelities over the steps with their intervals, and one against the other."""
+    if not rows:
+        return False
+    figure = Figure(figsize=(10.5, 3.3))
+    left, middle, right = figure.subplots(1, 3)
+    chosen = {row.settings["series"]: row.settings["step"] for row in best}
+    for i, series in enumerate(dict.fromkeys(row.settings["series"] for row in rows)):
+        told = [row.settings for row in rows if row.settings["series"] == series]
+        colour, steps = _colour(series, i), [one["step"] for one in told]
+        for axes, name in ((left, "subject"), (middle, "prompt")):
+            _with_interval(axes, steps, told, name, series, colour)
+        x, y = [one["prompt_fidelity"] for one in told], [one["subject_fidelity"] for one in told]
+        right.plot(x, y, "-o", ms=3, color=colour, lw=1.2)
+        for one in told:
+            if one["step"] == chosen.get(series):
+                right.plot(
+                    one["prompt_fidelity"], one["subject_fidelity"], "*", ms=13, color=colour, mec="white"
+                )
+                right.annotate(
+                    f"{one['step']}",
+                    (one["prompt_fidelity"], one["subject_fidelity"]),
+                    xytext=(6, 4),
+                    textcoords="offset points",
+                    color=colour,
+                )
+    own = rows[0].settings.get("photographs_with_each_other")
+    if own is not None:
+        left.axhline(own, color="#888888", ls=":", lw=1)
+        left.annotate("photographs with each other", (0, own), xytext=(2, -10), textcoords="offset points",
+                      color="#888888", fontsize=7.5)  # fmt: skip
+    left.set(title="Subject fidelity (dino)", xlabel="step")
+    middle.set(title="Prompt fidelity (clip-t)", xlabel="step")
+    star = "; star: chosen, with its step" if chosen else ""
+    right.set(title=f"One against the other{star}", xlabel="prompt fidelity", ylabel="subject fidelity")
+    middle.legend(frameon=False, fontsize=7.5)
+    return _save(figure, file)
+
+
+def _with_interval(
+    axes: Axes, steps: list[int], told: list[dict[str, Any]], name: str, series: str, colour: str
+) -> None:
+    axes.plot(
+        steps, [one[f"{name}_fidelity"] for one in told], "-o", ms=3, color=colour, label=series, lw=1.4
+    )
+    low, high = [one[f"{name}_low"] for one in told], [one[f"{name}_high"] for one in told]
+    axes.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
+
+
+def _memory(rows: Rows, file: Path) -> bool:
+    """Bars by method: what training holds, and the whole peak; measured and planned beside each other."""
+    groups = [
+        (title, _one_a_method(_of(rows, name)))
+        for name, title in ((STEP, "Measured here"), (PLANNED, "Planned"))
+    ]
+    groups = [(title, group) for title, group in groups if group]
+    if not groups:
+        return False
+    figure = Figure(figsize=(5.2 * len(groups), 2.9))
+    for axes, (title, group) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
+        unit, scale = ("GB", 1e9) if max(r.peak_memory_bytes or 0 for r in group) > 3e9 else ("MB", 1e6)
+        for i, row in enumerate(group):
+            peak, state = (row.peak_memory_bytes or 0) / scale, row.settings["trained_state_bytes"] / scale
+            axes.barh(i, peak, color="#cfd6dc", height=0.66, label="peak" if i == 0 else "")
+            colour = COLOURS[row.settings["method"]]
+            axes.barh(i, state, color=colour, height=0.34, label="")
+            axes.text(peak, i, f" {peak:.3g}, of it {state:.2g}", va="center", fontsize=8)
+        axes.set_yticks(range(len(group)), [row.settings["method"] for row in group])
+        axes.invert_yaxis()
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.3)
+        told = group[0].settings
+        where = f"{told['model']}, batch {told['batch']}, {told['resolution']} px"
+        axes.set_title(f"{title}: {where}", fontsize=9)
+        axes.set_xlabel(f"{unit}; grey: peak, colour: weights, gradients, optimiser state of what is trained")
+    return _save(figure, file)
+
+
+def _one_a_method(rows: Rows) -> list[Measurement]:
+    """Of each method the row with the settings that most rows share."""
+    if not rows:
+        return []
+    rows = [row for row in rows if "steps" not in row.settings]
+    common = {name: _commonest([r.settings[name] for r in rows if name in r.settings]) for name in
+              ("batch", "resolution", "rank")}  # fmt: skip
+    fits = [row for row in rows if all(row.settings.get(n, v) == v for n, v in common.items())]
+    return list({row.settings["method"]: row for row in fits}.values())
+
+
+def _commonest(values: Sequence[Any]) -> Any:
+    return max(dict.fromkeys(values), key=list(values).count, default=None)
+
+
+def _speed(rows: Rows, file: Path) -> bool:
+    """Pictures a second by batch, by resolution and by rank; above as measured, below as planned."""
+    groups = [(t, [r for r in _of(rows, n) if "steps" not in r.settings]) for n, t in
+              ((STEP, "measured"), (PLANNED, "planned"))]  # fmt: skip
+    groups = [(title, group) for title, group in groups if group]
+    if not groups:
+        return False
+    figure = Figure(figsize=(10.5, 2.9 * len(groups)))
+    grid = figure.subplots(len(groups), 3, squeeze=False)
+    for line, (title, group) in zip(grid, groups, strict=True):
+        for axes, by in zip(line, ("batch", "resolution", "rank"), strict=True):
+            _by(axes, group, by, lambda row: row.images_per_s)
+            axes.set(title=f"{group[0].settings['model']}, {title}: by {by}", xlabel=by, ylabel="pictures/s")
+            axes.set_ylim(bottom=0)
+        line[0].legend(frameon=False, fontsize=7.5)
+    return _save(figure, file)
+
+
+def _by(axes: Axes, rows: Rows, by: str, value: Callable[[Measurement], float | None]) -> None:
+    """One line a method over a setting, the others as most rows have them."""
+    names = {"batch", "resolution", "rank"} - {by}
+    common = {n: _commonest([r.settings[n] for r in rows if n in r.settings]) for n in names}
+    for method in dict.fromkeys(row.settings["method"] for row in rows):
+        own = [r for r in rows if r.settings["method"] == method and by in r.settings]
+        own = [r for r in own if all(r.settings.get(n, v) == v for n, v in common.items())]
+        found = sorted((r.settings[by], value(r)) for r in own if value(r) is not None)
+        if found:
+            axes.plot(*zip(*found, strict=True), "-o", ms=3.5, color=_colour(method, 0), label=method)
+    axes.set_xticks(sorted({r.settings[by] for r in rows if by in r.settings}))
+
+
+def _largest(rows: Rows, file: Path) -> bool:
+    found, planned = _of(rows, LARGEST), [r for r in _of(rows, PLANNED) if "steps" not in r.settings]
+    groups = [("measured", found, "batch"), ("planned, on each card", planned, "largest_batch")]
+    groups = [group for group in groups if group[1]]
+    if not groups:
+        return False
+    figure = Figure(figsize=(5.2 * len(groups), 2.9))
+    for axes, (title, group, key) in zip(
+        figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True
+    ):
+        if key == "batch":
+            for method in dict.fromkeys(r.settings["method"] for r in group):
+                own = sorted((r.settings["resolution"], r.settings["batch"]) for r in group
+                             if r.settings["method"] == method)  # fmt: skip
+                axes.plot(*zip(*own, strict=True), "-o", ms=3.5, color=_colour(method, 0), label=method)
+            axes.set_xticks(sorted({r.settings["resolution"] for r in group}))
+        else:
+            _by(axes, group, "resolution", lambda row: row.settings["largest_batch"])
+        limit = group[0].settings.get("budget_bytes")
+        under = f", under {limit / 1e9:.3g} GB" if limit else ""
+        axes.set_title(f"Largest batch, {group[0].settings['model']}, {title}{under}", fontsize=9)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("resolution, px")
+        axes.legend(frameon=False, fontsize=7.5)
+    return _save(figure, file)
+
+
+def _cost(rows: Rows, file: Path) -> bool:
+    """USD by steps, and by method and batch for the same number of pictures, as planned."""
+    planned = [row for row in _of(rows, PLANNED) if row.settings.get("usd") is not None]
+    if not planned:
+        return False
+    figure = Figure(figsize=(10.5, 3.0))
+    left, right = figure.subplots(1, 2)
+    by_steps = [row for row in planned if "steps" in row.settings]
+    for method in dict.fromkeys(row.settings["method"] for row in by_steps):
+        own = [(r.settings["steps"], r.settings["usd"]) for r in by_steps if r.settings["method"] == method]
+        left.plot(*zip(*sorted(own), strict=True), "-o", ms=3.5, color=_colour(method, 0), label=method)
+    one = planned[0]
+    batch = by_steps[0].settings["batch"] if by_steps else ""
+    left.set(
+        title=f"Cost by steps of {batch}, {one.num_devices} x {one.device}", xlabel="steps", ylabel="USD"
+    )
+    left.legend(frameon=False, fontsize=7.5)
+    fixed = [row for row in planned if "steps" not in row.settings]
+    _by(right, fixed, "batch", lambda row: row.settings["usd"])
+    right.set(title=f"Cost of {fixed[0].settings['samples']:,} pictures", xlabel="batch", ylabel="USD")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+    return _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> bool:
+    figure.tight_layout()
+    figure.savefig(file, dpi=110, facecolor="white")
+    with Image.open(file) as picture:
+        picture.convert("RGB").quantize(128).save(file, optimize=True)
+    return True
+
+
+# ---- pictures
+
+
+def _photos(bench: Finetuning) -> list[Image.Image]:
+    files = sorted(file for file in bench.photos.iterdir() if file.suffix.lower() in EXTENSIONS)
+    return [_tile(file) for file in files]
+
+
+def _tile(file: Path) -> Image.Image:
+    with Image.open(file) as picture:
+        return ImageOps.fit(picture.convert("RGB"), (TILE, TILE), Image.Resampling.LANCZOS)
+
+
+def _sheet(pictures: Pictures, bench: Finetuning, file: Path, rows: Rows) -> bool:
+    """Photographs above; then of each method, over the steps, the same seed of three prompts."""
+    series = list(dict.fromkeys(row.settings["series"] for row in rows))
+    if not series or not pictures:
+        return False
+    steps = sorted({step for name, step in pictures if name in series})
+    steps = [steps[round(i * (len(steps) - 1) / (min(MOST_STEPS, len(steps)) - 1))]
+             for i in range(min(MOST_STEPS, len(steps)))] if len(steps) > 1 else steps  # fmt: skip
+    lines = [("photographs", _photos(bench)[: len(steps)], [])]
+    for name in series:
+        shown = _by_prompt(pictures[name, steps[0]])[:3]
+        for i, first in enumerate(shown):
+            tiles = [_tile(pictures[name, step][first]) for step in steps]
+            lines.append(
+                (name if i == 0 else "", tiles, [f"step {step}" for step in steps] if i == 0 else [])
+            )
+    return _draw_lines(lines, len(steps), file)
+
+
+def _by_prompt(files: Sequence[Path]) -> list[int]:
+    """Places of one picture of each prompt: the names hold seed and prompt."""
+    seen: dict[str, int] = {}
+    for i, path in enumerate(files):
+        seen.setdefault(path.stem.split("-", 1)[1], i)
+    return list(seen.values())
+
+
+def _best_sheet(best: Rows, pictures: Pictures, bench: Finetuning, file: Path) -> bool:
+    """A line for each best recipe: a photograph, then a picture of each prompt."""
+    if not best or not pictures:
+        return False
+    lines = []
+    photo = _photos(bench)[0]
+    for row in best:
+        told = row.settings
+        files = pictures[told["series"], told["step"]]
+        tiles = [photo, *(_tile(files[i]) for i in _by_prompt(files)[:6])]
+        words = [f"subject {told['subject_fidelity']:.2f}  prompt {told['prompt_fidelity']:.2f}"]
+        lines.append((f"{told['series']}\n{told['step']} steps", tiles, ["photograph", *words]))
+    return _draw_lines(lines, 7, file)
+
+
+def _draw_lines(lines: Sequence[tuple[str, list[Image.Image], list[str]]], width: int, file: Path) -> bool:
+    figure = Figure(figsize=(1.3 + width * 0.95, sum(1.15 if heads else 0.97 for _, _, heads in lines)))
+    grid = figure.subplots(
+        len(lines), width, squeeze=False, height_ratios=[1.15 if heads else 0.97 for _, _, heads in lines]
+    )
+    for line, (name, tiles, heads) in zip(grid, lines, strict=True):
+        for i, axes in enumerate(line):
+            axes.axis("off")
+            if i < len(tiles):
+                axes.imshow(tiles[i], interpolation="nearest")
+            if i < len(heads):
+                axes.set_title(heads[i], fontsize=7, pad=2, loc="left")
+        line[0].text(-0.12, 0.5, name, transform=line[0].transAxes, ha="right", va="center", fontsize=8)
+    figure.subplots_adjust(1.3 / (1.3 + width * 0.95), 0.005, 0.995, 0.985, wspace=0.05, hspace=0.05)
+    figure.savefig(file, dpi=100, facecolor="white")
+    with Image.open(file) as picture:
+        picture.convert("RGB").quantize(255).save(file, optimize=True)
+    return True
