@@ -210,8 +210,8 @@ def main() -> None:
     rounds, out = given.pop("rounds"), given.pop("out")
     rows = compare(given, rounds)
     for row in rows:
-        print(f"{row.case}: {row.median_s:.4g} s a step ({row.ratio:.3f}), {row.peak_memory_bytes / 1e6:.0f} MB "
-              f"({row.settings['memory_ratio']:.3f})")  # fmt: skip
+        memory = f"{row.peak_memory_bytes / 1e6:.0f} MB ({row.settings['memory_ratio']:.3f})"
+        print(f"{row.case}: {row.median_s:.4g} s a step ({row.ratio:.3f}), {memory}")
     if out is not None:
         append_csv(out, rows)
 
