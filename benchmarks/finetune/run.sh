@@ -38,6 +38,6 @@ PROMPTS
 "$darkroom" bench finetune "$base" "$photos/backpack" --class-word backpack --out "$out" \
   --extractor dino="$out/extractor-photos/model" --extractor clip="$out/extractor-words/model" \
   --prompts "$out/prompts.txt" --resolution 64 --resolutions 64,128 --batches 1,4,8 --ranks 4,8,16,32 \
-  --batch 4 --rank 16 --targets all-linear --steps 210 --every 35 --num 4 --draw-steps 12 --guidance 3 \
+  --batch 4 --rank 16 --targets all-linear --steps 600 --every 75 --num 4 --draw-steps 12 --guidance 3 \
   --lr full=1e-3 --lr dreambooth=1e-3 --lr lora=5e-3 --lr dreambooth-lora=5e-3 \
   --sweep 1e-3,2e-3,5e-3,1e-2 --class-images 12 --memory 800MB
