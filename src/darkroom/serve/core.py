@@ -248,7 +248,10 @@ class Core:
         if not again:
             admission.check_limits(request, self.limits)
             admission.check_adapters(request, library)
-        image = await self._in_pool(admission.opened_image, request, uploads, self.limits)
+        if uploads is None:
+            image = admission.opened_image(request, None, self.limits)
+        else:
+            image = await self._in_pool(admission.opened_image, request, uploads, self.limits)
         return admission.check_shape(self._model, request, self.limits, image)
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
