@@ -1,4 +1,4 @@
-"""Count again what the published tables need: writes src/darkroom/plan/published_counts.json (some minutes)."""
+"""Count again what the published tables need, for src/darkroom/plan/published_counts.json (some minutes)."""
 
 from __future__ import annotations
 

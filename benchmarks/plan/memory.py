@@ -3,8 +3,8 @@
     python benchmarks/plan/memory.py [small|full]
 
 Each case runs in a process of its own: three real training steps (or one batch of pictures) with real weights,
-and the growth of the peak resident set since before the model was made. `full` adds SD 1.5 at full size: full
-training in float32 needs about 14 GB free.
+and the growth of the peak resident set since before the model was made. `full` adds SD 1.5 at full size:
+full training in float32 needs about 14 GB free.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 HERE = Path(__file__).parent
 WIDE = {"unet": {"block_out_channels": [128, 256, 256], "layers_per_block": 2, "attention_head_dim": 8}}
+DATA = {"store": "x", "resolution": 256}
 SMALL: dict[str, tuple[dict[str, Any], int]] = {
     **{
         f"27 M U-Net, 256 px, batch {rows}": (
-            {"task": "pretrain", "model": {"base": "tiny", **WIDE}, "data": {"store": "x", "resolution": 256}}, rows,
+            {"task": "pretrain", "model": {"base": "tiny", **WIDE}, "data": DATA},
+            rows,
         )
         for rows in (4, 8)
     },

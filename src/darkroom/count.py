@@ -55,8 +55,8 @@ class Kernel:
 class Trace:
     """Every operation in its order, and every storage's life: for time and memory of other batch sizes.
 
-    `changes` are (number of operations begun, storage, bytes gained or lost); `born` says the stage in which a
-    storage came to be, `kinds` what `Counter.tag` said it is.
+    `changes` are (number of operations begun, storage, bytes gained or lost); `born` says the stage in which
+    a storage came to be, `kinds` what `Counter.tag` said it is.
     """
 
     kernels: list[Kernel] = field(default_factory=list)

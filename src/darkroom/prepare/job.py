@@ -171,9 +171,7 @@ def latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batch
     odd = next((side for side in (bucket_step, resolution) if side % vae.factor), None)
     if odd is not None:
         name = "resolution" if odd == resolution else "buckets"
-        raise InputError(
-            f"{name} {odd}", allowed=f"multiples of {vae.factor}, the side of a latent pixel"
-        )
+        raise InputError(f"{name} {odd}", allowed=f"multiples of {vae.factor}, the side of a latent pixel")
     sizes = bucket_sizes(resolution, step=bucket_step) if bucket_step else [(resolution, resolution)]
     crop = f"buckets-{bucket_step}" if bucket_step else "centre"
     made = latents_field(resolution, vae.identity, scale=vae.scale, crop=crop, precision=vae.precision)

@@ -18,6 +18,7 @@ from darkroom.report.page import write_report
 
 Rows = Sequence[Measurement]
 Pictures = Mapping[tuple[str, int], Sequence[Path]]
+Line = tuple[str, list[Image.Image], list[str]]
 COLOURS = {"full": "#b3402e", "lora": "#2f6f9f", "dreambooth": "#c98a1b", "dreambooth-lora": "#3d8a5f"}
 OTHERS = ("#2f6f9f", "#b3402e", "#3d8a5f", "#c98a1b", "#6b5b95", "#444444")
 TILE, MOST_STEPS = 96, 7
@@ -257,9 +258,8 @@ def _sheet(pictures: Pictures, bench: Finetuning, file: Path, rows: Rows) -> boo
     if not series or not pictures:
         return False
     steps = sorted({step for name, step in pictures if name in series})
-    steps = [steps[round(i * (len(steps) - 1) / (min(MOST_STEPS, len(steps)) - 1))]
-             for i in range(min(MOST_STEPS, len(steps)))] if len(steps) > 1 else steps  # fmt: skip
-    lines = [("photographs", _photos(bench)[: len(steps)], [])]
+    steps = _spread(steps, MOST_STEPS)
+    lines: list[Line] = [("photographs", _photos(bench)[: len(steps)], [])]
     for name in series:
         shown = _by_prompt(pictures[name, steps[0]])[:3]
         for i, first in enumerate(shown):
@@ -268,6 +268,12 @@ def _sheet(pictures: Pictures, bench: Finetuning, file: Path, rows: Rows) -> boo
                 (name if i == 0 else "", tiles, [f"step {step}" for step in steps] if i == 0 else [])
             )
     return _draw_lines(lines, len(steps), file)
+
+
+def _spread(steps: list[int], most: int) -> list[int]:
+    """At most so many of the steps, evenly, the first and the last among them."""
+    count = min(most, len(steps))
+    return [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 def _by_prompt(files: Sequence[Path]) -> list[int]:
@@ -293,7 +299,7 @@ def _best_sheet(best: Rows, pictures: Pictures, bench: Finetuning, file: Path) -
     return _draw_lines(lines, 7, file)
 
 
-def _draw_lines(lines: Sequence[tuple[str, list[Image.Image], list[str]]], width: int, file: Path) -> bool:
+def _draw_lines(lines: Sequence[Line], width: int, file: Path) -> bool:
     figure = Figure(figsize=(1.3 + width * 0.95, sum(1.15 if heads else 0.97 for _, _, heads in lines)))
     grid = figure.subplots(
         len(lines), width, squeeze=False, height_ratios=[1.15 if heads else 0.97 for _, _, heads in lines]
