@@ -3,8 +3,8 @@
     python benchmarks/plan/memory.py [small|full]
 
 Each case runs in a process of its own: three real training steps (or one batch of pictures) with real
-weights, and the growth of the peak resident set since before the model was made. `full` adds SD 1.5 at full size:
-full training in float32 needs about 14 GB free.
+weights, and the growth of the peak resident set since before the model was made. `full` adds SD
+1.5 at full size: full training in float32 needs about 14 GB free.
 """
 
 from __future__ import annotations
