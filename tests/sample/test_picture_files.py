@@ -83,7 +83,7 @@ def test_a1111_pictures_of_others_are_read(tmp_path: Path) -> None:
         "Model hash": "abc123",
         "model": "sd15",
         "Lora hashes": "one: 1, two: 2",
-        "Clip skip": "2",
+        "clip_skip": 1,
     }
     assert parse_a1111("only a prompt") == {"prompt": "only a prompt", "negative": ""}
 

@@ -22,10 +22,18 @@ def fuzzed(model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
     started.kill()
 
 
+def server_errors(server: Server) -> dict[str, float]:
+    """The counters of answers from 500 on (waiting for a server that still loads gives 503s too)."""
+    lines = (line for line in server.http.get("/metrics").text.splitlines() if not line.startswith("#"))
+    counted = (line.rsplit(" ", 1) for line in lines if "requests_total" in line and 'status="5' in line)
+    return {name: float(value) for name, value in counted}
+
+
 @pytest.mark.slow
 def test_no_route_answers_with_a_server_error(fuzzed, tmp_path):
     if not SCHEMATHESIS.exists():
         pytest.skip("schemathesis is not installed (darkroom[dev])")
+    before = server_errors(fuzzed)
     told = subprocess.run(
         [
             str(SCHEMATHESIS),
@@ -33,7 +41,7 @@ def test_no_route_answers_with_a_server_error(fuzzed, tmp_path):
             f"{fuzzed.url}/openapi.json",
             "--checks=not_a_server_error",
             "--max-examples=6",
-            "--max-time=240",
+            "--max-time=120",
             "--phases=examples,coverage,fuzzing",
             "--request-timeout=20",
             "--suppress-health-check=all",
@@ -49,6 +57,4 @@ def test_no_route_answers_with_a_server_error(fuzzed, tmp_path):
     assert told.returncode == 0, told.stdout[-6000:]
     assert fuzzed.http.get("/ready").status_code == 200
     assert " 500 " not in fuzzed.log.read_text()
-    metrics = fuzzed.http.get("/metrics").text
-    failures = [line for line in metrics.splitlines() if 'status="5' in line and not line.endswith(" 0.0")]
-    assert failures == []
+    assert server_errors(fuzzed) == before
