@@ -1,0 +1,228 @@
+"""Joining a Ray cluster: the one that is there, or one of this machine alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import darkroom
+from darkroom.errors import InputError, MissingExtra
+
+LOCAL, AUTO = "local", "auto"
+TYPE = "accelerator_type:"  # what Ray calls a node's resource that names its accelerator
+NAMESPACE = "darkroom"
+REACH_S = 5.0  # how long a cluster may take to answer
+# What of the user's environment the workers get too. No secret: Ray shows a job's environment to all who can
+# ask it, so credentials belong to the machines (a role, a mounted secret).
+CARRIED = (
+    *("GOMP_SPINCOUNT", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "WANDB_MODE"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "GLOO_SOCKET_IFNAME"),
+)
+CARRIED_BEGIN = ("FI_", "NCCL_")  # the network's own settings
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a cluster has, when it was looked at."""
+
+    address: str
+    nodes: int
+    cpus: float
+    gpus: float
+    accelerators: Mapping[str, int] = field(default_factory=dict)  # nodes by type, as Ray names them
+    planned: frozenset[str] = frozenset()  # types that an autoscaler may still bring
+    ray: str = ""
+    python: str = ""
+    local: bool = False  # started for this process alone
+
+    def line(self) -> str:
+        """One line for the console."""
+        kinds = ", ".join(f"{count} x {name}" for name, count in sorted(self.accelerators.items()))
+        parts = [f"{self.nodes} nodes" if self.nodes != 1 else "1 node", f"{self.cpus:g} CPUs"]
+        parts += [f"{self.gpus:g} GPUs"] if self.gpus else []
+        parts += [f"accelerators by node: {kinds}"] if kinds else []
+        where = "Ray on this machine" if self.local else f"Ray cluster {self.address}"
+        return f"{where}: {', '.join(parts)} (Ray {self.ray})"
+
+    def require(self, accelerator: str | None) -> None:
+        """InputError unless a node has this accelerator, or an autoscaler may bring one."""
+        if accelerator is None or accelerator in self.accelerators or accelerator in self.planned:
+            return
+        there = sorted({*self.accelerators, *self.planned})
+        raise InputError(
+            f"accelerator '{accelerator}' is not in the cluster",
+            allowed=", ".join(there) if there else "none: no node names an accelerator",
+            mend="start nodes of that type, or ask for another (--accelerator)",
+        )
+
+
+def require_ray() -> Any:
+    """The ray module; MissingExtra where it is not installed."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's own new way, without its warning
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("ray", "ray") from None
+    return ray
+
+
+@contextmanager
+def connected(
+    address: str | None = None,
+    *,
+    accelerator: str | None = None,
+    dashboard: bool = False,
+    num_cpus: int | None = None,
+) -> Iterator[Cluster]:
+    """Within, this process drives a Ray cluster; `ray` may be used.
+
+    `address`: `auto` or HOST:PORT joins the one there is, `local` starts one of this machine (with
+    `num_cpus`, and its dashboard on localhost if asked); None takes $RAY_ADDRESS, and without it `local`.
+    A connection that is there already is used and left open. InputError where no cluster answers, where it has another
+    Ray or Python, or lacks the accelerator.
+    """
+    ray = require_ray()
+    if ray.is_initialized():
+        cluster = describe()
+        cluster.require(accelerator)
+        yield cluster
+        return
+    _join(ray, address or os.environ.get("RAY_ADDRESS") or LOCAL, dashboard=dashboard, num_cpus=num_cpus)
+    try:
+        cluster = describe(local=(address or os.environ.get("RAY_ADDRESS") or LOCAL) == LOCAL)
+        cluster.require(accelerator)
+        yield cluster
+    finally:
+        ray.shutdown()
+
+
+def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> None:
+    settings: dict[str, Any] = {
+        "runtime_env": {"env_vars": worker_environment()},
+        "namespace": NAMESPACE,
+        "log_to_driver": False,  # what a job has to say comes through its own console
+        "logging_level": logging.ERROR,
+        "configure_logging": True,
+    }
+    if address == LOCAL:
+        # Ray takes an address from the environment even where none is asked for.
+        ray.init(
+            address=LOCAL,
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            num_cpus=num_cpus,
+            **settings,
+        )
+        return
+    _check_address(address)
+    try:
+        ray.init(address=address, **settings)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _refused(ray, address, error) from error
+
+
+def _check_address(address: str) -> None:
+    """InputError for an address of another kind, or where nothing answers."""
+    mend = "start one with 'ray start --head', give --ray-address HOST:6379, or local for this machine alone"
+    if "://" in address:
+        raise InputError(
+            f"Ray address '{address}'",
+            allowed="auto, local, HOST:PORT",
+            mend="run the command on the cluster itself, or with 'ray job submit'",
+        )
+    if address == AUTO:
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise InputError(f"Ray address '{address}'", allowed="auto, local, HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        raise InputError(f"no Ray cluster answers at {address} ({error})", mend=mend) from None
+
+
+def _refused(ray: Any, address: str, error: Exception) -> InputError:
+    """Why a cluster could not be joined, in one line."""
+    told = str(error)
+    if "ersion mismatch" in told:
+        theirs = [line.split(":", 1)[1].strip() for line in told.splitlines() if line.startswith("    ")]
+        other = f"Ray {theirs[0]} and Python {theirs[1]}" if len(theirs) >= 2 else "another Ray or Python"
+        mine = ".".join(map(str, sys.version_info[:3]))
+        return InputError(
+            f"the Ray cluster at {address} runs {other}, "
+            f"this machine Ray {ray.__version__} and Python {mine}",
+            mend="install the same on both",
+        )
+    if address == AUTO:
+        return InputError(
+            "there is no Ray cluster on this machine",
+            mend="start one with 'ray start --head', give --ray-address HOST:6379, or local for this machine "
+            "alone",
+        )
+    first = " ".join(told.split())[:200]
+    return InputError(
+        f"the Ray cluster at {address} cannot be joined from this machine ({first})",
+        mend=f"run the command on one of its machines, or make this one one: ray start --address {address}",
+    )
+
+
+def describe(*, local: bool = False) -> Cluster:
+    """The cluster that this process is connected to."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    total: dict[str, float] = {}
+    accelerators: dict[str, int] = {}
+    for node in alive:
+        for name, amount in node["Resources"].items():
+            total[name] = total.get(name, 0.0) + amount
+            if name.startswith(TYPE):
+                accelerators[name.removeprefix(TYPE)] = accelerators.get(name.removeprefix(TYPE), 0) + 1
+    return Cluster(
+        address=ray.get_runtime_context().gcs_address,
+        nodes=len(alive),
+        cpus=total.get("CPU", 0.0),
+        gpus=total.get("GPU", 0.0),
+        accelerators=accelerators,
+        planned=_planned(),
+        ray=ray.__version__,
+        python=".".join(map(str, sys.version_info[:3])),
+        local=local,
+    )
+
+
+def _planned() -> frozenset[str]:
+    """Accelerators of the node groups that an autoscaler may start; none where there is no autoscaler."""
+    import ray
+
+    config = ray._private.state.state.get_cluster_config()
+    groups = config.node_group_configs if config is not None else ()
+    return frozenset(
+        name.removeprefix(TYPE)
+        for group in groups
+        if group.max_count
+        for name in group.resources
+        if name.startswith(TYPE)
+    )
+
+
+def worker_environment() -> dict[str, str]:
+    """The variables that a worker starts with, wherever it is.
+
+    `GOMP_SPINCOUNT` as darkroom sets it before torch is imported; PYTHONPATH so that a checkout that is not
+    installed is found on machines that share the folder (elsewhere the path means nothing).
+    """
+    own = str(Path(darkroom.__file__).resolve().parents[1])
+    paths = [own, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    carried = {
+        name: value for name, value in os.environ.items() if name in CARRIED or name.startswith(CARRIED_BEGIN)
+    }
+    return {"GOMP_SPINCOUNT": "10000", **carried, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
