@@ -1,133 +1,191 @@
 """Predicted against measured peak memory of real CPU runs; writes memory-cpu.csv beside this file.
 
-    python benchmarks/plan/memory.py [small|full]
+    python benchmarks/plan/memory.py             small cases, some minutes
+    python benchmarks/plan/memory.py full        SD 1.5 at full size too: 16 GB free, half an hour
+    python benchmarks/plan/memory.py full NAME   the cases whose name holds NAME; other rows of the file stay
 
-Each case runs in a process of its own: three real training steps (or one batch of pictures) with real
-weights, and the growth of the peak resident set since before the model was made. `full` adds SD
-1.5 at full size: full training in float32 needs about 14 GB free.
+Each case runs in a process of its own with real weights: two training steps (the second one is the peak: the
+optimiser made its state at the end of the first), or pictures. Measured is the high-water mark of the
+resident set less what was resident before the model was made, when libraries were loaded and a small step
+had run. glibc keeps freed blocks below a threshold that grows to 32 MB, so a plain process holds up to twice
+what is alive; MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ give each freed block back. The column
+`plain_malloc` is the same run without them, where it was made.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+FILE = HERE / "memory-cpu.csv"
+KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
+COLUMNS = ("case", "predicted", "measured", "error", "plain_malloc", *KINDS, "torch", "date")
+EAGER = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+CHECKPOINTED = {"train": {"gradient_checkpointing": True}}
 WIDE = {"unet": {"block_out_channels": [128, 256, 256], "layers_per_block": 2, "attention_head_dim": 8}}
-DATA = {"store": "x", "resolution": 256}
-SMALL: dict[str, tuple[dict[str, Any], int]] = {
-    **{
-        f"27 M U-Net, 256 px, batch {rows}": (
-            {"task": "pretrain", "model": {"base": "tiny", **WIDE}, "data": DATA},
-            rows,
-        )
-        for rows in (4, 8)
-    },
-    "27 M U-Net, 256 px, batch 8, checkpointed": (
-        {
-            "task": "pretrain",
-            "model": {"base": "tiny", **WIDE},
-            "data": {"store": "x", "resolution": 256},
-            "train": {"gradient_checkpointing": True},
-        },
-        8,
-    ),
-    "27 M U-Net, 256 px, batch 8, LoRA rank 8": (
-        {
-            "task": "lora",
-            "model": {"base": "tiny", **WIDE},
-            "adapter": {"rank": 8},
-            "data": {"folder": "x", "resolution": 256},
-        },
-        8,
-    ),
-}  # fmt: skip
+TINY = {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "x", "resolution": 256}}
+MIDDLE = {**TINY, "model": {"base": "tiny", **WIDE}}
+MIDDLE_LORA = {**MIDDLE, "task": "lora", "adapter": {"rank": 8}, "data": {"folder": "x", "resolution": 256}}
 SD15 = {
     "task": "finetune",
     "model": {"base": "sd15"},
     "data": {"folder": "x", "resolution": 512, "prompt": "a"},
 }
 LORA = {**SD15, "task": "lora", "adapter": {"rank": 8, "targets": "qv"}}
+PICTURES = {"pictures": "sd15", "size": 512}
+
+SMALL: dict[str, tuple[dict[str, Any], int]] = {
+    "tiny U-Net, 256 px, batch 8": (TINY, 8),
+    "27 M U-Net, 256 px, batch 2": (MIDDLE, 2),
+    "27 M U-Net, 256 px, batch 4": (MIDDLE, 4),
+    "27 M U-Net, 256 px, batch 8, checkpointed": ({**MIDDLE, **CHECKPOINTED}, 8),
+    "27 M U-Net, 256 px, batch 4, LoRA rank 8": (MIDDLE_LORA, 4),
+}
 FULL: dict[str, tuple[dict[str, Any], int]] = {
+    "SD 1.5, 512 px, pictures, batch 1": (PICTURES, 1),
+    "SD 1.5, 512 px, pictures, batch 2": (PICTURES, 2),
     "SD 1.5, 512 px, LoRA rank 8, batch 1": (LORA, 1),
-    "SD 1.5, 512 px, LoRA rank 8, batch 2, checkpointed": (
-        {**LORA, "train": {"gradient_checkpointing": True}},
-        2,
-    ),
-    "SD 1.5, 512 px, all weights, batch 1, checkpointed": (
-        {**SD15, "train": {"gradient_checkpointing": True}},
-        1,
-    ),
+    "SD 1.5, 512 px, LoRA rank 8, batch 1, checkpointed": ({**LORA, **CHECKPOINTED}, 1),
+    "SD 1.5, 512 px, LoRA rank 8, batch 2, checkpointed": ({**LORA, **CHECKPOINTED}, 2),
+    "SD 1.5, 512 px, all weights, batch 1, checkpointed": ({**SD15, **CHECKPOINTED}, 1),
 }
 
 
 def measure(content: dict[str, Any], rows: int) -> dict[str, int]:
-    """Run three real steps here; bytes that the resident set grew by at its peak."""
+    """Run it here; bytes that the resident set grew by at its peak."""
+    from darkroom.hardware import PeakMemory, resident_bytes
+
+    ready = (_pictures if "pictures" in content else _training)(content, rows)
+    _warm_up()
+    peak, before = PeakMemory(), resident_bytes()
+    ready()
+    return {"measured": peak.bytes() - before}
+
+
+def _warm_up() -> None:
+    """Load what a first convolution, product and backward pass load."""
+    import torch
+
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Linear(6, 6)
+    )
+    optimiser = torch.optim.AdamW(layers.parameters(), fused=True)
+    layers(torch.zeros(1, 4, 8, 8)).sum().backward()
+    optimiser.step()
+
+
+def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     import torch
 
     from darkroom import models
-    from darkroom.hardware import PeakMemory, resident_bytes
     from darkroom.plan.training import _columns, _NoStore, _without_store, encodes, outline
     from darkroom.recipe import make_recipe
     from darkroom.train import build, job
 
     recipe = make_recipe(content)
-    torch.zeros(10).sum()
-    layout = outline(recipe)
-    peak, before = PeakMemory(), resident_bytes()
+    layout, cpu = outline(recipe), torch.device("cpu")
     overrides = build._overrides(recipe, None)
-    model = models.create(recipe.model.base, parts=("unet", "vae", "text_encoder"), overrides=overrides)
-    model.tokenizers = layout.tokenizers
-    task = job.make_task(_without_store(recipe), model, _NoStore(), torch.device("cpu"))
-    if not encodes(recipe):
-        task._encode = None
-    step = job.bare_step(task, recipe, rows, torch.float32)
-    given = _columns(recipe, model, task)(rows)
-    columns = {
-        name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
-    }
-    for k in range(3):
-        step(k, task.inputs(columns, torch.device("cpu")))
-    return {"measured": peak.bytes() - before}
+
+    def run() -> None:
+        parts = ("unet", "vae", "text_encoder")
+        model = models.create(recipe.model.base, parts=parts, overrides=overrides)
+        model.tokenizers = layout.tokenizers
+        task = job.make_task(_without_store(recipe), model, _NoStore(), cpu)
+        if not encodes(recipe):
+            task._encode = None
+        step = job.bare_step(task, recipe, rows, torch.float32)
+        columns = {
+            name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in _columns(recipe, model, task)(rows).items()
+        }
+        for k in range(2):
+            step(k, task.inputs(columns, cpu))
+
+    return run
+
+
+def _pictures(content: dict[str, Any], rows: int) -> Callable[[], None]:
+    """Text, two denoising steps, decoding: as `darkroom.generate` does it, float32."""
+    import torch
+
+    from darkroom import models
+    from darkroom.plan.generation import GenerateSpec, _conditions, _denoise, outlined
+    from darkroom.sample.pictures import decode
+
+    spec = GenerateSpec(content["pictures"], content["size"], content["size"], precision="float32")
+    tokenizers = outlined(spec.model, ("text_encoder",)).tokenizers
+
+    class Unstaged:
+        stage = ""
+
+    def run() -> None:
+        model = models.create(spec.model, parts=("unet", "vae", "text_encoder"))
+        model.tokenizers = tokenizers
+        with torch.no_grad():
+            told = _conditions(model, spec, rows)
+            latents = _denoise(Unstaged(), model, spec, told)  # type: ignore[arg-type]
+            decode(model.vae, latents)
+
+    return run
 
 
 def predict(content: dict[str, Any], rows: int) -> dict[str, Any]:
     """What the plan says of the same."""
+    from darkroom.plan.generation import GenerateSpec, profile_generation
     from darkroom.plan.training import profile_recipe
     from darkroom.recipe import make_recipe
 
-    held = profile_recipe(make_recipe(content), "float32", gpu=False).memory(rows)
+    if "pictures" in content:
+        spec = GenerateSpec(content["pictures"], content["size"], content["size"], precision="float32")
+        held = profile_generation(spec).memory(rows)
+    else:
+        held = profile_recipe(make_recipe(content), "float32", gpu=False).memory(rows)
     return {"predicted": round(sum(held.values()))} | {kind: round(size) for kind, size in held.items()}
 
 
-def main(which: str) -> None:
-    """Every case, each measured in a fresh process."""
+def main(which: str, named: str = "") -> None:
+    """Every case, each measured in a fresh process; rows are written as they come."""
+    from datetime import date
+    from importlib.metadata import version
+
     cases = SMALL | (FULL if which == "full" else {})
-    rows = []
-    for name in cases:
-        got: dict[str, Any] = {}
-        for what in ("measure", "predict"):
-            run = [sys.executable, __file__, what, name]
-            out = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-            got |= json.loads(out)
-        got["error"] = got["predicted"] / got["measured"] - 1
-        rows.append({"case": name, **got})
+    rows = {row["case"]: row for row in csv.DictReader(FILE.open())} if FILE.is_file() else {}
+    for name in (name for name in cases if named in name):
+        got = {"case": name, "torch": version("torch"), "date": date.today().isoformat()}
+        got |= _fresh("predict", name, {}) | _fresh("measure", name, EAGER)
+        got["error"] = round(got["predicted"] / got["measured"] - 1, 4)
+        got["plain_malloc"] = _fresh("measure", name, {})["measured"] if name in SMALL else ""
+        rows[name] = got
         print(f"{name}: {got['predicted'] / 1e9:.3f} GB predicted, {got['measured'] / 1e9:.3f} measured, "
-              f"{got['error']:+.1%}", flush=True)  # fmt: skip
-    with (HERE / "memory-cpu.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+              f"{got['error']:+.1%}; plain malloc {got['plain_malloc']}", flush=True)  # fmt: skip
+        _write(rows)
+
+
+def _fresh(what: str, name: str, settings: dict[str, str]) -> dict[str, Any]:
+    run = [sys.executable, __file__, "--one", what, name]
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    out = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True, env=plain | settings).stdout
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def _write(rows: dict[str, dict[str, Any]]) -> None:
+    with FILE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows[name] for name in SMALL | FULL if name in rows)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        content, number = (SMALL | FULL)[sys.argv[2]]
-        print(json.dumps((measure if sys.argv[1] == "measure" else predict)(content, number)))
+    if sys.argv[1:2] == ["--one"]:
+        content, number = (SMALL | FULL)[sys.argv[3]]
+        print(json.dumps((measure if sys.argv[2] == "measure" else predict)(content, number)))
     else:
-        main(sys.argv[1] if len(sys.argv) > 1 else "small")
+        main(sys.argv[1] if len(sys.argv) > 1 else "small", *sys.argv[2:3])
