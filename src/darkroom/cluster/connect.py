@@ -86,8 +86,8 @@ def connected(
 
     `address`: `auto` or HOST:PORT joins the one there is, `local` starts one of this machine (with
     `num_cpus`, and its dashboard on localhost if asked); None takes $RAY_ADDRESS, and without it `local`.
-    A connection that is there already is used and left open. InputError where no cluster answers, where it has another
-    Ray or Python, or lacks the accelerator.
+    A connection that is there already is used and left open. InputError where no cluster answers, where
+    it has another Ray or Python, or lacks the accelerator.
     """
     ray = require_ray()
     if ray.is_initialized():
