@@ -58,6 +58,13 @@ def test_every_card_asked_for_is_there_with_a_source(name):
         ("NVIDIA TITAN RTX", "TITAN RTX"),
         ("AMD Instinct MI300X", "MI300X"),
         ("a10g", "A10G"),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+        ("A100-SXM-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100-SXM4-80GB 80GB", "A100-SXM4-80GB"),
+        ("NVIDIA H100 SXM5 80GB", "H100-SXM"),
+        ("AMD Instinct MI300X OAM", "MI300X"),
+        ("NVIDIA L40 48GB", "L40"),
+        ("Tesla T4 16GB", "T4"),
     ],
 )
 def test_a_drivers_name_finds_its_row(driver_name, row):
@@ -70,6 +77,25 @@ def test_an_unknown_card_is_not_taken_for_another():
     assert find_card("Voodoo 2") is None
     assert peak_flops("Voodoo 2", "bf16") is None
     assert mfu(1e12, 1.0, "Voodoo 2", "bf16") is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "A100-8x",
+        "8x A100",
+        "2xT4",
+        "A100 or H100",
+        "NVIDIA GeForce RTX 3080 Ti",
+        "NVIDIA GeForce RTX 3080 Laptop GPU",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 NVL",
+        "A100-SXM4-40GB 80GB",
+        "H100-SXM PCIe",
+    ],
+)
+def test_a_name_that_only_contains_a_card_is_not_that_card(name):
+    assert find_card(name) is None
 
 
 def test_rates_are_dense_and_in_flops():

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+MAKES = ("", "tesla", "quadro", "instinct")
+_FORM = re.compile(r"(sxm\d?|pcie|oam|hbm\d?e?|\d+gb|generation)*")
 PRECISIONS = ("float32", "tf32", "fp16", "fp16_acc16", "bf16", "fp8", "int8")
 
 
@@ -78,15 +80,28 @@ def networks() -> dict[str, Network]:
 def find_card(name: str) -> Card | None:
     """The row for a device's name as drivers, catalogues or people write it; None if there is none.
 
-    'NVIDIA A100-SXM4-80GB', 'a100-80gb' and 'A100' are found; of several names contained in the given one
-    the longest counts.
+    'NVIDIA A100-SXM4-80GB', 'a100-80gb' and 'A100' are found. A longer name counts where what it adds to a
+    known one is its form or its own memory ('Tesla T4 16GB'); anything else names another device, or several.
     """
     wanted = _plain(name)
     names = {_plain(text): card for card in cards().values() for text in (card.name, *card.aliases)}
     if wanted in names:
         return names[wanted]
-    contained = [text for text in names if len(text) > 3 and text in wanted]
-    return names[max(contained, key=len)] if contained else None
+    agree = [text for text, card in names.items() if text in wanted and _adds_nothing(wanted, text, card)]
+    return names[max(agree, key=len)] if agree else None
+
+
+def _adds_nothing(wanted: str, text: str, card: Card) -> bool:
+    """Whether what a longer name says beside a known one holds for that card too."""
+    before, _, after = wanted.partition(text)
+    if before not in MAKES or not _FORM.fullmatch(after):
+        return False
+    memory = re.search(r"(\d+)gb", after)
+    if memory and int(memory[1]) != round((card.memory_bytes or 0) / 1e9):
+        return False
+    return not ("pcie" in after and not card.link.startswith("PCIe")) and not (
+        "sxm" in after and card.link.startswith("PCIe")
+    )
 
 
 def peak_flops(device: str, precision: str, *, cores: int = 1) -> float | None:

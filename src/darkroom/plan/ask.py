@@ -140,7 +140,8 @@ def chosen_cards(name: str) -> list[Card]:
     if card is None:
         known = {text: one.name for one in cards().values() for text in (one.name, *one.aliases)}
         lowered = {text.lower(): text for text in known}
-        near = difflib.get_close_matches(name.lower(), lowered, 3, cutoff=0.3)
+        inside = sorted((text for text in lowered if text in name.lower()), key=len, reverse=True)
+        near = [*inside, *difflib.get_close_matches(name.lower(), lowered, 3, cutoff=0.3)][:3]
         mend = (
             "did you mean " + ", ".join(dict.fromkeys(lowered[text] for text in near)) + "?" if near else ""
         )
