@@ -1,6 +1,6 @@
 """Fit the efficiencies of src/darkroom/plan/efficiency.csv on the published rows that are marked as fitted.
 
-    python benchmarks/plan/fit.py            writes efficiency.csv, left_out.json and predicted.csv/.png
+    python benchmarks/plan/fit.py            writes efficiency.csv and left_out.json, prints a line a table
 
 Least squares on the logarithm of predicted over published, with a weak pull towards the first guesses below,
 so that what no row tells stays physical. Then once more without each table: its error is that of a stranger.

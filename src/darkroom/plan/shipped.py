@@ -1,6 +1,6 @@
 """The counts behind the published tables, kept with the package so that the proof answers at once.
 
-benchmarks/plan/count.py makes the file anew; a test counts one of them again and compares.
+benchmarks/plan/count.py makes the file anew; what the file lacks is counted on the spot.
 """
 
 from __future__ import annotations
