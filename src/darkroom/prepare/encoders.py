@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,13 @@ class VaeEncoder:
         self.channels = int(config.latent_channels)
         self.factor: int = 2 ** (len(config.block_out_channels) - 1)
         self._vae = _placed(vae, self.device, self._dtype)
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move to a device, in place."""
+        self.device = torch.device(device)
+        self._dtype = compute_type(self.precision, self.device)
+        self._vae = _placed(self._vae, self.device, self._dtype)
+        return self
 
     @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor) -> Tensor:
@@ -119,11 +126,21 @@ class TextEncoder:
         self._tokenizers = list(tokenizers)
         self._encoders = [_placed(encoder, self.device, dtype) for encoder in encoders]
 
-    @torch.no_grad()
+    def to(self, device: str | torch.device) -> Self:
+        """Move to a device, in place."""
+        self.device = torch.device(device)
+        dtype = compute_type(self.precision, self.device)
+        self._encoders = [_placed(encoder, self.device, dtype) for encoder in self._encoders]
+        return self
+
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """States float16 [B, L, D] and, for SDXL, pooled float16 [B, P]."""
-        tokens = [ids.to(self.device) for ids in tokenize(self._tokenizers, captions)]
-        states, pooled = text_states(self._encoders, tokens)
+        return self.encode_tokens(tokenize(self._tokenizers, captions))
+
+    @torch.no_grad()
+    def encode_tokens(self, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The same of token ids [B, L], one for each text encoder."""
+        states, pooled = text_states(self._encoders, [ids.to(self.device) for ids in tokens])
         return states.to(torch.float16), None if pooled is None else pooled.to(torch.float16)
 
     def empty(self) -> str:

@@ -16,43 +16,28 @@ from __future__ import annotations
 
 import random
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lance
-import numpy as np
-import pyarrow as pa
-import torch
-from lance.file import LanceFileWriter
-from PIL import Image
 
 from darkroom import models
-from darkroom.data.pictures import PictureError, decode, nearest_bucket, resize_crop, to_tensor
-from darkroom.data.pictures import buckets as bucket_sizes
 from darkroom.data.store import Store
-from darkroom.errors import InputError, StoreError
-from darkroom.prepare.columns import (
-    Layout,
-    check_made_alike,
-    latents_field,
-    text_field,
-)
-from darkroom.prepare.encoders import TextEncoder, VaeEncoder
+from darkroom.prepare.columns import Layout, check_made_alike
+from darkroom.prepare.fragments import FragmentFile, Piece, encode_piece, read_pieces
+from darkroom.prepare.making import Column, columns_to_make
 from darkroom.prepare.notes import Note, Notes
 
 COMMIT_TRIES = 40
 COMMIT_EVERY_S = 20.0
-DECODE_THREADS = 4
-READ_BUFFER_BYTES = 64 * 1024**2
+READY_THREADS = 4
 TOMBSTONE = -2  # Lance's mark for a field that a file no longer answers for
 
 Progress = Callable[[int, int | None], None]
-Value = dict[str, Any] | None
 T = TypeVar("T")
 
 
@@ -81,27 +66,57 @@ class PrepareReport:
         return [*said, f"{self.wall_s:,.1f} s, {self.rows_per_s:,.1f} rows/s"]
 
 
-class Encode(Protocol):
-    """Turns the values of a source column into those of a prepared one; None where that cannot be done."""
-
-    def __call__(self, values: Sequence[Any]) -> list[Value]:
-        """One value for each, in the same order."""
-        ...
-
-
 @dataclass(frozen=True)
-class Column:
-    """A column to make: its field, what it is made from, how, and how many rows share an encoder's batch."""
+class Work:
+    """What an engine is to do: fragments of a store that lack values of a column, by number."""
 
-    field: pa.Field
-    source: str
-    encode: Encode
-    batch_rows: int
+    store: Store
+    column: Column
+    folder: Path  # where finished files are laid
+    numbers: list[int]
+    advance: Callable[[int], None]  # so many rows more are encoded
 
-    @property
-    def name(self) -> str:
-        """The column's name in the store."""
-        return str(self.field.name)
+    def layout(self) -> Layout:
+        """Where the column lies in the store as it is now."""
+        return Layout.of(self.store.dataset, self.column.name, self.column.source)
+
+
+Engine = Callable[[Work], Iterator[Note]]
+"""Encodes what a work lists and hands out a note of each fragment as soon as its file is finished."""
+
+
+def encode_here(work: Work) -> Iterator[Note]:
+    """The local engine: one fragment after the other in this process, reading and cutting a piece ahead."""
+    for number in work.numbers:
+        fragment = work.store.dataset.get_fragment(number)
+        if fragment is not None:
+            yield _encode_fragment(work, fragment)
+
+
+def _encode_fragment(work: Work, fragment: lance.LanceFragment) -> Note:
+    layout, column = work.layout(), work.column
+    version = work.store.dataset.data_storage_version
+    file = FragmentFile(work.folder, column.field, fragment.metadata, layout, version)
+    pieces = read_pieces(fragment, column, keep=layout.file(fragment.metadata) is not None)
+    with ThreadPoolExecutor(READY_THREADS) as pool:
+        for piece, ready in _ahead(pieces, column, pool):
+            file.add(encode_piece(piece, [value.result() for value in ready], column))
+            work.advance(len(ready))
+    return file.close()
+
+
+def _ahead(
+    pieces: Iterator[Piece], column: Column, pool: ThreadPoolExecutor
+) -> Iterator[tuple[Piece, list[Future[Any]]]]:
+    """Each piece with its ready values on their way, those of the next one too."""
+    ahead: tuple[Piece, list[Future[Any]]] | None = None
+    for piece in pieces:
+        coming = piece, [pool.submit(column.ready, piece.values[i]) for i in piece.todo]
+        if ahead is not None:
+            yield ahead
+        ahead = coming
+    if ahead is not None:
+        yield ahead
 
 
 def prepare(
@@ -116,18 +131,20 @@ def prepare(
     batch_rows: int = 16,
     device: str = "auto",
     progress: Progress | None = None,
+    engine: Engine = encode_here,
 ) -> PrepareReport:
     """Encode what the store's columns of this model lack; a second call encodes only what is new.
 
     `bucket_step` above 0 keeps aspect ratios: pictures are encoded at the nearest bucket's size instead of a
-    square. Raises ColumnError when the column there was made with other settings, StoreError when another
-    process is at it, InputError for a precision that the device does not do.
+    square. `engine` does the encoding: this process, unless another one is given. Raises ColumnError when the
+    column there was made with other settings, StoreError when another process is at it, InputError for a
+    precision that the device does not do.
     """
     began = time.perf_counter()
     opened = store if isinstance(store, Store) else Store.open(store)
     place = models.device(device)
     report = PrepareReport()
-    for column in _columns(
+    for column in columns_to_make(
         model,
         resolution,
         latents,
@@ -137,101 +154,20 @@ def prepare(
         device=place,
         batch_rows=batch_rows,
     ):
-        _Job(opened, column, report, progress or (lambda done, total: None)).run()
+        _Job(opened, column, report, progress or (lambda done, total: None), engine).run()
     report.wall_s = time.perf_counter() - began
     report.rows_per_s = sum(report.encoded.values()) / report.wall_s
     return report
 
 
-def _columns(
-    model: models.Model | str | Path,
-    resolution: int,
-    latents: bool,
-    text: bool,
-    bucket_step: int,
-    *,
-    precision: str,
-    device: torch.device,
-    batch_rows: int,
-) -> Iterator[Column]:
-    parts = (["vae"] if latents else []) + (["text_encoder", "tokenizer"] if text else [])
-    made = model if isinstance(model, models.Model) else models.load(model, parts=parts)
-    if latents:
-        if made.vae is None:
-            raise StoreError("the model has no VAE to make latents with")
-        vae = VaeEncoder(made.vae, precision=precision, device=device)
-        yield latents_job(vae, resolution, bucket_step=bucket_step, batch_rows=batch_rows)
-    if text:
-        encoder = TextEncoder(made.text_encoders, made.tokenizers, precision=precision, device=device)
-        yield text_job(encoder, batch_rows=batch_rows)
-
-
-def latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batch_rows: int = 16) -> Column:
-    """The column of this VAE's latents at a resolution."""
-    odd = next((side for side in (bucket_step, resolution) if side % vae.factor), None)
-    if odd is not None:
-        name = "resolution" if odd == resolution else "buckets"
-        raise InputError(f"{name} {odd}", allowed=f"multiples of {vae.factor}, the side of a latent pixel")
-    sizes = bucket_sizes(resolution, step=bucket_step) if bucket_step else [(resolution, resolution)]
-    crop = f"buckets-{bucket_step}" if bucket_step else "centre"
-    made = latents_field(resolution, vae.identity, scale=vae.scale, crop=crop, precision=vae.precision)
-    return Column(made, "picture", partial(_encode_pictures, vae, sizes), batch_rows)
-
-
-def text_job(text: TextEncoder, *, batch_rows: int = 16) -> Column:
-    """The column of this text encoder's states."""
-    made = text_field(text.identity, empty=text.empty(), precision=text.precision)
-    return Column(made, "caption", partial(_encode_captions, text), batch_rows)
-
-
-def _encode_pictures(
-    vae: VaeEncoder, sizes: list[tuple[int, int]], values: Sequence[bytes | Image.Image | None]
-) -> list[Value]:
-    """Latents of decoded pictures; those of one size share a call."""
-    out: list[Value] = [None] * len(values)
-    by_size: dict[tuple[int, int], list[int]] = {}
-    for i, picture in enumerate(values):
-        if isinstance(picture, Image.Image):
-            by_size.setdefault(nearest_bucket(picture.width, picture.height, sizes), []).append(i)
-    for size, members in sorted(by_size.items()):
-        cut = [to_tensor(resize_crop(values[i], size)) for i in members]  # type: ignore[arg-type]
-        moments = vae.encode(torch.stack(cut)).cpu().numpy()
-        for i, row in zip(members, moments, strict=True):
-            out[i] = {"moments": row.tobytes(), "height": row.shape[2], "width": row.shape[3]}
-    return out
-
-
-def _encode_captions(text: TextEncoder, values: Sequence[str]) -> list[Value]:
-    states, pooled = text.encode(list(values))
-    pools = [None] * len(values) if pooled is None else [row.tobytes() for row in pooled.cpu().numpy()]
-    return [
-        {"states": row.tobytes(), "length": row.shape[0], "width": row.shape[1], "pooled": pool}
-        for row, pool in zip(states.cpu().numpy(), pools, strict=True)
-    ]
-
-
-def _decoded(picture: bytes) -> Image.Image | None:
-    try:
-        return decode(picture)
-    except PictureError:
-        return None
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Rows that are read together: offsets in the fragment, ids, source values, values kept as they are."""
-
-    offsets: list[int]
-    ids: list[str]
-    values: list[Any]
-    kept: list[Value]
-
-
 class _Job:
     """One column of one store, until no row lacks it."""
 
-    def __init__(self, store: Store, column: Column, report: PrepareReport, progress: Progress) -> None:
+    def __init__(
+        self, store: Store, column: Column, report: PrepareReport, progress: Progress, engine: Engine
+    ) -> None:
         self._store, self._column, self._report, self._progress = store, column, report, progress
+        self._engine = engine
         self._done_rows = 0
         self._unreadable: dict[int, int] = {}
 
@@ -286,97 +222,26 @@ class _Job:
     def _encode_all(self, notes: Notes, numbers: list[int]) -> None:
         name = self._column.name
         last_commit = time.monotonic()
-        for number in numbers:
-            fragment = self._store.dataset.get_fragment(number)
-            if fragment is not None:
-                self._finish(notes, fragment)
+        work = Work(self._store, self._column, notes.folder, numbers, self._advance)
+        for note in self._engine(work):
+            self._finish(notes, note)
             if time.monotonic() - last_commit > COMMIT_EVERY_S:
                 self._report.encoded[name] += self._commit(notes)
                 last_commit = time.monotonic()
         self._report.encoded[name] += self._commit(notes)
 
-    def _finish(self, notes: Notes, fragment: lance.LanceFragment) -> None:
-        """Encode a fragment and note it, unless nothing of it could be."""
-        note = self._encode_fragment(notes, fragment)
+    def _advance(self, rows: int) -> None:
+        self._done_rows += rows
+        self._progress(self._done_rows, self._store.num_rows)
+
+    def _finish(self, notes: Notes, note: Note) -> None:
+        """Note a finished fragment, unless nothing of it could be encoded."""
         self._report.unreadable += note.unreadable
         self._unreadable[note.fragment] = len(note.unreadable)
         if note.rows:
             notes.add(note)
         else:
             notes.drop(note)
-
-    def _encode_fragment(self, notes: Notes, fragment: lance.LanceFragment) -> Note:
-        """Write one file with a value for every row of a fragment, null where rows were deleted."""
-        layout, metadata = self._layout(), fragment.metadata
-        note = Note(
-            fragment=metadata.id,
-            physical_rows=metadata.physical_rows,
-            base=layout.base(metadata),
-            file=f"{self._column.name}-{metadata.id}-{uuid.uuid4().hex}.lance",
-            rows=0,
-            unreadable=[],
-        )
-        schema = pa.schema([self._column.field])
-        version = self._store.dataset.data_storage_version
-        writer = LanceFileWriter(str(notes.folder / note.file), schema, version=version)
-        next_offset = 0
-        for piece in self._pieces(fragment, keep=layout.file(metadata) is not None):
-            encoded = self._encode_piece(piece)
-            note = _counted(note, piece, encoded)
-            values: list[Value] = []
-            for offset, value in zip(piece.offsets, encoded, strict=True):
-                values += [None] * (offset - next_offset) + [value]
-                next_offset = offset + 1
-            writer.write_batch(self._batch(values, schema))
-            self._done_rows += sum(kept is None for kept in piece.kept)
-            self._progress(self._done_rows, self._store.num_rows)
-        writer.write_batch(self._batch([None] * (metadata.physical_rows - next_offset), schema))
-        writer.close()
-        return note
-
-    def _batch(self, values: list[Value], schema: pa.Schema) -> pa.RecordBatch:
-        return pa.record_batch([pa.array(values, self._column.field.type)], schema=schema)
-
-    def _encode_piece(self, piece: _Piece) -> list[Value]:
-        todo = [i for i, kept in enumerate(piece.kept) if kept is None]
-        out = list(piece.kept)
-        if todo:
-            encoded = self._column.encode([piece.values[i] for i in todo])
-            for i, value in zip(todo, encoded, strict=True):
-                out[i] = value
-        return out
-
-    def _pieces(self, fragment: lance.LanceFragment, *, keep: bool) -> Iterator[_Piece]:
-        """A fragment's live rows, so many at a time, pictures decoded one piece ahead."""
-        with ThreadPoolExecutor(DECODE_THREADS) as pool:
-            ahead: _Piece | None = None
-            for piece in self._read(fragment, keep=keep):
-                if self._column.source == "picture":
-                    piece = replace(piece, values=[pool.submit(_decoded, value) for value in piece.values])
-                if ahead is not None:
-                    yield _awaited(ahead)
-                ahead = piece
-            if ahead is not None:
-                yield _awaited(ahead)
-
-    def _read(self, fragment: lance.LanceFragment, *, keep: bool) -> Iterator[_Piece]:
-        name, source = self._column.name, self._column.source
-        scanner = fragment.scanner(
-            columns=["id", source] + ([name] if keep else []),
-            with_row_address=True,
-            batch_size=self._column.batch_rows,
-            strict_batch_size=True,
-            batch_readahead=2,
-            io_buffer_size=READ_BUFFER_BYTES,
-        )
-        for batch in scanner.to_batches():
-            offsets = batch.column("_rowaddr").to_numpy() & np.uint64(0xFFFFFFFF)
-            yield _Piece(
-                offsets.astype(np.int64).tolist(),
-                batch.column("id").to_pylist(),
-                batch.column(source).to_pylist(),
-                batch.column(name).to_pylist() if keep else [None] * len(batch),
-            )
 
     # ---- committing
 
@@ -442,15 +307,3 @@ def _patiently(call: Callable[[], T]) -> T:
                 raise
             time.sleep(random.uniform(0.02, 0.1))
     return call()
-
-
-def _counted(note: Note, piece: _Piece, encoded: list[Value]) -> Note:
-    new = [i for i, kept in enumerate(piece.kept) if kept is None]
-    lost = [piece.ids[i] for i in new if encoded[i] is None]
-    return replace(note, rows=note.rows + len(new) - len(lost), unreadable=note.unreadable + lost)
-
-
-def _awaited(piece: _Piece) -> _Piece:
-    if piece.values and hasattr(piece.values[0], "result"):
-        return replace(piece, values=[value.result() for value in piece.values])
-    return piece

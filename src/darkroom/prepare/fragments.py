@@ -1,0 +1,134 @@
+"""The rows of one fragment: read in pieces, encoded, and written as the file that holds the column's values.
+
+A piece is the rows that share an encoder's batch. Which rows those are depends on the fragment alone, never
+on who reads it or from which row on.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+from lance.file import LanceFileWriter
+
+from darkroom.prepare.columns import Layout
+from darkroom.prepare.making import Column, Value
+from darkroom.prepare.notes import Note
+
+READ_BUFFER_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that share a batch: offsets in the fragment, ids, source values, values kept as they are."""
+
+    offsets: list[int]
+    ids: list[str]
+    values: list[Any]
+    kept: list[Value]
+
+    @property
+    def todo(self) -> list[int]:
+        """Which rows are to be encoded."""
+        return [i for i, kept in enumerate(self.kept) if kept is None]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A piece's values, those of unreadable rows null."""
+
+    offsets: list[int]  # ascending
+    values: pa.Array
+    rows: int  # how many were encoded now
+    unreadable: list[str] = field(default_factory=list)
+
+
+def read_pieces(
+    fragment: lance.LanceFragment,
+    column: Column,
+    *,
+    keep: bool,
+    first: int = 0,
+    count: int | None = None,
+) -> Iterator[Piece]:
+    """A fragment's live rows in pieces: all, or `count` from live row `first`, a multiple of batch_rows.
+
+    With `keep`, values that are there already stay.
+    """
+    name, source = column.name, column.source
+    scanner = fragment.scanner(
+        columns=["id", source] + ([name] if keep else []),
+        with_row_address=True,
+        batch_size=column.batch_rows,
+        strict_batch_size=True,
+        batch_readahead=2,
+        io_buffer_size=READ_BUFFER_BYTES,
+        offset=first or None,
+        limit=count,
+    )
+    for batch in scanner.to_batches():
+        offsets = batch.column("_rowaddr").to_numpy() & np.uint64(0xFFFFFFFF)
+        yield Piece(
+            offsets.astype(np.int64).tolist(),
+            batch.column("id").to_pylist(),
+            batch.column(source).to_pylist(),
+            batch.column(name).to_pylist() if keep else [None] * len(batch),
+        )
+
+
+def encode_piece(piece: Piece, ready: Sequence[Any], column: Column) -> Encoded:
+    """Encode the ready values of the rows to be encoded; the others keep what they have."""
+    values, todo = list(piece.kept), piece.todo
+    if todo:
+        for i, value in zip(todo, column.encode(ready), strict=True):
+            values[i] = value
+    lost = [piece.ids[i] for i in todo if values[i] is None]
+    return Encoded(piece.offsets, pa.array(values, column.field.type), len(todo) - len(lost), lost)
+
+
+class FragmentFile:
+    """One file with a value for every row of a fragment, null where rows were deleted or are unreadable."""
+
+    def __init__(
+        self, folder: Path, field: pa.Field, metadata: Any, layout: Layout, storage_version: str
+    ) -> None:
+        self._schema = pa.schema([field])
+        self._physical_rows, self._next = int(metadata.physical_rows), 0
+        self._fragment, self._base = int(metadata.id), layout.base(metadata)
+        self._file = f"{field.name}-{metadata.id}-{uuid.uuid4().hex}.lance"
+        self._rows, self._unreadable = 0, list[str]()
+        self._writer = LanceFileWriter(str(folder / self._file), self._schema, version=storage_version)
+
+    def add(self, encoded: Encoded) -> None:
+        """Write the values of the next rows."""
+        if not encoded.offsets:
+            return
+        end = encoded.offsets[-1] + 1
+        places = np.full(end - self._next, -1)
+        places[np.array(encoded.offsets) - self._next] = np.arange(len(encoded.offsets))
+        self._write(encoded.values.take(pa.array(places, mask=places < 0)))
+        self._next = end
+        self._rows += encoded.rows
+        self._unreadable += encoded.unreadable
+
+    def close(self) -> Note:
+        """Finish the file; the note says what is in it."""
+        self._write(pa.nulls(self._physical_rows - self._next, self._schema.field(0).type))
+        self._writer.close()
+        return Note(
+            fragment=self._fragment,
+            physical_rows=self._physical_rows,
+            base=self._base,
+            file=self._file,
+            rows=self._rows,
+            unreadable=self._unreadable,
+        )
+
+    def _write(self, values: pa.Array) -> None:
+        self._writer.write_batch(pa.record_batch([values], schema=self._schema))
