@@ -54,6 +54,11 @@ class CheckpointSettings(BaseModel):
 
     every: int = Field(default=500, gt=0, description="steps between checkpoints (the last is always saved)")
     keep: int = Field(default=2, ge=1, description="how many to keep; one goes only when a newer is proven")
+    url: str | None = Field(
+        default=None,
+        description="where they go instead of into the run: s3://bucket/prefix, or another address that "
+        "fsspec knows; one run's own, from which it goes on in any folder (extra: s3)",
+    )
     background: bool = Field(
         default=True, description="write while training goes on: a step waits only for the copy of the state"
     )
@@ -140,17 +145,29 @@ def write_share(beside: Path, rank: int, size: int, tensors: Tensors, parts: Par
     """Write what one of `size` processes holds or has taken on, and last what it wrote."""
     beside.mkdir(parents=True, exist_ok=True)
     files = {}
+    for name, chunks, cut in share_of(rank, size, tensors, parts):
+        files[name] = _write_hashed(beside / name, chunks) | cut
+    written = beside / f".{index_name(rank)}"
+    _write_hashed(written, as_json(files))
+    sync_folder(beside)
+    written.rename(beside / index_name(rank))
+
+
+def share_of(
+    rank: int, size: int, tensors: Tensors, parts: Parts
+) -> Iterator[tuple[str, Iterator[bytes | memoryview], dict[str, Any]]]:
+    """The files that one of `size` processes writes: name, content, and which rows of what are in it."""
     for kind, named in tensors.items():
         if not named and rank:
             continue
         name = f"{kind}.safetensors" if size == 1 else f"{kind}-{rank:05d}.safetensors"
-        files[name] = _write_hashed(beside / name, _safetensors(named))
-        if cut := {key: parts[_weight(key)] for key in named if _weight(key) in parts and named[key].dim()}:
-            files[name]["parts"] = cut
-    written = beside / f".{_index(rank)}"
-    _write_hashed(written, _json(files))
-    sync_folder(beside)
-    written.rename(beside / _index(rank))
+        cut = {key: parts[_weight(key)] for key in named if _weight(key) in parts and named[key].dim()}
+        yield name, _safetensors(named), {"parts": cut} if cut else {}
+
+
+def manifest_of(step: int, files: Mapping[str, Any]) -> dict[str, Any]:
+    """What binds the files of a checkpoint together."""
+    return {"format": FORMAT, "darkroom": darkroom.__version__, "step": step, "files": files}
 
 
 def complete(
@@ -166,11 +183,10 @@ def complete(
     files: dict[str, Any] = {}
     for rank in range(size):
         files |= _await(beside, rank, wait_s)
-    files["state.json"] = _write_hashed(beside / "state.json", _json(scalars))
-    manifest = {"format": FORMAT, "darkroom": darkroom.__version__, "step": step, "files": files}
-    _write_hashed(beside / "manifest.json", _json(manifest))
+    files["state.json"] = _write_hashed(beside / "state.json", as_json(scalars))
+    _write_hashed(beside / "manifest.json", as_json(manifest_of(step, files)))
     for rank in range(size):
-        (beside / _index(rank)).unlink()
+        (beside / index_name(rank)).unlink()
     sync_folder(beside)
     folder = beside.parent
     final = folder / f"step-{step:08d}"
@@ -188,13 +204,13 @@ def complete(
 def _await(beside: Path, rank: int, wait_s: float) -> dict[str, Any]:
     """What a process wrote, when it has."""
     until = time.monotonic() + wait_s
-    while not (beside / _index(rank)).exists():
-        if (failed := beside / f"{_index(rank)}.failed").exists():
+    while not (beside / index_name(rank)).exists():
+        if (failed := beside / f"{index_name(rank)}.failed").exists():
             raise CheckpointError(f"rank {rank} could not write its share ({failed.name})")
         if time.monotonic() > until:
             raise CheckpointError(f"rank {rank} has not written its share for {wait_s:g} s")
         time.sleep(0.02)
-    found: dict[str, Any] = json.loads((beside / _index(rank)).read_bytes())
+    found: dict[str, Any] = json.loads((beside / index_name(rank)).read_bytes())
     return found
 
 
@@ -202,10 +218,10 @@ def note_failure(beside: Path, rank: int) -> None:
     """Tell the process that binds the shares that this one will not come; takes no space on the disk."""
     with suppress(OSError):
         beside.mkdir(parents=True, exist_ok=True)
-        (beside / f"{_index(rank)}.failed").touch()
+        (beside / f"{index_name(rank)}.failed").touch()
 
 
-def _index(rank: int) -> str:
+def index_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
@@ -268,22 +284,24 @@ def _verify(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
         files: dict[str, dict[str, Any]] = manifest["files"]
-        if strange := [name for name in files if Path(name).name != name]:
-            raise ValueError(f"'{strange[0]}' is no file name")
+        told = check_manifest(manifest, step_of(path))
         with ThreadPoolExecutor(4) as threads:  # hashlib lets other threads run
             damage = threads.map(lambda name: _damage(path / name, files[name]), files)
-            damaged = [told for told in damage if told]
-        if (
-            manifest["format"] not in (1, FORMAT)
-            or manifest["step"] != step_of(path)
-            or "state.json" not in files
-        ):
-            damaged.append("manifest.json does not belong to it")
+            damaged = [*filter(None, damage), *told]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint '{path}' is damaged: manifest.json: {error}") from error
     if damaged:
         raise CheckpointError(f"checkpoint '{path}' is damaged: {', '.join(damaged)}")
     return manifest
+
+
+def check_manifest(manifest: Mapping[str, Any], step: int) -> list[str]:
+    """What is wrong with the list of a checkpoint of this step; ValueError for names that lead elsewhere."""
+    files = manifest["files"]
+    if strange := [name for name in files if Path(name).name != name]:
+        raise ValueError(f"'{strange[0]}' is no file name")
+    whole = manifest["format"] in (1, FORMAT) and manifest["step"] == step and "state.json" in files
+    return [] if whole else ["manifest.json does not belong to it"]
 
 
 def _damage(file: Path, said: Mapping[str, Any]) -> str | None:
@@ -309,7 +327,7 @@ def _write_hashed(file: Path, chunks: Iterator[bytes | memoryview]) -> dict[str,
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _json(content: Mapping[str, Any]) -> Iterator[bytes]:
+def as_json(content: Mapping[str, Any]) -> Iterator[bytes]:
     # Python writes a float so that reading gives the same bits back.
     yield (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 

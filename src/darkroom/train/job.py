@@ -29,6 +29,7 @@ from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
 from darkroom.train.objective import Objective
 from darkroom.train.parallel import check_batch
+from darkroom.train.places import check_url
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
@@ -197,6 +198,7 @@ def check_settings(recipe: Recipe) -> None:
     check_together(recipe)
     check_micro_batch(train)
     check_tracker(recipe.track)
+    check_url(recipe.checkpoint.url)
     if optim.warmup_steps > train.steps:
         raise RecipeError(
             "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"

@@ -37,8 +37,17 @@ def phase_recipes(recipe: Recipe, out: Path) -> Iterator[tuple[Path, Recipe]]:
     before: Path | None = None
     for i, phase in enumerate(recipe.phases):
         folder = out / f"phase-{i + 1}-{phase.resolution}px"
-        yield folder, _recipe_of(recipe, i, phase, before)
+        one = _recipe_of(recipe, i, phase, before)
+        yield folder, with_address(one, folder.name)
         before = folder
+
+
+def with_address(recipe: Recipe, name: str) -> Recipe:
+    """A recipe of several that share an address for checkpoints: with a place of its own there."""
+    if recipe.checkpoint.url is None:
+        return recipe
+    own = recipe.checkpoint.model_copy(update={"url": f"{recipe.checkpoint.url.rstrip('/')}/{name}"})
+    return recipe.model_copy(update={"checkpoint": own})
 
 
 def _recipe_of(recipe: Recipe, i: int, phase: PhaseSettings, before: Path | None) -> Recipe:

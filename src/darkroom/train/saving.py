@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,8 @@ import torch
 from torch import Tensor
 
 from darkroom.errors import CheckpointError
-from darkroom.train.checkpoint import (
-    Parts,
-    Tensors,
-    checkpoints,
-    clear_leftovers,
-    complete,
-    note_failure,
-    place_beside,
-    step_of,
-    write_share,
-)
+from darkroom.train.checkpoint import Parts, Tensors
+from darkroom.train.places import Kept, LocalPlace, Place
 from darkroom.train.ranks import Ranks
 
 Say = Callable[[str], None]
@@ -35,13 +27,17 @@ Say = Callable[[str], None]
 class Saver:
     """Writes checkpoints of one session, one at a time, behind the training loop."""
 
-    def __init__(self, folder: Path, *, keep: int, ranks: Ranks, say: Say, background: bool = True) -> None:
-        self._folder, self._keep, self._ranks, self._say = folder, keep, ranks, say
+    def __init__(
+        self, place: Place | Path, *, keep: int, ranks: Ranks, say: Say, background: bool = True
+    ) -> None:
+        """`place` is where checkpoints go: a folder, or an address."""
+        self.place = LocalPlace(place) if isinstance(place, Path) else place
+        self._keep, self._ranks, self._say = keep, ranks, say
         self._background = background
-        folder.mkdir(parents=True, exist_ok=True)
         if ranks.first:
-            clear_leftovers(folder)
-        self._token: str = ranks.tell(lambda: f"{os.getpid()}-{os.urandom(3).hex()}")
+            self.place.prepare()
+        # By time, so that of two saves of one step the later one is found first.
+        self._token: str = ranks.tell(lambda: f"{time.time_ns():x}-{os.urandom(3).hex()}")
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
         self._pinned: dict[str, Tensor] = {}
@@ -65,6 +61,13 @@ class Saver:
         )
         self._thread.start()
 
+    def newest(self) -> Kept | None:
+        """The newest checkpoint that is there, where it can be seen."""
+        try:
+            return next(reversed(self.place.kept()), None)
+        except Exception:  # an address that cannot be reached
+            return None
+
     def finish(self) -> None:
         """Wait for what is being written; CheckpointError where it failed: nothing comes after it."""
         self._settle(last=True)
@@ -76,10 +79,8 @@ class Saver:
         error, self._failed = self._failed, None
         if error is None:
             return
-        kept = checkpoints(self._folder)
-        intact = (
-            f"the checkpoint of step {step_of(kept[-1])} is intact" if kept else "there is none before it"
-        )
+        kept = self.newest()
+        intact = f"the checkpoint of step {kept.step} is intact" if kept else "there is none before it"
         told = f"a checkpoint could not be written: {error}; {intact}"
         if last:
             raise CheckpointError(told) from error
@@ -109,14 +110,11 @@ class Saver:
         return held.copy_(tensor, non_blocking=True)
 
     def _write(self, step: int, tensors: Tensors, scalars: Mapping[str, Any], parts: Parts) -> None:
-        ranks, beside = self._ranks, place_beside(self._folder, step, self._token)
+        ranks, place = self._ranks, self.place
         try:
-            write_share(beside, ranks.rank, ranks.size, tensors, parts)
+            place.write_share(step, self._token, ranks.rank, ranks.size, tensors, parts)
             if ranks.first:
-                complete(beside, step, ranks.size, scalars, keep=self._keep)
+                place.complete(step, self._token, ranks.size, scalars, self._keep)
         except Exception as error:
             self._failed = error
-            if ranks.first:
-                clear_leftovers(self._folder)
-            else:
-                note_failure(beside, ranks.rank)
+            place.failed(step, self._token, ranks.rank)

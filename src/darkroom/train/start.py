@@ -12,21 +12,15 @@ from typing import TYPE_CHECKING, Any
 from darkroom import hardware
 from darkroom.data import Store
 from darkroom.errors import InputError, RecipeError
-from darkroom.run import Run, is_free, numbered_folder
+from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.build import keep_tokenizer
-from darkroom.train.checkpoint import (
-    Checkpoint,
-    checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    open_checkpoint,
-    step_of,
-)
+from darkroom.train.checkpoint import Checkpoint, load_checkpoint
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
 from darkroom.train.phases import train_phases
-from darkroom.train.ranks import Ranks, joined
+from darkroom.train.places import Place, RemotePlace, newest, place_of, take_records
+from darkroom.train.ranks import ALONE, Ranks, joined
 from darkroom.train.result import write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
 from darkroom.train.tracking import NoTracker, make_tracker
@@ -61,7 +55,7 @@ def train(
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             return train_phases(recipe, Path(out), partial(_phase, feed=feed, console=console), say)
-        place = _place(ranks, Path(out), resume)
+        place = _place(ranks, Path(out), resume, recipe, say)
         if estimate is not None:
             say(str(estimate))
         if place.run is None:
@@ -99,10 +93,10 @@ class _Place:
     start: Checkpoint | None = None
 
 
-def _place(ranks: Ranks, out: Path, resume: str) -> _Place:
+def _place(ranks: Ranks, out: Path, resume: str, recipe: Recipe, say: Say) -> _Place:
     """Rank 0 looks, so that what it makes a moment later misleads nobody."""
     if resume == "auto":
-        there = ranks.tell((out / "recipe.yaml").is_file)
+        there = ranks.tell(lambda: (out / "recipe.yaml").is_file() or _fetch_run(recipe, out, say))
         return _Place(out, Run.open(out) if there else None)
     free = Path(ranks.tell(lambda: str(numbered_folder(out))))
     if resume == "never":
@@ -115,11 +109,32 @@ def _place(ranks: Ranks, out: Path, resume: str) -> _Place:
     return _Place(free, start=load_checkpoint(start))
 
 
+def _fetch_run(recipe: Recipe, out: Path, say: Say) -> bool:
+    """Make the run anew that an address holds, if it does; what it made along the way is not there."""
+    if recipe.checkpoint.url is None or not is_free(out):
+        return False
+    place, found = newest([RemotePlace(recipe.checkpoint.url, out)], say, ALONE)
+    if place is None or found is None:
+        return False
+    before = type(recipe).model_validate(found.scalars["recipe"])
+    take_records(found, out)
+    there = (out / ENVIRONMENT).is_file()
+    Run.create(out, before.dump(), Run(out).environment if there else {"store": found.scalars["store"]})
+    say(f"'{out}' is made from {place.address}, which holds this run up to step {found.step}")
+    return True
+
+
 def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say, ranks: Ranks) -> TrainResult:
     if not ranks.tell(lambda: is_free(place.path)):
         raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
     if place.start is not None and place.start.step >= recipe.train.steps:
         raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
+    if ranks.tell(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
+        raise RecipeError(
+            "checkpoint.url",
+            f"'{recipe.checkpoint.url}' holds another run's checkpoints",
+            mend="choose another prefix, or go on with that run: --resume auto and a new --out",
+        )
     for note in recipe.derived:
         say(note)
     try:
@@ -143,16 +158,15 @@ def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say, ranks: Ra
         return trainer.train()
 
 
-def _newest(run: Run, say: Say, ranks: Ranks) -> Checkpoint | None:
-    """The newest whole checkpoint: rank 0 verifies, the others read what it found whole."""
-    found = newest_checkpoint(run.checkpoints, say) if ranks.first else None
-    path = ranks.tell(lambda: found and str(found.path))
-    return found if ranks.first or path is None else open_checkpoint(Path(path))
+def _places(run: Run, *recipes: Recipe) -> list[Place]:
+    """Where a run's checkpoints may be, now and before: the first is where they are now."""
+    urls = dict.fromkeys([*(recipe.checkpoint.url for recipe in recipes), None])
+    return [place_of(url, run.path) for url in urls]
 
 
 def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say, ranks: Ranks) -> TrainResult:
     before = type(recipe).model_validate(ranks.tell(lambda: run.recipe))
-    checkpoint = _newest(run, say, ranks)
+    place, checkpoint = newest(_places(run, recipe, before), say, ranks)
     step = checkpoint.step if checkpoint else 0
     notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
     if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
@@ -162,7 +176,9 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say, ranks: Ranks) 
     store = ranks.tell(lambda: run.environment.get("store", {}))
     ranks.in_turn(run.tidy)
     micro = checkpoint.scalars["micro_batch"] if checkpoint else None
-    pinned = Pinned(run.path, store.get("version"), store.get("rows"), micro)
+    here = not has_own_store(recipe) or Path(store_path(recipe, run.path)).exists()
+    version = ranks.tell(lambda: store.get("version") if here else None)
+    pinned = Pinned(run.path, version, store.get("rows"), micro)
     job = make_job(recipe, pinned, feed, say, ranks)
     if checkpoint:
         notes += check_environment(checkpoint.scalars["environment"], job.environment)
@@ -171,8 +187,8 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say, ranks: Ranks) 
         run.truncate(step if checkpoint else -1)
         run.set_recipe(recipe.dump())
         run.add_session({**hardware.environment(), "store": dict(job.store)})
-        if checkpoint is None:
-            keep_tokenizer(recipe.model, job.task.model, run.path)
+        keep_tokenizer(recipe.model, job.task.model, run.path)
+        if checkpoint is None or isinstance(place, RemotePlace):
             _pin_store(recipe, job, run, say)
 
     ranks.in_turn(prepare_run)
@@ -180,8 +196,10 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say, ranks: Ranks) 
     say(f"going on after step {step} of {recipe.train.steps}")
     for note in notes:
         say(f"note: {note}")
-    if checkpoint:
+    if checkpoint and place:
         trainer.restore(checkpoint)
+        ranks.meet()
+        place.forget()
     return trainer.train()
 
 
@@ -229,7 +247,7 @@ def export(
     as_file = target.suffix == ".safetensors"
     if kohya and not as_file:
         raise InputError(f"--kohya with the folder '{to}'", allowed="--to FILE.safetensors")
-    state = _state(source, checkpoint, say)
+    state = _state(source, recipe, checkpoint, say)
     values = (state.tensors.get("ema") if ema else None) or state.tensors["weights"]
     if as_file:
         return write_adapter_file(recipe, values, target, name=target.stem, kohya=kohya)
@@ -237,14 +255,15 @@ def export(
     return target
 
 
-def _state(run: Run, step: int | None, say: Say) -> Checkpoint:
-    there = checkpoints(run.checkpoints)
+def _state(run: Run, recipe: Recipe, step: int | None, say: Say) -> Checkpoint:
+    places = _places(run, recipe)
     if step is None:
-        newest = newest_checkpoint(run.checkpoints, say)
-        if newest is None:
+        found = newest(places, say, ALONE)[1]
+        if found is None:
             raise InputError(f"'{run.path}' has no checkpoint yet")
-        return newest
-    for path in there:
-        if step_of(path) == step:
-            return load_checkpoint(path)
-    raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(step_of(path)) for path in there))
+        return found
+    there = [(kept, place) for place in places for kept in place.kept()]
+    for kept, place in reversed(there):
+        if kept.step == step:
+            return place.load(kept)
+    raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(kept.step) for kept, _ in there))

@@ -10,6 +10,7 @@ from darkroom.bill import Bill
 from darkroom.errors import Stopped
 from darkroom.run import Run
 from darkroom.train.defaults import SUBJECT_TASKS
+from darkroom.train.phases import with_address
 from darkroom.train.start import train
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def sweep(
         told = ", ".join(f"{key}={value}" for key, value in settings.items())
         console(f"{folder.name} of {len(recipes)}: {told}")
         others = [one for one in folders if one != folder]
-        results.append(train(_within(recipe, out, others), out=folder, resume=resume, console=console))
+        one = with_address(_within(recipe, out, others), folder.name)
+        results.append(train(one, out=folder, resume=resume, console=console))
     return results
 
 

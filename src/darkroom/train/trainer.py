@@ -22,10 +22,11 @@ from darkroom.bill import Bill, Meter, format_seconds, format_usd
 from darkroom.count import UncountedOperation
 from darkroom.errors import CheckpointError, DarkroomError, Stopped
 from darkroom.run import BILL, ENDED, Run, write_whole
-from darkroom.train.checkpoint import Checkpoint, checkpoints, load_checkpoint, step_of
+from darkroom.train.checkpoint import Checkpoint
 from darkroom.train.job import Job, Say
 from darkroom.train.odd import FILE, OddBatches, is_odd
 from darkroom.train.optimisers import optimiser_numbers, optimiser_tensors, restore_optimiser
+from darkroom.train.places import newest, place_of
 from darkroom.train.ranks import Agreement, Watch
 from darkroom.train.result import write_results, write_whole_model
 from darkroom.train.saving import Saver
@@ -37,6 +38,7 @@ from darkroom.train.watch import heldout_metrics, reconstruction_grid, sample_gr
 from darkroom.train.weights import held_rows
 
 BILL_EVERY_S = 10.0  # what a killed process's bill may lack
+STOP = threading.Event()  # asks for a stop where signals do not come: training in a thread
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,8 @@ class Trainer:
         self.ranks = ranks
         devices = ranks.size if job.device.type == "cuda" else ranks.size // ranks.local_size
         self.meter = Meter(job.device, run.bill(), num_devices=max(1, devices))
-        self.saver = Saver(
-            run.checkpoints, keep=settings.keep, ranks=ranks, say=say, background=settings.background
-        )
+        place = place_of(settings.url, run.path)
+        self.saver = Saver(place, keep=settings.keep, ranks=ranks, say=say, background=settings.background)
         self._agreed = Agreement(ranks)
         self._watch = Watch(ranks, job.recipe.parallel.timeout_s, print)
         self.last_row: dict[str, Any] = {}
@@ -174,7 +175,11 @@ class Trainer:
                 self._train(batches)
         except _RollBack as back:
             self.saver.finish()
-            self.restore(load_checkpoint(back.path))
+            _, found = newest([self.saver.place], self.say, self.ranks)
+            if found is None:
+                raise CheckpointError("the checkpoint to go back to is gone") from back
+            self.restore(found)
+            self.saver.place.forget()
             self.ranks.in_turn(lambda: self.run.truncate(self.k))
             self._agreed.close()
             self.say(f"going on after step {self.k}, without the batches in {FILE}")
@@ -298,11 +303,11 @@ class Trainer:
             return
         self._write(*rows[: rows.index(first)])
         self.saver.finish()
-        kept = checkpoints(self.run.checkpoints)
-        if policy == "rollback" and kept and self._odd.may_roll_back(step_of(kept[-1])):
-            self._odd.write(odd[:1], "rollback", to=step_of(kept[-1]), first=self.ranks.first)
+        kept = self.ranks.tell(lambda: (found := self.saver.newest()) and found.step)
+        if policy == "rollback" and kept is not None and self._odd.may_roll_back(kept):
+            self._odd.write(odd[:1], "rollback", to=kept, first=self.ranks.first)
             self.say(f"warning: {told}; {self._kept()}")
-            raise _RollBack(kept[-1])
+            raise _RollBack
         self._odd.write(odd[:1], "stop", first=self.ranks.first)
         raise DarkroomError(
             f"{told}; {self._kept()}; its rows are in {FILE}; start a new run with a lower optim.lr (now "
@@ -325,8 +330,8 @@ class Trainer:
         return found
 
     def _kept(self) -> str:
-        kept = checkpoints(self.run.checkpoints)
-        return f"the checkpoint of step {step_of(kept[-1])} is kept" if kept else "no checkpoint was due yet"
+        kept = self.saver.newest()
+        return f"the checkpoint of step {kept.step} is kept" if kept else "no checkpoint was due yet"
 
     def _write(self, *rows: dict[str, Any]) -> None:
         if self.ranks.first:
@@ -457,7 +462,8 @@ class Trainer:
             write_results(self.recipe, self.task.model, self.step.averaged(), measured, self.run.path)
             return
         # No rank holds the whole model: the last checkpoint does.
-        tensors = load_checkpoint(checkpoints(self.run.checkpoints)[-1]).tensors
+        place = self.saver.place
+        tensors = place.load(place.kept()[-1]).tensors
         values = tensors.get("ema") or tensors["weights"]
         write_whole_model(self.recipe, values, measured, self.run.path, self.run.model)
 
@@ -485,11 +491,7 @@ def result_of(run: Run) -> TrainResult:
 
 
 class _RollBack(Exception):
-    """Training has to go on from this checkpoint."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.path = path
+    """Training has to go on from the last checkpoint."""
 
 
 @contextmanager
@@ -515,7 +517,12 @@ class StopRequest:
     """Whether Ctrl-C or SIGTERM came. A second one ends the process at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self._noted = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether one came, or `STOP` was set."""
+        return self._noted or STOP.is_set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -533,9 +540,9 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self._noted:
             raise KeyboardInterrupt
-        self.asked = True
+        self._noted = True
 
 
 def _due(k: int, every: int) -> bool:
