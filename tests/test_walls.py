@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
-    {"errors", "hardware", "count", "progress"},
+    {"errors", "hardware", "count", "progress", "tidy"},
     {"bill"},
     {"run"},
     {"models", "data"},

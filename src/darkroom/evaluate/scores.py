@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.errors import InputError
+from darkroom.tidy import append_rows, check_table, read_rows
 
 
 class Score(BaseModel):
@@ -48,9 +44,6 @@ class Score(BaseModel):
         return "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
 
 
-COLUMNS = tuple(Score.model_fields)
-
-
 def finite(value: float) -> float | None:
     """A number, or None where there is none."""
     return value if math.isfinite(value) else None
@@ -58,58 +51,14 @@ def finite(value: float) -> float | None:
 
 def append_scores(path: Path | str, scores: Iterable[Score]) -> Path:
     """Add rows to a CSV, which is replaced whole; InputError where the file has other columns."""
-    target = Path(path)
-    before = check_scores_file(target)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    if not before:
-        writer.writerow(COLUMNS)
-    writer.writerows([_cell(getattr(score, name)) for name in COLUMNS] for score in scores)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(
-        before + ("" if before.endswith("\n") or not before else "\n") + text.getvalue(), "utf-8"
-    )
-    beside.replace(target)
-    return target
+    return append_rows(Path(path), Score, scores, digits=9)
 
 
 def check_scores_file(path: Path) -> str:
     """What stands in the file, empty where there is none; InputError unless scores can be added to it."""
-    if path.is_dir():
-        raise InputError(f"'{path}' is a folder", mend="give the name of a CSV file")
-    place = next(parent for parent in path.absolute().parents if parent.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise InputError(f"'{path}' cannot be written: '{place}' takes no files", mend="choose another --out")
-    try:
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
-    except UnicodeDecodeError as error:
-        raise InputError(f"'{path}' is no table of scores", mend="write to a new file") from error
-    header = tuple(next(csv.reader(io.StringIO(before)), ()))
-    if before and header != COLUMNS:
-        raise InputError(
-            f"'{path}' is no table of scores: it has the columns {', '.join(header)[:80]}",
-            mend="write to a new file",
-        )
-    return before
+    return check_table(path, Score)
 
 
 def read_scores(path: Path | str) -> list[Score]:
     """The rows of a table of scores."""
-    if not Path(path).is_file():
-        raise InputError(f"no file '{path}'")
-    rows = csv.DictReader(io.StringIO(check_scores_file(Path(path))))
-    return [_row(cells) for cells in rows]
-
-
-def _row(cells: dict[str, str]) -> Score:
-    told: dict[str, Any] = {name: text for name, text in cells.items() if text}
-    return Score.model_validate(told | {"settings": json.loads(cells["settings"] or "{}")})
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True)
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
+    return read_rows(Path(path), Score)

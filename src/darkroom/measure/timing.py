@@ -6,9 +6,6 @@ synchronised around every call, and a row says what it ran on and with which ver
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import os
 import statistics
 import time
@@ -22,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
 from darkroom.hardware import PeakMemory, git_commit, machine, mfu, price, versions
+from darkroom.tidy import append_rows, read_rows
 
 T = TypeVar("T")
 
@@ -187,59 +185,13 @@ def measurement(
 
 
 def append_csv(path: Path | str, rows: Iterable[Measurement]) -> Path:
-    """Add rows to a table; the file is replaced whole, so that a reader never sees half of one.
-
-    Raises InputError where the file has other columns.
-    """
-    target = Path(path)
-    before = target.read_text(encoding="utf-8") if target.exists() else ""
-    if before:
-        _check_header(target, before)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    if not before:
-        writer.writerow(COLUMNS)
-    writer.writerows([_cell(getattr(row, name)) for name in COLUMNS] for row in rows)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(
-        before + ("" if before.endswith("\n") or not before else "\n") + text.getvalue(), "utf-8"
-    )
-    beside.replace(target)
-    return target
+    """Add rows to a table, which is replaced whole; InputError where the file has other columns."""
+    return append_rows(Path(path), Measurement, rows)
 
 
 def read_csv(path: Path | str) -> list[Measurement]:
     """The rows of a table. Raises InputError where it is not one."""
-    source = Path(path)
-    if not source.is_file():
-        raise InputError(f"no file {source}")
-    text = source.read_text(encoding="utf-8")
-    _check_header(source, text)
-    return [_row(cells) for cells in csv.DictReader(io.StringIO(text))]
-
-
-def _check_header(path: Path, text: str) -> None:
-    header = tuple(next(csv.reader(io.StringIO(text)), ()))
-    if header != COLUMNS:
-        raise InputError(
-            f"{path} has the columns {', '.join(header)}",
-            allowed=", ".join(COLUMNS),
-            mend="write to a new file",
-        )
-
-
-def _row(cells: Mapping[str, str]) -> Measurement:
-    as_json = {name: json.loads(cells[name] or "{}") for name in ("settings", "versions")}
-    return Measurement.model_validate({name: text for name, text in cells.items() if text} | as_json)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return json.dumps(value, sort_keys=True)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return read_rows(Path(path), Measurement)
 
 
 def _timed(call: Callable[[], object], device: str) -> float:

@@ -127,8 +127,3 @@ def _weights(starts: list[int], span: int, device: torch.device) -> list[torch.T
 
 def _ramp(length: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(length, device=device) + 0.5) / length
-
-
-def largest_tile(limit_pixels: int, factor: int) -> int:
-    """The side of the largest square tile within so many pixels, a multiple of the VAE's factor."""
-    return max(factor, math.isqrt(limit_pixels) // factor * factor)

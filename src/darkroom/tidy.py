@@ -1,0 +1,82 @@
+"""Tidy tables: one CSV, one row a finding, its columns the fields of a pydantic model.
+
+A table is replaced whole when rows are added, so that a reader never sees half of one.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from darkroom.errors import InputError
+
+Row = TypeVar("Row", bound=BaseModel)
+
+
+def append_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, digits: int = 6) -> Path:
+    """Add rows, numbers with `digits` significant ones; InputError where the file is another table."""
+    columns = tuple(kind.model_fields)
+    before = check_table(path, kind)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if not before:
+        writer.writerow(columns)
+    writer.writerows([_cell(getattr(row, name), digits) for name in columns] for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(
+        before + ("" if before.endswith("\n") or not before else "\n") + text.getvalue(), "utf-8"
+    )
+    beside.replace(path)
+    return path
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """The rows of a table; InputError where there is none."""
+    if not path.is_file():
+        raise InputError(f"no file '{path}'")
+    dicts = [name for name, field in kind.model_fields.items() if "dict" in str(field.annotation)]
+    found = []
+    for cells in csv.DictReader(io.StringIO(_text(path, kind))):
+        told = {name: text for name, text in cells.items() if text}
+        found.append(kind.model_validate(told | {name: json.loads(cells[name] or "{}") for name in dicts}))
+    return found
+
+
+def check_table(path: Path, kind: type[Row]) -> str:
+    """What stands in the file, empty where there is none; InputError unless rows can be added to it."""
+    if path.is_dir():
+        raise InputError(f"'{path}' is a folder", mend="give the name of a CSV file")
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise InputError(f"'{path}' cannot be written: '{place}' takes no files", mend="choose another --out")
+    return _text(path, kind) if path.exists() else ""
+
+
+def _text(path: Path, kind: type[Row]) -> str:
+    what = f"no table of {kind.__name__.lower()}s"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' is {what}", mend="write to a new file") from error
+    header = tuple(next(csv.reader(io.StringIO(text)), ()))
+    if text and header != tuple(kind.model_fields):
+        raise InputError(
+            f"'{path}' is {what}: it has the columns {', '.join(header)[:80]}", mend="write to a new file"
+        )
+    return text
+
+
+def _cell(value: object, digits: int) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
