@@ -24,7 +24,7 @@ def small() -> models.Model:
 
 
 def test_every_case_is_compared_with_diffusers(small: models.Model) -> None:
-    rows = bench_backends(small, cases=(PLAIN, "torch bf16"), steps=2, repeats=3)
+    rows = list(bench_backends(small, cases=(PLAIN, "torch bf16"), steps=2, repeats=3))
     by_name = {(row.benchmark.removeprefix("backends-"), row.case): row for row in rows}
     assert set(by_name) == {
         *((kind, name) for kind in ("unet", "picture") for name in (DIFFUSERS, PLAIN, "torch bf16")),
@@ -48,7 +48,7 @@ def test_a_case_that_cannot_be_opened_is_a_row(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "file"))
-    rows = bench_backends(small, cases=(PLAIN, "openvino bf16"), steps=1, repeats=1, pictures=0)
+    rows = list(bench_backends(small, cases=(PLAIN, "openvino bf16"), steps=1, repeats=1, pictures=0))
     (failed,) = [row for row in rows if row.case == "openvino bf16"]
     assert failed.median_s is None
     assert "DARKROOM_CACHE" in failed.note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,12 +13,15 @@ from darkroom.cli.door import Json, Out, bench, columns, console, show
 from darkroom.errors import InputError
 
 
-def _measured(rows: list[Any], out: Path | None, as_json: bool) -> None:
-    """Print measurements and append them to a CSV."""
+def _measured(found: Iterable[Any], out: Path | None, as_json: bool) -> None:
+    """Append measurements to a CSV as they come, and print them."""
     from darkroom.measure import append_csv
 
-    if out is not None:
-        append_csv(out, rows)
+    rows = []
+    for row in found:
+        rows.append(row)
+        if out is not None:
+            append_csv(out, [row])
     shown = ("benchmark", "case", "median_s", "ratio", "ratio_to", "images_per_s", "repeats", "note")
     show(rows, as_json, lambda: columns([{name: getattr(row, name) for name in shown} for row in rows]))
 
