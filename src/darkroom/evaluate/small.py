@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from darkroom.errors import ModelError
 from darkroom.evaluate.preprocess import FILE as PREPROCESS_FILE
+from darkroom.models.tensor_file import write_tensors
 
 KIND = "darkroom-extractor"
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -159,15 +160,13 @@ def normalised(pixels_B3HW: Tensor) -> Tensor:
 
 def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -> None:
     """Write an extractor's folder: beside its place first, then renamed into it."""
-    from safetensors.torch import save_file
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         beside.chmod(0o755)
         state = {name: value.float().contiguous().cpu() for name, value in network.state_dict().items()}
-        save_file(state, str(beside / WEIGHTS_FILE))
-        save_file({name: values.contiguous() for name, values in seen.items()}, str(beside / SEEN_FILE))
+        write_tensors(beside / WEIGHTS_FILE, state)
+        write_tensors(beside / SEEN_FILE, {name: values.contiguous() for name, values in seen.items()})
         (beside / CONFIG_FILE).write_text(json.dumps(network.config, indent=2) + "\n")
         (beside / PREPROCESS_FILE).write_text(json.dumps(_preprocess(network.resolution), indent=2) + "\n")
         if folder.exists():

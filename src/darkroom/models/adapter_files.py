@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from darkroom.errors import ModelError
+from darkroom.models.tensor_file import write_tensors
 
 MAX_HEADER_BYTES = 32 * 1024**2
 """kohya's files list every tag of the training set in their header: some megabytes."""
@@ -138,12 +139,10 @@ def hash_of(path: Path) -> str:
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
     """Write beside the place, then rename into it."""
-    from safetensors.torch import save_file
-
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, beside, metadata=metadata)
+        write_tensors(beside, tensors, metadata)
         os.replace(beside, path)
     except OSError as error:
         raise ModelError(f"'{path}' cannot be written: {error.strerror or error}") from error

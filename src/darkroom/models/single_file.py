@@ -23,6 +23,7 @@ from darkroom.models import original
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model
 from darkroom.models.original import UNET, VAE, Weights
+from darkroom.models.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -317,8 +318,6 @@ def _tell_unused(path: Path, keys: set[str]) -> None:
 
 def save_single_file(model: Model, path: str | Path) -> Path:
     """Write a model as one file in the original layout, whole or not at all; weights keep their type."""
-    from safetensors.torch import save_file
-
     path = Path(path)
     if path.suffix.lower() != SUFFIX:
         raise ModelError(f"'{path}'", allowed=f"a name that ends in {SUFFIX}")
@@ -326,7 +325,7 @@ def save_single_file(model: Model, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        save_file(weights, str(beside), metadata=_metadata(model))
+        write_tensors(beside, weights, _metadata(model))
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

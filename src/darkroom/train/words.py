@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
+from darkroom.models.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from darkroom.models import Model
@@ -125,13 +126,11 @@ def write_words(values: Mapping[str, Tensor], word: WordSettings, path: Path) ->
 
     Of one encoder {token: [n, D]}; of SDXL's two `clip_l` and `clip_g`, as its scripts write them.
     """
-    from safetensors.torch import save_file
-
     rows = [
         value.detach().to("cpu", torch.float32) for name, value in values.items() if name.endswith(".added")
     ]
     names = [word.token] if len(rows) == 1 else list(SDXL_KEYS)
     tensors = {name: value.contiguous() for name, value in zip(names, rows, strict=True)}
     beside = path.with_name(f".{path.name}")
-    save_file(tensors, beside, metadata={"format": "pt", "token": word.token, "initial": word.initial})
+    write_tensors(beside, tensors, {"format": "pt", "token": word.token, "initial": word.initial})
     return beside.replace(path)
