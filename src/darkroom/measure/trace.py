@@ -106,8 +106,7 @@ def told_of(trace: Sequence[Asked]) -> dict[str, Any]:
 def sizes_for(model: Model) -> list[tuple[int, int]]:
     """The model's own square, a wide one and a high one of three quarters of it."""
     own = model.sample_size
-    levels = len(model.unet.config.block_out_channels)  # type: ignore[union-attr]
-    grain = model.vae_factor * 2 ** (levels - 1)
+    grain = model.size_unit
     short = max(grain, own * 3 // 4 // grain * grain)
     return [(own, own), (own, short), (short, own)]
 

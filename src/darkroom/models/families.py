@@ -2,7 +2,8 @@
 
 The numbers are those of the published models' own configuration files: Stable Diffusion 1.5, 2 base,
 2 with v-prediction at 768 px, and SDXL base. `tiny` is the same architecture at a width that trains on
-two CPU cores; every number of it can be overridden.
+two CPU cores; every number of it can be overridden. `dit` is darkroom's own: a diffusion transformer on
+rectified flow with SD 1.5's VAE and text encoder; `tiny-dit` is small in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import ModelError
-from darkroom.models.model import PARTS, Model, numbered
+from darkroom.models.model import PARTS, TRANSFORMER, Model, numbered
 from darkroom.models.tokenizer import find_tokenizer, train_tokenizer, with_padding
 
 if TYPE_CHECKING:
@@ -152,6 +153,25 @@ TINY_TEXT: Config = {
     "num_attention_heads": 4,
     "projection_dim": 64,
 }
+FLOW: Config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+DIT: Config = {
+    "sample_size": 32,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 16,
+    "num_attention_heads": 16,
+    "attention_head_dim": 64,
+    "cross_attention_dim": 768,
+}
+TINY_DIT: Config = {
+    **DIT,
+    "sample_size": 8,
+    "num_layers": 4,
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "cross_attention_dim": 64,
+}
 CLIP_WORD_SPREAD, TINY_WORD_SPREAD = 0.02, 0.5
 """Standard deviation of the words' embeddings at the start: transformers' for CLIP, and a tiny model's."""
 TINY_WORDS = "a photo of an astronaut riding a horse, a red circle and a blue square on a green background"
@@ -159,7 +179,10 @@ TINY_WORDS = "a photo of an astronaut riding a horse, a red circle and a blue sq
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: the configuration of each part, and what its second tokenizer pads with."""
+    """One architecture: the configuration of each part, and what its second tokenizer pads with.
+
+    `unet` is the configuration of what denoises: of a U-Net, or of a `DiT` where it has a patch size.
+    """
 
     name: str
     unet: Config
@@ -168,6 +191,16 @@ class Family:
     scheduler: Config
     padding: tuple[str | None, ...] = field(default=(None,))
     """The padding token of each tokenizer; None keeps the tokenizer's own (CLIP's end of text)."""
+
+    @property
+    def denoiser(self) -> str:
+        """The folder of what denoises."""
+        return TRANSFORMER if "patch_size" in self.unet else "unet"
+
+    @property
+    def tiny(self) -> bool:
+        """Whether it is made for two CPU cores, with a vocabulary as its tokenizer has it."""
+        return self.name.startswith("tiny")
 
 
 FAMILIES: dict[str, Family] = {
@@ -192,6 +225,8 @@ FAMILIES: dict[str, Family] = {
             (None, "!"),
         ),
         Family("tiny", TINY_UNET, TINY_VAE, (TINY_TEXT,), DDIM),
+        Family("dit", DIT, VAE, (CLIP_L,), FLOW),
+        Family("tiny-dit", TINY_DIT, TINY_VAE, (TINY_TEXT,), FLOW),
     )
 }
 
@@ -219,19 +254,19 @@ def create(
 ) -> Model:
     """A model of a family with random weights, the same for the same seed.
 
-    `overrides` changes configuration values by part (`unet`, `vae`, `text_encoder`, `text_encoder_2`,
-    `scheduler`). A tiny model's text encoder takes its vocabulary and length from the tokenizer. On
-    device 'meta' no memory is taken. Raises ModelError for an unknown family, part or setting.
+    `overrides` changes configuration values by part (`unet` or `transformer`, `vae`, `text_encoder`,
+    `text_encoder_2`, `scheduler`). A tiny model's text encoder takes its vocabulary and length from the
+    tokenizer. On device 'meta' no memory is taken. Raises ModelError for an unknown family, part or setting.
     """
     spec = _family(family)
     changes = _known_overrides(spec, overrides or {})
     model = Model(family=family, scheduler={**spec.scheduler, **changes.get("scheduler", {})})
-    if {"tokenizer", "text_encoder"} & set(parts) and (family == "tiny" or "tokenizer" in parts):
+    if {"tokenizer", "text_encoder"} & set(parts) and (spec.tiny or "tokenizer" in parts):
         model.tokenizers = _tokenizers(spec, tokenizer)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         if "unet" in parts:
-            model.unet = _unet({**spec.unet, **changes.get("unet", {})})
+            model.unet = _unet({**spec.unet, **changes.get(spec.denoiser, {})})
         if "vae" in parts:
             model.vae = _vae({**spec.vae, **changes.get("vae", {})})
         if "text_encoder" in parts:
@@ -253,7 +288,7 @@ def _family(name: str) -> Family:
 
 def _known_overrides(spec: Family, overrides: dict[str, Config]) -> dict[str, Config]:
     known = [
-        "unet",
+        spec.denoiser,
         "vae",
         "scheduler",
         *(numbered("text_encoder", i) for i in range(len(spec.text_encoders))),
@@ -267,7 +302,7 @@ def _known_overrides(spec: Family, overrides: dict[str, Config]) -> dict[str, Co
 
 
 def _tokenizers(spec: Family, given: CLIPTokenizer | str | Path | None) -> list[CLIPTokenizer]:
-    if spec.name == "tiny" and given is None:
+    if spec.tiny and given is None:
         return [train_tokenizer([TINY_WORDS], vocab_size=640)]
     base = find_tokenizer(given)
     return [base if pad is None else with_padding(base, pad) for pad in spec.padding]
@@ -276,6 +311,10 @@ def _tokenizers(spec: Family, given: CLIPTokenizer | str | Path | None) -> list[
 def _unet(config: Config) -> Any:
     from diffusers import UNet2DConditionModel
 
+    if "patch_size" in config:
+        from darkroom.models.dit import DiT
+
+        return _made(TRANSFORMER, DiT, config)
     return _made("unet", UNet2DConditionModel, _fitted(config))
 
 
@@ -304,7 +343,7 @@ def _text_encoder(model: Model, config: Config, changes: Config, *, last: bool) 
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = dict(config)
-    if model.family == "tiny":
+    if FAMILIES[model.family].tiny:
         tokenizer = model.tokenizers[0]
         config |= {
             "vocab_size": len(tokenizer),
@@ -315,7 +354,7 @@ def _text_encoder(model: Model, config: Config, changes: Config, *, last: bool) 
         }
     cls = CLIPTextModelWithProjection if last else CLIPTextModel
     encoder = cls(CLIPTextConfig(**{**config, **changes}))
-    if model.family == "tiny":
+    if FAMILIES[model.family].tiny:
         _spread_words(encoder)
     return encoder
 

@@ -19,12 +19,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError
 from darkroom.models.families import FAMILIES, create
-from darkroom.models.model import PARTS, Model, numbered
+from darkroom.models.model import PARTS, TRANSFORMER, Model, numbered
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
 
 # Of a hub's repository only what is opened: no other frameworks' weights, no single files beside the parts.
-HUB_FOLDERS = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+HUB_FOLDERS = (
+    "unet",
+    TRANSFORMER,
+    "vae",
+    "text_encoder",
+    "text_encoder_2",
+    "tokenizer",
+    "tokenizer_2",
+    "scheduler",
+)
+TOLD_BY = {
+    "unet": ("block_out_channels", "cross_attention_dim", "addition_embed_type"),
+    TRANSFORMER: ("num_layers", "num_attention_heads", "attention_head_dim", "cross_attention_dim"),
+}
+"""What tells families apart."""
+DIT_PIPELINE = "DarkroomDiTPipeline"
+"""What `model_index.json` says of a model with a `DiT`: no class of diffusers, which has none for it."""
 HUB_VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema_only*", "*openvino*"]
 
 
@@ -41,7 +57,8 @@ def load(
 
     A folder that has a family's name is opened as `./sd15`.
 
-    `parts` names what must be there (of `unet, vae, text_encoder, tokenizer`); None takes all there is.
+    `parts` names what must be there (of `unet, vae, text_encoder, tokenizer`); None takes all there is. A
+    `transformer` that darkroom wrote stands in the U-Net's place.
     `variant` picks weight files such as `fp16`; `revision` a hub branch, tag or commit. A gated model
     is opened with the token in $HF_TOKEN. Raises ModelError where something asked for is missing.
     """
@@ -93,9 +110,8 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model
     wanted = _wanted(path, parts)
     model = Model(family="custom", scheduler=_scheduler(path), path=str(path))
     if "unet" in wanted:
-        from diffusers import UNet2DConditionModel
-
-        model.unet = _weights(UNet2DConditionModel, path / "unet", variant)
+        folder = path / denoiser_of(path)
+        model.unet = _weights(denoiser_class(folder), folder, variant)
     if "vae" in wanted:
         from diffusers import AutoencoderKL
 
@@ -117,7 +133,7 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model
 
 
 def _wanted(path: Path, parts: Sequence[str] | None) -> list[str]:
-    there = [part for part in PARTS if (path / part).is_dir()]
+    there = [part for part in PARTS if (path / (denoiser_of(path) if part == "unet" else part)).is_dir()]
     if not there:
         raise ModelError(
             f"'{path}' is no model folder", mend=f"it should hold {', '.join(PARTS)} and scheduler"
@@ -126,6 +142,26 @@ def _wanted(path: Path, parts: Sequence[str] | None) -> list[str]:
     if missing:
         raise ModelError(f"'{path}' has no {' and no '.join(missing)}", mend=f"it has {', '.join(there)}")
     return list(parts or there)
+
+
+def denoiser_of(path: Path) -> str:
+    """The folder of what denoises, of a model's folder."""
+    return TRANSFORMER if (path / TRANSFORMER).is_dir() else "unet"
+
+
+def denoiser_class(folder: Path) -> Any:
+    """The class of the denoiser in a folder; ModelError for a transformer that is not darkroom's."""
+    if folder.name != TRANSFORMER:
+        from diffusers import UNet2DConditionModel
+
+        return UNet2DConditionModel
+    from darkroom.models.dit import DiT
+
+    file = folder / "config.json"
+    kind = json.loads(file.read_text()).get("_class_name") if file.is_file() else None
+    if kind != DiT.__name__:
+        raise ModelError(f"'{folder}' is a {kind}", allowed=f"a U-Net, or darkroom's own {DiT.__name__}")
+    return DiT
 
 
 def _text_class(folder: Path) -> Any:
@@ -166,18 +202,17 @@ def _scheduler(path: Path) -> dict[str, Any]:
 
 
 def _family_of(path: Path) -> str:
-    """The family whose U-Net this is, told by its widths and the width of the text it listens to."""
-    file = path / "unet" / "config.json"
+    """The family whose denoiser this is, told by its widths and the width of the text it listens to."""
+    file = path / denoiser_of(path) / "config.json"
     if not file.is_file():
         return "custom"
     config = json.loads(file.read_text())
     prediction = _scheduler(path).get("prediction_type", "epsilon")
     for name, family in FAMILIES.items():
-        same = all(
-            config.get(key) == family.unet.get(key)
-            for key in ("block_out_channels", "cross_attention_dim", "addition_embed_type")
-        )
-        if same and family.scheduler["prediction_type"] == prediction:
+        if family.denoiser != file.parent.name:
+            continue
+        same = all(config.get(key) == family.unet.get(key) for key in TOLD_BY[family.denoiser])
+        if same and (family.denoiser == TRANSFORMER or family.scheduler["prediction_type"] == prediction):
             return name
     return "custom"
 
@@ -185,6 +220,7 @@ def _family_of(path: Path) -> str:
 def save(model: Model, path: str | Path) -> None:
     """Write a model folder that diffusers opens: beside its place first, then renamed into it.
 
+    Of a model with a `DiT` diffusers opens the other parts: it has no pipeline for it.
     Weights go to safetensors in the type they have. An existing folder at `path` is replaced whole.
     """
     path = Path(path)
@@ -194,14 +230,13 @@ def save(model: Model, path: str | Path) -> None:
         beside.chmod(0o755)
         with quiet():
             for name, module in model.modules.items():
-                _saver(module)(str(beside / name))
+                _saver(module)(str(beside / (model.denoiser if name == "unet" else name)))
         for i, tokenizer in enumerate(model.tokenizers):
             tokenizer.save_pretrained(str(beside / numbered("tokenizer", i)))
         if model.scheduler:
             (beside / "scheduler").mkdir()
             _write_json(beside / "scheduler" / "scheduler_config.json", model.scheduler)
         _write_json(beside / "model_index.json", _index(model))
-        _readable(beside)
         _swap(beside, path)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -225,6 +260,7 @@ def export_model(
         raise InputError(f"'{target}' is there already", mend="choose another place")
     model = load(ref, dtype=dtype or torch.float32)
     if single_file:
+        model.needs_unet("a single file")
         return save_single_file(model, target)
     if target.suffix == ".safetensors":
         raise InputError(f"a model to '{to}'", allowed="a folder", mend="or add --single-file")
@@ -246,13 +282,6 @@ def _swap(beside: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _readable(folder: Path) -> None:
-    """Give weights the mode of the folder's other files; safetensors leaves 600."""
-    mode = (folder / "model_index.json").stat().st_mode & 0o777
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(mode)
-
-
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -261,20 +290,23 @@ def _index(model: Model) -> dict[str, Any]:
     import diffusers
 
     sdxl = len(model.text_encoders) > 1
+    pipeline = "StableDiffusionXLPipeline" if sdxl else "StableDiffusionPipeline"
     index: dict[str, Any] = {
-        "_class_name": "StableDiffusionXLPipeline" if sdxl else "StableDiffusionPipeline",
+        "_class_name": DIT_PIPELINE if model.is_dit else pipeline,
         "_diffusers_version": diffusers.__version__,
     }
-    if not sdxl:
+    if not sdxl and not model.is_dit:
         index |= {
             "feature_extractor": [None, None],
             "requires_safety_checker": False,
             "safety_checker": [None, None],
         }
-    else:
+    elif sdxl:
         index["force_zeros_for_empty_prompt"] = True
     for name, module in model.modules.items():
         library = "transformers" if name.startswith("text_encoder") else "diffusers"
+        if name == "unet" and model.is_dit:
+            name, library = TRANSFORMER, "darkroom"
         index[name] = [library, type(module).__name__]
     for i in range(len(model.tokenizers)):
         index[numbered("tokenizer", i)] = ["transformers", "CLIPTokenizer"]
@@ -307,7 +339,8 @@ def describe(ref: str | Path) -> dict[str, Any]:
     told: dict[str, Any] = {"path": str(ref), "family": model.family, "parameters": model.num_parameters}
     if model.unet is not None:
         told["picture_size"] = model.sample_size
-        told["prediction"] = model.scheduler.get("prediction_type", "epsilon")
+        told["denoiser"] = f"{model.denoiser}: {type(model.unet).__name__}"
+        told["prediction"] = model.prediction
     if model.vae is not None:
         told["latents"] = f"{model.latent_channels} channels, 1/{model.vae_factor} of each side"
     told["scheduler"] = model.scheduler.get("_class_name")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from darkroom.errors import InputError
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -14,11 +17,17 @@ if TYPE_CHECKING:
 
 PARTS = ("unet", "vae", "text_encoder", "tokenizer")
 """What a model is made of, by folder of the diffusers layout. The scheduler's settings always come along."""
+TRANSFORMER = "transformer"
+"""The folder of the denoiser where it is a diffusion transformer."""
 
 
 @dataclass
 class Model:
     """The parts of one Stable Diffusion model; a part that was not loaded is None or an empty list.
+
+    `unet` is the place of what denoises: a U-Net, or a transformer (`dit.DiT`) that is called as one, has a
+    configuration of the same names, and lies in the folder `transformer`. What needs a U-Net's own levels
+    asks `needs_unet` first.
 
     `text_encoders` and `tokenizers` hold one each, two for SDXL. `scheduler` is the content of
     `scheduler/scheduler_config.json`, with its `_class_name`.
@@ -58,6 +67,39 @@ class Model:
         return int(self.unet.config.sample_size) * self.vae_factor
 
     @property
+    def size_unit(self) -> int:
+        """What the sides of pictures must be multiples of, in pixels: all levels or whole patches."""
+        assert self.unet is not None
+        config: Any = self.unet.config
+        inside = config.patch_size if self.is_dit else 2 ** (len(config.block_out_channels) - 1)
+        return self.vae_factor * int(inside)
+
+    @property
+    def is_dit(self) -> bool:
+        """Whether a diffusion transformer stands in the U-Net's place."""
+        return self.unet is not None and hasattr(self.unet.config, "patch_size")
+
+    @property
+    def denoiser(self) -> str:
+        """The folder of what denoises, in the diffusers layout."""
+        return TRANSFORMER if self.is_dit else "unet"
+
+    @property
+    def prediction(self) -> str:
+        """What is predicted, in diffusers' terms: epsilon, v_prediction, sample, or flow_prediction."""
+        default = "flow_prediction" if is_flow(self.scheduler) else "epsilon"
+        return str(self.scheduler.get("prediction_type", default))
+
+    def needs_unet(self, what: str) -> None:
+        """InputError where `what` is of a U-Net alone and this model has a transformer."""
+        if self.is_dit:
+            raise InputError(
+                f"{what} with a diffusion transformer ({self.family})",
+                allowed="models with a U-Net",
+                mend="leave it out",
+            )
+
+    @property
     def is_sdxl(self) -> bool:
         """Whether the U-Net takes SDXL's pooled text and size conditioning."""
         return self.unet is not None and self.unet.config.addition_embed_type == "text_time"
@@ -84,6 +126,12 @@ class Model:
         for module in self.modules.values():
             module.to(device=device, dtype=dtype)
         return self
+
+
+def is_flow(scheduler: Mapping[str, Any]) -> bool:
+    """Whether a scheduler configuration is of rectified flow: straight lines from noise to picture."""
+    of_class = str(scheduler.get("_class_name", "")).startswith("FlowMatch")
+    return of_class or bool(scheduler.get("use_flow_sigmas", False))
 
 
 def numbered(part: str, i: int) -> str:

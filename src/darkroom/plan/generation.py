@@ -69,7 +69,7 @@ def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | No
 def check_size(model: Model, width: int, height: int) -> None:
     """InputError unless the model can make pictures of this size."""
     assert model.unet is not None
-    unit = model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1)
+    unit = model.size_unit
     if width % unit or height % unit or min(width, height) < unit or max(width, height) > 8192:
         raise InputError(f"size {width}x{height}", allowed=f"sides of {unit} to 8192 that {unit} divides")
 

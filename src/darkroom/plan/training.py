@@ -12,6 +12,7 @@ import torch
 from darkroom import models
 from darkroom.errors import ModelError, RecipeError
 from darkroom.models import FAMILIES, PARTS, PUBLISHED, Model
+from darkroom.models.folder import denoiser_class, denoiser_of
 from darkroom.models.model import numbered
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights, trace_training
 from darkroom.plan.profile import Profile
@@ -200,7 +201,7 @@ def _folder(ref: str) -> Path:
 
 
 def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
-    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     file = path / "scheduler" / "scheduler_config.json"
@@ -208,8 +209,8 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
         family="custom", path=str(path), scheduler=json.loads(file.read_text()) if file.is_file() else {}
     )
     with torch.device("meta"):
-        if "unet" in parts and (path / "unet").is_dir():
-            model.unet = UNet2DConditionModel.from_config(_config(path / "unet"))
+        if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():
+            model.unet = denoiser_class(folder).from_config(_config(folder))
         if "vae" in parts and (path / "vae").is_dir():
             model.vae = AutoencoderKL.from_config(_config(path / "vae"))
         for i in range(2):

@@ -49,8 +49,7 @@ def table_for(model: Model, settings: GenerateSettings) -> Table:
 
 def size_unit(model: Model) -> int:
     """What a side in pixels must be a multiple of."""
-    levels = len(model.unet.config.block_out_channels)  # type: ignore[union-attr]
-    return int(model.vae_factor * 2 ** (levels - 1))
+    return model.size_unit
 
 
 def checked_size(

@@ -39,6 +39,11 @@ class Schedule:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Schedule:
         """Read the schedule of a diffusers scheduler configuration; InputError for what is not known here."""
+        from darkroom.models.model import is_flow  # torch is imported there
+
+        # Read as betas, a rectified flow's settings would pass for epsilon on diffusers' defaults.
+        if is_flow(config):
+            raise InputError("scheduler: rectified flow is not known here", allowed=", ".join(PREDICTIONS))
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in PREDICTIONS:
             raise InputError(f"scheduler: prediction_type '{prediction}'", allowed=", ".join(PREDICTIONS))

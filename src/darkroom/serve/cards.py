@@ -67,13 +67,12 @@ def model_card(model: Model, settings: ServeSettings) -> ModelCard:
     """The card of a loaded model."""
     from darkroom import sample
 
-    config: Any = model.unet.config  # type: ignore[union-attr]
     return ModelCard(
         name=settings.model.rstrip("/").rsplit("/", 1)[-1],
         family=model.family,
         width=model.sample_size,
         height=model.sample_size,
-        size_step=model.vae_factor * 2 ** (len(config.block_out_channels) - 1),
+        size_step=model.size_unit,
         solvers=tuple(sample.SOLVERS),
         solver=sample.default_solver(model.scheduler)[0],
         precision=settings.precision,

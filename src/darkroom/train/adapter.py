@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from darkroom.models.adapters import Adapter
 
 NAME = "default"  # PEFT's own name for a single adapter
-BLOCKS = re.compile(r"(down_blocks|mid_block|up_blocks)\.")
+BLOCKS = re.compile(r"(down_blocks|mid_block|up_blocks|blocks)\.")
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 TEXT_LINEAR = (*TEXT_ATTENTION, "fc1", "fc2")

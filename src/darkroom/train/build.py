@@ -84,8 +84,7 @@ def check_resolution(resolution: int, model: Model) -> None:
 
 def size_unit(model: Model) -> int:
     """What the sides of pictures must be multiples of, in pixels."""
-    assert model.unet is not None
-    return int(model.vae_factor * 2 ** (len(model.unet.config.block_out_channels) - 1))
+    return model.size_unit
 
 
 def _vae_of(settings: ModelSettings) -> Any:
