@@ -237,6 +237,7 @@ def save(model: Model, path: str | Path) -> None:
             (beside / "scheduler").mkdir()
             _write_json(beside / "scheduler" / "scheduler_config.json", model.scheduler)
         _write_json(beside / "model_index.json", _index(model))
+        _readable(beside)
         _swap(beside, path)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -280,6 +281,13 @@ def _swap(beside: Path, path: Path) -> None:
         path.rename(old)
     beside.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _readable(folder: Path) -> None:
+    """Give weights the mode of the folder's other files; safetensors leaves 600."""
+    mode = (folder / "model_index.json").stat().st_mode & 0o777
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
