@@ -1,0 +1,209 @@
+"""Encoder actors: how many, on what, and what is done when one is lost.
+
+Every encoder is an actor that holds the same frozen parts on one accelerator, or a share of it, or on a CPU.
+Parts reach them through Ray's object store: read from the disk once, not once an actor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from darkroom.cluster.connect import TYPE
+from darkroom.errors import DarkroomError, InputError
+
+QUEUE = 2  # calls that an encoder has at once: one at work, one whose data are on their way
+GROW_AFTER_S = 2.0
+IDLE_S = 60.0
+MOST_LOST = 100  # without one block made in between
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many encoders there are, at least and at most, and where they run."""
+
+    least: int = 1
+    most: int = 1
+    accelerator: str | None = None  # a type as Ray names it, such as A10G; None: whatever there is
+    fraction: float = 1.0  # of a GPU, or of a CPU core, for each encoder
+
+    @classmethod
+    def parsed(cls, number: str, accelerator: str | None = None, fraction: float = 1.0) -> Bounds:
+        """From `N` or `MIN:MAX`; InputError for anything else."""
+        low, _, high = number.partition(":")
+        if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
+            raise InputError(f"encoders '{number}'", allowed="N, or MIN:MAX, 1 or more: 4, 2:16")
+        whole = fraction == int(fraction) and fraction >= 1
+        if not (0 < fraction <= 1 or whole):
+            raise InputError(f"fraction {fraction:g}", allowed="above 0 and at most 1, or a whole number")
+        return cls(int(low), int(high or low), accelerator, fraction)
+
+
+def options_of(bounds: Bounds) -> dict[str, Any]:
+    """The resources that one encoder asks Ray for: a share of a GPU where nodes of the type have any."""
+    import ray
+
+    name = None if bounds.accelerator is None else TYPE + bounds.accelerator
+    resources = [
+        n["Resources"] for n in ray.nodes() if n["Alive"] and (name is None or name in n["Resources"])
+    ]
+    on_gpu = any(r.get("GPU", 0) for r in resources) or not resources  # not yet there: accelerators are GPUs
+    asked: dict[str, Any] = {"num_gpus": bounds.fraction, "num_cpus": 0.1} if on_gpu else {}
+    if not on_gpu:
+        asked = {"num_gpus": 0, "num_cpus": bounds.fraction}
+    if name is not None:
+        asked["resources"] = {name: 0.001}
+    return {**asked, "max_restarts": 0, "max_task_retries": 0}
+
+
+def device_here() -> str:
+    """Where an actor computes: on the GPU that Ray gave it, else on the CPU."""
+    import ray
+
+    return "cuda" if ray.get_gpu_ids() else "cpu"
+
+
+@dataclass
+class Encoder:
+    """An encoder actor as its pool sees it."""
+
+    number: int
+    handle: Any
+    starting: Any = None  # the answer to the first call; None once it came
+    calls: set[Any] = field(default_factory=set)
+    since: float = field(default_factory=time.monotonic)  # when it last had nothing to do
+
+    @property
+    def up(self) -> bool:
+        """Whether it has answered."""
+        return self.starting is None
+
+
+class Pool:
+    """The encoders of a job: starts them, replaces lost ones, grows under load and shrinks without.
+
+    `make(options)` starts an actor that has a method `ping`. Those that find no place wait for a node to
+    come; the others work meanwhile.
+    """
+
+    def __init__(self, bounds: Bounds, make: Callable[[dict[str, Any]], Any]) -> None:
+        self.bounds, self._make = bounds, make
+        self.encoders: dict[int, Encoder] = {}
+        self.lost, self._lost_in_a_row = 0, 0
+        self._numbers = itertools.count()
+        self._busy_since: float | None = None
+        self._options = options_of(bounds)
+        for _ in range(bounds.least):
+            self._start()
+
+    def _start(self) -> None:
+        encoder = Encoder(next(self._numbers), self._make(self._options))
+        encoder.starting = encoder.handle.ping.remote()
+        self.encoders[encoder.number] = encoder
+
+    @property
+    def up(self) -> list[Encoder]:
+        """Those that answer."""
+        return [encoder for encoder in self.encoders.values() if encoder.up]
+
+    @property
+    def starting(self) -> list[Any]:
+        """What will tell that one more is up."""
+        return [encoder.starting for encoder in self.encoders.values() if not encoder.up]
+
+    def free(self) -> Encoder | None:
+        """The one with the fewest calls, if it can take one more."""
+        least = min(self.up, key=lambda encoder: (len(encoder.calls), encoder.number), default=None)
+        return least if least is not None and len(least.calls) < QUEUE else None
+
+    def made(self) -> None:
+        """A block was made."""
+        self._lost_in_a_row = 0
+
+    def lose(self, number: int) -> None:
+        """This one is dead: forget it and start another. DarkroomError when all die at once."""
+        if self.encoders.pop(number, None) is None:
+            return
+        self.lost, self._lost_in_a_row = self.lost + 1, self._lost_in_a_row + 1
+        if self._lost_in_a_row > MOST_LOST:
+            raise DarkroomError(f"{self._lost_in_a_row} encoders died one after the other; see Ray's logs")
+        self._start()
+
+    def poll(self, waiting: int) -> None:
+        """See who is up; start more while `waiting` blocks find no free encoder, stop idle ones."""
+        import ray
+
+        for encoder in [e for e in self.encoders.values() if not e.up]:
+            if ray.wait([encoder.starting], timeout=0)[0]:
+                self._answered(encoder)
+        now = time.monotonic()
+        for encoder in self.up:
+            if encoder.calls:
+                encoder.since = now
+        if not waiting or self.free() is not None:
+            self._busy_since = None
+            self._shrink(now)
+            return
+        self._busy_since = self._busy_since or now
+        if now - self._busy_since > GROW_AFTER_S:
+            room = self.bounds.most - len(self.encoders)
+            for _ in range(min(room, max(0, len(self.up) - len(self.starting)))):
+                self._start()
+            self._busy_since = now
+
+    def _answered(self, encoder: Encoder) -> None:
+        import ray
+
+        try:
+            ray.get(encoder.starting)
+        except ray.exceptions.RayTaskError as error:  # it could not even take its parts
+            raise error.as_instanceof_cause() from None
+        except ray.exceptions.RayActorError as error:
+            if "creation task" in str(error) or "__init__" in str(error):
+                raise DarkroomError(f"no encoder could start: {last_line(error)}") from error
+            self.lose(encoder.number)
+            return
+        encoder.starting, encoder.since = None, time.monotonic()
+
+    def _shrink(self, now: float) -> None:
+        idle = [e for e in self.up if not e.calls and now - e.since > IDLE_S]
+        for encoder in idle[: max(0, len(self.encoders) - self.bounds.least)]:
+            self._stop(encoder)
+
+    def _stop(self, encoder: Encoder) -> None:
+        import ray
+
+        del self.encoders[encoder.number]
+        ray.kill(encoder.handle)
+
+    def close(self) -> None:
+        """Stop all."""
+        for encoder in list(self.encoders.values()):
+            self._stop(encoder)
+
+
+def last_line(error: BaseException) -> str:
+    """What a Ray error says at its end, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]
+
+
+def check_room(bounds: Bounds, cpus: Sequence[dict[str, float]]) -> None:
+    """InputError when encoders on CPUs would leave none to read and decode with.
+
+    `cpus` are the resources of the nodes.
+    """
+    name = None if bounds.accelerator is None else TYPE + bounds.accelerator
+    fitting = [node for node in cpus if name is None or name in node]
+    if not fitting or any(node.get("GPU", 0) for node in fitting):
+        return  # their nodes are still to come, or they have accelerators of their own
+    total = sum(node.get("CPU", 0.0) for node in cpus)
+    if bounds.least * bounds.fraction > total - 1:
+        raise InputError(
+            f"{bounds.least} encoders of {bounds.fraction:g} CPUs each, and the cluster has {total:g}",
+            allowed=f"at most {max(0, int((total - 1) // bounds.fraction))}, so that one is left to decode",
+            mend="ask for fewer (--encoders), or add nodes",
+        )

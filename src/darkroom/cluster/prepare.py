@@ -1,0 +1,384 @@
+"""The Ray engine of `darkroom prepare`: the same job, its blocks read, cut and encoded all over a cluster.
+
+A block is a few pieces of one fragment: rows that share an encoder's batch in the local engine do so here.
+An encoder writes its block as a part file beside the job's notes; when all parts of a fragment are there, a
+CPU task joins them to the one file that the local engine would have written, and note and commit are its
+own. So whatever dies costs the blocks it had, and a job that was killed whole goes on from the parts.
+
+The store, and the parts beside it, lie on storage that every node sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import lance
+import pyarrow as pa
+
+from darkroom import models
+from darkroom.cluster.connect import connected
+from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here
+from darkroom.cluster.stages import Seconds, Stages
+from darkroom.errors import DarkroomError, StoreError
+from darkroom.prepare.columns import Layout
+from darkroom.prepare.fragments import Encoded, FragmentFile, encode_piece, read_pieces
+from darkroom.prepare.job import PrepareReport, Progress, Work, prepare
+from darkroom.prepare.making import Column, Value
+from darkroom.prepare.notes import Note
+
+BLOCK_BYTES = 32 * 1024**2  # of ready values
+BLOCK_ROWS = 4096
+JOINING = 2  # fragments whose parts are joined at a time
+SAY_EVERY_S = 15.0
+PARTS = "parts"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A block: live rows `first` to `first + count` of a fragment, at one version of the store."""
+
+    store: str
+    version: int
+    fragment: int
+    first: int
+    count: int
+    keep: bool
+    part: str  # where its values are written
+
+
+@dataclass
+class ClusterReport(PrepareReport):
+    """What a prepare on a cluster did, and how busy its stages were."""
+
+    cluster: str = ""
+    stages: dict[str, float] = field(default_factory=dict)  # share of the time each was busy
+    bottleneck: str = ""
+    encoders_lost: int = 0
+    blocks_repeated: int = 0
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        lost = f"{self.encoders_lost} encoders were lost, {self.blocks_repeated} blocks made again"
+        more = ([lost] if self.encoders_lost or self.blocks_repeated else []) + [self.bottleneck]
+        return [*super().lines(), *filter(None, more)]
+
+
+def prepare_on_ray(
+    store: str | Path,
+    model: models.Model | str | Path,
+    *,
+    address: str | None = None,
+    bounds: Bounds | None = None,
+    cpu_workers: int | None = None,
+    progress: Progress | None = None,
+    say: Say = lambda _: None,
+    **options: Any,
+) -> ClusterReport:
+    """`prepare` with its encoding on a Ray cluster; `options` are prepare's own.
+
+    `cpu_workers` is how many tasks read and cut at once: all CPUs that encoders leave, unless said. Raises
+    what prepare does, and InputError where the cluster is missing or lacks what is asked.
+    """
+    bounds = bounds or Bounds()
+    if "://" in str(store):
+        raise StoreError(f"{store} is no folder", mend="prepare a store in a folder that every node sees")
+    with connected(address, accelerator=bounds.accelerator) as cluster:
+        say(cluster.line())
+        engine = _Engine(bounds, cpu_workers or _spare_cpus(bounds, cluster.cpus), say)
+        place = Path(store).resolve()
+        report = prepare(place, model, progress=progress, engine=engine, device="cpu", **options)
+        for column in report.columns:
+            shutil.rmtree(place / "_prepare" / f"{column}.{PARTS}", ignore_errors=True)
+        return ClusterReport(**vars(report), cluster=cluster.line(), **engine.told())
+
+
+def _spare_cpus(bounds: Bounds, cpus: float) -> int:
+    """CPUs that encoders leave; InputError where they leave none."""
+    import ray
+
+    check_room(bounds, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    gpus = ray.cluster_resources().get("GPU", 0)
+    taken = 0.1 * bounds.least if gpus else bounds.least * bounds.fraction
+    return max(1, int(cpus - taken))
+
+
+# ---- on the driver
+
+
+class _Engine:
+    """Encodes a work's fragments on the cluster; see `darkroom.prepare.job.Engine`."""
+
+    def __init__(self, bounds: Bounds, cpu_workers: int, say: Say) -> None:
+        self._bounds, self._cpu_workers, self._say = bounds, cpu_workers, say
+        self._told: dict[str, Any] = {}
+
+    def told(self) -> dict[str, Any]:
+        """How the stages of the last column were used."""
+        return self._told
+
+    def __call__(self, work: Work) -> Iterator[Note]:
+        import ray
+
+        column = ray.put(work.column)
+        light = ray.put(replace(work.column, encode=Elsewhere()))
+        encoder: Any = ray.remote(BlockEncoder)
+        pool = Pool(self._bounds, lambda options: encoder.options(**options).remote(column))
+        cut: Any = ray.remote(cut_block).options(num_cpus=1, num_returns=2, max_retries=-1)
+        stages = Stages(pool, lambda ask: tuple(cut.remote(ask, light)), cpu_workers=self._cpu_workers)
+        fragments = _Fragments(work)
+        try:
+            yield from _Run(work, fragments, stages, light, self._say).notes()
+        finally:
+            self._told = {
+                "stages": {name: round(share, 4) for name, share in stages.use.shares().items()},
+                "bottleneck": stages.use.bottleneck(len(pool.up)),
+                "encoders_lost": pool.lost + self._told.get("encoders_lost", 0),
+                "blocks_repeated": stages.use.repeated + self._told.get("blocks_repeated", 0),
+            }
+            pool.close()
+
+
+class _Run:
+    """One pass over the fragments of a work: blocks through the stages, finished fragments joined."""
+
+    def __init__(self, work: Work, fragments: _Fragments, stages: Stages, column: Any, say: Say) -> None:
+        import ray
+
+        self._work, self._fragments, self._stages = work, fragments, stages
+        self._say, self._said = say, time.monotonic()
+        join: Any = ray.remote(join_parts).options(num_cpus=1, max_retries=-1)
+        self._join: Callable[[Fragment], Any] = lambda whole: join.remote(whole, column, str(work.folder))
+        self._left: dict[int, int] = {}  # blocks that a fragment still lacks
+        self._joining: dict[Any, Fragment] = {}
+
+    def notes(self) -> Iterator[Note]:
+        """Notes of fragments as they are finished."""
+        for (number, rows), _ in self._stages.run(self._blocks()):
+            self._left[number] -= 1
+            self._work.advance(rows)
+            self._tell()
+            if not self._left[number]:
+                yield from self._finish(number)
+        yield from self._joined(most=0)
+
+    def _blocks(self) -> Iterator[tuple[tuple[int, int], Ask, int]]:
+        """Blocks that have no part yet; what is whole already is joined at once."""
+        for number in self._work.numbers:
+            fragment = self._fragments.find(number)
+            if fragment is None:
+                continue
+            missing = [ask for ask in fragment.asks if not Path(ask.part).is_file()]
+            self._left[number] = len(missing)
+            there = sum(ask.count for ask in fragment.asks) - sum(ask.count for ask in missing)
+            self._work.advance(there)
+            if not missing:
+                self._whole(fragment)
+            for ask in missing:
+                yield (number, ask.count), ask, ask.count
+
+    def _whole(self, fragment: Fragment) -> None:
+        self._joining[self._join(fragment)] = fragment
+
+    def _finish(self, number: int) -> Iterator[Note]:
+        fragment = self._fragments.of[number]
+        self._whole(fragment)
+        yield from self._joined(most=JOINING)
+
+    def _joined(self, most: int) -> Iterator[Note]:
+        """Notes of joined fragments; waits until at most so many are being joined."""
+        import ray
+
+        while self._joining:
+            wait_s = None if len(self._joining) > most else 0
+            done, _ = ray.wait(list(self._joining), num_returns=1, timeout=wait_s)
+            if not done:
+                return
+            try:
+                note = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise (cause if isinstance(cause, BaseException) else error) from None
+            fragment = self._joining.pop(done[0])
+            yield note
+            shutil.rmtree(fragment.folder, ignore_errors=True)  # after it was noted
+
+    def _tell(self) -> None:
+        if time.monotonic() - self._said < SAY_EVERY_S:
+            return
+        self._said, use = time.monotonic(), self._stages.use
+        self._say(f"{use.rows_per_s():,.1f} rows/s; {use.bottleneck(len(self._stages.pool.up))}")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A fragment to be encoded, its blocks, and the folder of their parts."""
+
+    store: str
+    version: int
+    number: int
+    folder: str
+    asks: tuple[Ask, ...]
+
+
+class _Fragments:
+    """The fragments of a work, cut into blocks; folders of parts that belong to none of them are dropped."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._version = work.store.version
+        self._dataset = lance.dataset(work.store.path, version=self._version)
+        self._layout = Layout.of(self._dataset, work.column.name, work.column.source)
+        self.of: dict[int, Fragment] = {}
+        for number in work.numbers:
+            self._cut(number)
+        # Beside the notes, which clear away whatever they do not know.
+        root = parts_folder(work.folder)
+        known = {Path(fragment.folder).name for fragment in self.of.values()}
+        for path in root.iterdir() if root.is_dir() else ():
+            if path.name not in known:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def find(self, number: int) -> Fragment | None:
+        """A fragment by number; None where it is gone."""
+        return self.of.get(number)
+
+    def _cut(self, number: int) -> None:
+        found = self._dataset.get_fragment(number)
+        if found is None:
+            return
+        column, metadata = self._work.column, found.metadata
+        rows, size = block_rows(column), int(metadata.num_rows)
+        kept = self._layout.file(metadata)
+        identity = [metadata.physical_rows, size, self._layout.base(metadata), kept, rows, column.batch_rows]
+        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        folder = parts_folder(self._work.folder) / f"{number}-{digest}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.of[number] = Fragment(
+            self._work.store.path,
+            self._version,
+            number,
+            str(folder),
+            tuple(
+                Ask(
+                    store=self._work.store.path,
+                    version=self._version,
+                    fragment=number,
+                    first=first,
+                    count=min(rows, size - first),
+                    keep=kept is not None,
+                    part=str(folder / f"{first}.arrow"),
+                )
+                for first in range(0, size, rows)
+            ),
+        )
+
+
+def parts_folder(notes: Path) -> Path:
+    """Where the parts of a column lie, beside its notes."""
+    return notes.with_name(f"{notes.name}.{PARTS}")
+
+
+def block_rows(column: Column) -> int:
+    """Rows of a block: whole batches, within BLOCK_BYTES of ready values and BLOCK_ROWS."""
+    most = min(BLOCK_ROWS, BLOCK_BYTES // column.ready_bytes)
+    return max(1, most // column.batch_rows) * column.batch_rows
+
+
+# ---- on the workers
+
+
+class Elsewhere:
+    """In place of the encoder, for tasks that need none: the weights stay out of them."""
+
+    def __call__(self, ready: Sequence[Any]) -> list[Value]:
+        raise DarkroomError("encoding is the encoders' work")
+
+    def on(self, device: Any) -> Elsewhere:
+        return self
+
+
+@lru_cache(maxsize=4)
+def _opened(path: str, version: int) -> lance.LanceDataset:
+    """A version of a store, opened once a worker: at billions of rows its manifest is large."""
+    return lance.dataset(path, version=version)
+
+
+def cut_block(ask: Ask, column: Column) -> tuple[list[Any], Seconds]:
+    """The CPU stage: read a block's rows and make them ready: pieces with their ready values."""
+    began = time.perf_counter()
+    fragment = _opened(ask.store, ask.version).get_fragment(ask.fragment)
+    pieces = list(read_pieces(fragment, column, keep=ask.keep, first=ask.first, count=ask.count))
+    read = time.perf_counter()
+    made = [
+        (replace(piece, values=[]), [column.ready(piece.values[i]) for i in piece.todo]) for piece in pieces
+    ]
+    return made, Seconds(read_s=read - began, ready_s=time.perf_counter() - read)
+
+
+class BlockEncoder:
+    """An encoder actor: encodes blocks piece by piece and writes their parts."""
+
+    def __init__(self, column: Column) -> None:
+        self._column = replace(column, encode=column.encode.on(device_here()))
+
+    def ping(self) -> int:
+        """That it is up: its process."""
+        return os.getpid()
+
+    def encode(self, pieces: list[Any], ask: Ask) -> tuple[int, Seconds]:
+        """Encode a block; returns the rows encoded."""
+        began = time.perf_counter()
+        encoded = [encode_piece(piece, ready, self._column) for piece, ready in pieces]
+        done = time.perf_counter()
+        write_part(ask.part, encoded, self._column.field)
+        seconds = Seconds(encode_s=done - began, write_s=time.perf_counter() - done)
+        return sum(piece.rows for piece in encoded), seconds
+
+
+def join_parts(fragment: Fragment, column: Column, folder: str) -> Note:
+    """Write a fragment's file from its parts; they are let go when it has been noted."""
+    dataset = _opened(fragment.store, fragment.version)
+    layout = Layout.of(dataset, column.name, column.source)
+    metadata = dataset.get_fragment(fragment.number).metadata
+    file = FragmentFile(Path(folder), column.field, metadata, layout, dataset.data_storage_version)
+    for ask in fragment.asks:
+        for encoded in read_part(ask.part):
+            file.add(encoded)
+    return file.close()
+
+
+def write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
+    """Write a block's values as one Arrow file, whole or not at all."""
+    schema = pa.schema([pa.field("offset", pa.int64()), field])
+    told = json.dumps([[one.rows, one.unreadable] for one in encoded])
+    beside = Path(f"{path}.{os.uname().nodename}.{os.getpid()}")
+    with (
+        pa.OSFile(str(beside), "wb") as file,
+        pa.ipc.new_file(file, schema.with_metadata({"told": told})) as out,
+    ):
+        for one in encoded:
+            out.write_batch(pa.record_batch([pa.array(one.offsets, pa.int64()), one.values], schema=schema))
+    with beside.open("rb") as written:
+        os.fsync(written.fileno())
+    beside.replace(path)
+
+
+def read_part(path: str) -> Iterator[Encoded]:
+    """The pieces of a part."""
+    with pa.memory_map(path) as file:
+        reader = pa.ipc.open_file(file)
+        told = json.loads(reader.schema.metadata[b"told"])
+        for i, (rows, unreadable) in enumerate(told):
+            batch = reader.get_batch(i)
+            yield Encoded(batch.column(0).to_pylist(), batch.column(1), rows, unreadable)

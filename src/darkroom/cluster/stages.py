@@ -1,0 +1,246 @@
+"""Two stages on a cluster: CPU tasks make blocks ready, encoder actors encode them.
+
+Blocks are asked for by what they are, so any of them can be made again: a dead task is started anew by Ray, a
+dead encoder's blocks go to another one. What is in flight is bounded at every place, so a slow stage holds up
+the ones before it, and memory does not grow.
+
+Not Ray Data's `map_batches`: a block here must hold exactly the rows that share an encoder's batch, finished
+blocks must be told one by one so that a restart goes on from them, an online feed asks for blocks by number
+and in its own order, and the time that each stage is busy must be known. That is a loop over `ray.wait`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from darkroom.cluster.encoders import QUEUE, Encoder, Pool
+from darkroom.errors import DarkroomError
+
+MOST_TRIES = 8
+BUSY = 0.85  # of its time: a stage that is busier holds up the others
+
+
+@dataclass
+class Seconds:
+    """What one block took, as the worker that made it measured."""
+
+    read_s: float = 0.0
+    ready_s: float = 0.0
+    encode_s: float = 0.0
+    write_s: float = 0.0
+
+
+@dataclass
+class Block:
+    """A block on its way. `key` is the caller's; `ask` goes to both stages."""
+
+    key: Any
+    ask: Any
+    rows: int
+    tries: int = 0
+    data: Any = None  # reference of what the CPU stage made
+
+
+@dataclass
+class Use:
+    """How busy the stages were."""
+
+    cpu_workers: int
+    began: float = field(default_factory=time.monotonic)
+    total: Seconds = field(default_factory=Seconds)
+    rows: int = 0
+    encoder_s: float = 0.0  # summed over the encoders while they were up
+    repeated: int = 0  # blocks made again because somebody died
+
+    def add(self, rows: int, *parts: Seconds) -> None:
+        """Count a block."""
+        self.rows += rows
+        for part in parts:
+            for name in ("read_s", "ready_s", "encode_s", "write_s"):
+                setattr(self.total, name, getattr(self.total, name) + getattr(part, name))
+
+    def shares(self) -> dict[str, float]:
+        """The share of its time that each stage was busy, from 0 to 1."""
+        wall = max(time.monotonic() - self.began, 1e-9)
+        cpu = (self.total.read_s + self.total.ready_s) / (wall * self.cpu_workers)
+        encode = (self.total.encode_s + self.total.write_s) / max(self.encoder_s, 1e-9)
+        return {"cpu": min(cpu, 1.0), "encode": min(encode, 1.0)}
+
+    def rows_per_s(self) -> float:
+        """Rows a second so far."""
+        return self.rows / max(time.monotonic() - self.began, 1e-9)
+
+    def bottleneck(self, encoders: int) -> str:
+        """One line: what holds the job up, and what to change."""
+        shares, total = self.shares(), self.total
+        told = f"cpu stage {shares['cpu']:.0%} busy, encoders {shares['encode']:.0%}"
+        if not self.rows:
+            return "nothing was encoded yet"
+        if shares["encode"] >= BUSY:
+            return f"{told}: encoding is the limit: raise --encoders above {encoders}, or --fraction"
+        if shares["cpu"] >= BUSY:
+            wanted = math.ceil(self.cpu_workers * 0.95 / max(shares["encode"], 0.05))
+            more = f"--cpu-workers from {self.cpu_workers} to {wanted}"
+            if total.read_s > 2 * total.ready_s:
+                return f"{told}: encoders starve for reading the store: take faster storage, or raise {more}"
+            return f"{told}: encoders starve: raise {more}"
+        if total.write_s > total.encode_s:
+            return f"{told}: writing encoded values is the limit: take faster storage"
+        return f"{told}: neither is full: larger blocks, or fewer machines, would do"
+
+
+Start = Callable[[Any], tuple[Any, Any]]
+"""Starts the CPU stage for an ask: references of the data and of its Seconds."""
+
+
+class Stages:
+    """Brings blocks through both stages. `encode` names the actor's method (data, ask) -> result, Seconds."""
+
+    def __init__(self, pool: Pool, start: Start, *, cpu_workers: int, encode: str = "encode") -> None:
+        self.pool, self._start, self._encode = pool, start, encode
+        self.use = Use(cpu_workers)
+        self._queue: deque[Block] = deque()
+        self._ready: deque[Block] = deque()
+        self._on_cpu: dict[Any, Block] = {}
+        self._at_encoder: dict[Any, tuple[Block, Encoder, Any]] = {}
+        self._seconds: dict[int, Seconds] = {}
+        self._ticked = time.monotonic()
+
+    @property
+    def held(self) -> int:
+        """Blocks that were handed in and are not done."""
+        return len(self._queue) + len(self._ready) + len(self._on_cpu) + len(self._at_encoder)
+
+    def submit(self, key: Any, ask: Any, rows: int) -> None:
+        """Hand in a block."""
+        self._queue.append(Block(key, ask, rows))
+
+    def run(self, blocks: Iterable[tuple[Any, Any, int]]) -> Iterator[tuple[Any, Any]]:
+        """Bring all through, so many at a time as the stages take: (key, result reference) when done."""
+        coming = iter(blocks)
+        over = False
+        while True:
+            while not over and len(self._queue) < self.use.cpu_workers:
+                following = next(coming, None)
+                if following is None:
+                    over = True
+                    break
+                self.submit(*following)
+            if over and not self.held:
+                return
+            yield from self.step()
+
+    def step(self, timeout_s: float = 1.0) -> list[tuple[Any, Any]]:
+        """Move blocks along; returns those that are done: (key, reference of the result)."""
+        import ray
+
+        self._tick()
+        self.pool.poll(len(self._ready))
+        self._fill()
+        refs = [*self._on_cpu, *self._at_encoder, *self.pool.starting]
+        if not refs:
+            time.sleep(min(timeout_s, 0.05))
+            return []
+        ray.wait(refs, num_returns=1, timeout=timeout_s)
+        self._take_ready()
+        return self._take_encoded()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.use.encoder_s += (now - self._ticked) * len(self.pool.up)
+        self._ticked = now
+
+    def _fill(self) -> None:
+        """Start what there is room for. Ready blocks that wait are bounded, so the CPU stage waits too."""
+        while self._ready and (encoder := self.pool.free()) is not None:
+            block = self._ready.popleft()
+            method = getattr(encoder.handle, self._encode).options(num_returns=2)
+            result, seconds = method.remote(block.data, block.ask)
+            encoder.calls.add(seconds)
+            self._at_encoder[seconds] = block, encoder, result
+        room = max(QUEUE, self.use.cpu_workers // 2)
+        while (
+            self._queue
+            and len(self._on_cpu) < self.use.cpu_workers
+            and len(self._ready) + len(self._on_cpu) < room + self.use.cpu_workers
+            and len(self._ready) < room
+        ):
+            block = self._queue.popleft()
+            block.data, seconds = self._start(block.ask)
+            self._on_cpu[seconds] = block
+
+    def _take_ready(self) -> None:
+        import ray
+
+        if not self._on_cpu:
+            return
+        done, _ = ray.wait(list(self._on_cpu), num_returns=len(self._on_cpu), timeout=0, fetch_local=False)
+        for ref in done:
+            block = self._on_cpu.pop(ref)
+            try:
+                self._seconds[id(block)] = ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                raise _cause(error) from None
+            except ray.exceptions.RayError as error:
+                self._again(block, error)
+                continue
+            self._ready.append(block)
+
+    def _take_encoded(self) -> list[tuple[Any, Any]]:
+        import ray
+
+        if not self._at_encoder:
+            return []
+        refs = list(self._at_encoder)
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        found = []
+        for ref in done:
+            if ref not in self._at_encoder:  # went down with an encoder that was lost in this round
+                continue
+            block, encoder, result = self._at_encoder.pop(ref)
+            encoder.calls.discard(ref)
+            try:
+                seconds = ray.get(ref)
+            except ray.exceptions.RayActorError as error:
+                self._lose(encoder)
+                self._again(block, error)
+            except ray.exceptions.RayTaskError as error:
+                if not isinstance(error.cause, ray.exceptions.RayError):
+                    raise _cause(error) from None
+                self._again(block, error)  # its data were lost on the way
+            except ray.exceptions.RayError as error:
+                self._again(block, error)
+            else:
+                self.pool.made()
+                self.use.add(block.rows, seconds, self._seconds.pop(id(block), Seconds()))
+                found.append((block.key, result))
+        return found
+
+    def _lose(self, encoder: Encoder) -> None:
+        """An encoder died: all blocks that it had go to others, nothing else does."""
+        self.pool.lose(encoder.number)
+        for ref in [ref for ref, (_, its, _) in self._at_encoder.items() if its is encoder]:
+            block, _, _ = self._at_encoder.pop(ref)
+            self.use.repeated += 1
+            self._queue.appendleft(block)
+
+    def _again(self, block: Block, error: BaseException) -> None:
+        block.tries += 1
+        self.use.repeated += 1
+        if block.tries >= MOST_TRIES:
+            raise DarkroomError(
+                f"block {block.key} was lost {block.tries} times with the worker that had it "
+                f"({type(error).__name__}); is there enough memory?"
+            ) from error
+        self._queue.appendleft(block)
+
+
+def _cause(error: Any) -> BaseException:
+    """What a worker raised, as if it had been raised here."""
+    cause = error.cause
+    return cause if isinstance(cause, BaseException) else DarkroomError(str(error).splitlines()[-1])

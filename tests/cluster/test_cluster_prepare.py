@@ -1,0 +1,199 @@
+"""Preparing on a cluster gives the local engine's column to the bit, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_material import BATCH, RESOLUTION, SMALL, fill, made_store, on_ray, prepared_columns, tiny
+
+from conftest import NODE
+from darkroom.cluster.encoders import Bounds
+from darkroom.cluster.stages import Seconds, Use
+from darkroom.data import Store
+from darkroom.errors import ColumnError, InputError
+from darkroom.prepare import prepare
+
+pytestmark = pytest.mark.slow
+FRAGMENTS, ROWS = 12, 48
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The columns that the local engine makes of the store that is prepared here."""
+    store = made_store(tmp_path_factory.mktemp("calm") / "pictures.lance", FRAGMENTS, ROWS)
+    prepare(store, tiny(), resolution=RESOLUTION, batch_rows=BATCH, text=True, device="cpu")
+    return prepared_columns(store)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return made_store(tmp_path / "pictures.lance", FRAGMENTS, ROWS)
+
+
+def when(seen: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do something once in the middle of the work."""
+
+    def wait() -> None:
+        while not seen():
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def parts(store: Store) -> int:
+    return len(list(Path(store.path).glob("_prepare/*.parts/*/*.arrow")))
+
+
+def encoder_pids() -> dict[int, str]:
+    """Processes of live encoder actors, and their nodes."""
+    from ray._private.state import actors
+
+    alive = [a for a in actors().values() if (a["State"], a["ActorClassName"]) == ("ALIVE", "BlockEncoder")]
+    return {actor["Pid"]: actor["Address"]["NodeID"] for actor in alive}
+
+
+def test_the_column_is_the_local_engines_to_the_bit(cluster, calm, store) -> None:
+    said: list[str] = []
+    report = on_ray(store.path, cluster.address, Bounds(2, 2, SMALL), say=said.append)
+    assert set(report.encoded.values()) == {FRAGMENTS * ROWS}
+    assert len(calm) == 2
+    assert prepared_columns(store) == calm
+    assert "3 nodes" in said[0]
+    assert 0 < report.stages["cpu"] <= 1
+    assert 0 < report.stages["encode"] <= 1
+    assert "encoders" in report.bottleneck
+    assert not list(Path(store.path).glob("_prepare/*.parts/*"))
+    again = on_ray(store.path, cluster.address, Bounds(1, 1, SMALL))
+    assert set(again.encoded.values()) == {0}
+    # The control: other weights, another column.
+    prepare(store, tiny(seed=1), resolution=RESOLUTION, batch_rows=BATCH, device="cpu")
+    [other] = prepared_columns(store).keys() - calm.keys()
+    latents = next(values for name, values in calm.items() if name.startswith("latents_"))
+    assert all(prepared_columns(store)[other][key] != value for key, value in latents.items())
+
+
+def test_deleted_and_broken_rows_and_half_made_columns(cluster, tmp_path: Path) -> None:
+    """What the local engine has begun, the other ends, and the columns are those of either alone."""
+    made = {}
+    for name in ("local", "ray"):
+        store = made_store(tmp_path / f"{name}.lance", 2, 20)
+        fill(store, 40, 20, broken=(45,))
+        store.dataset.delete("id = '00000000000000000000000000000003'")
+        store = Store.open(store.path)
+        if name == "local":
+            first = prepare(store, tiny(), resolution=RESOLUTION, batch_rows=BATCH, device="cpu")
+        else:
+            first = on_ray(store.path, cluster.address, Bounds(1, 1, SMALL), text=False)
+        fill(Store.open(store.path), 60, 10)
+        Store.open(store.path).compact()
+        second = prepare(store, tiny(), resolution=RESOLUTION, batch_rows=BATCH, device="cpu")
+        made[name] = [first.unreadable, list(first.encoded.values()), list(second.encoded.values())]
+        made[name].append(prepared_columns(store))
+    assert made["ray"] == made["local"]
+    assert made["local"][0] == [f"{45:032x}"]
+
+
+def test_a_killed_encoder_costs_only_its_blocks(cluster, calm, store) -> None:
+    killed = []
+
+    def kill() -> None:
+        pid = sorted(encoder_pids())[0]
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    thread = when(lambda: parts(store) >= 3, kill)
+    report = on_ray(store.path, cluster.address, Bounds(2, 2, SMALL))
+    thread.join()
+    assert len(killed) == 1
+    assert report.encoders_lost == 1
+    assert 1 <= report.blocks_repeated <= 2  # what it had: one at work, one on the way
+    assert prepared_columns(store) == calm
+
+
+def test_a_killed_node_is_survived_and_a_new_one_is_used(cluster, calm, store) -> None:
+    """A raylet dies with everything on it; the node that comes instead takes its encoder."""
+    victim = sorted(cluster.worker_nodes, key=lambda node: node.node_id)[-1]
+    seen: set[str] = set()
+
+    def replace() -> None:
+        before = set(encoder_pids().values())
+        cluster.remove_node(victim, allow_graceful=False)
+        new = cluster.add_node(**NODE)
+        while new.node_id not in seen:
+            seen.update(encoder_pids().values())
+            time.sleep(0.05)
+        assert before
+
+    thread = when(lambda: parts(store) >= 3, replace)
+    # Each takes two of a node's three CPUs: no node has room for two.
+    report = on_ray(store.path, cluster.address, Bounds(2, 2, SMALL, fraction=2))
+    thread.join(60)
+    assert report.encoders_lost >= 1
+    assert prepared_columns(store) == calm
+    assert cluster.list_all_nodes()[-1].node_id in seen
+
+
+def test_a_killed_driver_goes_on_from_the_parts(cluster, calm, store) -> None:
+    here = Path(__file__).parent / "cluster_material.py"
+    command = [sys.executable, str(here), store.path, cluster.address]
+    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while parts(store) < 5:
+        assert driver.poll() is None, driver.stderr.read().decode()[-800:]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    time.sleep(1)
+    kept = parts(store)
+    report = on_ray(store.path, cluster.address, Bounds(2, 2, SMALL))
+    assert kept >= 5
+    assert prepared_columns(store) == calm
+    latents = next(name for name in report.encoded if name.startswith("latents_"))
+    assert report.encoded[latents] <= FRAGMENTS * ROWS
+    assert not list(Path(store.path).glob("_prepare/*.parts/*"))
+
+
+def test_what_cannot_be_is_told_in_one_line(cluster, store) -> None:
+    with pytest.raises(InputError, match="accelerator 'H100' is not in the cluster; allowed: SMALL"):
+        on_ray(store.path, cluster.address, Bounds(1, 1, "H100"))
+    with pytest.raises(
+        InputError, match="20 encoders of 1 CPUs each, and the cluster has 8; allowed: at most 7"
+    ):
+        on_ray(store.path, cluster.address, Bounds(20, 20, SMALL))
+    on_ray(store.path, cluster.address, Bounds(1, 1, SMALL), text=False)
+    with pytest.raises(ColumnError, match="made with crop centre, not buckets-8"):
+        on_ray(store.path, cluster.address, Bounds(1, 1, SMALL), text=False, bucket_step=8)
+
+
+@pytest.mark.parametrize("given", ["0", "4:2", "x", "2:", "-1"])
+def test_a_number_of_encoders_that_is_none(given: str) -> None:
+    if given == "2:":
+        assert Bounds.parsed(given) == Bounds(2, 2)
+        return
+    with pytest.raises(InputError, match="allowed: N, or MIN:MAX"):
+        Bounds.parsed(given)
+
+
+def test_the_bottleneck_is_named_with_what_to_change() -> None:
+    def told(cpu_s: float, encode_s: float, read_s: float = 0.0) -> str:
+        use = Use(cpu_workers=4, began=time.monotonic() - 10, rows=100, encoder_s=20)
+        use.total = Seconds(read_s=read_s, ready_s=cpu_s, encode_s=encode_s)
+        return use.bottleneck(2)
+
+    assert told(39, 10).endswith("encoders 50%: encoders starve: raise --cpu-workers from 4 to 8")
+    assert told(10, 19.8).endswith("encoding is the limit: raise --encoders above 2, or --fraction")
+    assert "reading the store" in told(5, 5, read_s=34)
+    assert "neither is full" in told(10, 10)
