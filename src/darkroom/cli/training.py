@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from darkroom.cli.door import Json, Out, app, columns, console, show, table
 from darkroom.errors import InputError
+
+if TYPE_CHECKING:
+    from darkroom.train import TrainResult
 
 
 @app.command()
@@ -36,8 +39,24 @@ def train(
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder")] = "auto",
     engine: Annotated[
         str,
-        typer.Option(help="local: this process; torchrun: as many as parallel.devices; auto: as it needs"),
+        typer.Option(
+            help="local: this process; torchrun: as many as parallel.devices; ray: workers of a Ray cluster; "
+            "auto: this machine, as it needs"
+        ),
     ] = "auto",
+    ray_address: Annotated[
+        str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="ray: how many; as parallel.devices says if not said")
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="ray: the accelerator type of the workers' nodes, as Ray names it")
+    ] = None,
+    cpus: Annotated[int, typer.Option(min=1, help="ray: CPUs of each worker, and its threads")] = 1,
+    max_failures: Annotated[
+        int, typer.Option(min=0, help="ray: how often lost workers are started again")
+    ] = 3,
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
     as_json: Json = False,
 ) -> None:
@@ -59,8 +78,19 @@ def train(
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [])
-    if engine not in ("auto", "local", "torchrun"):
-        raise InputError(f"--engine {engine}", allowed="auto, local, torchrun")
+    if engine not in ("auto", "local", "torchrun", "ray"):
+        raise InputError(f"--engine {engine}", allowed="auto, local, torchrun, ray")
+    if engine == "ray":
+        if len(recipes) > 1:
+            raise InputError(f"{len(recipes)} recipes with --engine ray", allowed="one value for each key")
+        from darkroom.cluster.train import Placement
+        from darkroom.cluster.train import train as train_on_ray
+
+        placed = Placement(ray_address, workers, accelerator, cpus, max_failures)
+        made = train_on_ray(recipes[0][1], out=place, placement=placed, resume=resume, console=said)
+        return _show_run(made, as_json)
+    if asked := _only_ray(ray_address, workers, accelerator):
+        raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
         launch([*arguments, "--engine", "local", *(["--json"] if as_json else [])], recipes[0][1].parallel)
@@ -84,9 +114,18 @@ def train(
     result = run(recipes[0][1], out=place, resume=resume, console=said)
     if not is_first():
         return None
+    return _show_run(result, as_json)
+
+
+def _show_run(result: TrainResult, as_json: bool) -> None:
     made = [f"made: {path}" for path in result.outputs]
     show(result.to_dict(), as_json, lambda: [*made, f"bill: {result.bill.line()}"])
-    return None
+
+
+def _only_ray(address: str | None, workers: int | None, accelerator: str | None) -> str:
+    """Which flags were given that mean nothing without a cluster."""
+    flags = {"--ray-address": address, "--workers": workers, "--accelerator": accelerator}
+    return ", ".join(name for name, value in flags.items() if value is not None)
 
 
 @app.command()
@@ -188,15 +227,25 @@ def _exported(
 
 @app.command()
 def report(
-    sources: Annotated[list[Path], typer.Argument(help="run folders and measurement CSVs")],
+    sources: Annotated[list[Path] | None, typer.Argument(help="run folders and measurement CSVs")] = None,
     out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
+    five_systems: Annotated[
+        bool,
+        typer.Option("--five-systems", help="five published systems beside darkroom's figures, with a CSV"),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """One HTML file: curves, samples by step, settings, environment, bill.
 
     Example: darkroom report runs/emoji --out report.html
     """
+    if five_systems:
+        from darkroom.report.five_systems import write_five_systems
+
+        laid, rows = write_five_systems(out, sources or [])
+        show({"report": laid, "csv": rows}, as_json, lambda: [f"report: {laid}", f"cells: {rows}"])
+        return
     from darkroom.report import write_report
 
-    page = write_report(sources, out)
+    page = write_report(sources or [], out)
     show({"report": page}, as_json, lambda: [f"report: {page}"])

@@ -1,0 +1,235 @@
+"""Training in workers of a Ray cluster is the same training, also where workers are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from darkroom.cluster.train import Placement, _Room, _target, _why, _workers
+from darkroom.data import Store
+from darkroom.data.importers import import_pictures
+from darkroom.errors import InputError, RecipeError, Stopped
+from darkroom.recipe import make_recipe
+from darkroom.train.checkpoint import checkpoints
+
+STEPS = 12
+MARK = "NCCL_DARKROOM_TEST"  # an environment variable that workers get: tells this test's from others
+VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
+UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
+TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def content(store: Path) -> dict[str, Any]:
+    return {
+        "task": "pretrain",
+        "model": {"base": "tiny", "vae": VAE, "unet": UNET, "text_encoder": TEXT},
+        "data": {"store": str(store), "resolution": 16, "encode": "inline"},
+        "optim": {"lr": 2e-3},
+        "parallel": {"mode": "ddp", "devices": 2},
+        "train": {
+            "steps": STEPS,
+            "global_batch": 8,
+            "micro_batch": 2,
+            "precision": "float32",
+            "log_every": 2,
+            "ema": {"decay": 0.9},
+        },
+        "checkpoint": {"every": 3},
+    }
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A recipe for two processes, on 20 pictures of noise."""
+    root = tmp_path_factory.mktemp("material")
+    (root / "pictures").mkdir()
+    draws = np.random.default_rng(0)
+    names = [f"{i:02d}.png" for i in range(20)]
+    for name in names:
+        Image.fromarray(draws.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(root / "pictures" / name)
+    lines = [json.dumps({"file_name": name, "text": f"noise number {name[:2]}"}) for name in names]
+    (root / "pictures" / "metadata.jsonl").write_text("\n".join(lines))
+    import_pictures(root / "pictures", Store.create(root / "pictures.lance"))
+    (root / "recipe.yaml").write_text(yaml.safe_dump(content(root / "pictures.lance")))
+    return root / "recipe.yaml"
+
+
+def command(recipe: Path, out: Path, *more: str) -> list[str]:
+    return [sys.executable, "-u", "-m", "darkroom", "train", str(recipe), *more, "--out", str(out)]
+
+
+def environment(out: Path) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", MARK: str(out)}
+
+
+def trained(recipe: Path, out: Path, *more: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command(recipe, out, *more), capture_output=True, text=True, env=environment(out), timeout=280
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    return done.stdout + done.stderr
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    """All trained numbers of a finished run, as bytes."""
+    files = sorted((run / "model").rglob("*.safetensors"))
+    assert len(files) >= 2
+    return {
+        f"{file.relative_to(run)}/{name}": tensor.numpy().tobytes()
+        for file in files
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(recipe, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("torchrun") / "run"
+    trained(recipe, out)
+    return out
+
+
+def workers_of(out: Path) -> list[int]:
+    """The training workers of this run that live now."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_bytes()
+            if b"RayTrainWorker" in title and f"{MARK}={out}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def disturbed(recipe: Path, out: Path, disturb: Callable[[int], None], *more: str) -> tuple[int, str]:
+    """Run to the end, with `disturb(driver's pid)` once two checkpoints are there; its code and words."""
+    with subprocess.Popen(
+        command(recipe, out, "--engine", "ray", "--ray-address", "local", *more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(out),
+        start_new_session=True,
+    ) as driver:
+        until = time.monotonic() + 200
+        while len(checkpoints(out / "checkpoints")) < 2:
+            assert driver.poll() is None, "it ended too soon"
+            assert time.monotonic() < until, "no checkpoints were made"
+            time.sleep(0.02)
+        disturb(driver.pid)
+        said, _ = driver.communicate(timeout=200)
+    return driver.returncode, said
+
+
+@pytest.mark.slow
+def test_ray_learns_what_torchrun_does_to_the_bit(recipe, by_torchrun, tmp_path):
+    said = trained(recipe, tmp_path / "run", "--engine", "ray", "--ray-address", "local")
+    assert said.startswith("Ray on this machine: 1 node")
+    assert "2 processes (ddp), 4 pictures a step each" in said
+    assert said.count(f"step {STEPS}/{STEPS}") == 1
+    assert weights(tmp_path / "run") == weights(by_torchrun)
+    trained(recipe, tmp_path / "other", "train.seed=1")
+    assert weights(tmp_path / "other") != weights(by_torchrun)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_started_again_and_the_bits_are_the_same(recipe, by_torchrun, tmp_path):
+    def kill(driver: int) -> None:
+        pids = workers_of(tmp_path / "run")
+        assert len(pids) == 2
+        os.kill(pids[0], signal.SIGKILL)
+
+    longer = "train.steps=40"
+    code, said = disturbed(recipe, tmp_path / "run", kill, longer)
+    assert code == 0, said
+    assert "workers were lost and are started again (1 of at most 3)" in said
+    assert "going on after step " in said
+    trained(recipe, tmp_path / "calm", longer)
+    assert weights(tmp_path / "run") == weights(tmp_path / "calm")
+    assert weights(tmp_path / "run") != weights(by_torchrun)  # twelve steps are not forty
+
+
+@pytest.mark.slow
+def test_too_many_lost_workers_end_the_job_and_the_same_command_goes_on(recipe, tmp_path):
+    def kill(driver: int) -> None:
+        os.kill(workers_of(tmp_path / "run")[-1], signal.SIGKILL)
+
+    longer = "train.steps=40"
+    code, said = disturbed(recipe, tmp_path / "run", kill, longer, "--max-failures", "0")
+    assert code == 1
+    ends = [line for line in said.splitlines() if line.startswith("darkroom: ")]
+    assert len(ends) == 1, said
+    assert "lost" in ends[0]
+    assert "--max-failures is 0" in ends[0]
+    assert "Traceback" not in said
+    assert "going on after step " in trained(recipe, tmp_path / "run", longer)
+
+
+@pytest.mark.slow
+def test_a_stop_saves_and_is_told(recipe, tmp_path):
+    longer = "train.steps=200"
+    code, said = disturbed(
+        recipe, tmp_path / "run", lambda driver: os.kill(driver, signal.SIGTERM), longer, "checkpoint.every=2"
+    )
+    assert code == 1
+    assert "darkroom: stopped after step " in said, said
+    assert "saved; the same command goes on" in said
+    step = int(said.split("stopped after step ")[1].split()[0])
+    assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name.startswith(f"step-{step:08d}")
+
+
+def test_a_missing_cluster_is_exit_2(recipe, tmp_path):
+    said = trained(recipe, tmp_path / "run", "--engine", "ray", "--ray-address", "127.0.0.1:1", code=2)
+    assert "no Ray cluster answers at 127.0.0.1:1" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+    said = trained(recipe, tmp_path / "run", "--engine", "local", "--workers", "2", code=2)
+    assert "--workers with --engine local; allowed: with --engine ray" in said
+
+
+def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
+    two = make_recipe(content(Path("x.lance")))
+    one = make_recipe(content(Path("x.lance")), ["parallel.mode=none", "parallel.devices=auto"])
+    room = _Room(cpus=4, gpus=0, grows=False)
+    assert _workers(two, Placement(), room) == 2
+    assert _workers(two, Placement(workers=4), room) == 4
+    assert _workers(one, Placement(), room) == 1
+    assert _workers(two, Placement(workers=8), _Room(4, 0, grows=True)) == 8
+    with pytest.raises(InputError, match="8 workers need 8 CPUs, and the cluster's nodes have 4"):
+        _workers(two, Placement(workers=8), room)
+    with pytest.raises(RecipeError, match="parallel.mode: none, with 2 workers"):
+        _workers(one, Placement(workers=2), room)
+    with pytest.raises(RecipeError, match="train.global_batch: 8 over 3 processes"):
+        _workers(two, Placement(workers=3), room)
+
+
+def test_a_new_run_is_placed_once(tmp_path):
+    recipe = make_recipe(content(Path("x.lance")))
+    (tmp_path / "run").mkdir()
+    assert _target(recipe, tmp_path / "run", "auto") == tmp_path / "run"
+    assert _target(recipe, tmp_path / "run", "never") == tmp_path / "run-2"
+    with pytest.raises(InputError, match="--resume nowhere; allowed: auto, never"):
+        _target(recipe, tmp_path / "run", "nowhere")
+
+
+def test_the_first_final_error_is_the_one_told():
+    """What a user did wrong is told before what broke because of it."""
+    lost = ("RankLost", 1, False, "the connection broke")
+    mine = ("RecipeError", 2, True, "optim.lr: is wrong")
+    assert (_why(None, [lost, mine], 3).exit_code, str(_why(None, [lost, mine], 3))) == (2, mine[3])
+    assert isinstance(_why(None, [("Stopped", 1, True, "stopped after step 3")], 3), Stopped)
+    told = str(_why(None, [lost], 2))
+    assert told.startswith("the connection broke, after 2 new starts (--max-failures)")
