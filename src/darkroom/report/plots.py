@@ -94,6 +94,7 @@ def curves(
     ylabel: str = "",
     held_out: Sequence[Curve] = (),
     xlabel: str = "step",
+    log_x: bool = False,
 ) -> str:
     """Each run's values, thin, under their smoothed course; held-out values as dots on a line."""
 
@@ -108,7 +109,10 @@ def curves(
                 curve.x, curve.y, "o", ms=4.2, color=colour, mec=PAPER, mew=0.8, zorder=5, clip_on=False
             )
         _scale(axes, [curve.y for curve in (*raw, *held_out)])
-        _steps(axes, [*raw, *held_out])
+        if log_x:
+            _doublings(axes, [*raw, *held_out])
+        else:
+            _steps(axes, [*raw, *held_out])
         axes.set_xlabel(xlabel, labelpad=2)
         axes.set_ylabel(ylabel)
 
@@ -178,18 +182,49 @@ def bars(rows: Sequence[Bar], *, label: str, xlabel: str = "", mark: float | Non
             axes.text((row.high or row.value) + longest * 0.015, place, row.text, va="center", fontsize=8)
         if mark is not None:
             axes.axvline(mark, color=INK, lw=0.9, ls=(0, (2, 2)))
-        axes.set_yticks(places, [_shorten(row.name) for row in rows], color=INK)
-        axes.set_xlim(0, longest * 1.18)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(xlabel)
-        left = min(0.5, 0.04 + 0.0135 * max(len(_shorten(row.name)) for row in rows))
-        figure.subplots_adjust(
-            left=left, right=0.985, top=1 - 0.08 / height, bottom=(0.42 if xlabel else 0.26) / height
-        )
-        return _to_svg(figure, label)
+        _bar_axes(axes, places, [row.name for row in rows], longest)
+        return _finish_bars(figure, axes, [row.name for row in rows], xlabel, height, label)
+
+
+def paired_bars(rows: Sequence[tuple[str, float, float]], *, label: str, xlabel: str = "") -> str:
+    """Two bars a name, from the top down: what it is compared with (faint) over one's own."""
+    height = (0.58 if xlabel else 0.42) + 0.38 * len(rows)
+    with matplotlib.rc_context(_STYLE):
+        figure, (axes,) = _figure(height=height)
+        places = np.arange(len(rows))[::-1]
+        longest = max((max(pair) for _, *pair in rows), default=1.0) or 1.0
+        for place, (_, first, second) in zip(places, rows, strict=True):
+            for y, value, colour, alpha in (
+                (place + 0.2, first, MUTED, 0.45),
+                (place - 0.2, second, SERIES[0], 1.0),
+            ):
+                axes.barh(y, value, height=0.36, color=colour, alpha=alpha)
+                axes.text(value + longest * 0.015, y, f"{value:,.3g}" if value < 1000 else f"{value:,.0f}",
+                          va="center", fontsize=7.5)  # fmt: skip
+        names = [name for name, *_ in rows]
+        _bar_axes(axes, places, names, longest)
+        return _finish_bars(figure, axes, names, xlabel, height, label)
+
+
+def _bar_axes(axes: Axes, places: np.ndarray, names: Sequence[str], longest: float) -> None:
+    axes.set_yticks(places, [_shorten(name) for name in names], color=INK)
+    axes.set_xlim(0, longest * 1.18)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.grid(axis="y", visible=False)
+
+
+def _finish_bars(
+    figure: Figure, axes: Axes, names: Sequence[str], xlabel: str, height: float, label: str
+) -> str:
+    """Room for the names and the axis, whatever the height."""
+    axes.set_xlabel(xlabel)
+    left = min(0.5, 0.04 + 0.0135 * max((len(_shorten(name)) for name in names), default=0))
+    figure.subplots_adjust(
+        left=left, right=0.985, top=1 - 0.08 / height, bottom=(0.42 if xlabel else 0.26) / height
+    )
+    return _to_svg(figure, label)
 
 
 def shares(parts: Mapping[str, float], *, label: str) -> str:
@@ -278,6 +313,14 @@ def _steps(axes: Axes, group: Sequence[Curve]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
     last = max((float(curve.x[-1]) for curve in group if len(curve.x)), default=1.0)
     axes.set_xlim(0, last * 1.01 or 1.0)
+
+
+def _doublings(axes: Axes, group: Sequence[Curve]) -> None:
+    """A logarithmic axis whose marks are the values themselves."""
+    marks = sorted({float(x) for curve in group for x in curve.x})
+    axes.set_xscale("log")
+    axes.set_xticks(marks, [_number(mark) for mark in marks])
+    axes.minorticks_off()
 
 
 def _name_ends(axes: Axes, ends: Sequence[tuple[float, str]], colours: Sequence[str]) -> None:

@@ -1,0 +1,279 @@
+"""The plots of the five systems' own reports, published beside darkroom's: cells are picked by their case."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from darkroom.report import html, plots
+from darkroom.report.plots import Curve
+
+Cells = Sequence[Mapping[str, Any]]
+BARS = "grey: published, red: darkroom"
+LINES = "dashed: published, solid: darkroom"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One plot of a table: its cells' cases give a bar's `name`, or a line's `name` and its place `x`."""
+
+    title: str
+    table: str
+    pattern: str
+    unit: str
+    xlabel: str = ""  # lines over this; bars where there is none
+    note: str = ""
+    log_x: bool = True
+    series: str = ""  # what a line without a name is called
+    per_s: bool = False  # a batch's seconds drawn as pictures a second
+
+
+DRAWINGS: dict[str, tuple[Drawing, ...]] = {
+    "Vertex": (
+        Drawing(
+            "Peak memory by method",
+            "peak VRAM (Vertex)",
+            r"(?P<name>.+), batch 4, 512 px",
+            "GB",
+            note="batch 4, 512 px",
+        ),
+        Drawing(
+            "Peak memory by batch",
+            "peak VRAM (Vertex)",
+            r"(?P<name>.+), batch (?P<x>\d+), 512 px",
+            "GB",
+            "batch",
+            note="GB; 39.4 is the published card's ceiling",
+        ),
+        Drawing(
+            "Peak memory by resolution",
+            "peak VRAM (Vertex)",
+            r"(?P<name>.+), batch 4, (?P<x>\d+) px",
+            "GB",
+            "px",
+            note="GB; 39.4 is the published card's ceiling",
+        ),
+        Drawing(
+            "Speed by batch",
+            "training speed and cost (Vertex)",
+            r"batch (?P<x>\d+), 512 px",
+            "steps/s",
+            "batch",
+            note="steps/s",
+            series="LoRA 8 checkpointed",
+        ),
+        Drawing(
+            "Cost by steps",
+            "training speed and cost (Vertex)",
+            r"(?P<x>\d+) steps of batch 4, USD",
+            "USD",
+            "steps",
+            note="USD at the published price",
+            series="LoRA 8 checkpointed",
+        ),
+        Drawing(
+            "Cost of 800 pictures by batch",
+            "training speed and cost (Vertex)",
+            r"(?P<name>.+), 800 pictures in batches of (?P<x>\d+), USD",
+            "USD",
+            "batch",
+            note="USD at the published price",
+        ),
+        Drawing(
+            "Latency by card",
+            "serving (Vertex)",
+            r"(?P<name>.+), (?:plain|optimised) \(\d+ steps\)",
+            "s",
+            note="seconds of four pictures",
+        ),
+        Drawing(
+            "Cost of a picture by card",
+            "serving (Vertex)",
+            r"(?P<name>.+, (?:plain|optimised)), USD an image",
+            "USD",
+            note="USD at the published price",
+        ),
+    ),
+    "Anyscale": (
+        *(
+            Drawing(
+                f"{count} {card[:4]}, {side} px",
+                "images/s (Anyscale)",
+                rf"{count} {card}, {side} px, (?P<name>.+)",
+                "images/s",
+                note="images/s",
+            )
+            for count, card in ((16, "A100-SXM4-40GB"), (32, "A100-SXM4-80GB"))
+            for side in (256, 512)
+        ),
+        Drawing(
+            "Cost of phase 1",
+            "costs from their rates (Anyscale)",
+            r"phase 1 (?P<name>.+), USD, from their rate",
+            "USD",
+            note="USD at the published price",
+        ),
+    ),
+    "Lambda": (
+        Drawing(
+            "Latency by card, half",
+            "latency (Lambda)",
+            r"(?P<name>.+), half, batch 1",
+            "s",
+            note="seconds of one picture, 50 steps",
+        ),
+        Drawing(
+            "Latency by card, single",
+            "latency (Lambda)",
+            r"(?P<name>.+), single, batch 1",
+            "s",
+            note="seconds of one picture, 50 steps",
+        ),
+        Drawing(
+            "Throughput by batch",
+            "latency (Lambda)",
+            r"A100-PCIE-80GB, (?P<name>\w+), batch (?P<x>\d+)",
+            "s",
+            "batch",
+            note="images/s, A100 of 80 GB",
+            per_s=True,
+        ),
+        Drawing(
+            "Memory by batch",
+            "memory (Lambda)",
+            r"A100-PCIE-80GB, (?P<name>\w+), batch (?P<x>\d+)",
+            "GB",
+            "batch",
+            note="GB, A100 of 80 GB",
+        ),
+    ),
+    "MosaicML": (
+        Drawing(
+            "Speed by GPUs, 512 px",
+            "images/s (MosaicML)",
+            r"(?P<x>\d+) A100, 512 px, (?P<name>.+)",
+            "images/s",
+            "A100",
+            note="images/s",
+        ),
+        Drawing(
+            "Speed by GPUs, 256 px",
+            "images/s (MosaicML)",
+            r"(?P<x>\d+) A100, 256 px, (?P<name>.+)",
+            "images/s",
+            "A100",
+            note="images/s",
+        ),
+        Drawing(
+            "Cost by GPUs",
+            "costs (MosaicML)",
+            r"(?P<x>\d+) A100, (?P<name>.+), USD",
+            "USD",
+            "A100",
+            note="USD of the whole run at 2 an hour, from their rates",
+        ),
+        Drawing(
+            "Days by GPUs",
+            "days (MosaicML)",
+            r"(?P<x>\d+) A100, (?P<name>.+), days",
+            "days",
+            "A100",
+            note="of the whole run, from their rates",
+        ),
+    ),
+    "diffusers": (
+        Drawing(
+            "The ladder",
+            "ladder and steps/s (diffusers)",
+            r"(?P<name>.+)",
+            "s",
+            note="seconds of one picture on a TITAN RTX",
+        ),
+        *(
+            Drawing(
+                f"{kind} attention by card",
+                "ladder and steps/s (diffusers)",
+                rf"(?P<name>.+), {kind.lower()} attention",
+                "steps/s",
+                note="steps/s",
+            )
+            for kind in ("Plain", "Fused")
+        ),
+        *(
+            Drawing(
+                f"torch 2 {engine} by card",
+                "torch 2 steps/s (diffusers)",
+                rf"(?P<name>.+), batch 1, {engine}",
+                "steps/s",
+                note="steps/s of one picture",
+            )
+            for engine in ("eager", "graphs")
+        ),
+    ),
+    "MLPerf": (
+        Drawing(
+            "Eight cards",
+            "MLPerf SD 2, eight cards",
+            r"(?P<name>.+): .+",
+            "images/s",
+            note="images/s",
+        ),
+    ),
+}
+
+
+def five_plots(system: str, cells: Cells) -> Iterator[str]:
+    """The plots of one system from its cells (`table`, `case`, `unit`, `published`, `darkroom`)."""
+    for drawing in DRAWINGS[system]:
+        found = list(_picked(drawing, cells))
+        if found:
+            yield (_lines if drawing.xlabel else _bars)(drawing, found)
+
+
+Picked = tuple[re.Match[str], Mapping[str, Any]]
+
+
+def _picked(drawing: Drawing, cells: Cells) -> Iterator[Picked]:
+    for cell in cells:
+        match = re.fullmatch(drawing.pattern, cell["case"])
+        if match and cell["table"] == drawing.table and cell["unit"] == drawing.unit:
+            yield match, cell
+
+
+def _bars(drawing: Drawing, found: Sequence[Picked]) -> str:
+    rows = [(_name(match, cell["case"]), cell["published"], cell["darkroom"]) for match, cell in found]
+    svg = plots.paired_bars(rows, label=f"{drawing.title} {drawing.table}", xlabel=drawing.unit)
+    return html.plot(drawing.title, "; ".join(filter(None, (drawing.note, BARS))), svg)
+
+
+def _name(match: re.Match[str], case: str) -> str:
+    """A container's steps stay beside its card's name, where the case has them."""
+    return case if "steps)" in case else match["name"]
+
+
+def _lines(drawing: Drawing, found: Sequence[Picked]) -> str:
+    own, published = (_curves(drawing, found, key) for key in ("darkroom", "published"))
+    svg = plots.curves(
+        own,
+        held_out=published,
+        label=f"{drawing.title} {drawing.table}",
+        xlabel=drawing.xlabel,
+        log_x=drawing.log_x,
+    )
+    names = [curve.name for curve in own]
+    caption = "; ".join(filter(None, (drawing.note, LINES)))
+    return html.plot(drawing.title, caption, svg, html.legend(names) if len(names) > 1 else "")
+
+
+def _curves(drawing: Drawing, found: Sequence[Picked], key: str) -> list[Curve]:
+    value: Callable[[float, float], float] = (lambda x, y: x / y) if drawing.per_s else (lambda _, y: y)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for match, cell in found:
+        x = float(match["x"])
+        name = match.groupdict().get("name") or drawing.series
+        points.setdefault(name, []).append((x, value(x, float(cell[key]))))
+    return [Curve(name, *np.array(sorted(pairs)).T) for name, pairs in points.items() if len(pairs) > 1]
