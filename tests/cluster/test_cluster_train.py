@@ -201,7 +201,7 @@ def test_a_missing_cluster_is_exit_2(recipe, tmp_path):
 
 
 def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
-    two = make_recipe(content(Path("x.lance")))
+    two = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
     one = make_recipe(content(Path("x.lance")), ["parallel.mode=none", "parallel.devices=auto"])
     room = _Room(cpus=4, gpus=0, grows=False)
     assert _workers(two, Placement(), room) == 2
