@@ -67,7 +67,7 @@ def on_ray(
 ) -> cluster_prepare.ClusterReport:
     """Prepare in many small blocks, so that there are moments in between."""
     cluster_prepare.BLOCK_ROWS = BLOCK
-    settings = {"resolution": RESOLUTION, "batch_rows": BATCH, "text": True, "cpu_workers": 2, **options}
+    settings = {"resolution": RESOLUTION, "batch_rows": BATCH, "cpu_workers": 2, **options}
     return cluster_prepare.prepare_on_ray(path, tiny(), address=address, bounds=bounds, **settings)
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, app, progress_bar, show, table
+from darkroom.cli.door import Json, app, console, progress_bar, show, table
+from darkroom.errors import InputError
 
 
 @app.command("import")
@@ -124,22 +125,60 @@ def prepare(
             min=0, help="keep aspect ratios, sides being multiples of this: 64, or 8 for small models"
         ),
     ] = 0,
+    engine: Annotated[str, typer.Option(help="local: this process; ray: a Ray cluster")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
+    ] = None,
+    encoders: Annotated[
+        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; 1 if not said")
+    ] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="ray: the accelerator type they run on, as Ray names it")
+    ] = None,
+    fraction: Annotated[
+        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; 1 if not said")
+    ] = None,
+    cpu_workers: Annotated[
+        int | None, typer.Option(min=1, help="ray: tasks that read and decode; all CPUs left if not said")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
 
     Example: darkroom prepare pictures.lance --model runs/vae/model --resolution 64
+    Example: darkroom prepare pictures.lance --model sd2/ --engine ray --encoders 2:16 --accelerator A10G
     """
-    from darkroom.prepare import prepare as run
+    settings = {"resolution": resolution, "text": text, "precision": precision, "bucket_step": buckets}
+    flags = {
+        "--ray-address": ray_address,
+        "--encoders": encoders,
+        "--accelerator": accelerator,
+        "--fraction": fraction,
+        "--cpu-workers": cpu_workers,
+    }
+    if engine not in ("local", "ray"):
+        raise InputError(f"--engine {engine}", allowed="local, ray")
+    if engine == "local" and (given := [flag for flag, value in flags.items() if value is not None]):
+        raise InputError(f"{', '.join(given)} with --engine local", allowed="with --engine ray")
+    if engine == "local":
+        from darkroom.prepare import prepare as run
 
-    with progress_bar("prepare", as_json) as progress:
-        report = run(
-            store,
-            model,
-            resolution=resolution,
-            text=text,
-            precision=precision,
-            bucket_step=buckets,
-            progress=progress,
-        )
+        with progress_bar("prepare", as_json) as progress:
+            report = run(store, model, progress=progress, **settings)  # type: ignore[arg-type]
+    else:
+        from darkroom.cluster.encoders import Bounds
+        from darkroom.cluster.prepare import prepare_on_ray
+
+        bounds = Bounds.parsed(encoders or "1", accelerator, 1.0 if fraction is None else fraction)
+        with progress_bar("prepare", as_json) as progress:
+            report = prepare_on_ray(
+                store,
+                model,
+                address=ray_address,
+                bounds=bounds,
+                cpu_workers=cpu_workers,
+                progress=progress,
+                say=console(as_json),
+                **settings,
+            )
     show(report, as_json, report.lines)

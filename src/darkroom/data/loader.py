@@ -18,7 +18,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -45,7 +45,7 @@ from darkroom.data.blocks import (
     pixels_of,
 )
 from darkroom.data.draws import Purpose
-from darkroom.data.order import BatchRows, Ints, SampleOrder
+from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 
@@ -134,7 +134,7 @@ class Loader:
             raise InputError(f"workers={workers}, ahead={ahead}", allowed="1 or more of each")
         self._order, self._read = order, read
         self._rank, self._world_size = rank, world_size
-        self._ahead, self._timeout_s, self._pin = ahead, timeout_s, pin_memory
+        self._ahead, self._timeout_s = ahead, timeout_s
         self._next, self._end = start, end
         self._submitted = self._prefetched = start
         self.wait_s, self.batches = 0.0, 0
@@ -145,7 +145,7 @@ class Loader:
         self._plan = _plan_memory(self._reader, order, first, world_size, memory_bytes)
         if _keeps_decoded(read, order, memory_bytes):
             self._reader = Reader(store, order, _wanted(read, decoded=True))
-        self._empty = _empty_states(store, read)
+        self._assembler = Assembler(read, self._blocks, empty=_empty_states(store, read), pin=pin_memory)
         self._cache = BlockCache(self._reader.block, self._plan.capacity_bytes)
         self._batches: dict[int, Future[Batch]] = {}
         self._pool = _Pool(workers)
@@ -227,20 +227,7 @@ class Loader:
                 self._cache.get(number)
 
     def _build(self, k: int) -> Batch:
-        rows = self._rows(k)
-        batch = Batch(k, rows.epochs_B, rows.positions_B, size=rows.size)
-        blocks, picks = self._blocks(rows.indices_B)
-        for name in blocks[0].values:
-            parts = [block.values[name] for block in blocks]
-            if name == "picture":
-                batch.columns["pixels"] = self._pixels(rows, _rows_of(parts, picks))
-            else:
-                batch.columns[name] = _stack(parts, picks, len(rows), self._pin)
-        self._flip(batch)
-        self._say_captions(batch)
-        self._drop_captions(batch)
-        self._add_draws(batch)
-        return batch
+        return self._assembler.build(self._rows(k))
 
     def _blocks(self, indices: Ints) -> tuple[list[Block], list[Ints]]:
         """The blocks of ascending indices, and which rows of each are meant."""
@@ -253,6 +240,43 @@ class Loader:
         blocks = [self._cache.get(number) for number in firsts]
         starts = [self._order.block(number)[0] for number in firsts]
         return blocks, [part - start for part, start in zip(np.split(indices, cuts), starts, strict=True)]
+
+
+# ---- what a batch is made of
+
+
+FindRows = Callable[[Ints], tuple[list[Block], list[Ints]]]
+"""Blocks that hold the rows of ascending indices, and which rows of each are meant."""
+
+
+class Assembler:
+    """Builds batches from blocks of rows: pictures cut, captions said and dropped, draws made."""
+
+    def __init__(
+        self,
+        read: ReadSettings,
+        find: FindRows,
+        *,
+        empty: Mapping[str, torch.Tensor] | None = None,
+        pin: bool = False,
+    ) -> None:
+        self._read, self._find, self._empty, self._pin = read, find, empty or {}, pin
+
+    def build(self, rows: BatchRows) -> Batch:
+        """The batch of these rows."""
+        batch = Batch(rows.k, rows.epochs_B, rows.positions_B, size=rows.size)
+        blocks, picks = self._find(rows.indices_B)
+        for name in blocks[0].values:
+            parts = [block.values[name] for block in blocks]
+            if name == "picture":
+                batch.columns["pixels"] = self._pixels(rows, _rows_of(parts, picks))
+            else:
+                batch.columns[name] = _stack(parts, picks, len(rows), self._pin)
+        self._flip(batch)
+        self._say_captions(batch)
+        self._drop_captions(batch)
+        self.add_draws(batch)
+        return batch
 
     def _uniform(self, batch: Batch | BatchRows, purpose: Purpose) -> Array:
         return draws.uniform(self._read.seed, batch.epochs_B, batch.positions_B, purpose)
@@ -302,7 +326,8 @@ class Loader:
         for name, empty in self._empty.items():
             batch[name][batch["dropped"]] = empty
 
-    def _add_draws(self, batch: Batch) -> None:
+    def add_draws(self, batch: Batch) -> None:
+        """Add the random numbers that come with each row."""
         keys = self._read.seed, batch.epochs_B, batch.positions_B
         latent = self._latent_shape(batch)
         for name in self._read.draws:
@@ -325,7 +350,16 @@ class Loader:
         return self._read.latent_channels, high // factor, wide // factor
 
 
-# ---- what a batch is made of
+def row_assembler(store: Store, read: ReadSettings) -> Assembler:
+    """Builds batches of rows by their positions in a store, which are read one by one."""
+    order = Order(store.num_rows, seed=0, global_batch=1, settings=OrderSettings(shuffle=False))
+    reader = Reader(store, order, _wanted(read))
+
+    def find(positions: Ints) -> tuple[list[Block], list[Ints]]:
+        distinct, inverse = np.unique(positions, return_inverse=True)
+        return [reader.rows(distinct)], [inverse]
+
+    return Assembler(read, find, empty=_empty_states(store, read))
 
 
 def _keeps_decoded(read: ReadSettings, order: SampleOrder, memory_bytes: int) -> bool:
