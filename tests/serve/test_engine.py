@@ -264,3 +264,52 @@ def test_a_bad_adapter_fails_its_own_job_and_is_refused_by_name_afterwards(small
         assert running.waiting.over["mended"] is None
         told = mended.pictures[0].parameters["adapters"]
         assert [(one["name"], one["weight"]) for one in told] == [("broken", 1.0), ("new", 0.5)]
+
+
+def test_a_size_fills_its_own_calls_while_another_one_waits(small):
+    steps = threading.Semaphore(0)
+
+    def slow(unet):
+        def call(*given):
+            steps.acquire()
+            return unet(*given)
+
+        return call
+
+    with Running(small, unet=slow, capacity=2) as running:
+        square = [running.work(f"s{i}", PictureRequest(prompt="a", seed=i, steps=99)) for i in range(2)]
+        wide = running.work("wide", PictureRequest(prompt="a", seed=9, steps=3, width=48, height=32))
+        while wide.started_s is None:  # sizes are admitted between steps
+            steps.release()
+            time.sleep(0.02)
+        assert square[0].started_s is not None
+        assert square[1].started_s is None  # its size is full, though it came before the wide one
+        assert running.engine.load == pytest.approx(2 + 3)
+        steps.release(999)
+        running.waiting.wait(3)
+        assert running.engine.load == 0
+
+
+def test_all_sizes_together_stay_within_a_few_full_calls(small):
+    steps = threading.Semaphore(0)
+
+    def slow(unet):
+        def call(*given):
+            steps.acquire()
+            return unet(*given)
+
+        return call
+
+    with Running(small, unet=slow, capacity=2) as running:
+        sizes = [(32, 32), (32, 16), (16, 32), (16, 16), (32, 48), (48, 32), (48, 48)]
+        works = [
+            running.work(f"{w}x{h}", PictureRequest(prompt="a", seed=1, steps=2, width=w, height=h))
+            for w, h in sizes
+        ]
+        most = 0.0
+        for _ in range(200):
+            steps.release()
+            time.sleep(0.002)
+            most = max(most, running.engine.load)
+        running.waiting.wait(len(works))
+    assert 2 < most <= 3 * 2

@@ -79,3 +79,26 @@ def test_first_come_first_served_within_a_flow():
     for i in range(10):
         queue.push(Entry(i, "a", 64, 1.0 + i % 3))
     assert [entry.item for entry in served(queue, 10)] == list(range(10))
+
+
+def test_sizes_without_room_are_passed_over_and_lose_nothing():
+    queue = FairQueue()
+    for i in range(6):
+        queue.push(Entry(f"a{i}", "a", (64, 128)[i % 2], 1.0))
+        queue.push(Entry(f"b{i}", "b", 64, 1.0))
+    only_128 = [queue.take(lambda entry: entry.size == 128).item for _ in range(3)]
+    assert only_128 == ["a1", "a3", "a5"]
+    assert queue.head(lambda entry: entry.size == 128) is None
+    assert len(queue) == 9
+    rest = [entry.item for entry in served(queue, 9)]
+    assert sorted(rest) == ["a0", "a2", "a4", *(f"b{i}" for i in range(6))]
+    assert [item for item in rest if item[0] == "a"] == ["a0", "a2", "a4"]
+
+
+def test_lower_priority_goes_where_higher_finds_no_room():
+    queue = FairQueue()
+    queue.push(Entry("urgent", "a", 64, 1.0, priority=2))
+    queue.push(Entry("other size", "a", 128, 1.0))
+    assert queue.head().item == "urgent"
+    assert queue.take(lambda entry: entry.size != 64).item == "other size"
+    assert queue.head().item == "urgent"

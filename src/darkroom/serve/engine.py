@@ -1,8 +1,9 @@
 """The engine: a thread that owns the model and, step after step, packs whatever rows are on their way.
 
 Between two steps it lets go of rows that are done, cancelled or failed, and admits waiting pictures while
-their load fits: load is U-Net evaluations a step, counted in pictures of the model's own size. Text encoding
-and decoding are done aside (`aside`). A picture does not depend on who shares its steps.
+their load fits: load is U-Net evaluations a call, counted in pictures of the model's own size. Each size has
+its own calls, and so its own room. Text encoding and decoding are done aside (`aside`). A picture does not
+depend on who shares its steps.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,11 @@ import torch
 from darkroom.errors import DarkroomError
 from darkroom.sample.backends import Backend
 from darkroom.serve.aside import Aside, aside_for
-from darkroom.serve.fairness import FairQueue
+from darkroom.serve.fairness import Admits, Entry, FairQueue
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.packing import Bucket, Stepped, bucket_of, padded
 from darkroom.serve.studio import Studio
-from darkroom.serve.work import Preview, Ticket, Work
+from darkroom.serve.work import Preview, Shape, Ticket, Work
 
 if TYPE_CHECKING:
     from darkroom.models import Model
@@ -32,6 +34,8 @@ LOG = logging.getLogger("darkroom.serve")
 # How much older measurements weigh in the speed that waits are estimated from.
 MEMORY = 0.98
 IDLE_S = 1.0
+# Every size may fill a call of its own, up to so many full calls a round: more would make steps too rare.
+FULL_CALLS = 3
 
 
 class Engine:
@@ -71,7 +75,7 @@ class Engine:
         self._finished: list[Ticket] = []  # denoised, to be decoded
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
         self._buckets: dict[Hashable, Bucket] = {}
-        self._load = 0.0
+        self._loads: defaultdict[Hashable, float] = defaultdict(float)
         self._rounds = 0
         self._prune, self._stopping = False, False
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
@@ -122,7 +126,7 @@ class Engine:
         """The place of every waiting picture: how many are to be admitted before it."""
         with self._condition:
             order = self._queue.in_order()
-        return {entry.item: place for place, entry in enumerate(order) if isinstance(entry.item, Ticket)}
+        return {entry.item: place for place, entry in enumerate(order)}
 
     def rows(self) -> list[dict[str, Any]]:
         """What is on its way now: a line for each picture."""
@@ -141,8 +145,8 @@ class Engine:
 
     @property
     def load(self) -> float:
-        """Load of what is admitted, to be held against `capacity`."""
-        return self._load
+        """Load of what is admitted, all sizes together; each size has room for `capacity`."""
+        return float(sum(list(self._loads.values())))
 
     def seconds_for(self, cost: float) -> float | None:
         """How long so much work takes, by what was measured lately; None before the first step."""
@@ -187,29 +191,37 @@ class Engine:
         """Nothing to step: wait until something comes."""
         self._tell()
         with self._condition:
-            if not (self._stopping or self._prune or self._arrived or self._failed or self._next_fits()):
+            if not (self._stopping or self._prune or self._arrived or self._failed or self._queue.head(self._room())):
                 self._condition.wait(IDLE_S)
 
-    def _next_fits(self) -> Ticket | None:
-        """The head of the queue where its load fits; one too large for the capacity goes alone."""
-        entry = self._queue.head()
-        if entry is None or not isinstance(entry.item, Ticket):
-            return None
-        fits = self._load + self._load_of(entry.item) <= self.capacity or self._load == 0
-        return entry.item if fits else None
+    def _room(self) -> Admits:
+        """Tells for which pictures there is room. A size that lacks it for one has none for the next either,
+        or large pictures would wait for ever behind small ones."""
+        closed: set[Hashable] = set()
+        full = False
 
-    def _load_of(self, ticket: Ticket) -> float:
-        shape = ticket.work.shape
-        return shape.evaluations * shape.pixels / self.own_pixels
+        def admits(entry: Entry) -> bool:
+            nonlocal full
+            if full or entry.size in closed:
+                return False
+            load = _load_of(entry, self.own_pixels)
+            there, here = self.load, self._loads.get(entry.size, 0.0)
+            full = there > 0 and there + load > FULL_CALLS * self.capacity
+            if here > 0 and here + load > self.capacity:
+                closed.add(entry.size)
+            return not full and entry.size not in closed
+
+        return admits
 
     def _admit(self) -> None:
         admitted = self._parked
         self._parked = []
         with self._condition:
-            while (ticket := self._next_fits()) is not None:
-                self._queue.take()
-                self._load += self._load_of(ticket)
-                admitted.append(ticket)
+            room = self._room()
+            while self._queue.head(room) is not None:
+                entry = self._queue.take(room)
+                self._loads[entry.size] += _load_of(entry, self.own_pixels)
+                admitted.append(entry.item)
         if admitted:
             self._prepare([ticket for ticket in admitted if self._has_adapters(ticket)])
 
@@ -283,11 +295,12 @@ class Engine:
     def _release(self, *tickets: Ticket) -> None:
         """Give back the load and the adapters of rows that left."""
         for ticket in tickets:
-            self._load -= self._load_of(ticket)
+            size = ticket.entry.size
+            self._loads[size] -= _load_of(ticket.entry, self.own_pixels)
+            if self._loads[size] < 1e-6:
+                del self._loads[size]
             if self.library is not None:
                 self.library.let_go(ticket)
-        if not (self._buckets or self._parked or self._arrived) and self._load < 1e-6:
-            self._load = 0.0
 
     def _account(self, stepped: Stepped, bucket: Bucket) -> None:
         """Note what a step cost, and pass on what it finished."""
@@ -338,3 +351,9 @@ class Engine:
         self.metrics.waiting.set(len(self._queue))
         if self.watchers:
             self.on_tick()
+
+
+def _load_of(entry: Entry, own_pixels: int) -> float:
+    """Evaluations of a picture's step, counted in pictures of the model's own size."""
+    shape: Shape = entry.item.work.shape
+    return shape.evaluations * shape.pixels / own_pixels

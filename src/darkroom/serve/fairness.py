@@ -8,25 +8,36 @@ pictures are not starved by small ones. Within a key, higher priority goes first
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(eq=False)
 class Entry:
     """One picture waiting. `cost` is its work in any unit, the same for all."""
 
-    item: object
+    item: Any
     key: str
     size: Hashable
     cost: float
     priority: int = 0
 
 
+Admits = Callable[[Entry], bool]
+"""Whether there is room for an entry now. Flows whose next entry finds none are passed over, unserved."""
+
+
+def any_entry(entry: Entry) -> bool:
+    """Room for all."""
+    return True
+
+
 class _Flow(Protocol):
-    def head(self) -> Entry | None: ...
-    def take(self) -> Entry: ...
+    @property
+    def empty(self) -> bool: ...
+    def head(self, admits: Admits) -> Entry | None: ...
+    def take(self, admits: Admits) -> Entry: ...
     def copy(self) -> _Flow: ...
 
 
@@ -36,10 +47,14 @@ class _Line:
     def __init__(self, entries: deque[Entry] | None = None) -> None:
         self.entries = entries if entries is not None else deque[Entry]()
 
-    def head(self) -> Entry | None:
-        return self.entries[0] if self.entries else None
+    @property
+    def empty(self) -> bool:
+        return not self.entries
 
-    def take(self) -> Entry:
+    def head(self, admits: Admits) -> Entry | None:
+        return self.entries[0] if self.entries and admits(self.entries[0]) else None
+
+    def take(self, admits: Admits) -> Entry:
         return self.entries.popleft()
 
     def copy(self) -> _Line:
@@ -61,26 +76,36 @@ class _Ring:
         self.turns.append(name)
         self.credit[name] = 0.0
 
-    def head(self) -> Entry | None:
+    @property
+    def empty(self) -> bool:
+        return all(flow.empty for flow in self.flows.values())
+
+    def head(self, admits: Admits) -> Entry | None:
         """The next entry; turns pass on until one can pay for its head."""
-        while self.turns:
+        passed = 0
+        while passed < len(self.turns):
             name = self.turns[0]
-            entry = self.flows[name].head()
+            entry = self.flows[name].head(admits)
             if entry is None:
-                self._drop(name)
+                if self.flows[name].empty:
+                    self._drop(name)
+                else:
+                    self._pass_on()
+                    passed += 1
                 continue
+            passed = 0
             if not self.credited:
-                self.credit[name] += self.quantum[0]
+                self.credit[name] = min(self.credit[name] + self.quantum[0], 2 * self.quantum[0])
                 self.credited = True
             if entry.cost <= self.credit[name] or len(self.turns) == 1:
                 return entry
             self._pass_on()
         return None
 
-    def take(self) -> Entry:
-        assert self.head() is not None
+    def take(self, admits: Admits) -> Entry:
+        assert self.head(admits) is not None
         name = self.turns[0]
-        entry = self.flows[name].take()
+        entry = self.flows[name].take(admits)
         self.credit[name] = max(0.0, self.credit[name] - entry.cost)
         return entry
 
@@ -115,11 +140,15 @@ class _KeyFlow:
         assert isinstance(line, _Line)
         return line
 
-    def head(self) -> Entry | None:
-        return next((entry for entry in (ring.head() for ring in self._by_priority()) if entry), None)
+    @property
+    def empty(self) -> bool:
+        return all(ring.empty for ring in self.rings.values())
 
-    def take(self) -> Entry:
-        return next(ring for ring in self._by_priority() if ring.head() is not None).take()
+    def head(self, admits: Admits) -> Entry | None:
+        return next((entry for entry in (ring.head(admits) for ring in self._by_priority()) if entry), None)
+
+    def take(self, admits: Admits) -> Entry:
+        return next(ring for ring in self._by_priority() if ring.head(admits) is not None).take(admits)
 
     def _by_priority(self) -> Iterator[_Ring]:
         return (self.rings[priority] for priority in sorted(self.rings, reverse=True))
@@ -160,13 +189,14 @@ class FairQueue:
         assert isinstance(flow, _KeyFlow)
         return flow
 
-    def head(self) -> Entry | None:
-        """The one that is next; it stays so until it is taken, removed or outranked by its own key."""
-        return self._ring.head()
+    def head(self, admits: Admits = any_entry) -> Entry | None:
+        """The one that is next of those that there is room for. With room for all it stays so until it is
+        taken, removed or outranked by its own key."""
+        return self._ring.head(admits)
 
-    def take(self) -> Entry:
+    def take(self, admits: Admits = any_entry) -> Entry:
         """Take the head."""
-        entry = self._ring.take()
+        entry = self._ring.take(admits)
         self._forget(entry)
         return entry
 
@@ -186,6 +216,6 @@ class FairQueue:
         self.cost = self.cost - entry.cost if self._counts else 0.0
 
     def in_order(self) -> list[Entry]:
-        """All of them in the order in which they would be served if nothing else came."""
+        """All of them in the order in which they would be served if nothing else came and all had room."""
         twin = self._ring.copy()
-        return [twin.take() for _ in range(len(self))]
+        return [twin.take(any_entry) for _ in range(len(self))]
