@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import re
 
 import pytest
 
@@ -57,6 +58,16 @@ def test_every_table_and_every_cell_is_on_the_page(tmp_path, proof):
             assert float(cell["published"]) == row["published"]
             assert f">{number(row['predicted'])}</td>" in text
             assert cell["how"] == "planned"
+
+
+def test_every_row_is_as_wide_as_its_header(tmp_path, proof):
+    page, _ = write_five_systems(tmp_path / "page.html", proof=proof)
+    tables = re.findall(r"<table.*?</table>", page.read_text(), re.DOTALL)
+    assert len(tables) >= len(published.TABLES)
+    for table in tables:
+        rows = re.findall(r"<tr.*?</tr>", table, re.DOTALL)
+        assert len({len(re.findall(r"<t[hd][ >]", row)) for row in rows}) == 1
+    assert "USD an hour of one card" in page.read_text()
 
 
 def test_a_changed_number_is_seen(tmp_path, proof):

@@ -254,9 +254,9 @@ def _table_of(found: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> I
         yield _note(f"Reading: {found['reading']}.")
     priced = any("price_as_of" in cell for cell in cells)
     header = ["case", "published", "darkroom", "unit", "error", "darkroom's is"]
-    header += (
-        ["published, today's price", "darkroom, today's price", "USD an hour then, now"] if priced else []
-    )
+    if priced:
+        header += ["published today", "darkroom today"]
+        yield _prices(cells)
     rows = [_line(cell, priced) for cell in cells]
     yield html.table(header, rows, frozenset((1, 2, 4, 6, 7)))
 
