@@ -191,7 +191,13 @@ class Engine:
         """Nothing to step: wait until something comes."""
         self._tell()
         with self._condition:
-            if not (self._stopping or self._prune or self._arrived or self._failed or self._queue.head(self._room())):
+            if not (
+                self._stopping
+                or self._prune
+                or self._arrived
+                or self._failed
+                or self._queue.head(self._room())
+            ):
                 self._condition.wait(IDLE_S)
 
     def _room(self) -> Admits:
