@@ -32,7 +32,7 @@ def test_every_failed_check_says_how_to_mend_it(checks):
 
 def test_every_declared_extra_is_checked(checks):
     extras = declared_extras()
-    assert extras["track"] == ["tensorboard"]
+    assert extras["track"] == ["tensorboard", "wandb"]
     assert extras["gpu"] == ["nvidia-ml-py"]
     for extra, packages in extras.items():
         have = all(_installed(package) for package in packages)
