@@ -29,6 +29,7 @@ from darkroom.train.budget import BudgetSettings
 from darkroom.train.checkpoint import CheckpointSettings
 from darkroom.train.defaults import ADAPTER_TASKS, Task, check_together, fill
 from darkroom.train.objective import ObjectiveSettings
+from darkroom.train.online import OnlineSettings
 from darkroom.train.optimisers import OptimSettings
 from darkroom.train.parallel import ParallelSettings
 from darkroom.train.phases import PhaseSettings
@@ -88,11 +89,13 @@ class DataSettings(BaseModel):
     num_class_images: int = Field(default=200, gt=0, le=100_000, description="how many class pictures")
     prior_weight: float = Field(default=1.0, ge=0, le=100, description="weight of the class pictures' loss")
     resolution: int = Field(default=512, ge=8, le=8192, multiple_of=8, description="side in pixels")
-    encode: Literal["auto", "stored", "inline"] = Field(
+    encode: Literal["auto", "stored", "inline", "online"] = Field(
         default="stored",
-        description="stored: prepared columns are read; inline: encoded at each step; auto: stored where a "
-        "column is there, or can be made because the run has its own store and cuts pictures always alike",
+        description="stored: prepared columns are read; inline: encoded at each step; online: by other "
+        "machines (--engine ray); auto: stored where a column is there, or can be made because the run has "
+        "its own store and cuts pictures always alike",
     )
+    online: OnlineSettings = Field(default=OnlineSettings(), description="of encode=online: who encodes")
     text: Literal["auto", "stored", "inline"] = Field(
         default="auto", description="the same for the text; auto: stored where it was prepared"
     )

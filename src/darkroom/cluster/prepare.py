@@ -95,7 +95,8 @@ def prepare_on_ray(
         raise StoreError(f"{store} is no folder", mend="prepare a store in a folder that every node sees")
     with connected(address, accelerator=bounds.accelerator) as cluster:
         say(cluster.line())
-        engine = _Engine(bounds, cpu_workers or _spare_cpus(bounds, cluster.cpus), say)
+        spare = _spare_cpus(bounds, cluster.cpus)
+        engine = _Engine(bounds, cpu_workers or spare, say)
         place = Path(store).resolve()
         report = prepare(place, model, progress=progress, engine=engine, device="cpu", **options)
         for column in report.columns:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from darkroom.errors import RecipeError
+from darkroom.train.online import check_online
 from darkroom.train.parallel import check_parallel
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def check_together(recipe: Recipe) -> None:
     _check_masks(recipe)
     _check_optimiser(recipe)
     check_parallel(recipe)
+    check_online(recipe)
     if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
         key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
         raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")

@@ -28,6 +28,7 @@ from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_cla
 from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
 from darkroom.train.objective import Objective
+from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.places import check_url
 from darkroom.train.ranks import ALONE, Ranks
@@ -83,7 +84,7 @@ class Pinned:
 def make_job(
     recipe: Recipe,
     pinned: Pinned,
-    feed: Feed | None = None,
+    feed: Feed | OpenFeed | None = None,
     say: Say = lambda _: None,
     ranks: Ranks = ALONE,
 ) -> Job:
@@ -95,6 +96,12 @@ def make_job(
     """
     check_settings(recipe)
     check_batch(recipe, ranks.size)
+    if recipe.data.encode == "online" and feed is None:
+        raise RecipeError(
+            "data.encode",
+            "online, but there is nobody to encode",
+            mend="train with --engine ray, or set data.encode=inline",
+        )
     if has_own_store(recipe) and pinned.version is None:
         ranks.in_turn(lambda: gather(recipe, pinned.run, say))
     store = Store.open(store_path(recipe, pinned.run), version=pinned.version)
@@ -134,6 +141,10 @@ def make_job(
         share = recipe.train.global_batch // ranks.size
         notes.append(f"{ranks.size} processes ({recipe.parallel.mode}), {share} pictures a step each")
     order = make_order(recipe, task, store, train_rows)
+    foreign = feed is not None and not isinstance(feed, OpenFeed)
+    if isinstance(feed, OpenFeed):
+        online = recipe.data.encode == "online"
+        feed = feed.bound(recipe, task, stores, order, device, ranks) if online else None
     flops = None
     if ranks.sharded and device.type == "cuda":  # cut weights cannot be counted with
         flops = flops_per_image(task, task.inputs(read_once(store, train_rows, 1, task.read), device))
@@ -142,7 +153,7 @@ def make_job(
         task=task,
         step=bare_step(task, recipe, micro, models.precision(precision), ranks),
         feed=feed or make_feed(recipe, task, stores, order, device, ranks),
-        rows_of=None if feed else lambda k: order.batch(k).positions_B.tolist(),
+        rows_of=None if foreign else lambda k: order.batch(k).positions_B.tolist(),
         flops=flops,
         device=device,
         rows=len(train_rows) * recipe.data.repeats,
@@ -356,7 +367,7 @@ def _captions_of(recipe: Recipe) -> tuple[str, ...]:
 def caches_latents(recipe: Recipe) -> bool:
     """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
     data = recipe.data
-    return data.encode != "inline" and data.crop == "centre" and not data.flip
+    return data.encode not in ("inline", "online") and data.crop == "centre" and not data.flip
 
 
 def _prepare_own(
@@ -381,7 +392,7 @@ def _prepare_own(
 def _latents_column(recipe: Recipe, model: Model, store: Store) -> str | None:
     """The prepared column to read, or None to encode pictures at each step."""
     data = recipe.data
-    if data.encode == "inline":
+    if data.encode in ("inline", "online"):
         return None
     if data.encode == "auto":
         made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "latents"]

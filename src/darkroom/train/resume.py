@@ -16,6 +16,7 @@ HARMLESS = (
         "data.workers",
         "data.ahead",
         "data.store",
+        "data.online.*",
         "parallel.timeout_s",
     ),  # a store that was moved: version and rows are checked
 )

@@ -18,6 +18,7 @@ from darkroom.train.checkpoint import Checkpoint, load_checkpoint
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
+from darkroom.train.online import OpenFeed
 from darkroom.train.phases import train_phases
 from darkroom.train.places import Place, RemotePlace, newest, place_of, take_records
 from darkroom.train.ranks import ALONE, Ranks, joined
@@ -35,7 +36,7 @@ def train(
     *,
     out: Path | str,
     resume: str = "auto",
-    feed: Feed | None = None,
+    feed: Feed | OpenFeed | None = None,
     estimate: Any = None,
     console: Say = print,
 ) -> TrainResult:
@@ -45,9 +46,9 @@ def train(
 
     `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one beside it,
     numbered; a checkpoint's folder starts a new one from that state, and the recipe may then differ.
-    `feed(k)` opens another stream of batches from step k on; `estimate` is what the plan foretells, shown
-    first. Raises InputError before any work for what
-    cannot be, Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError when the loss is not finite.
+    `feed(k)` opens another stream of batches from step k on (an OpenFeed learns first what it feeds);
+    `estimate` is what the plan foretells, shown first. Raises InputError before any work for what cannot be,
+    Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError when the loss is not finite.
     """
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
@@ -64,7 +65,7 @@ def train(
             return _go_on(recipe, place.run, feed, say, ranks)
 
 
-def _phase(recipe: Recipe, out: Path, *, feed: Feed | None, console: Say) -> TrainResult:
+def _phase(recipe: Recipe, out: Path, *, feed: Feed | OpenFeed | None, console: Say) -> TrainResult:
     return train(recipe, out=out, feed=feed, console=console)
 
 
@@ -124,7 +125,9 @@ def _fetch_run(recipe: Recipe, out: Path, say: Say) -> bool:
     return True
 
 
-def _begin(recipe: Recipe, place: _Place, feed: Feed | None, say: Say, ranks: Ranks) -> TrainResult:
+def _begin(
+    recipe: Recipe, place: _Place, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks
+) -> TrainResult:
     if not ranks.tell(lambda: is_free(place.path)):
         raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
     if place.start is not None and place.start.step >= recipe.train.steps:
@@ -164,7 +167,7 @@ def _places(run: Run, *recipes: Recipe) -> list[Place]:
     return [place_of(url, run.path) for url in urls]
 
 
-def _go_on(recipe: Recipe, run: Run, feed: Feed | None, say: Say, ranks: Ranks) -> TrainResult:
+def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks) -> TrainResult:
     before = type(recipe).model_validate(ranks.tell(lambda: run.recipe))
     place, checkpoint = newest(_places(run, recipe, before), say, ranks)
     step = checkpoint.step if checkpoint else 0

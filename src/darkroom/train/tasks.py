@@ -131,7 +131,7 @@ class Diffusion:
         return inputs
 
     def _moments(self, columns: Columns) -> Tensor:
-        if self._encode is None:
+        if self._encode is None or "moments" in columns:  # an online feed has encoded them
             moments: Tensor = columns["moments"]
             return moments
         pixels_B3HW: Tensor = columns["pixels"]
