@@ -114,6 +114,32 @@ def test_a_slot_is_swapped_and_cleared(tiny: Model, model: Model) -> None:
     assert (out - run(tiny)).abs().max() > APART
 
 
+def test_matrices_are_kept_between_calls_and_never_stale(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=2, max_rank=4)
+    one, two = made(tiny, 1, where=everywhere), made(tiny, 2, where=everywhere)
+    bank.load(1, one)
+    told = bank.lay_out([[(1, 1.0)]] * 4, "cpu")
+    kept = model.unet.adapter_rows._kept  # type: ignore[union-attr]
+
+    def call() -> torch.Tensor:
+        with bank.applied("unet", told[SLOTS], told[WEIGHTS]):
+            return run(model)
+
+    first = call()
+    assert len(kept[told[SLOTS]].matrices) == len([path for path in bank.layers if path[:5] == "unet."])
+    assert torch.equal(call(), first)
+    told[WEIGHTS].mul_(0.5)  # as captured code writes to what it was given
+    assert (call() - run(merged(tiny, (one, 0.5)))).abs().max() < CLOSE
+    bank.load(1, two)  # the slot changes under the same tensors
+    halved = call()
+    assert (halved - run(merged(tiny, (two, 0.5)))).abs().max() < CLOSE
+    assert (halved - first).abs().max() > APART
+    kept = model.unet.adapter_rows._kept  # type: ignore[union-attr]
+    assert len(kept) == 1
+    told.clear()
+    assert len(kept) == 0  # nothing is held for a batch that is gone
+
+
 def test_only_layers_that_are_adapted_hold_memory(tiny: Model, model: Model) -> None:
     bank = Bank(model, slots=3, max_rank=4)
     assert bank.nbytes == 0

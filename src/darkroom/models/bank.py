@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from darkroom.errors import ModelError
 from darkroom.models.adapters import Adapter, Layer, adaptable, fit
@@ -33,13 +34,28 @@ SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
 ROWS = "adapter_rows"
 """Where a U-Net or text encoder keeps its `Rows`."""
 MAX_WEIGHT = 100.0
+# What a batch's matrices may take while they are kept between its steps; gathering them anew costs a copy.
+MOST_KEPT_BYTES = 2**28
+
+
+@dataclass(eq=False)
+class _Kept:
+    """The matrices of one batch's rows by layer, good as long as its slots and weights are."""
+
+    weights_BK: torch.Tensor
+    versions: tuple[int, int]
+    weights_Bs1: torch.Tensor
+    matrices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By the id of the layer's `bank_down`, which is held beside them so that the id stays its own."""
+    nbytes: int = 0
 
 
 class Rows:
     """Which adapters the rows of the call now running have; None where no row has one.
 
     The weights are repeated for each rank of an adapter: `s` counts the ranks of a row's adapters, one after
-    the other.
+    the other. Matrices gathered for a batch are kept while the batch lives and no slot is written to: from
+    step to step the same tensors say who has what.
     """
 
     def __init__(self, max_rank: int) -> None:
@@ -48,19 +64,70 @@ class Rows:
         """Adapters a row that a call is padded to, so that its shape stays the same; 0 is as they come."""
         self.slots_BK: torch.Tensor | None = None
         self.weights_Bs1: torch.Tensor | None = None
+        self._now: _Kept | None = None
+        self._kept: Any = WeakIdKeyDictionary()
 
     @contextmanager
     def applied(self, slots_BK: torch.Tensor | None, weights_BK: torch.Tensor | None) -> Iterator[None]:
         """Calls in here see these rows' adapters; one row [1, K] holds for all rows of a call."""
         if slots_BK is not None and weights_BK is not None:
+            self._now = self._kept_for(slots_BK, weights_BK)
             missing = (0, max(0, self.width - slots_BK.shape[1]))
-            self.slots_BK = nn.functional.pad(slots_BK, missing)
-            weights = nn.functional.pad(weights_BK, missing)
-            self.weights_Bs1 = weights.repeat_interleave(self.max_rank, 1)[:, :, None]
+            self.slots_BK = nn.functional.pad(slots_BK, missing) if missing[1] else slots_BK
+            self.weights_Bs1 = self._now.weights_Bs1 if self._now else self._repeated(weights_BK, missing)
         try:
             yield
         finally:
-            self.slots_BK = self.weights_Bs1 = None
+            self.slots_BK = self.weights_Bs1 = self._now = None
+
+    def _repeated(self, weights_BK: torch.Tensor, missing: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        weights = nn.functional.pad(weights_BK, missing) if missing[1] else weights_BK
+        return weights.repeat_interleave(self.max_rank, 1)[:, :, None]
+
+    def _kept_for(self, slots_BK: torch.Tensor, weights_BK: torch.Tensor) -> _Kept | None:
+        """What is kept for these very tensors; None where nothing can be: code that is compiled, captured or
+        sealed gathers within itself."""
+        if self.width or slots_BK.is_inference() or weights_BK.is_inference() or _recorded():
+            return None
+        versions = slots_BK._version, weights_BK._version
+        kept: _Kept | None = self._kept.get(slots_BK)
+        if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
+            kept = _Kept(weights_BK, versions, self._repeated(weights_BK))
+            self._kept[slots_BK] = kept
+        return kept
+
+    def forget(self) -> None:
+        """A slot is written to: what was gathered from it no longer holds."""
+        self._kept = WeakIdKeyDictionary()
+
+    def matrices(self, down_NrI: torch.Tensor, up_NrO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's matrices of all rows, [B, s, I] and [B, s, O], the weights within the latter."""
+        kept = None if torch.compiler.is_compiling() else self._now
+        if kept is not None and (found := kept.matrices.get(id(down_NrI))) is not None:
+            return found[1], found[2]
+        assert self.slots_BK is not None
+        assert self.weights_Bs1 is not None
+        down_BsI = down_NrI[self.slots_BK].flatten(1, 2)
+        up_BsO = up_NrO[self.slots_BK].flatten(1, 2)
+        up_BsO = up_BsO * self.weights_Bs1.to(up_BsO.dtype)
+        if kept is not None:
+            self._keep(kept, down_NrI, down_BsI, up_BsO)
+        return down_BsI, up_BsO
+
+    def _keep(
+        self, kept: _Kept, down_NrI: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
+    ) -> None:
+        more = down_BsI.nbytes + up_BsO.nbytes
+        if sum(one.nbytes for one in self._kept.values()) + more <= MOST_KEPT_BYTES:
+            kept.matrices[id(down_NrI)] = down_NrI, down_BsI, up_BsO
+            kept.nbytes += more
+
+
+def _recorded() -> bool:
+    """Whether operations are recorded now, to be run again with other rows."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def rows_of(module: Any) -> Rows:
@@ -83,14 +150,14 @@ class Banked:
     def forward(self, x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         """The layer's own output, and what the row's adapters add to it."""
         out: torch.Tensor = super().forward(x, *rest, **more)  # type: ignore[misc]
-        slots_BK, weights_Bs1 = self.bank_rows.slots_BK, self.bank_rows.weights_Bs1
-        if slots_BK is None or weights_Bs1 is None:
+        slots_BK = self.bank_rows.slots_BK
+        if slots_BK is None:
             return out
         if slots_BK.shape[0] not in (1, x.shape[0]):
             raise ValueError(f"{x.shape[0]} rows, and adapters for {slots_BK.shape[0]}")
-        down_BsI = self.bank_down[slots_BK].flatten(1, 2).expand(x.shape[0], -1, -1)
-        up_BsO = self.bank_up[slots_BK].flatten(1, 2)
-        up_BsO = (up_BsO * weights_Bs1.to(up_BsO.dtype)).expand(x.shape[0], -1, -1)
+        down_BsI, up_BsO = self.bank_rows.matrices(self.bank_down, self.bank_up)
+        if slots_BK.shape[0] != x.shape[0]:
+            down_BsI, up_BsO = (t.expand(x.shape[0], -1, -1) for t in (down_BsI, up_BsO))
         if isinstance(self, nn.Conv2d):
             return _add_conv(self, x, out, down_BsI, up_BsO)
         return _add_linear(x, out, down_BsI, up_BsO)
@@ -227,6 +294,7 @@ class Bank:
         self._check_slot(slot)
         staged = adapter if isinstance(adapter, Staged) else self.stage(adapter)
         self.reserve(staged.tensors)
+        self._forget()
         with torch.inference_mode(False), torch.no_grad():
             for path, ups in self._ups():
                 ups[slot].zero_()  # where up is zero nothing is added, whatever stands in down
@@ -240,10 +308,15 @@ class Bank:
     def clear(self, slot: int) -> None:
         """Empty a slot."""
         self._check_slot(slot)
+        self._forget()
         with torch.inference_mode(False), torch.no_grad():
             for _, ups in self._ups():
                 ups[slot].zero_()
         self._names.pop(slot, None)
+
+    def _forget(self) -> None:
+        for rows in self._rows.values():
+            rows.forget()
 
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot <= self.slots:
