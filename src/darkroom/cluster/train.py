@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.connect import TYPE, Cluster, connected
+from darkroom.cluster.feed import online
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def _run(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     mail = ray.remote(num_cpus=0, scheduling_strategy=here)(_Mail).remote()
-    job = {
+    job: dict[str, Any] = {
         "recipe": recipe,
         "out": str(out),
         "resume": resume,
@@ -217,7 +218,10 @@ def _run(
         "max_failures": placement.max_failures,
         "token": uuid.uuid4().hex[:12],
     }
-    with TemporaryDirectory(prefix="darkroom-ray-") as records:
+    with (
+        TemporaryDirectory(prefix="darkroom-ray-") as records,
+        online(recipe, reserved_cpus=workers * placement.cpus, say=say) as job["feed"],
+    ):
         failure = _followed(_trainer(job, recipe, workers, placement, room, records), mail, say)
     made = ray.get(mail.what_was_made.remote())
     if failure is None and made is not None:
@@ -389,7 +393,7 @@ def _trained(job: dict[str, Any], rank: int, mail: Any, say: Say) -> TrainResult
             _wait_for(out)
     _check_shared(job, out, rank)
     resume = "auto" if resume == "never" or (out / "recipe.yaml").is_file() else resume
-    return train_here(recipe, out=out, resume=resume, console=say)
+    return train_here(recipe, out=out, resume=resume, feed=job["feed"], console=say)
 
 
 def _go_to(folder: str) -> None:

@@ -1,0 +1,435 @@
+"""Batches that other machines encode while training runs, with nothing stored in between.
+
+Every rank asks for its share of global batch k, k + 1, ... of the job's own order, some batches ahead; CPU
+tasks read and cut the rows, encoder actors encode them, and they come straight to the rank, which adds the
+noise. So the batches are those of `data.encode=inline` at the same seed; going on at step k asks for batch k
+first; and what a dead worker or encoder had is asked for again. Nothing of the order is given up. What is:
+rows are read one by one, not in blocks that stay in memory for a window, so an object store is asked more
+often where global batches are small beside the order's window; text states come in float16, as stored ones.
+
+The encoders belong to a keeper, an actor beside the driver: they outlive the workers that train, who may be
+started again, and all ranks share them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from darkroom.cluster.connect import describe
+from darkroom.cluster.encoders import QUEUE, Bounds, Encoder, Pool, check_room
+from darkroom.cluster.encoding import OnlineEncoder, Parts, Source, asked, read_rows
+from darkroom.cluster.stages import Stages
+from darkroom.data.loader import Assembler, Batch
+from darkroom.errors import DarkroomError, InputError, LoaderError
+
+if TYPE_CHECKING:
+    from darkroom.data import Store
+    from darkroom.data.order import BatchRows, SampleOrder
+    from darkroom.recipe import Recipe
+    from darkroom.train.feed import Feed
+    from darkroom.train.online import OnlineSettings
+    from darkroom.train.ranks import Ranks
+    from darkroom.train.tasks import Columns, Task
+
+Say = Callable[[str], None]
+ASK_KEEPER_S = 0.5
+NEWS_S = 60.0  # a keeper that does not answer for so long is gone
+
+
+@contextmanager
+def online(
+    recipe: Recipe,
+    *,
+    reserved_cpus: float = 0.0,
+    say: Say = lambda _: None,
+    encoder: Callable[..., Any] = OnlineEncoder,
+) -> Iterator[OnlineFeed | None]:
+    """Within, encoders stand ready for a recipe with data.encode=online; for any other there is no feed.
+
+    To be called on the driver while it is connected to a cluster. The feed may be handed to workers. CPUs
+    that training needs are `reserved_cpus`. InputError where the cluster lacks what is asked.
+    """
+    import ray
+
+    if recipe.data.encode != "online":
+        yield None
+        return
+    settings = recipe.data.online
+    bounds = Bounds.parsed(str(settings.encoders), settings.accelerator, settings.fraction)
+    describe().require(bounds.accelerator)
+    _check_cpus(bounds, reserved_cpus)
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    keeper = ray.remote(num_cpus=0, scheduling_strategy=here)(Keeper).remote(bounds, encoder)
+    try:
+        yield OnlineFeed(keeper, settings)
+        for line in ray.get(keeper.told.remote()):
+            say(line)
+    finally:
+        ray.get(keeper.close.remote())
+        ray.kill(keeper)
+
+
+def _check_cpus(bounds: Bounds, reserved: float) -> None:
+    import ray
+
+    nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    total = sum(node.get("CPU", 0.0) for node in nodes)
+    if total - reserved < 1:
+        raise InputError(
+            f"the cluster has {total:g} CPUs and training takes {reserved:g}",
+            allowed="at least one more, to read and decode with",
+            mend="add nodes, or set data.encode=inline",
+        )
+    nodes.append({"CPU": -reserved})
+    check_room(bounds, nodes)
+
+
+# ---- the keeper, beside the driver
+
+
+class Keeper:
+    """Holds the encoders of a job for all of its ranks; an actor."""
+
+    def __init__(self, bounds: Bounds, encoder: Callable[..., Any]) -> None:
+        self._bounds, self._encoder = bounds, encoder
+        self._pool: Pool | None = None
+        self._identity = ""
+        self._seen: dict[int, tuple[int, dict[int, int]]] = {}
+        self._told: dict[int, str] = {}
+
+    def hold(self, parts: Parts) -> None:
+        """Start encoders with these parts, unless they are there."""
+        import ray
+
+        if self._pool is not None and self._identity == parts.identity:
+            return
+        if self._pool is not None:
+            self._pool.close()
+        held, actor = ray.put(parts), ray.remote(self._encoder)
+        self._pool = Pool(self._bounds, lambda options: actor.options(**options).remote(held))
+        self._identity, self._seen = parts.identity, {}
+
+    def state(self, rank: int, waiting: int, calls: dict[int, int], dead: list[int]) -> list[tuple[int, Any]]:
+        """The encoders that are up, by number; told how many blocks of a rank wait, and who has how many."""
+        pool = self._pool
+        if pool is None:
+            return []
+        for number in dead:
+            pool.lose(number)
+        self._seen[rank] = waiting, calls
+        for number, encoder in pool.encoders.items():
+            each = (theirs.get(number, 0) for _, theirs in self._seen.values())
+            encoder.calls = set(range(sum(each)))
+        pool.poll(sum(waiting for waiting, _ in self._seen.values()))
+        return [(encoder.number, encoder.handle) for encoder in pool.up]
+
+    def note(self, rank: int, line: str) -> None:
+        """What a rank's stages did, for the end."""
+        self._told[rank] = line
+
+    def told(self) -> list[str]:
+        """Lines for the console."""
+        lost = self._pool.lost if self._pool else 0
+        lines = [f"online encoding: {self._told[0]}"] if 0 in self._told else []
+        return lines + ([f"{lost} encoders were lost and replaced"] if lost else [])
+
+    def close(self) -> None:
+        """Stop the encoders."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+class SharedPool(Pool):
+    """A keeper's encoders as one rank sees them."""
+
+    def __init__(self, keeper: Any, rank: int, bounds: Bounds) -> None:
+        self.bounds, self.encoders, self.lost = bounds, {}, 0
+        self._keeper, self._rank = keeper, rank
+        self._dead: list[int] = []
+        self._asked: Any = None
+        self._asked_at = -math.inf
+
+    def free(self) -> Encoder | None:
+        # Ranks begin at different ones, so that the first is not everybody's.
+        def load(encoder: Encoder) -> tuple[int, int]:
+            return len(encoder.calls), (encoder.number + self._rank) % max(len(self.encoders), 1)
+
+        least = min(self.up, key=load, default=None)
+        return least if least is not None and len(least.calls) < QUEUE else None
+
+    def made(self) -> None:
+        pass
+
+    def lose(self, number: int) -> None:
+        if self.encoders.pop(number, None) is not None:
+            self._dead.append(number)
+            self.lost += 1
+
+    def poll(self, waiting: int) -> None:
+        """Ask the keeper from time to time; DarkroomError where it is gone."""
+        import ray
+
+        now = time.monotonic()
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            try:
+                self._take(ray.get(self._asked))
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise (cause if isinstance(cause, Exception) else error) from None
+            except ray.exceptions.RayError as error:
+                raise DarkroomError(f"the keeper of the encoders is gone ({type(error).__name__})") from error
+            self._asked = None
+        if self._asked is None and now - self._asked_at > ASK_KEEPER_S:
+            calls = {number: len(encoder.calls) for number, encoder in self.encoders.items()}
+            dead, self._dead = self._dead, []
+            self._asked, self._asked_at = self._keeper.state.remote(self._rank, waiting, calls, dead), now
+
+    def _take(self, there: list[tuple[int, Any]]) -> None:
+        dead = {*self._dead}
+        for number, handle in there:
+            if number not in dead and number not in self.encoders:
+                self.encoders[number] = Encoder(number, handle)
+        known = {number for number, _ in there}
+        for number in [n for n, e in self.encoders.items() if n not in known and not e.calls]:
+            del self.encoders[number]
+
+    @property
+    def starting(self) -> list[Any]:
+        return [] if self._asked is None else [self._asked]
+
+    def close(self) -> None:
+        """The keeper stops them."""
+
+
+# ---- a rank
+
+
+@dataclass(frozen=True)
+class OnlineFeed:
+    """A feed that workers can be handed; see `darkroom.train.online.OpenFeed`."""
+
+    keeper: Any
+    settings: OnlineSettings
+
+    def bound(
+        self,
+        recipe: Recipe,
+        task: Task,
+        stores: Sequence[Store],
+        order: SampleOrder,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> Feed:
+        """The stream of this rank's batches of a job."""
+        import ray
+
+        [store] = stores
+        parts = _parts(recipe, task)
+        ranks.in_turn(lambda: ray.get(self.keeper.hold.remote(parts)))
+        source = Source(str(store.path), store.version, task.read)
+        job = _Job(self.keeper, recipe, source, order, ranks, parts.tokenizers, device.type == "cuda")
+
+        @contextmanager
+        def feed(k: int) -> Iterator[Iterator[Columns]]:
+            stream = Stream(job, k)
+            try:
+                yield iter(stream)
+            finally:
+                stream.close()
+
+        return feed
+
+
+def _parts(recipe: Recipe, task: Task) -> Parts:
+    """Copies of the frozen parts on the CPU; text encoders too, unless text is trained, stored or inline."""
+    import copy
+
+    from darkroom import models
+
+    model, read = task.model, task.read
+    assert model.vae is not None
+    trained = any(name != "unet" for name in task.modules)
+    text = read.text is None and recipe.data.text == "auto" and not trained and not recipe.model.word
+    encoders = tuple(model.text_encoders) if text else ()
+    identity = models.identity(model.vae, *encoders)
+    modules = [copy.deepcopy(module).to("cpu").eval() for module in (model.vae, *encoders)]
+    return Parts(identity, modules[0], tuple(modules[1:]), tuple(model.tokenizers) if text else ())
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a stream needs to know."""
+
+    keeper: Any
+    recipe: Recipe
+    source: Source
+    order: SampleOrder
+    ranks: Ranks
+    tokenizers: tuple[Any, ...]
+    pin: bool
+
+    def rows(self, k: int) -> BatchRows:
+        """This rank's rows of global batch k."""
+        return self.order.batch(k).rank(self.ranks.rank, self.ranks.size)
+
+    def block_rows(self, rows: BatchRows) -> int:
+        """Rows that the trainer would encode in one call."""
+        from darkroom.train.tasks import ENCODED_PIXELS
+
+        width, height = rows.size or (self.source.read.pixels or 1,) * 2
+        return max(1, ENCODED_PIXELS // (width * height))
+
+
+@dataclass
+class _Coming:
+    """A batch on its way: how many blocks it lacks, and the results of the others."""
+
+    rows: BatchRows
+    blocks: int
+    results: dict[int, Any] = field(default_factory=dict)
+
+
+class Stream:
+    """Batches k, k + 1, ... of one rank, asked for ahead by a thread of their own."""
+
+    def __init__(self, job: _Job, k: int) -> None:
+        import ray
+
+        self._job, self._next, self._end = job, k, job.recipe.train.steps
+        self._settings = job.recipe.data.online
+        self._asked = k  # the first batch that was not asked for
+        self._coming: dict[int, _Coming] = {}
+        self._made: dict[int, Columns] = {}
+        self._error: BaseException | None = None
+        self._over = False
+        self._changed = threading.Condition()
+        bounds = Bounds.parsed(str(self._settings.encoders), None, 1.0)
+        cpu_workers = max(1, self._settings.cpu_workers // job.ranks.size)
+        read: Any = ray.remote(read_rows).options(num_cpus=1, num_returns=2, max_retries=-1)
+        tokenizers = ray.put(job.tokenizers)
+        pool = SharedPool(job.keeper, job.ranks.rank, bounds)
+        self.stages = Stages(pool, lambda ask: tuple(read.remote(ask, tokenizers)), cpu_workers=cpu_workers)
+        first = job.rows(k)
+        in_batch = -(-len(first) // job.block_rows(first))
+        share = -(-QUEUE * bounds.most // job.ranks.size)
+        self._ahead = max(job.recipe.data.ahead, -(-(share + 2 * cpu_workers) // in_batch))
+        self._assembler = Assembler(job.source.read, _nothing, pin=job.pin)
+        self._thread = threading.Thread(target=self._run, name="online", daemon=True)
+        self._thread.start()
+
+    # ---- the trainer's side
+
+    def __iter__(self) -> Iterator[Columns]:
+        return self
+
+    def __next__(self) -> Columns:
+        if self._next >= self._end:
+            raise StopIteration
+        limit_s = self._settings.timeout_s
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._error or self._next in self._made, limit_s)
+            if self._error is not None:
+                raise self._error
+            if not there:
+                up = len(self.stages.pool.up)
+                raise LoaderError(
+                    f"no batch for {limit_s:g} s (batch {self._next}); {up} encoders are up and "
+                    f"{self.stages.held} blocks wait; are there nodes for them, is the storage reachable?"
+                )
+            batch = self._made.pop(self._next)
+            self._next += 1
+            self._changed.notify_all()
+        return batch
+
+    def close(self) -> None:
+        """Stop asking."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._thread.join(5.0)
+        self._job.keeper.note.remote(
+            self._job.ranks.rank, self.stages.use.bottleneck(len(self.stages.pool.up))
+        )
+
+    # ---- the thread's side
+
+    def _run(self) -> None:
+        try:
+            while self._goes_on():
+                self._ask()
+                for (k, i), result in self.stages.step(0.2):
+                    self._take(k, i, result)
+        except BaseException as error:  # whatever it is, the trainer must hear of it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        """Wait while nothing is to be done; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self.stages.held or self._wants(), 1.0)
+            return not self._over
+
+    def _wants(self) -> bool:
+        return self._asked < min(self._next + self._ahead, self._end)
+
+    def _ask(self) -> None:
+        job = self._job
+        while self._wants():
+            k, rows = self._asked, job.rows(self._asked)
+            blocks = asked(job.source, rows, job.block_rows(rows))
+            self._coming[k] = _Coming(rows, len(blocks))
+            for i, block in enumerate(blocks):
+                self.stages.submit((k, i), block, len(block.rows))
+            self._asked += 1
+
+    def _take(self, k: int, i: int, result: Any) -> None:
+        import ray
+
+        coming = self._coming[k]
+        try:
+            coming.results[i] = ray.get(result)
+        except ray.exceptions.RayError:  # its node died before it was fetched
+            block = asked(self._job.source, coming.rows, self._job.block_rows(coming.rows))[i]
+            self.stages.submit((k, i), block, len(block.rows))
+            return
+        if len(coming.results) < coming.blocks:
+            return
+        del self._coming[k]
+        batch = self._batch(coming)
+        with self._changed:
+            self._made[k] = batch
+            self._changed.notify_all()
+
+    def _batch(self, coming: _Coming) -> Columns:
+        """All blocks of a batch in one, with the draws of its rows."""
+        parts = [coming.results[i] for i in range(coming.blocks)]
+        rows = coming.rows
+        batch = Batch(rows.k, rows.epochs_B, rows.positions_B, size=rows.size)
+        for name in parts[0]:
+            batch.columns[name] = _joined([part[name] for part in parts], self._job.pin)
+        self._assembler.add_draws(batch)
+        return batch.columns
+
+
+def _joined(parts: list[Any], pin: bool) -> Any:
+    if not isinstance(parts[0], np.ndarray):
+        return [value for part in parts for value in part]
+    tensor = torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else parts[0].copy())
+    return tensor.pin_memory() if pin else tensor
+
+
+def _nothing(indices: Any) -> Any:
+    raise LoaderError("an online feed reads no rows itself")
