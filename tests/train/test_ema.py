@@ -56,3 +56,15 @@ def test_restored_average_goes_on_to_the_bit() -> None:
         param.data.fill_(value)
         again.update(k)
     assert torch.equal(whole.weights()["w"], again.weights()["w"])
+
+
+def test_updates_further_apart_keep_as_much_less() -> None:
+    settings = EmaSettings(decay=0.9, every=2, warmup=False)
+    ema, _ = trained(settings, [1.0, 2.0, 4.0, 8.0])  # taken in: 1 and 4
+    torch.testing.assert_close(ema.weights()["w"], torch.full((2, 3), 0.81 * 1.0 + 0.19 * 4.0))
+    each, _ = trained(EmaSettings(decay=0.9, warmup=False), [1.0, 2.0, 4.0, 8.0])
+    assert (ema.weights()["w"] - each.weights()["w"]).abs().min() > 0.1
+    values = [2.0 - 0.01 * k for k in range(200)]  # of slowly moving weights both are nearly one average
+    apart, _ = trained(settings, values)
+    close, _ = trained(EmaSettings(decay=0.9, warmup=False), values)
+    assert (apart.weights()["w"] - close.weights()["w"]).abs().max() < 0.02

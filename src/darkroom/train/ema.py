@@ -19,6 +19,11 @@ class EmaSettings(BaseModel):
     start_step: int = Field(
         default=0, ge=0, description="the first step that is averaged; until then the average is the weights"
     )
+    every: int = Field(
+        default=1,
+        ge=1,
+        description="steps between two updates, which then keep decay ** every: less work for the same average",
+    )
     warmup: bool = Field(
         default=True,
         description="keep at most (1 + n) / (10 + n) after n averaged steps, so that early weights go",
@@ -40,6 +45,8 @@ class Ema:
         """Take in the weights after step k (from 0)."""
         n = k - self._settings.start_step
         if not self._settings.enabled or n < 0:
+            return
+        if n % self._settings.every:
             return
         if not self._average:
             self._start({name: param.detach() for name, param in self._params.items()})
@@ -68,5 +75,6 @@ class Ema:
 
 
 def ema_decay(n: int, settings: EmaSettings) -> float:
-    """How much of the average the n-th averaged step keeps; little at first, so that early weights go."""
-    return min(settings.decay, (1 + n) / (10 + n)) if settings.warmup else settings.decay
+    """How much of the average the update after n averaged steps keeps; little at first: early weights go."""
+    decay = min(settings.decay, (1 + n) / (10 + n)) if settings.warmup else settings.decay
+    return decay**settings.every
