@@ -22,7 +22,7 @@ class EmaSettings(BaseModel):
     every: int = Field(
         default=1,
         ge=1,
-        description="steps between two updates, which then keep decay ** every: less work for the same average",
+        description="steps between two updates, each of which keeps decay ** every: less work",
     )
     warmup: bool = Field(
         default=True,
