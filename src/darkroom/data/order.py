@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,19 @@ class HasRows(Protocol):
 
 
 RowsLike: TypeAlias = "Rows | int | Ints | Sequence[HasRows]"
+
+
+class Indexed(Protocol):
+    """Rows that find their positions themselves."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def positions(self, index: npt.ArrayLike) -> Ints:
+        """Store positions of indices 0..len-1; ascending where the indices ascend."""
+        ...
+
 
 _BLOCKS, _ROWS, _HELD, _SLOTS, _BUCKET = range(1, 6)  # what a key is for
 _FEISTEL_ROUNDS = 7
@@ -116,6 +129,20 @@ class Rows:
         if holdout != int(holdout) or holdout < 0:
             raise InputError(f"holdout {holdout}", allowed="a fraction below 1, or a whole number of rows")
         return self.total // int(holdout), int(holdout)
+
+    def others(self) -> Rows:
+        """The other side of a holdout; no rows where nothing is held out."""
+        return replace(self, held=not self.held)
+
+    def holds(self, positions: Ints) -> npt.NDArray[np.bool_]:
+        """Which of these positions are among the rows, where no selection was given."""
+        assert self.selected is None
+        if not self.strata:
+            return np.full(len(positions), not self.held)
+        stratum = positions // self.stride
+        held = (stratum < self.strata) & (positions % self.stride == self._held_offset(stratum))
+        among: npt.NDArray[np.bool_] = held == self.held
+        return among
 
     def _held_offset(self, stratum: Ints) -> Ints:
         return (mix(_HELD, stratum) % np.uint64(max(self.stride, 1))).astype(np.int64)
@@ -224,18 +251,19 @@ class SampleOrder(Protocol):
 class Order:
     """The endless stream of one store's rows, cut into global batches.
 
-    `rows` is a row count, the store's fragments, an ascending array of positions, or Rows.
+    `rows` is a row count, the store's fragments, an ascending array of positions, Rows, or what finds its
+    positions itself.
     """
 
     def __init__(
         self,
-        rows: RowsLike,
+        rows: RowsLike | Indexed,
         *,
         seed: int,
         global_batch: int,
         settings: OrderSettings | None = None,
     ) -> None:
-        self.rows = Rows.of(rows)
+        self.rows = cast(Indexed, rows) if hasattr(rows, "positions") else Rows.of(rows)
         self.settings = settings or OrderSettings()
         self.seed, self.global_batch = seed, global_batch
         self.num_rows = len(self.rows)
@@ -318,25 +346,31 @@ class Order:
         return index[np.argsort(mix(self.seed, _ROWS, epoch, index), kind="stable")]
 
 
+def _indexed(rows: npt.ArrayLike | Indexed) -> Indexed:
+    return cast(Indexed, rows) if hasattr(rows, "positions") else Rows.of(np.asarray(rows))
+
+
 class BucketOrder:
     """An order in which every global batch holds rows of one aspect-ratio bucket.
 
     Each bucket has its own endless stream. A round of ceil(rows / B) batches deals the batches to the
     buckets by systematic sampling: in every round a bucket gets its share rounded up or down, over many
     rounds exactly its share; within the round they are shuffled. A bucket smaller than the global batch
-    repeats rows within a batch, each time in a later epoch (so with other noise). Costs 8 bytes a row,
-    unlike Order.
+    repeats rows within a batch, each time in a later epoch (so with other noise). Costs as little as Order
+    where the buckets' rows find their positions themselves (`bucket_rows`), 8 bytes a row where they are
+    listed.
     """
 
     def __init__(
         self,
-        buckets: Mapping[tuple[int, int], npt.ArrayLike],
+        buckets: Mapping[tuple[int, int], npt.ArrayLike | Indexed],
         *,
         seed: int,
         global_batch: int,
         settings: OrderSettings | None = None,
     ) -> None:
-        kept = {size: Rows.of(np.asarray(rows)) for size, rows in sorted(buckets.items()) if np.size(rows)}
+        listed = {size: _indexed(rows) for size, rows in sorted(buckets.items())}
+        kept = {size: rows for size, rows in listed.items() if len(rows)}
         if not kept:
             raise InputError("there is no row to read", mend="import pictures, or widen the filter")
         self.seed, self.global_batch = seed, global_batch

@@ -7,10 +7,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from darkroom.data.seen import Seen, short_id
 from darkroom.errors import StoreError
@@ -29,9 +31,10 @@ class Finished:
 
 
 class Sidecars:
-    """Small files of a store in a local folder; at an address such as s3:// nothing is noted or found."""
+    """Small files of a store in a local folder; at an address (s3://) only tables are noted."""
 
     def __init__(self, store_path: str) -> None:
+        self._address = store_path.rstrip("/")
         self.root = None if "://" in store_path else Path(store_path)
 
     def read_shapes(self, data_file: str, num_rows: int) -> Counter[tuple[int, int]] | None:
@@ -46,6 +49,32 @@ class Sidecars:
         if self.root is not None:
             rows = [[*shape, number] for shape, number in sorted(counts.items())]
             write_atomically(self._shapes_path(data_file), json.dumps(rows, separators=(",", ":")))
+
+    def read_table(self, name: str) -> pa.Table | None:
+        """A table noted under a name, also at an address; None where there is none."""
+        try:
+            if self.root is not None:
+                return pa.ipc.open_file(pa.py_buffer(self._table_path(name).read_bytes())).read_all()
+            with _opened(f"{self._address}/_shapes/{name}.arrow", "rb") as file:
+                return pa.ipc.open_file(pa.py_buffer(file.read())).read_all()
+        except Exception:  # of every kind, as object stores have them: without the table it takes longer
+            return None
+
+    def write_table(self, name: str, table: pa.Table) -> None:
+        """Note a table; as it only saves time, nothing is said where the store cannot be written to."""
+        buffer = pa.BufferOutputStream()
+        with pa.ipc.new_file(buffer, table.schema) as writer:
+            writer.write_table(table)
+        with suppress(Exception):
+            if self.root is not None:
+                write_atomically(self._table_path(name), buffer.getvalue().to_pybytes())
+            else:
+                with _opened(f"{self._address}/_shapes/{name}.arrow", "wb") as file:
+                    file.write(buffer.getvalue())
+
+    def _table_path(self, name: str) -> Path:
+        assert self.root is not None
+        return self.root / "_shapes" / f"{name}.arrow"
 
     def _shapes_path(self, data_file: str) -> Path:
         assert self.root is not None
@@ -132,11 +161,18 @@ class Sidecars:
         return set(path.read_text().split()) if path is not None and path.is_file() else set()
 
 
-def write_atomically(path: Path, text: str) -> None:
+def _opened(address: str, mode: str) -> Any:
+    """A file at an address; ImportError without the package that knows it."""
+    import fsspec
+
+    return fsspec.open(address, mode)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a small file so that it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
+    beside.write_bytes(content.encode() if isinstance(content, str) else content)
     beside.replace(path)
 
 

@@ -69,12 +69,15 @@ class FragmentInfo:
 
 
 class Store:
-    """A picture store at one version; what changes the store moves on to the version that it made."""
+    """A picture store at one version; what changes the store moves on to the version that it made.
+
+    `sidecars` are the small files beside its rows.
+    """
 
     def __init__(self, dataset: lance.LanceDataset, path: str) -> None:
         self.path = path
         self.dataset = dataset
-        self._sidecars = Sidecars(path)
+        self.sidecars = Sidecars(path)
         self._fragments: list[FragmentInfo] | None = None
 
     @classmethod
@@ -177,20 +180,21 @@ class Store:
         positions: NDArray[np.int64] = np.sort(found.to_numpy().astype(np.int64))
         return positions
 
-    def shapes(self) -> list[Shapes]:
-        """Fragment by fragment, how many rows have which upright size.
+    def shapes(self, ids: Sequence[int] | None = None) -> list[Shapes]:
+        """How many rows of each fragment, or of those with the given ids, have which upright size.
 
         Noted when rows are written, so that sorting pictures into buckets needs no scan; counted anew, and
         noted, where rows of a fragment were deleted or fragments were joined.
         """
-        return [self._shapes_of(fragment) for fragment in self.dataset.get_fragments()]
+        chosen = self.dataset.get_fragments() if ids is None else map(self.dataset.get_fragment, ids)
+        return [self._shapes_of(fragment) for fragment in chosen]
 
     def _shapes_of(self, fragment: lance.LanceFragment) -> Shapes:
         name, num_rows = fragment.data_files()[0].path, int(fragment.metadata.num_rows)
-        noted = self._sidecars.read_shapes(name, num_rows)
+        noted = self.sidecars.read_shapes(name, num_rows)
         if noted is None:
             noted = count_shapes([fragment.to_table(columns=["width", "height"])])
-            self._sidecars.write_shapes(name, noted)
+            self.sidecars.write_shapes(name, noted)
         return noted
 
     def _check_columns(self, columns: Sequence[str]) -> None:
@@ -217,7 +221,7 @@ class Store:
         if not fragments or not sum(sizes.values()):
             return 0
         # Noted before the commit: a note without its fragment harms nobody, the other way costs a scan.
-        self._sidecars.write_shapes(fragments[0].files[0].path, sizes)
+        self.sidecars.write_shapes(fragments[0].files[0].path, sizes)
         operation = lance.LanceOperation.Append(fragments)
         self.commit(lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version))
         return sum(sizes.values())
@@ -295,7 +299,7 @@ class Store:
 
     def _delete_ids(self, ids: list[str]) -> int:
         # Noted first: stopped in between, the rows are still there and the same call goes on.
-        self._sidecars.note_deleted(ids)
+        self.sidecars.note_deleted(ids)
         parts = [ids[start : start + IDS_PER_DELETE] for start in range(0, len(ids), IDS_PER_DELETE)]
         return sum(self._delete_where(f"id IN ({', '.join(map(_quoted, part))})") for part in parts)
 
@@ -303,7 +307,7 @@ class Store:
         sources = self.sources()
         if source not in sources:
             raise _no_column(source, list(sources), "source")
-        self._sidecars.forget_finished(source)
+        self.sidecars.forget_finished(source)
         return self._delete_where(f"source = {_quoted(source)}")
 
     def _delete_where(self, where: str) -> int:
@@ -338,7 +342,7 @@ class Store:
 
     def deleted_ids(self) -> set[str]:
         """Ids of rows that were deleted by id, and stay out."""
-        return self._sidecars.deleted_ids()
+        return self.sidecars.deleted_ids()
 
     def _purge(self) -> None:
         """Rewrite the fragments that lost rows, those alone, and drop the versions that still show them."""

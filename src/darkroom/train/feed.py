@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from darkroom.data import Store
+from darkroom.data.bucket_rows import BucketIndex, listed_buckets
 from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.order import BucketOrder, Order, OrderSettings, Rows, SampleOrder
-from darkroom.data.pictures import buckets, nearest_bucket
+from darkroom.data.pictures import buckets
 from darkroom.errors import RecipeError
 from darkroom.models import Model
 from darkroom.train.build import size_unit
@@ -51,15 +52,12 @@ def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOr
     train, data, column = recipe.train, recipe.data, task.read.latents
     if not data.buckets:
         return Order(rows, seed=train.seed, global_batch=train.global_batch)
-    positions = rows.positions(np.arange(len(rows)))
-    sizes = store.take(positions, ["width", "height"])
     step = bucket_step(recipe, store, column) if column else inline_step(data.resolution, task.model)
     allowed = buckets(data.resolution, step=step)
-    chosen: dict[tuple[int, int], list[int]] = {}
-    pairs = zip(sizes["width"].to_pylist(), sizes["height"].to_pylist(), strict=True)
-    for position, (width, height) in zip(positions.tolist(), pairs, strict=True):
-        chosen.setdefault(nearest_bucket(width, height, allowed), []).append(position)
-    by_size = {size: np.array(listed, dtype=np.int64) for size, listed in chosen.items()}
+    if rows.selected is None:
+        by_size: Mapping[tuple[int, int], Any] = BucketIndex(store, allowed, rows).buckets()
+    else:
+        by_size = listed_buckets(store, allowed, rows.positions(np.arange(len(rows))))
     return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
 
 
