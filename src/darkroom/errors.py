@@ -14,11 +14,16 @@ DarkroomError                 exit 1: the work failed
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DarkroomError(Exception):
-    """Root of all errors that darkroom raises on purpose."""
+    """Root of all errors that darkroom raises on purpose. They survive being sent between processes."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args, self.__dict__)
 
 
 class InputError(DarkroomError):
@@ -69,3 +74,10 @@ class LoaderError(DarkroomError):
 
 class Stopped(DarkroomError):
     """Asked to stop by Ctrl-C or SIGTERM; what was done is saved and the same command goes on."""
+
+
+def _again(kind: type[DarkroomError], args: tuple[Any, ...], state: dict[str, Any]) -> DarkroomError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -24,21 +24,22 @@ def tiny(seed: int = 0) -> models.Model:
     return models.create("tiny", seed=seed, parts=("vae", "text_encoder", "tokenizer"))
 
 
-def picture(i: int) -> bytes:
+def picture(i: int, scale: int = 1) -> bytes:
     patches = np.random.default_rng(i).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
-    Image.fromarray(patches).resize((48, 40) if i % 3 else (40, 80)).save(file, "PNG")
+    width, height = (48, 40) if i % 3 else (40, 80)
+    Image.fromarray(patches).resize((width * scale, height * scale)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
-def fill(store: Store, start: int, num: int, broken: tuple[int, ...] = ()) -> None:
+def fill(store: Store, start: int, num: int, broken: tuple[int, ...] = (), scale: int = 1) -> None:
     numbers = range(start, start + num)
     content = {
         "id": [f"{i:032x}" for i in numbers],
-        "picture": [b"no picture" if i in broken else picture(i) for i in numbers],
+        "picture": [b"no picture" if i in broken else picture(i, scale) for i in numbers],
         "caption": [f"a red circle, number {i}" for i in numbers],
-        "width": [48 if i % 3 else 40 for i in numbers],
-        "height": [40 if i % 3 else 80 for i in numbers],
+        "width": [scale * (48 if i % 3 else 40) for i in numbers],
+        "height": [scale * (40 if i % 3 else 80) for i in numbers],
         "format": ["PNG"] * num,
         "phash": list(numbers),
         "source": ["made"] * num,
@@ -47,10 +48,10 @@ def fill(store: Store, start: int, num: int, broken: tuple[int, ...] = ()) -> No
     store.append(pa.table(content, schema=SCHEMA))
 
 
-def made_store(path: Path, fragments: int, rows: int) -> Store:
+def made_store(path: Path, fragments: int, rows: int, scale: int = 1) -> Store:
     store = Store.create(path)
     for i in range(fragments):
-        fill(store, i * rows, rows)
+        fill(store, i * rows, rows, scale=scale)
     return store
 
 
@@ -63,12 +64,12 @@ def prepared_columns(store: Store | str | Path) -> dict[str, dict[str, object]]:
 
 
 def on_ray(
-    path: str | Path, address: str, bounds: Bounds, **options: object
+    path: str | Path, address: str, bounds: Bounds, model: models.Model | None = None, **options: object
 ) -> cluster_prepare.ClusterReport:
     """Prepare in many small blocks, so that there are moments in between."""
     cluster_prepare.BLOCK_ROWS = BLOCK
     settings = {"resolution": RESOLUTION, "batch_rows": BATCH, "cpu_workers": 2, **options}
-    return cluster_prepare.prepare_on_ray(path, tiny(), address=address, bounds=bounds, **settings)
+    return cluster_prepare.prepare_on_ray(path, model or tiny(), address=address, bounds=bounds, **settings)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cluster_material import SMALL, made_store
+import yaml
+from cluster_material import SMALL, fill, made_store
+from safetensors.torch import load_file
 
+from darkroom.cluster.encoders import QUEUE
 from darkroom.cluster.feed import online
+from darkroom.cluster.keeper import Told
 from darkroom.data import Store
-from darkroom.errors import InputError, RecipeError
+from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.train import train
 from darkroom.train.feed import make_order
@@ -65,6 +73,12 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def weights(run: Path) -> dict[str, bytes]:
+    """All trained numbers of a finished run, as bytes."""
+    file = run / "model" / "unet" / "diffusion_pytorch_model.safetensors"
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}
+
+
 def inputs_of(
     recipe: Recipe, out: Path, start: int, stop: int, feed: Any = None, ranks: Any = None
 ) -> list[Any]:
@@ -77,13 +91,13 @@ def inputs_of(
     return found
 
 
-def test_loss_and_rows_are_those_of_inline(cluster, store_path, tmp_path) -> None:
+def test_loss_and_rows_are_those_of_inline(feed, store_path, tmp_path) -> None:
     inline = train(recipe_of(store_path, "inline"), out=tmp_path / "inline", console=lambda _: None)
-    recipe, said = recipe_of(store_path, "online"), []
-    with online(recipe, say=said.append) as feed:
-        train(recipe, out=tmp_path / "online", feed=feed, console=lambda _: None)
-        batches = inputs_of(recipe, tmp_path / "a", 0, STEPS, feed)
-        later = inputs_of(recipe, tmp_path / "b", 7, STEPS, feed)
+    recipe = recipe_of(store_path, "online")
+    train(recipe, out=tmp_path / "online", feed=feed, console=lambda _: None)
+    assert "rows/s; cpu stage " in told(feed)[0]
+    batches = inputs_of(recipe, tmp_path / "a", 0, STEPS, feed)
+    later = inputs_of(recipe, tmp_path / "b", 7, STEPS, feed)
     expected = losses(inline.run)
     assert len(expected) == STEPS
     assert losses(tmp_path / "online") == pytest.approx(expected, abs=1e-3)
@@ -95,87 +109,221 @@ def test_loss_and_rows_are_those_of_inline(cluster, store_path, tmp_path) -> Non
         assert torch.equal(mine["latents"], theirs["latents"])
         assert torch.equal(mine["noise"], theirs["noise"])
         assert torch.allclose(mine["text"].float(), theirs["text"], atol=4e-3)
-    # In mid-epoch the same batches come; crops and flips are fresh in each epoch.
+    # In mid-epoch the same batches come.
     for (rows, mine), (their_rows, theirs) in zip(later, plain[7:], strict=True):
         assert rows == their_rows
         assert torch.equal(mine["latents"], theirs["latents"])
-    assert not torch.equal(plain[0][1]["latents"], plain[5][1]["latents"])
-    assert said
-    assert said[0].startswith("online encoding: cpu stage ")
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(cluster, store_path, tmp_path) -> None:
-    recipe = recipe_of(store_path, "online")
-    with online(recipe) as feed:
-        train(recipe, out=tmp_path / "whole", feed=feed, console=lambda _: None)
-
-        class Cut:
-            """The same feed, whose process ends before batch 6."""
-
-            def bound(self, *arguments: Any) -> Any:
-                whole = feed.bound(*arguments)
-
-                @contextmanager
-                def cut(k: int) -> Any:
-                    with whole(k) as batches:
-                        yield (batch for i, batch in enumerate(batches, k) if i < 6 or not _end())
-
-                return cut
-
-        def _end() -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            train(recipe, out=tmp_path / "cut", feed=Cut(), console=lambda _: None)
-        assert len(losses(tmp_path / "cut")) < STEPS
-        train(recipe, out=tmp_path / "cut", feed=feed, console=lambda _: None)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+@pytest.fixture(scope="module")
+def feed(cluster, store_path) -> Iterator[Any]:
+    """Two encoders that all tests of this file share: the parts are the same."""
+    with online(recipe_of(store_path, "online")) as made:
+        yield made
 
 
-def test_a_dead_encoders_blocks_are_asked_again(cluster, store_path, tmp_path) -> None:
+def told(feed: Any) -> list[str]:
     import ray
 
-    recipe, said = recipe_of(store_path, "online", "train.steps=40"), []
-    with online(recipe, say=said.append) as feed:
-        job = make_job(recipe, Pinned(tmp_path / "a"), feed)
+    return ray.get(feed.keeper.lines.remote())
+
+
+def test_crops_and_flips_are_fresh_in_each_epoch(feed, store_path, tmp_path) -> None:
+    def changed(*overrides: str) -> int:
+        """Of the 40 pictures, those that the second epoch shows in another way."""
+        job = make_job(recipe_of(store_path, "online", *overrides), Pinned(tmp_path / "a"), feed)
+        seen: list[dict[int, torch.Tensor]] = [{}, {}]
         with job.feed(0) as batches:
-            found = [next(batches) for _ in range(3)]
-            _, handle = ray.get(feed.keeper.state.remote(0, 0, {}, []))[0]
-            os.kill(ray.get(handle.ping.remote()), signal.SIGKILL)
-            found += [next(batches) for _ in range(37)]
+            for k in range(10):
+                pairs = zip(job.rows_of(k), next(batches)["moments"].float(), strict=True)
+                seen[k // 5].update(pairs)
+        assert len(seen[0]) == len(seen[1]) == 40
+        return sum(not torch.allclose(seen[0][row], seen[1][row], atol=4e-3) for row in seen[0])
+
+    assert changed() >= 36
+    assert changed("data.crop=centre", "data.flip=false") == 0
+
+
+class Cut:
+    """A feed whose process ends before batch 6, or that begins so many batches off."""
+
+    def __init__(self, feed: Any, *, ends: bool = False, off: int = 0) -> None:
+        self._feed, self._ends, self._off = feed, ends, off
+
+    def bound(self, *arguments: Any) -> Any:
+        whole = self._feed.bound(*arguments)
+
+        @contextmanager
+        def cut(k: int) -> Any:
+            with whole(k + self._off) as batches:
+                yield (self._checked(i, batch) for i, batch in enumerate(batches, k))
+
+        return cut
+
+    def _checked(self, i: int, batch: Any) -> Any:
+        if self._ends and i == 6:
+            raise KeyboardInterrupt
+        return batch
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(feed, store_path, tmp_path) -> None:
+    """From the checkpoint of step 4, in the first epoch's middle; it ended at 6."""
+    recipe = recipe_of(store_path, "online")
+    train(recipe, out=tmp_path / "whole", feed=feed, console=lambda _: None)
+    for name in ("cut", "control"):
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, out=tmp_path / name, feed=Cut(feed, ends=True), console=lambda _: None)
+        assert len(losses(tmp_path / name)) < STEPS
+    train(recipe, out=tmp_path / "cut", feed=feed, console=lambda _: None)
+    train(recipe, out=tmp_path / "control", feed=Cut(feed, off=-1), console=lambda _: None)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "control") != weights(tmp_path / "whole")
+
+
+def test_two_workers_one_of_them_killed_end_with_the_same_weights(cluster, store_path, tmp_path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump(recipe_of(store_path, "online").model_dump(mode="json"))
+    )
+
+    def command(out: str) -> list[str]:
+        job = [str(tmp_path / "recipe.yaml"), "parallel.mode=ddp", "train.steps=30"]
+        job += ["parallel.devices=2", "train.micro_batch=4"]
+        place = ["--engine", "ray", "--ray-address", cluster.address, "--out", str(tmp_path / out)]
+        return [sys.executable, "-u", "-m", "darkroom", "train", *job, *place]
+
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command("killed"), **settings) as driver:
+        checkpoints = tmp_path / "killed" / "checkpoints"
+        until = time.monotonic() + 120
+        while not list(checkpoints.glob("step-*/manifest.json")):
+            assert driver.poll() is None, driver.stdout.read()
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        os.kill(train_workers()[0], signal.SIGKILL)
+        said, _ = driver.communicate(timeout=120)
+    assert driver.returncode == 0, said
+    assert "workers were lost and are started again" in said
+    assert "online encoding: " in said
+    calm = subprocess.run(command("calm"), timeout=120, **settings)
+    assert calm.returncode == 0, calm.stdout
+    assert weights(tmp_path / "killed") == weights(tmp_path / "calm")
+
+
+def train_workers() -> list[int]:
+    """Processes of the workers that train in this cluster now."""
+    from ray._private.state import actors
+
+    alive = [a for a in actors().values() if a["State"] == "ALIVE" and "TrainWorker" in a["ActorClassName"]]
+    assert len(alive) == 2
+    return [actor["Pid"] for actor in alive]
+
+
+def test_what_is_not_taken_is_not_made(feed, store_path, tmp_path) -> None:
+    """A trainer that stands still holds up the encoders: so many batches lie ready, and no more."""
+    recipe = recipe_of(store_path, "online", "train.steps=1000")
+    job = make_job(recipe, Pinned(tmp_path / "a"), feed)
+    with job.feed(0) as stream:
+        next(stream)
+        until = time.monotonic() + 30
+        while len(stream._made) < stream.ahead:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(1)
+        assert len(stream._made) == stream.ahead == 8  # of one block: two an encoder, two a CPU task
+        assert stream.stages.held == 0
+        next(stream)
+        time.sleep(1)
+        assert len(stream._made) == stream.ahead
+
+
+def test_a_dead_encoders_blocks_are_asked_again(feed, store_path, tmp_path) -> None:
+    import ray
+
+    recipe = recipe_of(store_path, "online", "train.steps=40")
+    job = make_job(recipe, Pinned(tmp_path / "a"), feed)
+    with job.feed(0) as batches:
+        found = [next(batches) for _ in range(3)]
+        _, handle = ray.get(feed.keeper.state.remote(0, Told()))[0]
+        os.kill(ray.get(handle.ping.remote()), signal.SIGKILL)
+        found += [next(batches) for _ in range(37)]
     inline = make_job(recipe_of(store_path, "inline", "train.steps=40"), Pinned(tmp_path / "b"))
     device = torch.device("cpu")
     with inline.feed(0) as batches:
         for mine, theirs in zip(found, batches, strict=True):
             latents = (job.task.inputs(columns, device)["latents"] for columns in (mine, theirs))
             assert torch.equal(*latents)
-    assert "1 encoders were lost and replaced" in said
+    [line] = [line for line in told(feed) if "lost" in line]
+    assert line.startswith("1 encoders were lost and replaced, ")
+    assert 1 <= int(line.split()[-4]) <= QUEUE  # what it had: one at work, one on the way
 
 
-def test_ranks_share_a_batch_evenly(cluster, store_path, tmp_path) -> None:
+def test_ranks_share_a_batch_evenly(feed, store_path, tmp_path) -> None:
     """Two ranks' shares, one after the other, are the batch of one."""
     recipe = recipe_of(store_path, "online")
 
-    class Told(Ranks):
+    class InTurn(Ranks):
         def in_turn(self, work: Any) -> None:
             work()
 
-    with online(recipe) as feed:
-        job = make_job(recipe, Pinned(tmp_path / "a"), feed)
-        store = Store.open(store_path)
-        order = make_order(recipe, job.task, store, select_rows(store, recipe)[0])
-        shares = []
-        for rank in range(2):
-            ranks = Told(rank, 2)
-            with feed.bound(recipe, job.task, [store], order, torch.device("cpu"), ranks)(2) as batches:
-                shares.append(next(batches))
-        with job.feed(2) as batches:
-            whole = next(batches)
+    job = make_job(recipe, Pinned(tmp_path / "a"), feed)
+    store = Store.open(store_path)
+    order = make_order(recipe, job.task, store, select_rows(store, recipe)[0])
+    shares = []
+    for rank in range(2):
+        ranks = InTurn(rank, 2)
+        with feed.bound(recipe, job.task, [store], order, torch.device("cpu"), ranks)(2) as batches:
+            shares.append(next(batches))
+    with job.feed(2) as batches:
+        whole = next(batches)
     assert {len(share["moments"]) for share in shares} == {4}
     assert torch.equal(torch.cat([share["noise"] for share in shares]), whole["noise"])
     assert torch.allclose(
         torch.cat([share["moments"] for share in shares]).float(), whole["moments"].float(), atol=4e-3
     )
+
+
+def test_buckets_are_cut_as_inline_cuts_them(feed, store_path, tmp_path) -> None:
+    made = {}
+    for encode in ("online", "inline"):
+        recipe = recipe_of(store_path, encode, "data.buckets=true", "data.resolution=32")
+        made[encode] = inputs_of(recipe, tmp_path / encode, 0, 6, feed if encode == "online" else None)
+    shapes = {tuple(mine["latents"].shape) for _, mine in made["online"]}
+    assert len(shapes) == 2
+    for (rows, mine), (their_rows, theirs) in zip(made["online"], made["inline"], strict=True):
+        assert rows == their_rows
+        assert torch.equal(mine["latents"], theirs["latents"])
+
+
+def test_encoders_that_cannot_start_and_pictures_that_are_none(feed, store_path, tmp_path) -> None:
+    class NoEncoder:
+        def __init__(self, parts: Any) -> None:
+            raise ValueError("no room for the weights")
+
+        def ping(self) -> int:
+            return 0
+
+    recipe = recipe_of(store_path, "online")
+    with online(recipe, encoder=NoEncoder) as broken:
+        job = make_job(recipe, Pinned(tmp_path / "a"), broken)
+        with (
+            job.feed(0) as batches,
+            pytest.raises(
+                DarkroomError, match=r"no encoder could start: .*no room for the weights"
+            ) as caught,
+        ):
+            next(batches)
+    assert "\n" not in str(caught.value)
+    store = Store.create(tmp_path / "broken.lance")
+    fill(store, 0, 12, broken=(3,))
+    said = {}
+    for encode in ("inline", "online"):
+        recipe = recipe_of(store.path, encode, "train.global_batch=12", "train.micro_batch=12")
+        job = make_job(recipe, Pinned(tmp_path / encode), feed if encode == "online" else None)
+        with job.feed(0) as batches, pytest.raises(DarkroomError) as caught:
+            next(batches)
+        said[encode] = type(caught.value), str(caught.value)
+    assert said["online"] == said["inline"]
 
 
 def test_what_cannot_be_is_told(cluster, store_path, tmp_path) -> None:

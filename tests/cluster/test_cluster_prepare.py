@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import pytest
 from cluster_material import BATCH, RESOLUTION, SMALL, fill, made_store, on_ray, prepared_columns, tiny
 
 from conftest import NODE
+from darkroom import models
+from darkroom.cluster import prepare as cluster_prepare
 from darkroom.cluster.encoders import Bounds
-from darkroom.cluster.stages import Seconds, Use
 from darkroom.data import Store
 from darkroom.errors import ColumnError, InputError
 from darkroom.prepare import prepare
@@ -199,13 +201,32 @@ def test_a_number_of_encoders_that_is_none(given: str) -> None:
         Bounds.parsed(given)
 
 
-def test_the_bottleneck_is_named_with_what_to_change() -> None:
-    def told(cpu_s: float, encode_s: float, read_s: float = 0.0) -> str:
-        use = Use(cpu_workers=4, began=time.monotonic() - 10, rows=100, encoder_s=20)
-        use.total = Seconds(read_s=read_s, ready_s=cpu_s, encode_s=encode_s)
-        return use.bottleneck(2)
+LINE = r"[\d,.]+ rows/s; cpu stage \d+% busy, encoders \d+%: (.*)"
 
-    assert told(39, 10).endswith("encoders 50%: encoders starve: raise --cpu-workers from 4 to 8")
-    assert told(10, 19.8).endswith("encoding is the limit: raise --encoders above 2, or --fraction")
-    assert "reading the store" in told(5, 5, read_s=34)
-    assert "neither is full" in told(10, 10)
+
+def progress(said: list[str]) -> list[str]:
+    """What the lines of progress say of the limit, but for the first blocks."""
+    found = [re.fullmatch(LINE, line) for line in said]
+    return [match[1] for match in found if match]
+
+
+def test_pictures_that_are_slow_to_decode_let_the_encoders_starve(cluster, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cluster_prepare, "SAY_EVERY_S", 0.5)
+    store, said = made_store(tmp_path / "large.lance", 1, 64, scale=40), []
+    report = on_ray(store.path, cluster.address, Bounds(2, 2, SMALL), cpu_workers=1, say=said.append)
+    starving = re.fullmatch(r".*encoders starve: raise --cpu-workers from 1 to (\d+).*", report.bottleneck)
+    assert starving, report.bottleneck
+    assert int(starving[1]) >= 2
+    assert report.stages["encode"] < 0.5 < report.stages["cpu"]
+    assert "encoders starve: raise --cpu-workers" in progress(said)[-1]
+
+
+def test_encoders_that_are_slow_are_the_limit(cluster, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cluster_prepare, "SAY_EVERY_S", 0.5)
+    heavy = {"block_out_channels": [64, 64], "layers_per_block": 2}
+    model = models.create("tiny", overrides={"vae": heavy}, parts=("vae", "text_encoder", "tokenizer"))
+    store, said = made_store(tmp_path / "small.lance", 1, 96), []
+    report = on_ray(store.path, cluster.address, Bounds(1, 1, SMALL), model, say=said.append, resolution=64)
+    assert "encoding is the limit: raise --encoders above 1, or --fraction" in report.bottleneck
+    assert report.stages["cpu"] < 0.5 < report.stages["encode"]
+    assert "encoding is the limit: raise --encoders above 1" in progress(said)[-1]

@@ -13,11 +13,10 @@ started again, and all ranks share them.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,13 @@ import numpy as np
 import torch
 
 from darkroom.cluster.connect import describe
-from darkroom.cluster.encoders import QUEUE, Bounds, Encoder, Pool, check_room
+from darkroom.cluster.encoders import QUEUE, Bounds, check_room
 from darkroom.cluster.encoding import OnlineEncoder, Parts, Source, asked, read_rows
+from darkroom.cluster.keeper import Keeper, SharedPool
 from darkroom.cluster.stages import Stages
+from darkroom.cluster.usage import ONLINE, Use
 from darkroom.data.loader import Assembler, Batch
-from darkroom.errors import DarkroomError, InputError, LoaderError
+from darkroom.errors import InputError, LoaderError
 
 if TYPE_CHECKING:
     from darkroom.data import Store
@@ -41,8 +42,7 @@ if TYPE_CHECKING:
     from darkroom.train.tasks import Columns, Task
 
 Say = Callable[[str], None]
-ASK_KEEPER_S = 0.5
-NEWS_S = 60.0  # a keeper that does not answer for so long is gone
+LAST_WORD_S = 5.0
 
 
 @contextmanager
@@ -66,21 +66,23 @@ def online(
     settings = recipe.data.online
     bounds = Bounds.parsed(str(settings.encoders), settings.accelerator, settings.fraction)
     describe().require(bounds.accelerator)
-    _check_cpus(bounds, reserved_cpus)
+    cpus = _spare_cpus(bounds, reserved_cpus)
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
     keeper = ray.remote(num_cpus=0, scheduling_strategy=here)(Keeper).remote(bounds, encoder)
     try:
-        yield OnlineFeed(keeper, settings)
-        for line in ray.get(keeper.told.remote()):
+        yield OnlineFeed(keeper, settings, cpus)
+        for line in ray.get(keeper.lines.remote()):
             say(line)
     finally:
-        ray.get(keeper.close.remote())
-        ray.kill(keeper)
+        with suppress(ray.exceptions.RayError):  # the cluster is gone, and they with it
+            ray.get(keeper.close.remote())
+            ray.kill(keeper)
 
 
-def _check_cpus(bounds: Bounds, reserved: float) -> None:
+def _spare_cpus(bounds: Bounds, reserved: float) -> float:
+    """CPUs that are left to read and cut with; InputError where there are none."""
     import ray
 
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
@@ -93,124 +95,8 @@ def _check_cpus(bounds: Bounds, reserved: float) -> None:
         )
     nodes.append({"CPU": -reserved})
     check_room(bounds, nodes)
-
-
-# ---- the keeper, beside the driver
-
-
-class Keeper:
-    """Holds the encoders of a job for all of its ranks; an actor."""
-
-    def __init__(self, bounds: Bounds, encoder: Callable[..., Any]) -> None:
-        self._bounds, self._encoder = bounds, encoder
-        self._pool: Pool | None = None
-        self._identity = ""
-        self._seen: dict[int, tuple[int, dict[int, int]]] = {}
-        self._told: dict[int, str] = {}
-
-    def hold(self, parts: Parts) -> None:
-        """Start encoders with these parts, unless they are there."""
-        import ray
-
-        if self._pool is not None and self._identity == parts.identity:
-            return
-        if self._pool is not None:
-            self._pool.close()
-        held, actor = ray.put(parts), ray.remote(self._encoder)
-        self._pool = Pool(self._bounds, lambda options: actor.options(**options).remote(held))
-        self._identity, self._seen = parts.identity, {}
-
-    def state(self, rank: int, waiting: int, calls: dict[int, int], dead: list[int]) -> list[tuple[int, Any]]:
-        """The encoders that are up, by number; told how many blocks of a rank wait, and who has how many."""
-        pool = self._pool
-        if pool is None:
-            return []
-        for number in dead:
-            pool.lose(number)
-        self._seen[rank] = waiting, calls
-        for number, encoder in pool.encoders.items():
-            each = (theirs.get(number, 0) for _, theirs in self._seen.values())
-            encoder.calls = set(range(sum(each)))
-        pool.poll(sum(waiting for waiting, _ in self._seen.values()))
-        return [(encoder.number, encoder.handle) for encoder in pool.up]
-
-    def note(self, rank: int, line: str) -> None:
-        """What a rank's stages did, for the end."""
-        self._told[rank] = line
-
-    def told(self) -> list[str]:
-        """Lines for the console."""
-        lost = self._pool.lost if self._pool else 0
-        lines = [f"online encoding: {self._told[0]}"] if 0 in self._told else []
-        return lines + ([f"{lost} encoders were lost and replaced"] if lost else [])
-
-    def close(self) -> None:
-        """Stop the encoders."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
-
-
-class SharedPool(Pool):
-    """A keeper's encoders as one rank sees them."""
-
-    def __init__(self, keeper: Any, rank: int, bounds: Bounds) -> None:
-        self.bounds, self.encoders, self.lost = bounds, {}, 0
-        self._keeper, self._rank = keeper, rank
-        self._dead: list[int] = []
-        self._asked: Any = None
-        self._asked_at = -math.inf
-
-    def free(self) -> Encoder | None:
-        # Ranks begin at different ones, so that the first is not everybody's.
-        def load(encoder: Encoder) -> tuple[int, int]:
-            return len(encoder.calls), (encoder.number + self._rank) % max(len(self.encoders), 1)
-
-        least = min(self.up, key=load, default=None)
-        return least if least is not None and len(least.calls) < QUEUE else None
-
-    def made(self) -> None:
-        pass
-
-    def lose(self, number: int) -> None:
-        if self.encoders.pop(number, None) is not None:
-            self._dead.append(number)
-            self.lost += 1
-
-    def poll(self, waiting: int) -> None:
-        """Ask the keeper from time to time; DarkroomError where it is gone."""
-        import ray
-
-        now = time.monotonic()
-        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
-            try:
-                self._take(ray.get(self._asked))
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                raise (cause if isinstance(cause, Exception) else error) from None
-            except ray.exceptions.RayError as error:
-                raise DarkroomError(f"the keeper of the encoders is gone ({type(error).__name__})") from error
-            self._asked = None
-        if self._asked is None and now - self._asked_at > ASK_KEEPER_S:
-            calls = {number: len(encoder.calls) for number, encoder in self.encoders.items()}
-            dead, self._dead = self._dead, []
-            self._asked, self._asked_at = self._keeper.state.remote(self._rank, waiting, calls, dead), now
-
-    def _take(self, there: list[tuple[int, Any]]) -> None:
-        dead = {*self._dead}
-        for number, handle in there:
-            if number not in dead and number not in self.encoders:
-                self.encoders[number] = Encoder(number, handle)
-        known = {number for number, _ in there}
-        for number in [n for n, e in self.encoders.items() if n not in known and not e.calls]:
-            del self.encoders[number]
-
-    @property
-    def starting(self) -> list[Any]:
-        return [] if self._asked is None else [self._asked]
-
-    def close(self) -> None:
-        """The keeper stops them."""
+    on_gpu = any(node.get("GPU", 0) for node in nodes)
+    return max(1.0, total - reserved - bounds.least * (0.1 if on_gpu else bounds.fraction))
 
 
 # ---- a rank
@@ -222,6 +108,7 @@ class OnlineFeed:
 
     keeper: Any
     settings: OnlineSettings
+    cpus: float  # that the cluster leaves to read and cut with
 
     def bound(
         self,
@@ -239,7 +126,8 @@ class OnlineFeed:
         parts = _parts(recipe, task)
         ranks.in_turn(lambda: ray.get(self.keeper.hold.remote(parts)))
         source = Source(str(store.path), store.version, task.read)
-        job = _Job(self.keeper, recipe, source, order, ranks, parts.tokenizers, device.type == "cuda")
+        pin = device.type == "cuda"
+        job = _Job(self.keeper, self.cpus, recipe, source, order, ranks, parts.tokenizers, pin)
 
         @contextmanager
         def feed(k: int) -> Iterator[Iterator[Columns]]:
@@ -273,6 +161,7 @@ class _Job:
     """What a stream needs to know."""
 
     keeper: Any
+    cpus: float
     recipe: Recipe
     source: Source
     order: SampleOrder
@@ -319,12 +208,14 @@ class Stream:
         cpu_workers = max(1, self._settings.cpu_workers // job.ranks.size)
         read: Any = ray.remote(read_rows).options(num_cpus=1, num_returns=2, max_retries=-1)
         tokenizers = ray.put(job.tokenizers)
-        pool = SharedPool(job.keeper, job.ranks.rank, bounds)
-        self.stages = Stages(pool, lambda ask: tuple(read.remote(ask, tokenizers)), cpu_workers=cpu_workers)
+        use = Use(cpu_workers, job.cpus, ONLINE)
+        self._pool = SharedPool(job.keeper, job.ranks.rank, bounds, use)
+        self.stages = Stages(self._pool, lambda ask: tuple(read.remote(ask, tokenizers)), use)
         first = job.rows(k)
         in_batch = -(-len(first) // job.block_rows(first))
         share = -(-QUEUE * bounds.most // job.ranks.size)
-        self._ahead = max(job.recipe.data.ahead, -(-(share + 2 * cpu_workers) // in_batch))
+        self.ahead = max(job.recipe.data.ahead, -(-(share + 2 * cpu_workers) // in_batch))
+        """Batches that are asked for before they are taken, and so the most that lie in memory."""
         self._assembler = Assembler(job.source.read, _nothing, pin=job.pin)
         self._thread = threading.Thread(target=self._run, name="online", daemon=True)
         self._thread.start()
@@ -337,7 +228,7 @@ class Stream:
     def __next__(self) -> Columns:
         if self._next >= self._end:
             raise StopIteration
-        limit_s = self._settings.timeout_s
+        limit_s, began = self._settings.timeout_s, time.monotonic()
         with self._changed:
             there = self._changed.wait_for(lambda: self._error or self._next in self._made, limit_s)
             if self._error is not None:
@@ -351,17 +242,21 @@ class Stream:
             batch = self._made.pop(self._next)
             self._next += 1
             self._changed.notify_all()
+        if self.stages.use.begun:
+            self.stages.use.waited_s += time.monotonic() - began
         return batch
 
     def close(self) -> None:
         """Stop asking."""
+        import ray
+
         with self._changed:
             self._over = True
             self._changed.notify_all()
-        self._thread.join(5.0)
-        self._job.keeper.note.remote(
-            self._job.ranks.rank, self.stages.use.bottleneck(len(self.stages.pool.up))
-        )
+        self._thread.join(LAST_WORD_S)
+        last = self._pool.tell(0)
+        with suppress(ray.exceptions.RayError):
+            ray.wait([last], timeout=LAST_WORD_S)
 
     # ---- the thread's side
 
@@ -383,7 +278,7 @@ class Stream:
             return not self._over
 
     def _wants(self) -> bool:
-        return self._asked < min(self._next + self._ahead, self._end)
+        return self._asked < min(self._next + self.ahead, self._end)
 
     def _ask(self) -> None:
         job = self._job

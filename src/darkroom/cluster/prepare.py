@@ -27,7 +27,8 @@ import pyarrow as pa
 from darkroom import models
 from darkroom.cluster.connect import connected
 from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here
-from darkroom.cluster.stages import Seconds, Stages
+from darkroom.cluster.stages import Stages
+from darkroom.cluster.usage import Seconds, Use
 from darkroom.errors import DarkroomError, StoreError
 from darkroom.prepare.columns import Layout
 from darkroom.prepare.fragments import Encoded, FragmentFile, encode_piece, read_pieces
@@ -96,7 +97,7 @@ def prepare_on_ray(
     with connected(address, accelerator=bounds.accelerator) as cluster:
         say(cluster.line())
         spare = _spare_cpus(bounds, cluster.cpus)
-        engine = _Engine(bounds, cpu_workers or spare, say)
+        engine = _Engine(bounds, Use(cpu_workers or spare, spare), say)
         place = Path(store).resolve()
         report = prepare(place, model, progress=progress, engine=engine, device="cpu", **options)
         for column in report.columns:
@@ -120,13 +121,23 @@ def _spare_cpus(bounds: Bounds, cpus: float) -> int:
 class _Engine:
     """Encodes a work's fragments on the cluster; see `darkroom.prepare.job.Engine`."""
 
-    def __init__(self, bounds: Bounds, cpu_workers: int, say: Say) -> None:
-        self._bounds, self._cpu_workers, self._say = bounds, cpu_workers, say
+    def __init__(self, bounds: Bounds, use: Use, say: Say) -> None:
+        self._bounds, self._use, self._say = bounds, use, say
+        self._lost = self._repeated = 0
+        self._longest_s = 0.0
         self._told: dict[str, Any] = {}
 
     def told(self) -> dict[str, Any]:
-        """How the stages of the last column were used."""
+        """How the stages were used, by the column that took longest."""
         return self._told
+
+    def _count(self, use: Use, lost: int) -> None:
+        self._lost, self._repeated = self._lost + lost, self._repeated + use.repeated
+        self._told |= {"encoders_lost": self._lost, "blocks_repeated": self._repeated}
+        if use.wall_s >= self._longest_s:
+            self._longest_s = use.wall_s
+            shares = {name: round(share, 4) for name, share in use.shares().items()}
+            self._told |= {"stages": shares, "bottleneck": use.bottleneck()}
 
     def __call__(self, work: Work) -> Iterator[Note]:
         import ray
@@ -136,17 +147,13 @@ class _Engine:
         encoder: Any = ray.remote(BlockEncoder)
         pool = Pool(self._bounds, lambda options: encoder.options(**options).remote(column))
         cut: Any = ray.remote(cut_block).options(num_cpus=1, num_returns=2, max_retries=-1)
-        stages = Stages(pool, lambda ask: tuple(cut.remote(ask, light)), cpu_workers=self._cpu_workers)
+        use = replace(self._use, busy=Seconds())
+        stages = Stages(pool, lambda ask: tuple(cut.remote(ask, light)), use)
         fragments = _Fragments(work)
         try:
             yield from _Run(work, fragments, stages, light, self._say).notes()
         finally:
-            self._told = {
-                "stages": {name: round(share, 4) for name, share in stages.use.shares().items()},
-                "bottleneck": stages.use.bottleneck(len(pool.up)),
-                "encoders_lost": pool.lost + self._told.get("encoders_lost", 0),
-                "blocks_repeated": stages.use.repeated + self._told.get("blocks_repeated", 0),
-            }
+            self._count(use, pool.lost)
             pool.close()
 
 
@@ -218,7 +225,7 @@ class _Run:
         if time.monotonic() - self._said < SAY_EVERY_S:
             return
         self._said, use = time.monotonic(), self._stages.use
-        self._say(f"{use.rows_per_s():,.1f} rows/s; {use.bottleneck(len(self._stages.pool.up))}")
+        self._say(f"{use.rows_per_s():,.1f} rows/s; {use.bottleneck()}")
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,17 @@ and in its own order, and the time that each stage is busy must be known. That i
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from darkroom.cluster.encoders import QUEUE, Encoder, Pool
+from darkroom.cluster.usage import Use
 from darkroom.errors import DarkroomError
 
 MOST_TRIES = 8
-BUSY = 0.85  # of its time: a stage that is busier holds up the others
-
-
-@dataclass
-class Seconds:
-    """What one block took, as the worker that made it measured."""
-
-    read_s: float = 0.0
-    ready_s: float = 0.0
-    encode_s: float = 0.0
-    write_s: float = 0.0
 
 
 @dataclass
@@ -46,54 +35,6 @@ class Block:
     data: Any = None  # reference of what the CPU stage made
 
 
-@dataclass
-class Use:
-    """How busy the stages were."""
-
-    cpu_workers: int
-    began: float = field(default_factory=time.monotonic)
-    total: Seconds = field(default_factory=Seconds)
-    rows: int = 0
-    encoder_s: float = 0.0  # summed over the encoders while they were up
-    repeated: int = 0  # blocks made again because somebody died
-
-    def add(self, rows: int, *parts: Seconds) -> None:
-        """Count a block."""
-        self.rows += rows
-        for part in parts:
-            for name in ("read_s", "ready_s", "encode_s", "write_s"):
-                setattr(self.total, name, getattr(self.total, name) + getattr(part, name))
-
-    def shares(self) -> dict[str, float]:
-        """The share of its time that each stage was busy, from 0 to 1."""
-        wall = max(time.monotonic() - self.began, 1e-9)
-        cpu = (self.total.read_s + self.total.ready_s) / (wall * self.cpu_workers)
-        encode = (self.total.encode_s + self.total.write_s) / max(self.encoder_s, 1e-9)
-        return {"cpu": min(cpu, 1.0), "encode": min(encode, 1.0)}
-
-    def rows_per_s(self) -> float:
-        """Rows a second so far."""
-        return self.rows / max(time.monotonic() - self.began, 1e-9)
-
-    def bottleneck(self, encoders: int) -> str:
-        """One line: what holds the job up, and what to change."""
-        shares, total = self.shares(), self.total
-        told = f"cpu stage {shares['cpu']:.0%} busy, encoders {shares['encode']:.0%}"
-        if not self.rows:
-            return "nothing was encoded yet"
-        if shares["encode"] >= BUSY:
-            return f"{told}: encoding is the limit: raise --encoders above {encoders}, or --fraction"
-        if shares["cpu"] >= BUSY:
-            wanted = math.ceil(self.cpu_workers * 0.95 / max(shares["encode"], 0.05))
-            more = f"--cpu-workers from {self.cpu_workers} to {wanted}"
-            if total.read_s > 2 * total.ready_s:
-                return f"{told}: encoders starve for reading the store: take faster storage, or raise {more}"
-            return f"{told}: encoders starve: raise {more}"
-        if total.write_s > total.encode_s:
-            return f"{told}: writing encoded values is the limit: take faster storage"
-        return f"{told}: neither is full: larger blocks, or fewer machines, would do"
-
-
 Start = Callable[[Any], tuple[Any, Any]]
 """Starts the CPU stage for an ask: references of the data and of its Seconds."""
 
@@ -101,14 +42,13 @@ Start = Callable[[Any], tuple[Any, Any]]
 class Stages:
     """Brings blocks through both stages. `encode` names the actor's method (data, ask) -> result, Seconds."""
 
-    def __init__(self, pool: Pool, start: Start, *, cpu_workers: int, encode: str = "encode") -> None:
+    def __init__(self, pool: Pool, start: Start, use: Use, *, encode: str = "encode") -> None:
         self.pool, self._start, self._encode = pool, start, encode
-        self.use = Use(cpu_workers)
+        self.use = use
         self._queue: deque[Block] = deque()
         self._ready: deque[Block] = deque()
         self._on_cpu: dict[Any, Block] = {}
         self._at_encoder: dict[Any, tuple[Block, Encoder, Any]] = {}
-        self._seconds: dict[int, Seconds] = {}
         self._ticked = time.monotonic()
 
     @property
@@ -139,7 +79,6 @@ class Stages:
         """Move blocks along; returns those that are done: (key, reference of the result)."""
         import ray
 
-        self._tick()
         self.pool.poll(len(self._ready))
         self._fill()
         refs = [*self._on_cpu, *self._at_encoder, *self.pool.starting]
@@ -147,12 +86,13 @@ class Stages:
             time.sleep(min(timeout_s, 0.05))
             return []
         ray.wait(refs, num_returns=1, timeout=timeout_s)
+        self._tick()
         self._take_ready()
         return self._take_encoded()
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self.use.encoder_s += (now - self._ticked) * len(self.pool.up)
+        self.use.tick(now - self._ticked, len(self.pool.up), len(self._on_cpu))
         self._ticked = now
 
     def _fill(self) -> None:
@@ -183,7 +123,7 @@ class Stages:
         for ref in done:
             block = self._on_cpu.pop(ref)
             try:
-                self._seconds[id(block)] = ray.get(ref)
+                self.use.add(ray.get(ref))
             except ray.exceptions.RayTaskError as error:
                 raise _cause(error) from None
             except ray.exceptions.RayError as error:
@@ -217,7 +157,8 @@ class Stages:
                 self._again(block, error)
             else:
                 self.pool.made()
-                self.use.add(block.rows, seconds, self._seconds.pop(id(block), Seconds()))
+                self.use.add(seconds)
+                self.use.made(block.rows)
                 found.append((block.key, result))
         return found
 
