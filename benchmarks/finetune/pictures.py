@@ -1,11 +1,13 @@
 """The pictures that the report's base model, VAE and extractors learn from: emoji with their names, and
-random cuts of photographs of subjects that are not fine-tuned.
+random cuts of photographs.
 
     python benchmarks/finetune/pictures.py PHOTOS EMOJI OUT
 
 PHOTOS is the DreamBooth dataset's folder and EMOJI one with images.zip and captions.jsonl. OUT gets
-`captioned/` (everything, captioned: "an emoji of a red heart", "a photo of a dog") and `photos/` (the
-photographs as they are). dog, dog6, cat2 and backpack are in neither.
+`captioned/`: emoji and photographs of three subjects that are not fine-tuned, with captions ("an emoji of
+red heart", "a photo of a dog"); dog, dog6, cat2 and backpack are not in it. `hues/`: the same photographs
+in any colour, for the VAE. And `subjects/`: cuts of every subject with its name as a column, for the
+extractor of likeness, which is trained on all but the one to be judged: `data.filter="subject <> 'dog6'"`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from PIL import Image, ImageEnhance, ImageOps
 
 OTHERS = {"dog2": "dog", "duck_toy": "toy", "teapot": "teapot"}
 CUTS = 100  # of each photograph
+SUBJECTS = ("dog", "dog2", "dog6", "cat2", "backpack", "duck_toy", "teapot")
+SUBJECT_CUTS = 48
 NEAR = 0.55  # a cut of a smaller share of the sides shows a part only
 SIDE = 64
 
@@ -40,21 +44,31 @@ def emoji(folder: Path, out: Path) -> list[dict[str, str]]:
     return lines
 
 
-def cuts(photos: Path, out: Path, seed: int = 0) -> list[dict[str, str]]:
-    """Random squares of every photograph, some mirrored, in other light; the largest show the subject."""
+def cuts(photos: Path, out: Path, seed: int = 0, *, hues: bool = False) -> list[dict[str, str]]:
+    """Random squares of every photograph, some mirrored, in other light; the largest show the subject.
+
+    With `hues` in any colour: three subjects have few, and a VAE that saw them alone greys the others.
+    """
     rng = np.random.default_rng(seed)
     lines = []
     for subject, word in OTHERS.items():
         for file in sorted((photos / subject).glob("*.jpg")):
-            picture = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
-            picture.thumbnail((512, 512), Image.Resampling.LANCZOS)
+            picture = opened(file)
             for i in range(CUTS):
                 share = float(rng.uniform(0.25, 1.0)) if i % 3 else float(rng.uniform(0.7, 1.0))
                 name = f"{subject}-{file.stem}-{i:03d}.png"
-                varied(cut(picture, share, rng), rng).save(out / name)
+                made = varied(cut(picture, share, rng), rng)
+                (hued(made, rng) if hues else made).save(out / name)
                 what = f"a photo of a {word}" if share > NEAR else f"a detail of a photo of a {word}"
                 lines.append({"file_name": name, "text": what})
     return lines
+
+
+def opened(file: Path) -> Image.Image:
+    """A photograph, upright, at most 512 px."""
+    picture = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
+    picture.thumbnail((512, 512), Image.Resampling.LANCZOS)
+    return picture
 
 
 def cut(picture: Image.Image, share: float, rng: np.random.Generator) -> Image.Image:
@@ -74,23 +88,37 @@ def varied(picture: Image.Image, rng: np.random.Generator) -> Image.Image:
     return picture
 
 
-def whole(photos: Path, out: Path) -> list[dict[str, str]]:
-    """The photographs as they are, at 256 px."""
+def hued(picture: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """All hues turned by the same angle, colours strengthened by up to a half."""
+    hue, *others = picture.convert("HSV").split()
+    turned = np.asarray(hue) + np.uint8(rng.integers(256))
+    made = Image.merge("HSV", [Image.fromarray(turned), *others]).convert("RGB")
+    return ImageEnhance.Color(made).enhance(float(rng.uniform(1.0, 1.5)))
+
+
+def subjects(photos: Path, out: Path, seed: int = 1) -> list[dict[str, str]]:
+    """Large cuts of every subject's photographs, with its name."""
+    rng = np.random.default_rng(seed)
     lines = []
-    for subject, word in OTHERS.items():
+    for subject in SUBJECTS:
         for file in sorted((photos / subject).glob("*.jpg")):
-            picture = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
-            name = f"{subject}-{file.stem}.png"
-            picture.resize((256, 256), Image.Resampling.LANCZOS).save(out / name)
-            lines.append({"file_name": name, "text": f"a photo of a {word}"})
+            picture = opened(file)
+            for i in range(SUBJECT_CUTS):
+                name = f"{subject}-{file.stem}-{i:03d}.png"
+                varied(cut(picture, float(rng.uniform(NEAR, 1.0)), rng), rng).save(out / name)
+                lines.append({"file_name": name, "text": f"a photo of {subject}", "subject": subject})
     return lines
 
 
 def main(photos: Path, emoji_folder: Path, out: Path) -> None:
-    for name in ("captioned", "photos"):
+    for name in ("captioned", "hues", "subjects"):
         (out / name).mkdir(parents=True, exist_ok=True)
-    captioned = emoji(emoji_folder, out / "captioned") + cuts(photos, out / "captioned")
-    for name, lines in (("captioned", captioned), ("photos", whole(photos, out / "photos"))):
+    made = {
+        "captioned": emoji(emoji_folder, out / "captioned") + cuts(photos, out / "captioned"),
+        "hues": cuts(photos, out / "hues", seed=2, hues=True),
+        "subjects": subjects(photos, out / "subjects"),
+    }
+    for name, lines in made.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / name / "metadata.jsonl").write_text(text)
         print(f"{len(lines)} pictures in {out / name}")

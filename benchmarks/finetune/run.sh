@@ -1,43 +1,62 @@
 #!/usr/bin/env bash
-# The report on one subject at 64 px, from nothing: benchmarks/finetune/run.sh BASE PHOTOS EMOJI OUT
-#   BASE    a model at 64 px, such as runs/emoji/model of recipes/emoji.yaml
-#   PHOTOS  the DreamBooth photographs (backpack and, for the extractors, dog2, duck_toy, teapot)
-#   EMOJI   a store of captioned pictures for the extractor of prompt fidelity; a copy is added to
-# The extractors never see the subject. Runs are kept in OUT/work: move OUT/*.csv away and it goes on.
+# The report on each subject at 64 px, from nothing: benchmarks/finetune/run.sh PHOTOS EMOJI OUT [SUBJECT ...]
+#   PHOTOS   the DreamBooth photographs; EMOJI  Noto's emoji with their names (images.zip, captions.jsonl)
+#   SUBJECT  any of dog6 backpack dog cat2; all of them if none is said
+# OUT/shared gets VAE, base and the extractor of words, OUT/SUBJECT the extractor of likeness, which never saw
+# the subject, and the report. What is made already is kept: the same command goes on where it stopped.
 set -euo pipefail
-base="$1" photos="$2" emoji="$3" out="$4"
+photos="$1" emoji="$2" out="$3"
+shift 3
+here="$(cd "$(dirname "$0")" && pwd)"
+root="$(cd "$here/../.." && pwd)"
+darkroom="$root/.venv/bin/darkroom"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-here="$(cd "$(dirname "$0")/../.." && pwd)"
-darkroom="$here/.venv/bin/darkroom"
-mkdir -p "$out/others"
-for pair in dog2:dog duck_toy:toy teapot:teapot; do
-  name="${pair%%:*}"
-  for file in "$photos/$name"/*.jpg; do
-    target="$out/others/$name-$(basename "$file" .jpg)"
-    cp "$file" "$target.jpg"
-    echo "a photo of a ${pair##*:}" > "$target.txt"
+shared="$out/shared"
+mkdir -p "$shared"
+
+# A run's model, made once: model NAME RECIPE [key=value ...]
+model() {
+  local run="$1"
+  shift
+  [ -d "$run/model" ] || "$darkroom" train "$@" --out "$run"
+}
+
+if [ ! -d "$shared/subjects.lance" ]; then
+  "$root/.venv/bin/python" "$here/pictures.py" "$photos" "$emoji" "$shared/pictures"
+  rm -rf "$shared"/{captioned,vae}.lance
+  "$darkroom" import "$shared/pictures/captioned" "$shared/captioned.lance"
+  cp -r "$shared/captioned.lance" "$shared/vae.lance"
+  "$darkroom" import "$shared/pictures/hues" "$shared/vae.lance"
+  "$darkroom" import "$shared/pictures/subjects" "$shared/subjects.lance"
+fi
+model "$shared/vae-first" "$here/autoencoder.yaml" data.store="$shared/captioned.lance"
+model "$shared/vae" "$here/autoencoder.yaml" data.store="$shared/vae.lance" model.base="$shared/vae-first/model" \
+  model.vae=null objective.autoencoder.kl_weight=3e-6 optim.lr=1.2e-3 train.steps=1400
+"$darkroom" prepare "$shared/captioned.lance" --model "$shared/vae/model" --resolution 64
+model "$shared/base" "$here/base.yaml" data.store="$shared/captioned.lance" model.vae="$shared/vae/model"
+# Likeness to words: emoji with their names, and photographs of other subjects.
+model "$shared/words" "$root/recipes/extractor.yaml" data.store="$shared/captioned.lance" train.steps=250 \
+  train.global_batch=96 optim.warmup_steps=30 objective.extractor.network.width=16 \
+  objective.extractor.caption_weight=0.8 checkpoint.every=250 evaluate.every=250
+
+for subject in "${@:-dog6 backpack dog cat2}"; do
+  for subject in $subject; do
+    class="${subject//[0-9]/}"
+    mkdir -p "$out/$subject"
+    # Likeness to the subject: photographs of the other six.
+    model "$out/$subject/likeness" "$root/recipes/extractor.yaml" data.store="$shared/subjects.lance" \
+      data.filter="subject <> '$subject'" data.holdout=0 train.steps=150 train.global_batch=64 \
+      optim.warmup_steps=20 objective.extractor.network.width=16 checkpoint.every=150 evaluate.every=0
+    "$root/.venv/bin/python" "$here/margin.py" "$out/$subject/likeness/model" "$photos" "$subject" \
+      --out "$out/$subject/margin.csv"
+    [ -f "$out/$subject/report.html" ] && continue
+    rm -f "$out/$subject"/{measurements,scores}.csv
+    "$darkroom" bench finetune "$shared/base/model" "$photos/$subject" --class-word "$class" \
+      --out "$out/$subject" --prompts "$here/prompts.txt" \
+      --extractor dino="$out/$subject/likeness/model" --extractor clip="$shared/words/model" \
+      --resolution 64 --resolutions 64,128 --batches 1,4,8 --ranks 4,8,16,32 --batch 4 --rank 16 \
+      --targets all-linear --steps 400 --every 50 --num 4 --draw-steps 12 --guidance 3 \
+      --lr full=1e-3 --lr dreambooth=1e-3 --lr lora=5e-3 --lr dreambooth-lora=5e-3 \
+      --sweep 1e-3,2e-3,5e-3,1e-2 --class-images 12 --memory 800MB
   done
 done
-[ -d "$out/captioned.lance" ] || cp -r "$emoji" "$out/captioned.lance"
-"$darkroom" import "$out/others" "$out/captioned.lance"
-"$darkroom" import "$out/others" "$out/photos.lance"
-# Likeness to the subject: photographs alone. Likeness to words: emoji with their names and the photographs.
-"$darkroom" train "$here/recipes/extractor.yaml" data.store="$out/photos.lance" data.holdout=0 train.steps=90 \
-  train.global_batch=15 optim.warmup_steps=10 checkpoint.every=90 evaluate.every=0 \
-  objective.extractor.network.width=16 objective.extractor.caption_weight=0 --out "$out/extractor-photos"
-"$darkroom" train "$here/recipes/extractor.yaml" data.store="$out/captioned.lance" train.steps=335 \
-  data.filter="skin_tone IS NULL OR array_length(skin_tone) = 0" train.global_batch=96 optim.warmup_steps=30 \
-  objective.extractor.network.width=16 checkpoint.every=250 evaluate.every=250 --out "$out/extractor-words"
-cat > "$out/prompts.txt" <<'PROMPTS'
-{token} {class}
-a photo of {token} {class}
-red heart and {token} {class}
-soccer ball and {token} {class}
-green apple and {token} {class}
-PROMPTS
-"$darkroom" bench finetune "$base" "$photos/backpack" --class-word backpack --out "$out" \
-  --extractor dino="$out/extractor-photos/model" --extractor clip="$out/extractor-words/model" \
-  --prompts "$out/prompts.txt" --resolution 64 --resolutions 64,128 --batches 1,4,8 --ranks 4,8,16,32 \
-  --batch 4 --rank 16 --targets all-linear --steps 600 --every 75 --num 4 --draw-steps 12 --guidance 3 \
-  --lr full=1e-3 --lr dreambooth=1e-3 --lr lora=5e-3 --lr dreambooth-lora=5e-3 \
-  --sweep 1e-3,2e-3,5e-3,1e-2 --class-images 12 --memory 800MB
