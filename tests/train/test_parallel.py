@@ -207,8 +207,16 @@ def test_what_cannot_be_is_refused_at_once(recipe_of, more, key):
 
 
 @pytest.mark.slow
-def test_a_batch_that_ranks_cannot_share_is_a_mistake_told_once(long_recipe, tmp_path):
-    recipe = long_recipe("parallel.mode=ddp", "parallel.devices=3")
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("parallel.devices=3", "train.global_batch: 8 over 3 processes; allowed: multiples of 3"),
+        ("data.filter=width > 9000", "data.filter: no row of 44 matches 'width > 9000'"),  # found together
+    ],
+)
+def test_a_mistake_that_all_ranks_find_is_told_once(long_recipe, tmp_path, more, words):
+    recipe = long_recipe("parallel.mode=ddp", "parallel.devices=2", more)
     said = told(recipe, tmp_path / "run", code=2)
-    assert said.count("train.global_batch: 8 over 3 processes; allowed: multiples of 3") == 1
+    assert said.count(words) == 1
     assert "Traceback" not in said
+    assert "terminate" not in said

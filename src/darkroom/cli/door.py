@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -28,6 +29,8 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure: rows of a tidy CSV.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
+FIRST_TELLS_S = 10.0  # what rank 0 has to tell what all ranks know
+
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]
 
@@ -41,22 +44,34 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:
-        sys.exit(_failed("stopped", 1))
+        _leave(_failed("stopped", 1))
     except typer.TyperException as error:
-        sys.exit(_misused(error))
+        _leave(_misused(error))
     except DarkroomError as error:
-        sys.exit(_failed(str(error), error.exit_code))
+        _leave(_failed(str(error), error.exit_code))
     except KeyboardInterrupt:
-        sys.exit(_failed("stopped", 1))
+        _leave(_failed("stopped", 1))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        _leave(1)
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise
-        sys.exit(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
+        _leave(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
-    sys.exit(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+    _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit. A rank that ends with an error leaves at once: its process group cannot be taken down without the
+    others, and an exit that tears it down beneath gloo's threads aborts instead of telling its code.
+    """
+    if code and os.environ.get("WORLD_SIZE", "1") != "1":
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _misused(error: typer.TyperException) -> int:
@@ -71,8 +86,11 @@ def _misused(error: typer.TyperException) -> int:
 
 
 def _failed(message: str, code: int) -> int:
-    rank = os.environ.get("RANK", "0")  # of processes that train together, the first tells what all know
-    if message and (rank == "0" or code != 2):
+    """Tell an error; of several ranks that found the same mistake the first tells it."""
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and code == 2:
+        time.sleep(FIRST_TELLS_S)  # its end ends the others: a mistake that only this one finds is told after
+    if message:
         print(f"darkroom: {message}" if rank == "0" else f"darkroom: rank {rank}: {message}", file=sys.stderr)
     return code
 

@@ -93,7 +93,7 @@ def train(
         raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
-        launch([*arguments, "--engine", "local", *(["--json"] if as_json else [])], recipes[0][1].parallel)
+        launch([*arguments, "--engine", "local", *(["--json"] if as_json else [])], recipes[0][1])
         return None
     if len(recipes) > 1:
         results = sweep(recipes, out=place, resume=resume, console=said)

@@ -8,12 +8,16 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, RecipeError, Stopped
 from darkroom.hardware import machine
-from darkroom.train.parallel import ParallelSettings
+from darkroom.train.job import check_settings
+from darkroom.train.parallel import ParallelSettings, check_batch
 from darkroom.train.ranks import LOST, started_together
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
 
 SAVE_S = 300  # how long processes that are asked to stop may take to save
 
@@ -49,17 +53,20 @@ def num_processes(settings: ParallelSettings) -> int:
     return wanted
 
 
-def launch(arguments: Sequence[str], settings: ParallelSettings) -> None:
+def launch(arguments: Sequence[str], recipe: Recipe) -> None:
     """Run `darkroom ARGUMENTS` in as many processes as the recipe says, to the end.
 
-    Raises DarkroomError that names a lost process, ProcessesFailed where one of them told its error, Stopped
-    where they were asked to stop.
+    Raises RecipeError for what can be seen before they start, DarkroomError that names a lost process,
+    ProcessesFailed where one of them told its error, Stopped where they were asked to stop.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    count = num_processes(settings)
+    count = num_processes(recipe.parallel)
+    if not recipe.phases:
+        check_settings(recipe)
+        check_batch(recipe, count)
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it is said below, in one line
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(machine().usable_cores) // count)))
     config = LaunchConfig(

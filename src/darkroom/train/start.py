@@ -17,11 +17,12 @@ from darkroom.train.build import keep_tokenizer
 from darkroom.train.checkpoint import Checkpoint, load_checkpoint
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, store_path
-from darkroom.train.job import Job, Pinned, Say, make_job
+from darkroom.train.job import Job, Pinned, Say, check_settings, make_job
 from darkroom.train.online import OpenFeed
+from darkroom.train.parallel import check_batch
 from darkroom.train.phases import train_phases
 from darkroom.train.places import Place, RemotePlace, newest, place_of, take_records
-from darkroom.train.ranks import ALONE, Ranks, joined
+from darkroom.train.ranks import ALONE, Ranks, joined, started_together
 from darkroom.train.result import write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
 from darkroom.train.tracking import NoTracker, make_tracker
@@ -50,6 +51,9 @@ def train(
     `estimate` is what the plan foretells, shown first. Raises InputError before any work for what cannot be,
     Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError when the loss is not finite.
     """
+    if not recipe.phases:  # before the processes meet: each finds the same mistake for itself
+        check_settings(recipe)
+        check_batch(recipe, started_together())
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
         if recipe.phases:
