@@ -152,6 +152,6 @@ def test_its_schedule_is_refused_where_betas_are_read():
     """It would pass for epsilon on diffusers' default betas, and train or sample wrongly without a word."""
     from darkroom.sample.schedule import Schedule
 
-    with pytest.raises(InputError, match="rectified flow is not known here"):
+    with pytest.raises(InputError, match="rectified flow has no betas"):
         Schedule.from_config(models.create("tiny-dit", parts=("tokenizer",)).scheduler)
     assert Schedule.from_config(models.create("tiny", parts=("tokenizer",)).scheduler).prediction == "epsilon"

@@ -20,7 +20,7 @@ from darkroom.count import counting
 from darkroom.errors import InputError
 from darkroom.hardware import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
-from darkroom.train.objective import Objective
+from darkroom.train.objective import FlowObjective, Objective, make_objective
 from darkroom.train.optimisers import Optimiser, OptimSettings
 from darkroom.train.step import DTYPES, Step, TrainSettings
 
@@ -39,7 +39,7 @@ class _Loss:
     """The diffusion loss of a U-Net on given latents and text."""
 
     unet: Any
-    objective: Objective
+    objective: Objective | FlowObjective
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         t_b = self.objective.timesteps(inputs["u"])
@@ -63,8 +63,9 @@ class _Bench:
 
     def __init__(self, family: str, resolution: int, case: str, device: str, unet: Mapping[str, Any]) -> None:
         switches = set() if case == "plain" else set(case.split(","))
+        denoiser = models.FAMILIES[family].denoiser
         model = models.create(
-            family, parts=("unet",), device=device, overrides={"unet": dict(unet)} if unet else None
+            family, parts=("unet",), device=device, overrides={denoiser: dict(unet)} if unet else None
         )
         assert model.unet is not None
         self.unet, self.resolution, self.device = model.unet, resolution, device
@@ -75,7 +76,7 @@ class _Bench:
             self.unet.to(memory_format=torch.channels_last)
         if "checkpointing" in switches:
             self.unet.enable_gradient_checkpointing()
-        self.task = _Loss(self.unet, Objective.from_config(model.scheduler, device=device))
+        self.task = _Loss(self.unet, make_objective(model.scheduler, device=device))
         self.step = Step(
             self.task,
             {"unet": self.unet},

@@ -28,6 +28,8 @@ ARCHITECTURES = {
 }
 KOHYA_BASES = {"sd15": "sd_v1", "sd2": "sd_v2", "sd2-v": "sd_v2_v", "sdxl": "sdxl_base_v1-0"}
 RESOLUTIONS = {"sd15": "512x512", "sd2": "512x512", "sd2-v": "768x768", "sdxl": "1024x1024"}
+PREDICTIONS = {"sd2-v": "v", "dit": "flow", "tiny-dit": "flow"}
+"""Where it is not epsilon."""
 TEXT_WIDTHS = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
 """The width of the text that a U-Net listens to, which tells the families apart."""
 MODULES = {"lora": "networks.lora", "dora": "lycoris.kohya", "loha": "lycoris.kohya", "lokr": "lycoris.kohya"}
@@ -142,7 +144,7 @@ def header(adapter: Adapter, base: str | None, *, kohya: bool) -> dict[str, str]
         "modelspec.implementation": "diffusers",
         "modelspec.title": adapter.name,
         "modelspec.date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S"),
-        "modelspec.prediction_type": "v" if base == "sd2-v" else "epsilon",
+        "modelspec.prediction_type": PREDICTIONS.get(base or "", "epsilon"),
         "ss_network_module": MODULES[adapter.kind],
         "ss_network_dim": str(rank),
         "ss_network_alpha": f"{alpha:g}",

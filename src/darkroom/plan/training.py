@@ -157,7 +157,8 @@ def outline(recipe: Recipe) -> Model:
     if recipe.task != "autoencoder":
         if model.unet is None:
             raise RecipeError("model.base", f"'{settings.base}' has no unet")
-        model.scheduler = scheduler_config(recipe.objective, model.scheduler)
+        latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
+        model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
         build.check_resolution(recipe.data.resolution, model)
     return model
 

@@ -1,15 +1,15 @@
 """From prompts to pictures: solvers as tables, the denoising loop over them, and what stands around it.
 
-`schedule` reads noise schedules, `solvers` fills a `Table` for each solver (`table` says what is in one),
-`choice` picks the solver; `denoise` packs rows and takes the steps; `prompts` encodes text; `pictures`
-decodes, saves and reads back; `backends` computes the U-Net and VAE, `ladder` optimises them and `memory`
-keeps them under a limit; `generate` is the whole way in one call.
+`schedule` reads noise schedules, `solvers` fills a `Table` for each solver (`table` says what is in one) and
+`flow` those of rectified flow, `choice` picks the solver; `denoise` packs rows and takes the steps;
+`prompts` encodes text; `pictures` decodes, saves and reads back; `backends` computes the U-Net and VAE,
+`ladder` optimises them and `memory` keeps them under a limit; `generate` is the whole way in one call.
 """
 
 from darkroom.sample import ladder
 from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import BACKENDS, Backend, open_backend, unet_call
-from darkroom.sample.choice import SOLVERS, default_solver, make_table
+from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, default_solver, make_table, solvers_of
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
 from darkroom.sample.generate import Job, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, read_parameters, save_pictures
@@ -20,6 +20,7 @@ from darkroom.sample.table import Table
 
 __all__ = [
     "BACKENDS",
+    "FLOW_SOLVERS",
     "SOLVERS",
     "Backend",
     "Batch",
@@ -50,5 +51,6 @@ __all__ = [
     "read_prompt",
     "read_tags",
     "save_pictures",
+    "solvers_of",
     "unet_call",
 ]

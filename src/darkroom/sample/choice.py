@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from darkroom.errors import InputError
-from darkroom.sample import solvers
+from darkroom.models.model import is_flow
+from darkroom.sample import flow, solvers
 from darkroom.sample.schedule import Schedule, check_spacing
 from darkroom.sample.solvers import Plan
 from darkroom.sample.table import CLIP_RANGE, Table
@@ -41,6 +42,13 @@ SOLVERS: dict[str, Solver] = {
     "unipc": Solver(solvers.unipc, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
     "lcm": Solver(solvers.lcm, "leading", knows=("clip_sample", "rescale_betas_zero_snr")),
 }
+FLOW_SOLVERS: dict[str, Solver] = {
+    "flow_euler": Solver(flow.flow_euler, "linspace"),
+    "flow_heun": Solver(flow.flow_heun, "linspace"),
+    "flow_dpmpp_2m": Solver(flow.flow_dpmpp_2m, "linspace"),
+}
+# What the same algorithm is called where the noise schedule is a rectified flow's.
+FOR_FLOW = {"euler": "flow_euler", "dpmpp_2m": "flow_dpmpp_2m"}
 
 OF_CLASS = {
     "DDIMScheduler": "ddim",
@@ -50,6 +58,8 @@ OF_CLASS = {
     "DPMSolverMultistepScheduler": "dpmpp_2m",
     "UniPCMultistepScheduler": "unipc",
     "LCMScheduler": "lcm",
+    "FlowMatchEulerDiscreteScheduler": "flow_euler",
+    "FlowMatchHeunDiscreteScheduler": "flow_heun",
 }
 # Schedulers that are no table here, with the nearest that is.
 INSTEAD_OF_CLASS = {
@@ -73,7 +83,6 @@ UNKNOWN = {
     "use_exponential_sigmas": (False, "only Karras sigmas are known"),
     "use_beta_sigmas": (False, "only Karras sigmas are known"),
     "use_lu_lambdas": (False, "only Karras sigmas are known"),
-    "use_flow_sigmas": (False, "flow matching models are not known"),
     "timestep_type": ("discrete", "continuous timesteps are not known"),
     "interpolation_type": ("linear", "only linear interpolation is known"),
     "predict_x0": (True, "UniPC is known on x0"),
@@ -90,12 +99,21 @@ SD_SCHEDULE: dict[str, Any] = {
 STOCHASTIC_DPM = ("sde-dpmsolver++", "sde-dpmsolver")
 
 
+def solvers_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the solvers that a scheduler configuration can be sampled with."""
+    return tuple(FLOW_SOLVERS if is_flow(config) else SOLVERS)
+
+
 def default_solver(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """The solver of a scheduler configuration, and notes on what was substituted.
 
-    Raises InputError where the scheduler is of another kind altogether (flow matching, EDM, discrete).
+    Raises InputError where the scheduler is of another kind altogether (EDM, discrete).
     """
     cls = config.get("_class_name")
+    if config.get("use_flow_sigmas"):
+        own = cls == "DPMSolverMultistepScheduler"
+        note = f"the model's scheduler {cls} is replaced by solver flow_dpmpp_2m"
+        return "flow_dpmpp_2m", () if own else (note,)
     if cls is None:
         return "ddim", ("the model has no scheduler: solver ddim on Stable Diffusion's noise schedule",)
     if cls in INSTEAD_OF_CLASS:
@@ -139,6 +157,8 @@ def make_table(
     notes: tuple[str, ...] = ()
     if solver is None:
         solver, notes = default_solver(config)
+    if is_flow(config):
+        return _flow_table(solver, config, num_steps, notes, eta, spacing, karras, strength)
     if config.get("_class_name") is None:
         config = {**SD_SCHEDULE, **config}
     known = _known(solver)
@@ -148,7 +168,7 @@ def make_table(
         for key, value in config.items()
         if key not in ("clip_sample", "rescale_betas_zero_snr") or key in known.knows
     }
-    _refuse_unknown(settings if is_own else {k: v for k, v in settings.items() if k == "use_flow_sigmas"})
+    _refuse_unknown(settings if is_own else {})
     if settings.get("solver_order") == 3 and solver == "dpmpp_2m_sde":
         settings["solver_order"] = 2
         notes += ("the third order of DPM-Solver++ SDE is replaced by the second",)
@@ -178,6 +198,38 @@ def make_table(
     return _checked(filled.begun_at(plan.start) if plan.start else filled, schedule)
 
 
+def _flow_table(
+    solver: str,
+    config: Mapping[str, Any],
+    num_steps: int,
+    notes: tuple[str, ...],
+    eta: float,
+    spacing: str | None,
+    karras: bool | None,
+    strength: float,
+) -> Table:
+    """`make_table` for a model of rectified flow."""
+    if solver in FOR_FLOW:
+        notes += (f"solver {solver} is {FOR_FLOW[solver]} on this model's rectified flow",)
+        solver = FOR_FLOW[solver]
+    if solver not in FLOW_SOLVERS:
+        raise InputError(
+            f"solver {solver} with a model of rectified flow", allowed=", ".join([*FLOW_SOLVERS, *FOR_FLOW])
+        )
+    schedule = flow.Flow.from_config(config)
+    _check_request(solver, schedule, num_steps, eta, karras)
+    spacing = spacing or "linspace"
+    allowed = flow.SPACINGS[:1] if solver == "flow_dpmpp_2m" else flow.SPACINGS
+    if spacing not in allowed:
+        raise InputError(f"spacing {spacing} with solver {solver}", allowed=" or ".join(allowed))
+    start = _first_step(num_steps, strength)
+    plan = Plan(schedule, num_steps, spacing, settings=config, notes=notes, start=start)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        filled = replace(FLOW_SOLVERS[solver].fill(plan), spacing=spacing, karras=False)
+    calls = 2 if solver == "flow_heun" else 1
+    return _checked(filled.begun_at(calls * start) if start else filled, schedule)
+
+
 def _first_step(num_steps: int, strength: float) -> int:
     """How many of the steps are left out at the start, rounded as diffusers rounds."""
     if not 0 < strength <= 1:
@@ -192,6 +244,8 @@ def _first_step(num_steps: int, strength: float) -> int:
 
 
 def _known(solver: str) -> Solver:
+    if solver in FLOW_SOLVERS:
+        raise InputError(f"solver {solver}, but the model is no rectified flow", allowed=", ".join(SOLVERS))
     if solver not in SOLVERS:
         raise InputError(f"solver '{solver}'", allowed=", ".join(SOLVERS))
     return SOLVERS[solver]
@@ -222,7 +276,7 @@ def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, 
         raise InputError(f"eta {eta:g}", allowed="0 (no noise) to 1 (as much as DDPM)")
     if eta and solver != "ddim":
         raise InputError(f"eta {eta:g} with solver {solver}", mend="eta is for ddim alone")
-    if karras and not SOLVERS[solver].takes_karras:
+    if karras and not (solver in SOLVERS and SOLVERS[solver].takes_karras):
         able = [name for name, one in SOLVERS.items() if one.takes_karras]
         raise InputError(f"Karras sigmas with solver {solver}", allowed=", ".join(able))
     if schedule.prediction == "sample" and solver == "pndm":

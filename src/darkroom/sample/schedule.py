@@ -43,7 +43,7 @@ class Schedule:
 
         # Read as betas, a rectified flow's settings would pass for epsilon on diffusers' defaults.
         if is_flow(config):
-            raise InputError("scheduler: rectified flow is not known here", allowed=", ".join(PREDICTIONS))
+            raise InputError("scheduler: rectified flow has no betas", allowed=", ".join(PREDICTIONS))
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in PREDICTIONS:
             raise InputError(f"scheduler: prediction_type '{prediction}'", allowed=", ".join(PREDICTIONS))

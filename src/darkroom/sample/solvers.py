@@ -38,6 +38,9 @@ from darkroom.sample.table import (
     Table,
 )
 
+Levels = tuple[Array, Array, Array]
+"""alpha, sigma and lambda, each [S + 1]."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -244,17 +247,19 @@ def _unit(j: int) -> Array:
 
 def dpmpp_2m(plan: Plan) -> Table:
     """DPM-Solver++ multistep (Lu et al. 2022, algorithm 2), order 2 unless the settings say 1 or 3."""
-    return _dpmpp("dpmpp_2m", plan, stochastic=False)
+    timesteps, sigmas = _multistep_levels(plan)
+    return dpmpp("dpmpp_2m", plan, timesteps, _vp(sigmas), stochastic=False)
 
 
 def dpmpp_2m_sde(plan: Plan) -> Table:
     """DPM-Solver++ multistep for the reverse SDE (Lu et al. 2022, section 5): noise at every step."""
-    return _dpmpp("dpmpp_2m_sde", plan, stochastic=True)
-
-
-def _dpmpp(solver: str, plan: Plan, *, stochastic: bool) -> Table:
     timesteps, sigmas = _multistep_levels(plan)
-    alpha, sigma, lam = _vp(sigmas)
+    return dpmpp("dpmpp_2m_sde", plan, timesteps, _vp(sigmas), stochastic=True)
+
+
+def dpmpp(solver: str, plan: Plan, timesteps: Array, levels: Levels, *, stochastic: bool) -> Table:
+    """DPM-Solver++ over timesteps [S] and levels [S + 1], whatever schedule they are of."""
+    alpha, sigma, lam = levels
     order = int(plan.settings.get("solver_order", 2))
     heun = plan.settings.get("solver_type") == "heun"
     sheet = Sheet(timesteps)
@@ -323,7 +328,7 @@ def _multistep_levels(plan: Plan, *, unipc: bool = False) -> tuple[Array, Array]
     return timesteps, np.append(schedule.sigmas_at(timesteps), schedule.sigmas[0] if to_min else 0.0)
 
 
-def _vp(sigmas: Array) -> tuple[Array, Array, Array]:
+def _vp(sigmas: Array) -> Levels:
     alpha = 1 / np.sqrt(sigmas**2 + 1)
     with np.errstate(divide="ignore"):
         return alpha, sigmas * alpha, -np.log(sigmas)
@@ -371,7 +376,7 @@ def _one_step_back(vector: Array) -> Array:
 
 
 def _bh_update(
-    levels: tuple[Array, Array, Array], i: int, order: int, start: Array, kind: str, now: Array | None = None
+    levels: Levels, i: int, order: int, start: Array, kind: str, now: Array | None = None
 ) -> Array:
     """The B(h) update from level i to i + 1, over h; `now` is x0 at i + 1, which makes it the corrector."""
     alpha, sigma, lam = levels

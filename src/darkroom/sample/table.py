@@ -88,6 +88,8 @@ class Sheet:
             k_x, k_out = 1 / alpha, -sigma / alpha
         elif prediction == "sample":
             k_x, k_out = np.zeros_like(alpha), np.ones_like(alpha)
+        elif prediction == "flow_prediction":  # noise - picture
+            k_x, k_out = 1 / (alpha + sigma), -sigma / (alpha + sigma)
         else:
             norm = np.sqrt(alpha**2 + sigma**2)
             k_x, k_out = alpha / norm**2, -sigma / norm

@@ -73,7 +73,7 @@ def model_card(model: Model, settings: ServeSettings) -> ModelCard:
         width=model.sample_size,
         height=model.sample_size,
         size_step=model.size_unit,
-        solvers=tuple(sample.SOLVERS),
+        solvers=sample.solvers_of(model.scheduler),
         solver=sample.default_solver(model.scheduler)[0],
         precision=settings.precision,
         created_s=int(STARTED_S),

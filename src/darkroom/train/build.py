@@ -42,7 +42,8 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
     if vae is not None:
         model.vae = vae
     if recipe.task != "autoencoder":
-        model.scheduler = scheduler_config(recipe.objective, model.scheduler)
+        latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
+        model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
         check_resolution(recipe.data.resolution, model)
     return model
 
@@ -105,7 +106,7 @@ def _overrides(recipe: Recipe, vae: Any) -> dict[str, dict[str, Any]]:
     """The recipe's changes to a family, and what follows from them for the U-Net unless it is said."""
     settings = recipe.model
     family = FAMILIES[settings.base]
-    given = {"text_encoder": settings.text_encoder, "unet": settings.unet}
+    given = {"text_encoder": settings.text_encoder, family.denoiser: settings.unet}
     if isinstance(settings.vae, dict):
         given["vae"] = settings.vae
     config = {**family.vae, **given.get("vae", {})} if vae is None else dict(vae.config)
@@ -118,7 +119,7 @@ def _overrides(recipe: Recipe, vae: Any) -> dict[str, dict[str, Any]]:
     if len(family.text_encoders) == 1:
         text = {**family.text_encoders[0], **settings.text_encoder}
         derived["cross_attention_dim"] = text["hidden_size"]
-    given["unet"] = derived | settings.unet
+    given[family.denoiser] = derived | settings.unet
     wanted = ("vae",) if recipe.task == "autoencoder" else tuple(given)
     return {part: changes for part, changes in given.items() if changes and part in wanted}
 

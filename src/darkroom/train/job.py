@@ -27,7 +27,7 @@ from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, make_
 from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_class, has_own_store, store_path
 from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import check_micro_batch, choose_micro_batch
-from darkroom.train.objective import Objective
+from darkroom.train.objective import make_objective
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.places import check_url
@@ -321,7 +321,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
             "columns": () if masks is None else (masks.column,),
         }
     )
-    objective = Objective.from_config(model.scheduler, recipe.objective.min_snr_gamma, device)
+    objective = make_objective(model.scheduler, recipe.objective.min_snr_gamma, device)
     modules = _trained(recipe, model, device)
     return Diffusion(
         model,

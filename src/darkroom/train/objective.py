@@ -1,13 +1,16 @@
 """What the U-Net is asked to predict: noise schedules, targets and loss weights, all pure functions.
 
+`Objective` is diffusion over a table of timesteps, `FlowObjective` rectified flow; both are called alike.
+
 Shapes: B rows of a batch, C channels, H and W latent pixels, T timesteps of the schedule.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,14 +18,24 @@ from torch import Tensor
 
 from darkroom.errors import RecipeError
 from darkroom.evaluate.small import SmallSettings
+from darkroom.models.model import is_flow
+from darkroom.sample.choice import SD_SCHEDULE
+from darkroom.sample.flow import Flow
 from darkroom.sample.schedule import Schedule
 
 Prediction = Literal["epsilon", "v", "sample"]
+FLOW = "flow"
 
 # The same thing in darkroom's recipes and in diffusers' scheduler_config.json.
 _SCHEDULES = {"scaled-linear": "scaled_linear", "linear": "linear", "cosine": "squaredcos_cap_v2"}
 _PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "sample": "sample"}
+_FLOW_CLASS = "FlowMatchEulerDiscreteScheduler"
 _NAMES: dict[str, Prediction] = {"epsilon": "epsilon", "v_prediction": "v", "sample": "sample"}
+
+
+FLOW_BASE_PIXELS = 32 * 32
+"""Latent pixels of a picture that needs no shift: 256 px through a VAE of factor 8."""
+_FLOW_SAID = "objective.prediction=flow"
 
 
 class NoiseSettings(BaseModel):
@@ -42,6 +55,28 @@ class NoiseSettings(BaseModel):
     )
     offset: float = Field(
         default=0.0, ge=0, le=1, description="offset noise: strength of a shift common to a channel's pixels"
+    )
+
+
+class FlowSettings(BaseModel):
+    """Rectified flow: at which times it is trained. What is left out is what the model's scheduler says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mean: float | None = Field(
+        default=None,
+        ge=-10,
+        le=10,
+        description="of the normal number whose logistic is the time (0 picture, 1 noise); null: the "
+        "model's, else 0",
+    )
+    std: float | None = Field(
+        default=None, gt=0, le=10, description="its standard deviation; null: the model's, else 1"
+    )
+    shift: Annotated[float, Field(gt=0, le=100)] | Literal["auto", "model"] = Field(
+        default="auto",
+        description="times are moved to shift * t / (1 + (shift - 1) * t), more noise above 1; auto: by "
+        "data.resolution, sqrt(latent pixels / 1024), at least 1; model: as its scheduler says",
     )
 
 
@@ -87,8 +122,10 @@ class ObjectiveSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prediction: Prediction | None = Field(
-        default=None, description="what the U-Net predicts; null: what the model's scheduler says"
+    prediction: Literal["epsilon", "v", "sample", "flow"] | None = Field(
+        default=None,
+        description="what is predicted: the noise, the velocity of diffusion, the picture, or the velocity "
+        "of rectified flow (noise less picture); null: what the model's scheduler says",
     )
     min_snr_gamma: float | None = Field(
         default=None,
@@ -99,6 +136,7 @@ class ObjectiveSettings(BaseModel):
         default=0.0, ge=0, le=1, description="weight of the loss where a picture's mask is black"
     )
     noise: NoiseSettings = Field(default=NoiseSettings(), description="the noise schedule")
+    flow: FlowSettings = Field(default=FlowSettings(), description="of rectified flow: times and shift")
     autoencoder: AutoencoderLossSettings = Field(
         default=AutoencoderLossSettings(), description="loss of the task autoencoder"
     )
@@ -116,13 +154,22 @@ class ObjectiveSettings(BaseModel):
         return self
 
 
-def scheduler_config(settings: ObjectiveSettings, base: Mapping[str, Any]) -> dict[str, Any]:
+def scheduler_config(
+    settings: ObjectiveSettings, base: Mapping[str, Any], latent_pixels: int = FLOW_BASE_PIXELS
+) -> dict[str, Any]:
     """The diffusers scheduler configuration of the trained model: the base's, with what the recipe says.
 
-    PNDM knows neither prediction of the sample nor zero terminal SNR: then it becomes DDIM. Raises
-    RecipeError where the recipe and the base's scheduler together are impossible.
+    PNDM knows neither prediction of the sample nor zero terminal SNR: then it becomes DDIM. Where the base
+    is of rectified flow and the recipe of diffusion, or the other way round, it is written anew. A picture
+    has `latent_pixels`. Raises RecipeError where the recipe and the base's scheduler together are impossible.
     """
-    config = dict(base)
+    flows = is_flow(base) if settings.prediction is None else settings.prediction == FLOW
+    if flows:
+        return _flow_config(settings, base if is_flow(base) else {}, latent_pixels)
+    if settings.flow != FlowSettings():
+        raise RecipeError("objective.flow", "given, but this is no rectified flow", mend=f"set {_FLOW_SAID}")
+    config = {"_class_name": "DDIMScheduler", "clip_sample": False, **SD_SCHEDULE} if is_flow(base) else {}
+    config |= {} if is_flow(base) else base
     noise = settings.noise
     said = {
         "prediction_type": settings.prediction and _PREDICTIONS[settings.prediction],
@@ -142,6 +189,47 @@ def scheduler_config(settings: ObjectiveSettings, base: Mapping[str, Any]) -> di
         config.pop("skip_prk_steps", None)
         config["clip_sample"] = False
     return config
+
+
+def _flow_config(settings: ObjectiveSettings, base: Mapping[str, Any], latent_pixels: int) -> dict[str, Any]:
+    """The scheduler configuration of rectified flow; the times of training stand in it too."""
+    if settings.min_snr_gamma is not None:
+        raise RecipeError(
+            "objective.min_snr_gamma",
+            f"{settings.min_snr_gamma:g} with rectified flow, whose times are drawn where they teach most",
+            mend="leave it out; objective.flow.mean and .std say where",
+        )
+    if said := settings.noise.model_dump(exclude_defaults=True):
+        raise RecipeError(
+            f"objective.noise.{next(iter(said))}",
+            f"{next(iter(said.values()))} with rectified flow, whose line from picture to noise is fixed",
+            mend="leave it out",
+        )
+    flow = settings.flow
+    shift = flow.shift
+    if shift == "auto":
+        shift = resolution_shift(latent_pixels)
+    elif shift == "model":
+        shift = float(base.get("shift", 1.0))
+    times = {"logit_mean": flow.mean, "logit_std": flow.std}
+    return {
+        "_class_name": _FLOW_CLASS,
+        "num_train_timesteps": 1000,
+        "logit_mean": 0.0,
+        "logit_std": 1.0,
+        **base,
+        "shift": shift,
+        **{name: value for name, value in times.items() if value is not None},
+    }
+
+
+def resolution_shift(latent_pixels: int) -> float:
+    """sqrt(m / n), the shift that hides a picture of m latent pixels as well as one of n without any.
+
+    A constant picture's value can be told from m noisy pixels sqrt(m) times better than from one (Esser et
+    al. 2024, section 5.3.2). n is that of 256 px; smaller pictures are not shifted.
+    """
+    return max(1.0, math.sqrt(latent_pixels / FLOW_BASE_PIXELS))
 
 
 def _refuse_impossible(config: Mapping[str, Any]) -> None:
@@ -195,6 +283,10 @@ class Objective:
         """Timesteps [B] of uniform draws in [0, 1), each of the T equally likely."""
         return (u_B * self.num_timesteps).long().clamp_(0, self.num_timesteps - 1)
 
+    def at(self, point: int, u_B: Tensor) -> Tensor:
+        """One timestep for all rows [B], in the form in which `timesteps` gives them."""
+        return torch.full_like(u_B, point, dtype=torch.long)
+
     def add_noise(self, x_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """The U-Net's input: the picture and the noise, mixed as timestep t says."""
         return _rows(self.alphas, t_B, x_BCHW) * x_BCHW + _rows(self.sigmas, t_B, x_BCHW) * noise_BCHW
@@ -212,6 +304,69 @@ class Objective:
     ) -> Tensor:
         """Weighted mean square error of each row [B], in float32; of what a mask shows, if given."""
         return square_error(out_BCHW, target_BCHW, mask_B1HW) * self.weights[t_B]
+
+
+@dataclass(frozen=True)
+class FlowObjective:
+    """Rectified flow (Liu et al. 2023) with logit-normal times (Esser et al. 2024), called as `Objective`.
+
+    x_t = (1 - t) * picture + t * noise, and the target is noise - picture. Timesteps are t * 1000, fractions
+    and all.
+    """
+
+    mean: float
+    std: float
+    shift: float
+    num_timesteps: int
+    prediction = FLOW
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> FlowObjective:
+        """The objective of a scheduler configuration (see `scheduler_config`)."""
+        flow = Flow.from_config(config)
+        mean, std = float(config.get("logit_mean", 0.0)), float(config.get("logit_std", 1.0))
+        return cls(mean, std, flow.shift, flow.num_train_timesteps)
+
+    def to(self, device: torch.device | str) -> FlowObjective:
+        """Itself: it holds no tensors."""
+        return self
+
+    def timesteps(self, u_B: Tensor) -> Tensor:
+        """Timesteps [B], float32, of uniform draws in [0, 1): logistic of normal numbers, shifted.
+
+        The normal number is the quantile of the draw, so that a row has its time whatever the batch is.
+        """
+        t_B = torch.sigmoid(self.mean + self.std * torch.special.ndtri(u_B.double()))
+        t_B = self.shift * t_B / (1 + (self.shift - 1) * t_B)
+        return (self.num_timesteps * t_B).float()
+
+    def at(self, point: int, u_B: Tensor) -> Tensor:
+        """One timestep for all rows [B]."""
+        return torch.full_like(u_B, point, dtype=torch.float32)
+
+    def add_noise(self, x_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """The model's input: so far along the line from the picture to the noise as timestep t says."""
+        share = (t_B / self.num_timesteps).view(-1, *(1,) * (x_BCHW.ndim - 1))
+        return (1 - share) * x_BCHW + share * noise_BCHW
+
+    def target(self, x_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+        """What the model should answer: the way from the picture to the noise."""
+        return noise_BCHW - x_BCHW
+
+    def loss(
+        self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_B1HW: Tensor | None = None
+    ) -> Tensor:
+        """Mean square error of each row [B], in float32; of what a mask shows, if given."""
+        return square_error(out_BCHW, target_BCHW, mask_B1HW)
+
+
+def make_objective(
+    config: Mapping[str, Any], min_snr_gamma: float | None = None, device: torch.device | str = "cpu"
+) -> Objective | FlowObjective:
+    """The objective of a scheduler configuration, of diffusion or rectified flow."""
+    if is_flow(config):
+        return FlowObjective.from_config(config)
+    return Objective.from_config(config, min_snr_gamma, device)
 
 
 def square_error(out_BCHW: Tensor, target_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:

@@ -22,7 +22,13 @@ from darkroom.data.loader import Draw, ReadSettings
 from darkroom.models import Model
 from darkroom.prepare import sample_latents, text_states, tokenize
 from darkroom.train.masks import Masks
-from darkroom.train.objective import AutoencoderLossSettings, Objective, offset_noise, square_error
+from darkroom.train.objective import (
+    AutoencoderLossSettings,
+    FlowObjective,
+    Objective,
+    offset_noise,
+    square_error,
+)
 
 Columns = Mapping[str, Any]
 """A batch's columns and draws by name: tensors with B rows, and lists of B captions."""
@@ -73,7 +79,7 @@ class Diffusion:
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Objective | FlowObjective,
         read: ReadSettings,
         modules: Mapping[str, nn.Module],
         *,
@@ -156,7 +162,7 @@ class Diffusion:
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         errors = []
         for point in self._points:
-            t_b = torch.full_like(inputs["u"], point, dtype=torch.long)
+            t_b = self.objective.at(point, inputs["u"])
             errors.append(square_error(*self._predict(inputs, t_b), inputs.get("mask")))
         errors_bn = torch.stack(errors, dim=1)
         return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}

@@ -15,6 +15,12 @@ def fused_attention(applied: Applied, argument: str) -> None:
 
     if argument not in ("", "sdpa", "xformers"):
         raise InputError(f"fused_attention:{argument}", allowed="sdpa, xformers")
+    if applied.model.is_dit:
+        if argument == "xformers":
+            raise InputError(
+                "fused_attention:xformers with a diffusion transformer", mend="use fused_attention"
+            )
+        return  # it has no other
     if argument != "xformers":
         if any(not isinstance(p, AttnProcessor2_0) for p in applied.model.unet.attn_processors.values()):  # type: ignore[union-attr]
             applied.own("unet").set_attn_processor(AttnProcessor2_0())

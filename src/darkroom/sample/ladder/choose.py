@@ -75,7 +75,8 @@ def _lies(model: Model) -> torch.device:
 def place_of(model: Model, device: torch.device | str | None = None) -> Place:
     """Where a model's work is done, and the type of its U-Net."""
     weight = next(model.unet.parameters())  # type: ignore[union-attr]
-    return Place(torch.device(device) if device is not None else weight.device, weight.dtype)
+    where = torch.device(device) if device is not None else weight.device
+    return Place(where, weight.dtype, model.is_dit)
 
 
 def parse(names: Sequence[str] | str) -> list[Choice]:
@@ -99,6 +100,8 @@ def parse(names: Sequence[str] | str) -> list[Choice]:
 def check(choices: Iterable[Choice], place: Place) -> None:
     """InputError where a choice cannot work on the device, or two cannot stand beside each other."""
     for choice in choices:
+        if place.is_dit and RUNGS[choice.name].needs_unet:
+            raise InputError(f"optimise '{choice}' with a diffusion transformer", mend="leave it out")
         if lack := RUNGS[choice.name].lacks(place):
             raise InputError(f"optimise '{choice}': {lack}")
     for one, other in combinations(choices, 2):
@@ -137,6 +140,9 @@ def _with_auto(choices: list[Choice], place: Place) -> tuple[list[Choice], list[
         if name in {choice.name for choice in named}:
             continue
         against = next((c.name for c in named if conflict(name, c.name)), None)
+        if place.is_dit and RUNGS[name].needs_unet:
+            reasons.append(f"auto leaves out {name}: it is of U-Nets")
+            continue
         if against or RUNGS[name].lacks(place):
             reasons.append(f"auto leaves out {name}: not with {against}")
             continue

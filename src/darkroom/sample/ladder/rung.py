@@ -25,6 +25,8 @@ class Place:
     device: torch.device
     dtype: torch.dtype
     """Of the U-Net's weights as they were given."""
+    is_dit: bool = False
+    """Whether a diffusion transformer stands in the U-Net's place."""
 
     @property
     def on_cuda(self) -> bool:
@@ -52,6 +54,8 @@ class Rung:
     """What it cannot stand beside, and why. One side of a pair is enough."""
     argument: str = ""
     """How its argument is written; empty where it takes none."""
+    needs_unet: bool = False
+    """Whether it is of a U-Net's own parts, which a diffusion transformer does not have."""
 
 
 def needs_cuda(what: str) -> Callable[[Place], str | None]:

@@ -22,7 +22,7 @@ RUNGS: dict[str, Rung] = {
                 "guidance_interval": "an LCM has its guidance built in",
                 "feature_cache": "its few steps have little in common",
             },
-            argument="FILE",
+            argument="FILE", needs_unet=True,
         ),
         Rung("tf32", STATED, "float32 products rounded to 10 bits", precision.tf32, precision.lacks_tf32),
         Rung(
@@ -41,11 +41,11 @@ RUNGS: dict[str, Rung] = {
         Rung(
             "unfused_attention", LOSSLESS, "scores, softmax, sum one by one: slower, to compare with",
             attention.unfused_attention,
-            excludes={"fused_attention": "it is the other one"},
+            excludes={"fused_attention": "it is the other one"}, needs_unet=True,
         ),
         Rung(
             "fused_qkv", LOSSLESS, "query, key and value in one product", attention.fused_qkv,
-            excludes={"unfused_attention": "fused projections come with fused attention"},
+            excludes={"unfused_attention": "fused projections come with fused attention"}, needs_unet=True,
         ),
         Rung(
             "attention_slicing", LOSSLESS, "a few heads at a time: less memory, slower",
@@ -55,7 +55,7 @@ RUNGS: dict[str, Rung] = {
                 "unfused_attention": "it is another attention",
                 "fused_qkv": "fused projections come with fused attention",
             },
-            argument="auto|max|HEADS",
+            argument="auto|max|HEADS", needs_unet=True,
         ),
         Rung("vae_slicing", LOSSLESS, "one picture at a time through the VAE", smaller.vae_slicing),
         Rung(
@@ -108,7 +108,7 @@ RUNGS: dict[str, Rung] = {
         ),
         Rung(
             "feature_cache", LOSSY, "deep features reused between steps (DeepCache)", steps.feature_cache,
-            excludes={"compile": BY_PARTS}, argument="N",
+            excludes={"compile": BY_PARTS}, argument="N", needs_unet=True,
         ),
         Rung(
             "cuda_graphs", LOSSLESS, "the U-Net call captured and replayed", compiled.cuda_graphs,
