@@ -27,7 +27,8 @@ from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.train import train
 from darkroom.train.feed import make_order
-from darkroom.train.job import Pinned, make_job, select_rows
+from darkroom.train.checks import select_rows
+from darkroom.train.job import Pinned, make_job
 from darkroom.train.ranks import Ranks
 
 pytestmark = pytest.mark.slow

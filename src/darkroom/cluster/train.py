@@ -444,7 +444,7 @@ def _stopping(mail: Any) -> Iterator[None]:
     """Within, a stop that the driver was asked for reaches the training loop, which saves."""
     import ray
 
-    from darkroom.train.trainer import STOP
+    from darkroom.train.stopping import STOP
 
     over = threading.Event()
 

@@ -62,6 +62,11 @@ class Scorer:
             self._features[key] = extractor.pictures(images(pictures), progress=counted)
         return self._features[key]
 
+    def beside(self, sets: Sets) -> Scorer:
+        """A scorer of other pictures against the same reference, whose features are kept."""
+        kept = {key: f for key, f in self._features.items() if key[1] == id(sets.reference)}
+        return Scorer(sets, self.seed, self.progress, kept)
+
     def given(self, need: str) -> Pictures:
         """A set that the measure cannot do without; checked before, see `check_needs`."""
         found: Pictures | None = getattr(self.sets, need)

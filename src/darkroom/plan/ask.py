@@ -254,7 +254,7 @@ def _settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """What a plan needs of a recipe beside its counts."""
-    from darkroom.train.job import check_settings
+    from darkroom.train.checks import check_settings
 
     check_settings(recipe)
     train, vae = recipe.train, recipe.model.vae

@@ -17,6 +17,7 @@ from darkroom.run import Run
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 _MOST_GRIDS = 13
+_SHOUTED = ("psnr", "fid", "kid", "cmmd", "clip")
 _NOTHING = "–"
 
 
@@ -193,7 +194,7 @@ def _curves(told: Sequence[Told]) -> Iterator[str]:
         if max(len(curve.x) for curve in scores) < 2:
             continue
         name, _, unit = key.removeprefix("heldout_").partition("_")
-        title = f"Held-out {name.upper() if name == 'psnr' else name}"
+        title = f"Held-out {name.upper() if name in _SHOUTED else name}"
         yield html.plot(
             title, unit.replace("_", " ").replace("db", "dB"), plots.curves([], label=title, held_out=scores)
         )

@@ -21,21 +21,21 @@ from darkroom.models import Model
 from darkroom.prepare import TextEncoder, VaeEncoder, latents_column, prepare, text_column
 from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model
-from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS, check_together
-from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
+from darkroom.train.checks import check_settings, select_rows
+from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS
+from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, make_order, read_once
-from darkroom.train.gather import NO_MASKS, class_store_path, gather, gather_class, has_own_store, store_path
+from darkroom.train.gather import class_store_path, gather, gather_class, has_own_store, store_path
 from darkroom.train.masks import COLUMN, Masks
-from darkroom.train.micro import check_micro_batch, choose_micro_batch
+from darkroom.train.micro import choose_micro_batch
 from darkroom.train.objective import make_objective
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
-from darkroom.train.places import check_url
 from darkroom.train.ranks import ALONE, Ranks
+from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
 from darkroom.train.tasks import Autoencoder, Diffusion, Task
-from darkroom.train.tracking import check_tracker
 from darkroom.train.weights import cast
 from darkroom.train.words import add_word
 
@@ -63,6 +63,7 @@ class Job:
     environment: Mapping[str, Any]  # what bit-exactness depends on
     store: Mapping[str, Any]  # version and rows, which the run pins
     heldout: dict[str, Tensor] | None
+    scores: Scores | None
     calibration: list[dict[str, Tensor]]
     prompts: tuple[str, ...]
     notes: list[str]  # what was derived, and why
@@ -160,6 +161,7 @@ def make_job(
         environment=exactness(device, precision, micro, ranks),
         store={"version": store.version, "rows": store.num_rows},
         heldout=heldout,
+        scores=_scores(recipe, store, held_rows, device, ranks),
         calibration=calibration,
         prompts=_prompts(recipe, store, held_rows if len(held_rows) else train_rows),
         notes=notes,
@@ -200,58 +202,6 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, 
     )
 
 
-# ---- what is checked
-
-
-def check_settings(recipe: Recipe) -> None:
-    """Raise RecipeError for settings that contradict each other, whatever the store and the model."""
-    train, optim, data = recipe.train, recipe.optim, recipe.data
-    check_together(recipe)
-    check_micro_batch(train)
-    check_tracker(recipe.track)
-    check_url(recipe.checkpoint.url)
-    if optim.warmup_steps > train.steps:
-        raise RecipeError(
-            "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
-        )
-    if train.ema.start_step >= train.steps and train.ema.enabled:
-        raise RecipeError(
-            "train.ema.start_step",
-            f"{train.ema.start_step} is not before the end ({train.steps} steps)",
-            mend="start earlier, or set train.ema.enabled=false",
-        )
-    if recipe.task == "autoencoder":
-        _check_autoencoder(recipe)
-    elif recipe.task == "extractor":
-        check_extractor(recipe)
-    elif data.encode == "stored" and (data.flip or data.crop == "random"):
-        named = "flip" if data.flip else "crop"
-        raise RecipeError(
-            f"data.{named}",
-            f"{getattr(data, named)}, but prepared latents are of pictures as they are, cut at the centre",
-            mend="set data.encode=inline",
-        )
-    if recipe.model.train_text_encoder and data.text == "stored":
-        raise RecipeError(
-            "data.text",
-            "stored, but a text encoder that is trained cannot be read from a column",
-            mend="set data.text=inline",
-        )
-
-
-def _check_autoencoder(recipe: Recipe) -> None:
-    if recipe.model.train_text_encoder:
-        raise RecipeError("model.train_text_encoder", "true, but the task autoencoder trains the VAE alone")
-    if isinstance(recipe.model.vae, str):
-        raise RecipeError(
-            "model.vae",
-            f"'{recipe.model.vae}', but the VAE is what is trained",
-            mend="give the folder as model.base to go on from it, or changes to the family's VAE here",
-        )
-    if recipe.data.buckets:
-        raise RecipeError("data.buckets", "true", allowed="false with the task autoencoder")
-
-
 def _check_pinned(store: Store, pinned: Pinned) -> None:
     if pinned.rows is not None and store.num_rows != pinned.rows:
         raise RecipeError(
@@ -259,24 +209,6 @@ def _check_pinned(store: Store, pinned: Pinned) -> None:
             f"'{store.path}' has {store.num_rows} rows at version {store.version}, not {pinned.rows}",
             mend="it is not the store that this run was started with",
         )
-
-
-def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
-    """The rows that are trained on, and those held out."""
-    data = recipe.data
-    own = NO_MASKS if has_own_store(recipe) else None
-    wanted = " AND ".join(f"({part})" for part in (data.filter, own) if part)
-    rows = Rows.of(store.select(wanted) if wanted else store.num_rows)
-    if not len(rows):
-        what = f"no row of {store.num_rows} matches '{data.filter}'" if data.filter else "the store is empty"
-        raise RecipeError("data.filter" if data.filter else "data.store", what)
-    if data.holdout >= 1 and data.holdout != int(data.holdout):
-        raise RecipeError("data.holdout", f"{data.holdout}", allowed="a share below 1, or a whole number")
-    if data.holdout * 2 > len(rows) or 0.5 < data.holdout < 1:
-        raise RecipeError(
-            "data.holdout", f"{data.holdout:g} of {len(rows)} rows", allowed="at most half of the rows"
-        )
-    return rows.split(data.holdout if data.holdout < 1 else int(data.holdout))
 
 
 # ---- what is put together
@@ -456,6 +388,13 @@ def _heldout(
     if "posterior" in columns:
         columns["posterior"] = torch.zeros_like(columns["posterior"])
     return task.inputs(columns, device)
+
+
+def _scores(recipe: Recipe, store: Store, held: Rows, device: torch.device, ranks: Ranks) -> Scores | None:
+    """What scores drawn pictures, where it is asked for, on the ranks that draw."""
+    if not recipe.evaluate.every_images or not (ranks.first or ranks.sharded):
+        return None
+    return Scores(recipe, store, held, device)
 
 
 def _calibration(

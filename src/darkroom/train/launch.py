@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, RecipeError, Stopped
 from darkroom.hardware import machine
-from darkroom.train.job import check_settings
+from darkroom.train.checks import check_settings
 from darkroom.train.parallel import ParallelSettings, check_batch
 from darkroom.train.ranks import LOST, started_together
 

@@ -15,9 +15,9 @@ from darkroom.errors import CheckpointError, InputError
 from darkroom.models import Model
 from darkroom.train.adapter import adapter_of
 from darkroom.train.build import build_model, no_captions
+from darkroom.train.checks import select_rows
 from darkroom.train.defaults import ADAPTER_TASKS
 from darkroom.train.extractor import ExtractorModel, build_extractor
-from darkroom.train.job import select_rows
 from darkroom.train.weights import cast
 from darkroom.train.words import FILE as WORDS
 from darkroom.train.words import add_word, settle_words, write_words

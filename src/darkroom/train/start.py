@@ -15,9 +15,10 @@ from darkroom.errors import InputError, RecipeError
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.build import keep_tokenizer
 from darkroom.train.checkpoint import Checkpoint, load_checkpoint
+from darkroom.train.checks import check_settings
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, store_path
-from darkroom.train.job import Job, Pinned, Say, check_settings, make_job
+from darkroom.train.job import Job, Pinned, Say, make_job
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.phases import train_phases

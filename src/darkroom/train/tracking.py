@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import netrc
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+from urllib.parse import urlparse
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.errors import MissingExtra
+from darkroom.errors import DarkroomError, MissingExtra, RecipeError
+
+WANDB_ID = "wandb-id"  # a file of the run: its later sessions are the same run there
 
 
 class TrackSettings(BaseModel):
@@ -18,6 +26,11 @@ class TrackSettings(BaseModel):
 
     tensorboard: bool = Field(
         default=False, description="write TensorBoard events into the run (extra: track)"
+    )
+    wandb: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+        default=None,
+        description="project on Weights & Biases (extra: track); with WANDB_MODE=offline it stays in the "
+        "run until `wandb sync`",
     )
 
 
@@ -56,11 +69,8 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        for name, value in row.items():
-            if isinstance(value, Mapping):
-                self.log(step, {f"{name}/{key}": inner for key, inner in value.items()})
-            elif isinstance(value, (int, float)) and name != "step":
-                self._writer.add_scalar(name, value, step)
+        for name, value in _numbers(row):
+            self._writer.add_scalar(name, value, step)
 
     def picture(self, step: int, name: str, path: Path) -> None:
         import numpy as np
@@ -73,14 +83,117 @@ class TensorBoard:
         self._writer.close()
 
 
+class WeightsAndBiases:
+    """A run on Weights & Biases, of the same name and settings; all sessions of a run are one there.
+
+    A resumed run writes the steps it makes again a second time: they are drawn over their step, not over
+    the number of the call.
+    """
+
+    def __init__(self, project: str, run: Path) -> None:
+        import wandb
+
+        recipe = run / "recipe.yaml"
+        try:
+            self._run = wandb.init(
+                project=project,
+                dir=run,
+                name=run.resolve().name,
+                id=_wandb_id(run),
+                resume="allow",
+                config=yaml.safe_load(recipe.read_text()) if recipe.is_file() else None,
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            told = " ".join(str(error).split())
+            raise DarkroomError(
+                f"track.wandb: no run could be opened: {told}; WANDB_MODE=offline needs no network"
+            ) from error
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **dict(_numbers(row))})
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        import wandb
+
+        self._run.log({"step": step, name: wandb.Image(str(path))})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Several:
+    """Shows everything in each of several places."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def log(self, step: int, row: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, row)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        for tracker in self._trackers:
+            tracker.picture(step, name, path)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def _numbers(row: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a row by name, those of an inner mapping as `name/key`; its step apart."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{above}{name}/")
+        elif isinstance(value, (int, float)) and name != "step":
+            yield f"{above}{name}", value
+
+
+def _wandb_id(run: Path) -> str:
+    """The run's id there, made once."""
+    file = run / WANDB_ID
+    if not file.is_file():
+        file.write_text(uuid.uuid4().hex[:16] + "\n")
+    return file.read_text().strip()
+
+
 def make_tracker(settings: TrackSettings, run: Path, first_step: int) -> Tracker:
-    """The tracker a recipe asks for; `check_tracker` first says whether it can be had."""
-    return TensorBoard(run / "tensorboard", first_step) if settings.tensorboard else NoTracker()
+    """The trackers a recipe asks for, as one; `check_tracker` first says whether they can be had."""
+    made: list[Tracker] = []
+    if settings.tensorboard:
+        made.append(TensorBoard(run / "tensorboard", first_step))
+    if settings.wandb is not None:
+        made.append(WeightsAndBiases(settings.wandb, run))
+    if not made:
+        return NoTracker()
+    return made[0] if len(made) == 1 else Several(made)
 
 
 def check_tracker(settings: TrackSettings) -> None:
-    """MissingExtra where TensorBoard is asked for and not installed."""
-    import importlib.util
-
+    """MissingExtra where a tracker that is asked for is not installed; RecipeError where W&B knows no key."""
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtra("tensorboard", "track")
+    if settings.wandb is None:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise MissingExtra("wandb", "track")
+    if os.environ.get("WANDB_MODE", "online") == "online" and not _knows_key():
+        raise RecipeError(
+            "track.wandb",
+            f"'{settings.wandb}', but there is no API key",
+            mend="run `wandb login`, set WANDB_API_KEY, or stay offline with WANDB_MODE=offline",
+        )
+
+
+def _knows_key() -> bool:
+    """Whether a key is in the environment or in the file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    file = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return host is not None and netrc.netrc(str(file)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -6,14 +6,11 @@ import errno
 import gc
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from darkroom.errors import CheckpointError, DarkroomError, Stopped
 from darkroom.run import BILL, ENDED, Run, write_whole
 from darkroom.train.checkpoint import Checkpoint
 from darkroom.train.job import Job, Say
+from darkroom.train.looking import Looking
 from darkroom.train.odd import FILE, OddBatches, is_odd
 from darkroom.train.optimisers import optimiser_numbers, optimiser_tensors, restore_optimiser
 from darkroom.train.places import newest, place_of
@@ -32,13 +30,11 @@ from darkroom.train.result import write_results, write_whole_model
 from darkroom.train.saving import Saver
 from darkroom.train.speed import COUNT_AFTER_S, flops_per_image, projected, utilisation
 from darkroom.train.step import StepResult
-from darkroom.train.tasks import Autoencoder
+from darkroom.train.stopping import StopRequest
 from darkroom.train.tracking import Tracker
-from darkroom.train.watch import heldout_metrics, reconstruction_grid, sample_grid
 from darkroom.train.weights import held_rows
 
 BILL_EVERY_S = 10.0  # what a killed process's bill may lack
-STOP = threading.Event()  # asks for a stop where signals do not come: training in a thread
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,8 @@ class Trainer:
         self.last_row: dict[str, Any] = {}
         self._window = _Window()
         self._stop = StopRequest()
+        watch, meter, stop = self._watch, self.meter, self._stop
+        self._look = Looking(job, run, meter=meter, watch=watch, stop=stop, tracker=tracker, say=say)
         self._odd = OddBatches(run.path, job.rows_of)
         self._flops, self._prior, self._began_at = job.flops, run.bill(), 0
         self._ended = False  # before the last step, because the held-out loss stands still
@@ -141,7 +139,7 @@ class Trainer:
     def _measure(self) -> dict[str, float]:
         if not self.job.calibration:
             return {}
-        with self._averaged():
+        with self._look.averaged():
             return self.task.measure(self.job.calibration)
 
     # ---- the loop
@@ -190,8 +188,8 @@ class Trainer:
         steps, device = self.recipe.train.steps, self.job.device
         if self.k == 0 and (before := self._evaluate()):
             self._write({"step": 0, **before})
-        self._ended = self._stands_still()  # a run that was killed at its early end
-        self._sample_if_missing()
+        self._ended = self._look.stands_still(self.k)  # a run that was killed at its early end
+        self._look.sample_if_missing(self.k)
         self._window = _Window()
         if self.k < steps and not self._ended:
             self._check_budget()
@@ -222,10 +220,15 @@ class Trainer:
         draws = _due(self.k, recipe.sample.every) or (
             last and bool(recipe.sample.every or recipe.sample.prompts)
         )
-        if looks or draws or _due(self.k, recipe.train.log_every):
-            self._flush(self._evaluate if looks else dict)
+        scores = recipe.evaluate.every_images and (last or self._look.scores_due(self.k))
+        if looks or draws or scores or _due(self.k, recipe.train.log_every):
+
+            def seen() -> dict[str, Any]:
+                return (self._evaluate() if looks else {}) | (self._look.score(self.k) if scores else {})
+
+            self._flush(seen)
             if draws:
-                self._sample()
+                self._look.sample(self.k)
         last = last or self._ended
         # Once: a signal between two looks at it must not leave without saving.
         stops = bool(self._agreed(int(self._stop.asked or bool(spent))))
@@ -362,85 +365,11 @@ class Trainer:
 
     # ---- looking
 
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """Within, the model holds the averaged weights and is in evaluation mode."""
-        for module in self.task.modules.values():
-            module.eval()
-        try:
-            with self.step.weights.showing(self.step.averaged()):
-                yield
-        finally:
-            for module in self.task.modules.values():
-                module.train()
-
     def _evaluate(self) -> dict[str, Any]:
-        if self.job.heldout is None:
-            return {}
-        self._watch.note(self.k, "evaluate")
-        with self.meter.part("evaluate"), self._averaged():
-            found = heldout_metrics(self.task, self.job.heldout, self.step.micro_batch)
-        self._ended = self._stands_still(found["heldout_loss"])
+        found = self._look.evaluate(self.k)
+        if "heldout_loss" in found:
+            self._ended = self._look.stands_still(self.k, found["heldout_loss"])
         return found
-
-    def _stands_still(self, newest: float | None = None) -> bool:
-        """Whether the held-out loss has not got better for `evaluate.patience` evaluations; said aloud."""
-        patience = self.recipe.evaluate.patience
-        if patience is None:
-            return False
-        rows: list[tuple[int, float]] = self.ranks.tell(self._heldout_losses)
-        rows += [] if newest is None else [(self.k, newest)]
-        if not rows:
-            return False
-        best_step, best = min(rows, key=lambda row: row[1])
-        since = sum(step > best_step for step, _ in rows)
-        if since < patience:
-            return False
-        self.say(
-            f"held-out loss has not got better for {since} evaluations (best {best:.4g} at step "
-            f"{best_step}): training ends here"
-        )
-        return True
-
-    def _heldout_losses(self) -> list[tuple[int, float]]:
-        return [(row["step"], row["heldout_loss"]) for row in self.run.metrics() if "heldout_loss" in row]
-
-    def _sample_path(self) -> Path:
-        return self.run.samples / f"step-{self.k:08d}.png"
-
-    def _sample_if_missing(self) -> None:
-        """A run that was stopped while it drew the pictures of this step draws them now."""
-        due = self.k and _due(self.k, self.recipe.sample.every)
-        if due and not self.ranks.tell(self._sample_path().exists):
-            self._sample()
-
-    def _sample(self) -> None:
-        path, settings = self._sample_path(), self.recipe.sample
-        if not (self.ranks.first or self.ranks.sharded):
-            return
-        if not self.ranks.first:  # its part of the weights is needed, its pictures are not
-            path = path.with_name(f".{path.name}.{self.ranks.rank}")
-        with self.meter.part("sample"), self._averaged():
-            try:
-                if isinstance(self.task, Autoencoder):
-                    if self.job.heldout is None:
-                        return
-                    reconstruction_grid(self.task, self.job.heldout, path)
-                elif self.job.prompts:
-                    size = self.recipe.data.resolution
-                    sample_grid(self.task.model, settings, self.job.prompts, size, path, self._drawing)
-            except _Abandoned:
-                return
-        if not self.ranks.first:
-            path.unlink(missing_ok=True)
-        elif path.exists():
-            self.tracker.picture(self.k, "samples", path)
-
-    def _drawing(self, done: int, total: int) -> None:
-        """A progress callback that ends the work when a stop was asked for."""
-        self._watch.note(self.k, "sample")
-        if self._stop.asked and not self.ranks.sharded:  # the others need this rank's part
-            raise _Abandoned
 
     # ---- the end
 
@@ -507,42 +436,6 @@ def _no_garbage_runs() -> Iterator[None]:
         gc.unfreeze()
         if was:
             gc.enable()
-
-
-class _Abandoned(Exception):
-    """Pictures are not worth waiting for when the user wants to stop."""
-
-
-class StopRequest:
-    """Whether Ctrl-C or SIGTERM came. A second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self._noted = False
-
-    @property
-    def asked(self) -> bool:
-        """Whether one came, or `STOP` was set."""
-        return self._noted or STOP.is_set()
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Note the signals instead of dying of them; in another thread than the main one nothing is done."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in before:
-            signal.signal(number, self._note)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
-            raise KeyboardInterrupt
-        self._noted = True
 
 
 def _due(k: int, every: int) -> bool:

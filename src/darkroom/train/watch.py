@@ -40,13 +40,30 @@ class SampleSettings(BaseModel):
 
 
 class EvaluateSettings(BaseModel):
-    """The loss on held-out pictures at fixed timesteps with fixed noise."""
+    """The loss on held-out pictures at fixed timesteps with fixed noise; scores of what is drawn."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
     rows: int = Field(default=256, gt=0, description="at most so many of the held-out pictures")
     timesteps: int = Field(default=8, gt=0, le=100, description="how many, spread evenly over the schedule")
+    every_images: int = Field(
+        default=0,
+        ge=0,
+        description="pictures trained on between scores of drawn pictures, and at the end; 0: none",
+    )
+    scores: tuple[str, ...] = Field(
+        default=("fid", "kid", "clip"),
+        min_length=1,
+        description="which, by the names of `darkroom evaluate`, against the held-out pictures",
+    )
+    extractors: dict[str, str] = Field(
+        default={},
+        description="the networks they need: inception, clip, dino, coca or all, each a folder or a hub id",
+    )
+    num: int = Field(
+        default=256, ge=2, description="held-out captions drawn for scores, as `sample` says how"
+    )
     patience: int | None = Field(
         default=None,
         gt=0,

@@ -1,0 +1,145 @@
+"""What a run looks at while it trains: held-out losses, scores of drawn pictures, sample grids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from darkroom.bill import Meter
+from darkroom.run import Run
+from darkroom.train.job import Job, Say
+from darkroom.train.ranks import Watch
+from darkroom.train.tasks import Autoencoder
+from darkroom.train.tracking import Tracker
+from darkroom.train.watch import heldout_metrics, reconstruction_grid, sample_grid
+
+if TYPE_CHECKING:
+    from darkroom.train.stopping import StopRequest
+
+
+class Abandoned(Exception):
+    """Pictures are not worth waiting for when the user wants to stop."""
+
+
+class Looking:
+    """Looks with the averaged weights, in evaluation mode; what it takes is in the bill by kind."""
+
+    def __init__(
+        self, job: Job, run: Run, *, meter: Meter, watch: Watch, stop: StopRequest, tracker: Tracker, say: Say
+    ) -> None:
+        self._job, self._run, self._meter, self._watch = job, run, meter, watch
+        self._stop, self._tracker, self._say = stop, tracker, say
+        self._ranks, self._task, self._k = job.ranks, job.task, 0
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the model holds the averaged weights and is in evaluation mode."""
+        step = self._job.step
+        for module in self._task.modules.values():
+            module.eval()
+        try:
+            with step.weights.showing(step.averaged()):
+                yield
+        finally:
+            for module in self._task.modules.values():
+                module.train()
+
+    # ---- numbers
+
+    def evaluate(self, k: int) -> dict[str, Any]:
+        """The held-out loss after step k, by timestep too; nothing where no rows are held out."""
+        if self._job.heldout is None:
+            return {}
+        self._watch.note(k, "evaluate")
+        with self._meter.part("evaluate"), self.averaged():
+            return heldout_metrics(self._task, self._job.heldout, self._job.step.micro_batch)
+
+    def scores_due(self, k: int) -> bool:
+        """Whether step k brings the pictures trained on to another multiple of `evaluate.every_images`."""
+        every, batch = self._job.recipe.evaluate.every_images, self._job.recipe.train.global_batch
+        return bool(every) and k * batch // every > (k - 1) * batch // every
+
+    def score(self, k: int) -> dict[str, Any]:
+        """Scores of pictures drawn from held-out captions; nothing where the job is asked to stop."""
+        scores = self._job.scores
+        if scores is None or not self._draws():
+            return {}
+        with self._meter.part("evaluate"), self.averaged():
+            try:
+                return scores(self._task.model, self._run.path, self._drawing(k), scores=self._ranks.first)
+            except Abandoned:
+                return {}
+
+    def stands_still(self, k: int, newest: float | None = None) -> bool:
+        """Whether the held-out loss has not got better for `evaluate.patience` evaluations; said aloud."""
+        patience = self._job.recipe.evaluate.patience
+        if patience is None:
+            return False
+        rows: list[tuple[int, float]] = self._ranks.tell(self._heldout_losses)
+        rows += [] if newest is None else [(k, newest)]
+        if not rows:
+            return False
+        best_step, best = min(rows, key=lambda row: row[1])
+        since = sum(step > best_step for step, _ in rows)
+        if since < patience:
+            return False
+        self._say(
+            f"held-out loss has not got better for {since} evaluations (best {best:.4g} at step "
+            f"{best_step}): training ends here"
+        )
+        return True
+
+    def _heldout_losses(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["heldout_loss"]) for row in self._run.metrics() if "heldout_loss" in row]
+
+    # ---- pictures
+
+    def sample_if_missing(self, k: int) -> None:
+        """A run that was stopped while it drew the pictures of step k draws them now."""
+        every = self._job.recipe.sample.every
+        due = k and every and k % every == 0
+        if due and not self._ranks.tell(self._path(k).exists):
+            self.sample(k)
+
+    def sample(self, k: int) -> None:
+        """The grid of samples after step k; none where the job is asked to stop."""
+        path, settings = self._path(k), self._job.recipe.sample
+        if not self._draws():
+            return
+        if not self._ranks.first:  # its part of the weights is needed, its pictures are not
+            path = path.with_name(f".{path.name}.{self._ranks.rank}")
+        with self._meter.part("sample"), self.averaged():
+            try:
+                if isinstance(self._task, Autoencoder):
+                    if self._job.heldout is None:
+                        return
+                    reconstruction_grid(self._task, self._job.heldout, path)
+                elif self._job.prompts:
+                    size = self._job.recipe.data.resolution
+                    drawing = self._drawing(k)
+                    sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing)
+            except Abandoned:
+                return
+        if not self._ranks.first:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            self._tracker.picture(k, "samples", path)
+
+    def _path(self, k: int) -> Path:
+        return self._run.samples / f"step-{k:08d}.png"
+
+    def _draws(self) -> bool:
+        """Whether this rank draws: rank 0, and all of them where each holds a part of the weights."""
+        return self._ranks.first or self._ranks.sharded
+
+    def _drawing(self, k: int) -> Callable[[int, int], None]:
+        """A progress callback that ends the work when a stop was asked for."""
+
+        def drawn(done: int, total: int) -> None:
+            self._watch.note(k, "sample")
+            if self._stop.asked and not self._ranks.sharded:  # the others need this rank's part
+                raise Abandoned
+
+        return drawn

@@ -1,0 +1,158 @@
+"""Scores of drawn pictures while training goes on: FID, KID, CLIP score against the held-out pictures.
+
+The prompts are held-out captions, the reference is their pictures, and the seeds are fixed: a score differs
+from the one before by the weights alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from darkroom.data import Store
+from darkroom.data.order import Ints, Rows
+from darkroom.errors import RecipeError
+
+if TYPE_CHECKING:
+    from darkroom.evaluate.extractors import Extractor
+    from darkroom.evaluate.metrics import Scorer
+    from darkroom.models import Model
+    from darkroom.recipe import Recipe
+
+BATCH = 64
+FEWEST = 2  # pictures that a covariance can be taken of
+Drawing = Callable[[int, int], None]
+
+
+def check_scores(recipe: Recipe) -> None:
+    """RecipeError where scores are asked for that cannot be taken."""
+    settings = recipe.evaluate
+    if not settings.every_images:
+        return
+    if recipe.task in ("autoencoder", "extractor"):
+        raise RecipeError(
+            "evaluate.every_images",
+            f"{settings.every_images} with the task {recipe.task}, which draws no pictures from captions",
+            allowed="0",
+        )
+    if not recipe.data.holdout:
+        raise RecipeError(
+            "data.holdout",
+            "0, but evaluate.every_images scores against held-out pictures",
+            mend="hold some out: data.holdout=0.01, or a number of pictures",
+        )
+    from darkroom.evaluate.job import ALL
+    from darkroom.evaluate.metrics import METRICS
+
+    possible = [name for name, m in METRICS.items() if set(m.needs) <= {"reference"} and name != "div"]
+    for name in settings.scores:
+        if name not in possible:
+            raise RecipeError("evaluate.scores", f"'{name}'", allowed=", ".join(possible))
+        role = METRICS[name].role
+        if not {role, ALL} & settings.extractors.keys():
+            raise RecipeError(
+                "evaluate.extractors",
+                f"no {role} extractor, which the score '{name}' needs",
+                mend=f"say evaluate.extractors.{role}=FOLDER (docs/evaluation.md says how to come by one), "
+                "or leave the score out of evaluate.scores",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Held-out rows of a store, as pictures to compare with."""
+
+    store: Store
+    positions: Ints
+
+    @property
+    def name(self) -> str:
+        return f"{self.store.path}@{self.store.version}, held out"
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def column(self, name: str) -> Iterator[Any]:
+        """A column's values, part by part."""
+        for start in range(0, len(self), BATCH):
+            yield from self.store.take(self.positions[start : start + BATCH], [name])[name].to_pylist()
+
+    def bytes(self) -> Iterator[bytes]:
+        return self.column("picture")
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(b"\n".join(sorted(str(i).encode() for i in self.column("id")))).hexdigest()
+
+
+class Scores:
+    """Draws the held-out captions' pictures and scores them; the reference's features are taken once."""
+
+    def __init__(self, recipe: Recipe, store: Store, held: Rows, device: torch.device) -> None:
+        """Opens the extractors; RecipeError, InputError or ModelError where that cannot be."""
+        from darkroom.evaluate.job import open_extractors
+
+        settings = self._settings = recipe.evaluate
+        count = min(settings.num, len(held))
+        if count < FEWEST:
+            raise RecipeError(
+                "data.holdout", f"{len(held)} pictures", allowed=f"{FEWEST} or more, for scores"
+            )
+        self._drawn = recipe.sample
+        self._side = recipe.data.resolution
+        index = np.unique(np.linspace(0, len(held) - 1, count).round().astype(np.int64))
+        self._reference = HeldOut(store, held.positions(index))
+        self._prompts = tuple(self._reference.column("caption"))
+        self._extractors: dict[str, Extractor] = open_extractors(
+            settings.scores, settings.extractors, device=device
+        )
+        self._scorer: Scorer | None = None
+
+    def __call__(self, model: Model, folder: Path, progress: Drawing, *, scores: bool) -> dict[str, Any]:
+        """Draw with a model as it is now, and score; `scores` false draws alone.
+
+        `heldout_<score>` is the value; `scores` has each one's 95 % interval and what it was taken with.
+        """
+        from darkroom import sample
+        from darkroom.evaluate.drawing import draw
+        from darkroom.evaluate.metrics import METRICS, Scorer, Sets
+
+        drawn = self._drawn
+        generate = partial(sample.generate, progress=progress, notice=lambda _: None)
+        settings = {"size": (self._side, self._side), "steps": drawn.steps, "guidance": drawn.guidance}
+        settings |= {} if drawn.solver is None else {"solver": drawn.solver}
+        with TemporaryDirectory(prefix=".scores-", dir=folder) as place:
+            pictures = draw(
+                generate,
+                model,
+                self._prompts,
+                folder=Path(place) / "pictures",
+                model_sha256="",
+                seed=drawn.seed,
+                settings=settings,
+            )
+            if not scores:
+                return {}
+            sets = Sets(pictures, self._prompts, self._reference)
+            before = self._scorer
+            self._scorer = Scorer(sets, drawn.seed) if before is None else before.beside(sets)
+            names = self._settings.scores
+            found = {
+                name: METRICS[name].measure(self._scorer, self._extractors[METRICS[name].role])
+                for name in names
+            }
+        told: dict[str, Mapping[str, Any]] = {}
+        for name, one in found.items():
+            extractor = self._extractors[METRICS[name].role]
+            interval = {"value": one.interval.value, "low": one.interval.low, "high": one.interval.high}
+            told[name] = {**interval, "n": len(one.pictures), "extractor": extractor.sha256}
+        values = {f"heldout_{name.replace('-', '_')}": one.interval.value for name, one in found.items()}
+        return {**values, "scores": told}

@@ -1,0 +1,43 @@
+"""Asking a job to stop: Ctrl-C, SIGTERM, or an event where signals do not come."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP = threading.Event()  # asks for a stop where signals do not come: training in a thread
+
+
+class StopRequest:
+    """Whether Ctrl-C or SIGTERM came. A second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._noted = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether one came, or `STOP` was set."""
+        return self._noted or STOP.is_set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note the signals instead of dying of them; in another thread than the main one nothing is done."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in before:
+            signal.signal(number, self._note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted:
+            raise KeyboardInterrupt
+        self._noted = True

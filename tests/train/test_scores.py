@@ -1,0 +1,95 @@
+"""Scores of drawn pictures while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from darkroom import sample
+from darkroom.data import Store
+from darkroom.errors import RecipeError
+from darkroom.evaluate import evaluate_folder
+from darkroom.evaluate.seen import Seen
+from darkroom.evaluate.small import SmallExtractor, SmallSettings, save_small
+from darkroom.models import load
+from darkroom.report import write_report
+from darkroom.run import Run
+from darkroom.train import train
+
+ASKED = ("data.holdout=8", "evaluate.every_images=16", "evaluate.num=8", "sample.steps=2")
+SILENT = {"console": lambda line: None}
+
+
+@pytest.fixture(scope="module")
+def extractor(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("extractor")
+    torch.manual_seed(3)
+    settings = SmallSettings(width=8, levels=2, embedding=8, buckets=64)
+    network, none = SmallExtractor(settings, resolution=16, text=True), np.zeros(0, np.int64)
+    save_small(network, folder, Seen(none, none).tensors())
+    return folder
+
+
+def test_scores_come_by_pictures_and_can_be_taken_again(recipe_of, extractor, tmp_path):
+    recipe = recipe_of("pretrain", *ASKED, f"evaluate.extractors={{all: {extractor}}}", "train.steps=5")
+    result = train(recipe, out=tmp_path / "run", **SILENT)
+    rows = {row["step"]: row for row in Run(result.run).metrics() if "scores" in row}
+    assert list(rows) == [2, 4, 5]  # each 16 pictures of batches of 8, and at the end
+    assert rows[2]["heldout_fid"] != rows[4]["heldout_fid"]
+    assert result.bill.parts["evaluate"] > 0
+    # The last ones again, from the model that was left, by other doors.
+    store = Store.open(str(recipe.data.store))
+    held = recipe_rows(recipe, store)
+    table = store.take(held, ["caption", "picture"])
+    model = load(result.model)
+    made = sample.generate(model, table["caption"].to_pylist(), seed=0, size=(16, 16), steps=2, guidance=7.5)
+    for kind in ("drawn", "held"):
+        (tmp_path / kind).mkdir()
+    for i, (one, data) in enumerate(zip(made, table["picture"].to_pylist(), strict=True)):
+        one.image.save(tmp_path / "drawn" / f"{i}.png")
+        (tmp_path / "held" / f"{i}.png").write_bytes(data)
+        assert Image.open(tmp_path / "held" / f"{i}.png").size == (16, 16)
+    again = evaluate_folder(
+        tmp_path / "drawn",
+        ["fid", "kid"],
+        extractors={"all": str(extractor)},
+        reference=tmp_path / "held",
+        say=lambda line: None,
+    )
+    for score in again:
+        assert rows[5][f"heldout_{score.metric}"] == pytest.approx(score.value, rel=1e-6)
+        assert rows[5]["scores"][score.metric]["n"] == 8
+    page = write_report([result.run], tmp_path / "report.html").read_text()
+    assert "Held-out FID" in page
+    assert "Held-out CLIP" in page
+
+
+def recipe_rows(recipe, store) -> np.ndarray:
+    from darkroom.train.checks import select_rows
+
+    held = select_rows(store, recipe)[1]
+    return held.positions(np.arange(len(held)))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ((), "evaluate.extractors: no inception extractor, which the score 'fid' needs"),
+        (("evaluate.extractors={inception: x}", "evaluate.scores=[kid,clip]"), "no clip extractor"),
+        (("evaluate.scores=[drift]",), "evaluate.scores: 'drift'; allowed: fid, "),
+        (("data.holdout=0",), "data.holdout: 0, but evaluate.every_images scores against held-out pictures"),
+    ],
+)
+def test_what_is_missing_is_said_before_any_work(recipe_of, tmp_path, more, words):
+    with pytest.raises(RecipeError, match=words.replace("(", "\\(")):
+        train(recipe_of("pretrain", *ASKED, *more), out=tmp_path / "run", **SILENT)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_autoencoder_draws_nothing(recipe_of, tmp_path):
+    with pytest.raises(RecipeError, match="which draws no pictures from captions; allowed: 0"):
+        train(recipe_of("autoencoder", *ASKED), out=tmp_path / "run", **SILENT)
