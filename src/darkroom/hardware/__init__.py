@@ -11,6 +11,7 @@ from darkroom.hardware.energy import EnergyMeter
 from darkroom.hardware.machine import Device, Machine, environment, git_commit, machine, versions
 from darkroom.hardware.memory import PeakMemory, resident_bytes
 from darkroom.hardware.prices import Price, price, prices
+from darkroom.hardware.storage import StoragePrice, storage_price, storage_prices
 
 __all__ = [
     "Card",
@@ -21,6 +22,7 @@ __all__ = [
     "Network",
     "PeakMemory",
     "Price",
+    "StoragePrice",
     "cards",
     "doctor",
     "environment",
@@ -33,5 +35,7 @@ __all__ = [
     "price",
     "prices",
     "resident_bytes",
+    "storage_price",
+    "storage_prices",
     "versions",
 ]
