@@ -12,6 +12,7 @@ from darkroom import models
 from darkroom.errors import ModelError
 from darkroom.models import Adapter, Bank, Model, merge
 from darkroom.models.bank import SLOTS, WEIGHTS, Choice
+from darkroom.sample.ladder import optimise
 
 CLOSE, APART = 1e-5, 1e-2
 X = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(5))
@@ -225,3 +226,17 @@ def test_compiled_blocks_never_compile_again_when_adapters_change(tiny: Model, m
         assert (run_rows(bank, [[]] * 4) - plain).abs().max() < CLOSE
     assert (out[0] - run(merged(tiny, (two, 0.5)))[0]).abs().max() < CLOSE
     assert (out[1] - plain[1]).abs().max() > APART
+
+
+def test_adapters_may_change_under_a_text_whose_keys_are_kept(tiny: Model, model: Model) -> None:
+    lean = optimise(model, "lean").model
+    kept = run(lean)
+    assert torch.equal(run(lean), kept)
+    bank = Bank(lean, slots=2, max_rank=4)
+    one, two = made(tiny, 1), made(tiny, 2)
+    bank.load(1, one)
+    bank.load(2, two)
+    for slot, adapter in ((1, one), (2, two), (1, one)):
+        expected = run(merged(tiny, (adapter, 1.0)))
+        assert (run_rows(bank, [[(slot, 1.0)]] * 4) - expected).abs().max() < CLOSE
+        assert (kept - expected).abs().max() > APART

@@ -288,7 +288,7 @@ def _overhead_rows(
     """The loop from noise to latents, text encoded before: diffusers', ours, and ours without the U-Net."""
     pipeline = _pipeline(model)
     asked = GenerateSettings.of(size=size, steps=steps, guidance=GUIDANCE, solver=SOLVER)
-    job = Job(model, [PROMPT], asked, open_backend("torch", model, optimise="none"))
+    job = Job(model, [PROMPT], asked, open_backend("torch", model))
     positive, negative = pipeline.encode_prompt(PROMPT, "cpu", 1, True)
     in_the_unet = [0.0]
 

@@ -19,6 +19,7 @@ LOSSLESS_HERE = [
     "fused_attention",
     "unfused_attention",
     "fused_qkv",
+    "lean",
     "attention_slicing",
     "attention_slicing:1",
     "attention_slicing:max",
@@ -58,7 +59,7 @@ def test_the_comparison_can_fail(tiny, plain):
     assert furthest(pictures(tiny, "none", num=3, prompt="an astronaut riding a horse"), plain) >= 10
 
 
-@pytest.mark.parametrize("names", ["channels_last", "fused_qkv", "attention_slicing", "vae_slicing"])
+@pytest.mark.parametrize("names", ["channels_last", "fused_qkv", "lean", "attention_slicing", "vae_slicing"])
 def test_the_same_holds_for_sdxl(small_xl, names):
     changes = {"size": (32, 16), "steps": 3}
     plain = pictures(small_xl, "none", **changes)
@@ -151,7 +152,7 @@ def test_what_cannot_be_is_refused_with_the_reason(tiny, names, words):
 
 def test_auto_says_what_it_picks_and_leaves_out(tiny):
     applied = ladder.optimise(tiny, "auto")
-    assert applied.names == ("fused_attention",)
+    assert applied.names == ("fused_attention", "lean")
     assert any("auto picks fused_attention" in reason for reason in applied.reasons)
     assert any("auto leaves out compile" in reason for reason in applied.reasons)
 
@@ -167,7 +168,7 @@ def test_auto_on_a_card_is_lossless():
     from darkroom.sample.ladder.choose import best
 
     picked = best(place)
-    assert {"fused_attention", "fused_qkv", "channels_last"} == set(picked)
+    assert {"fused_attention", "lean", "fused_qkv", "channels_last"} == set(picked)
     assert all(ladder.RUNGS[name].kind == ladder.LOSSLESS for name in picked)
     assert all(not ladder.conflict(a, b) for a in picked for b in picked)
 

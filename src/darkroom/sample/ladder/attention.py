@@ -67,3 +67,10 @@ def attention_slicing(applied: Applied, argument: str) -> None:
         applied.own("unet").set_attention_slice(size)
     except ValueError as error:
         raise InputError(f"attention_slicing:{argument}: {error}") from error
+
+
+def lean(applied: Applied, argument: str) -> None:
+    """Attention blocks without diffusers' checks at each call, and a text's keys and values made once."""
+    from darkroom.sample.ladder.lean import make_lean
+
+    make_lean(applied.own("unet"))

@@ -116,7 +116,10 @@ def conflict(one: str, other: str) -> str | None:
 
 def best(place: Place) -> dict[str, str]:
     """What `auto` takes on a device, each with its reason. All of it is lossless."""
-    picked = {"fused_attention": "never slower, and holds no scores"}
+    picked = {
+        "fused_attention": "never slower, and holds no scores",
+        "lean": "the same operations with less Python around them",
+    }
     if place.on_cuda:
         picked["fused_qkv"] = "fewer and larger products"
         if place.dtype != torch.float32:

@@ -11,6 +11,7 @@ ONE_OFFLOAD = "weights wait in one way"
 OWN_CODE = "it makes one piece of code of the whole U-Net"
 MOVING = "weights move between calls"
 HOOKS = "the hooks that move weights cannot take quantised ones apart"
+NO_PYTHON = "it leaves no Python to spare"
 BY_PARTS = "feature_cache calls the U-Net's layers one by one"
 
 RUNGS: dict[str, Rung] = {
@@ -57,6 +58,15 @@ RUNGS: dict[str, Rung] = {
             },
             argument="auto|max|HEADS", needs_unet=True,
         ),
+        Rung(
+            "lean", LOSSLESS, "attention without checks at each call; a text's keys and values made once",
+            attention.lean,
+            excludes={
+                "unfused_attention": "it is fused attention",
+                "attention_slicing": "it is fused attention",
+            },
+            needs_unet=True,
+        ),
         Rung("vae_slicing", LOSSLESS, "one picture at a time through the VAE", smaller.vae_slicing),
         Rung(
             "vae_tiling", LOSSY, "large pictures through the VAE in blended tiles", smaller.vae_tiling,
@@ -98,12 +108,15 @@ RUNGS: dict[str, Rung] = {
         Rung(
             "compile", LOSSLESS, "the U-Net by torch.compile, any size", compiled.compile_whole,
             compiled.lacks_compiler,
-            excludes={"offload_sequential": MOVING, "offload_group": MOVING}, argument="MODE",
+            excludes={"lean": NO_PYTHON, "offload_sequential": MOVING, "offload_group": MOVING},
+            argument="MODE",
         ),
         Rung(
             "compile_regional", LOSSLESS, "repeated blocks by torch.compile: short to compile",
             compiled.compile_regional, compiled.lacks_compiler,
-            excludes={"compile": OWN_CODE, "offload_sequential": MOVING, "offload_group": MOVING},
+            excludes={
+                "compile": OWN_CODE, "lean": NO_PYTHON, "offload_sequential": MOVING, "offload_group": MOVING,
+            },
             argument="MODE",
         ),
         Rung(
@@ -115,7 +128,7 @@ RUNGS: dict[str, Rung] = {
             needs_cuda("CUDA graphs are of CUDA"),
             excludes={
                 "offload_model": MOVING, "offload_sequential": MOVING, "offload_group": MOVING,
-                "feature_cache": BY_PARTS,
+                "feature_cache": BY_PARTS, "lean": NO_PYTHON,
             },
         ),
         Rung(
@@ -124,6 +137,7 @@ RUNGS: dict[str, Rung] = {
             excludes={
                 "compile": OWN_CODE, "compile_regional": OWN_CODE, "cuda_graphs": OWN_CODE,
                 "feature_cache": BY_PARTS, "offload_sequential": MOVING, "offload_group": MOVING,
+                "lean": NO_PYTHON,
             },
         ),
         Rung(

@@ -1,0 +1,84 @@
+"""The lean blocks against diffusers' own, to the bit; and when a text's keys and values may be kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+
+from darkroom import models, sample
+from darkroom.sample import ladder
+from darkroom.sample.ladder.lean import LeanAttention, LeanBlock, LeanFeedForward, LeanResnet
+
+
+@pytest.fixture(scope="module")
+def model():
+    return models.create("tiny", seed=1)
+
+
+def given(model, rows=2, seed=0):
+    drawn = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 4, 8, 8, generator=drawn)
+    text = torch.randn(rows, 77, model.unet.config.cross_attention_dim, generator=drawn)
+    return x, torch.full((rows,), 300.0), text
+
+
+def calls(model, names="lean"):
+    unet = sample.open_backend("torch", model, optimise=names).unet
+
+    def call(x, t, text, added=None):
+        with torch.no_grad():
+            return unet(x, t, text, added or {})
+
+    return call
+
+
+@pytest.mark.parametrize("others", ["", ",fused_qkv", ",channels_last", ",bf16"])
+def test_the_numbers_are_the_same_to_the_bit(model, others):
+    plain, lean = calls(model, "none" + others), calls(model, "lean" + others)
+    for rows in (1, 2, 20):  # of 20 rows nothing is kept
+        x, t, text = given(model, rows)
+        text = text.to(torch.bfloat16) if "bf16" in others else text
+        assert torch.equal(plain(x, t, text), lean(x, t, text))
+        assert torch.equal(plain(x + 1, t, text), lean(x + 1, t, text))
+    assert not torch.equal(plain(x, t, text), lean(x, t, text + 0.1))
+
+
+def test_every_block_is_replaced_and_the_model_stays(model):
+    unet = ladder.optimise(model, "lean").model.unet
+    kinds = [type(module) for module in unet.modules()]
+    assert {LeanAttention, LeanBlock, LeanFeedForward, LeanResnet} <= set(kinds)
+    assert Attention not in kinds
+    assert not any(kind.__name__.startswith("Lean") for kind in map(type, model.unet.modules()))
+    assert unet.state_dict().keys() == model.unet.state_dict().keys()
+
+
+def test_another_text_and_one_written_over_are_seen(model):
+    plain, lean = calls(model, "none"), calls(model)
+    x, t, text = given(model)
+    first = lean(x, t, text)
+    assert torch.equal(lean(x, t, text), first)
+    text *= 2
+    assert torch.equal(lean(x, t, text), plain(x, t, text))
+    assert not torch.equal(lean(x, t, text), first)
+    other = given(model, seed=1)[2]
+    assert torch.equal(lean(x, t, other), plain(x, t, other))
+
+
+def test_keys_and_values_are_made_once(model, monkeypatch):
+    count = []
+    inner = LeanAttention._keys_and_values
+    monkeypatch.setattr(
+        LeanAttention, "_keys_and_values", lambda self, text: count.append(1) or inner(self, text)
+    )
+    lean = calls(model)
+    x, t, text = given(model)
+    lean(x, t, text)
+    layers = len(count)
+    lean(x + 1, t, text)
+    assert len(count) == layers > 0
+    lean(x, t, text.clone())
+    assert len(count) == 2 * layers
+    lean(*given(model, rows=20))
+    lean(*given(model, rows=20))
+    assert len(count) == 4 * layers
