@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from darkroom.data import bucket_rows
-from darkroom.data.bucket_rows import BucketIndex, listed_buckets
+from darkroom.data.bucket_rows import BucketIndex, Sorter, listed_buckets
 from darkroom.data.order import BucketOrder, OrderSettings, Rows
 from darkroom.data.pictures import buckets, nearest_bucket
 from darkroom.data.store import SCHEMA, Store
@@ -95,8 +95,8 @@ def test_counts_are_joined_in_one_file_and_new_fragments_added(store: Store, mon
     before = {size: len(r) for size, r in BucketIndex(store, ALLOWED, rows).buckets().items()}
     assert len(list((Path(store.path) / "_shapes").glob("buckets-*.arrow"))) == 1
     asked: list[int] = []
-    shapes = store.shapes
-    monkeypatch.setattr(store, "shapes", lambda ids: asked.extend(ids) or shapes(ids))
+    shapes_of = store.shapes_of
+    monkeypatch.setattr(store, "shapes_of", lambda number: asked.append(number) or shapes_of(number))
     again = {size: len(r) for size, r in BucketIndex(store, ALLOWED, rows).buckets().items()}
     assert again == before
     assert asked == []
@@ -121,13 +121,21 @@ def test_a_damaged_file_of_counts_is_counted_anew(store: Store, monkeypatch) -> 
         assert len(joined.read_bytes()) > 200
 
 
+def test_sizes_are_sorted_as_one_by_one() -> None:
+    draws = np.random.default_rng(0).integers(10, 3000, (2, 4000))
+    sorter = Sorter(ALLOWED)
+    for part in np.array_split(draws, 7, axis=1):
+        found = [ALLOWED[code] for code in sorter.codes(*part).tolist()]
+        assert found == [nearest_bucket(w, h, ALLOWED) for w, h in part.T.tolist()]
+
+
 def test_counts_are_noted_at_an_address_too(store: Store, monkeypatch) -> None:
     """As where a store lies in an object store: nothing but the joined file is known."""
     monkeypatch.setattr(bucket_rows, "JOIN_AT", 2)
     rows = Rows.of(store.num_rows)
     before = {size: len(r) for size, r in BucketIndex(store, ALLOWED, rows).buckets().items()}
     there = Store(store.dataset, f"file://{store.path}")
-    monkeypatch.setattr(there, "shapes", lambda ids: [] if not len(ids) else pytest.fail("was not found"))
+    monkeypatch.setattr(there, "shapes_of", lambda _: pytest.fail("was not found"))
     assert {size: len(r) for size, r in BucketIndex(there, ALLOWED, rows).buckets().items()} == before
     [joined] = (Path(store.path) / "_shapes").glob("buckets-*.arrow")
     joined.unlink()

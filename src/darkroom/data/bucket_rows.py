@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from darkroom.data.order import Ints, Rows
 from darkroom.data.pictures import nearest_bucket
-from darkroom.data.store import Shapes, Store
+from darkroom.data.store import Store
 
 Size = tuple[int, int]
 Codes = npt.NDArray[np.uint8]
@@ -39,28 +39,32 @@ class Sorter:
         assert len(allowed) < OUTSIDE
         self.allowed = list(allowed)
         self._number = {size: number for number, size in enumerate(self.allowed)}
-        self._known: dict[Size, int] = {}
-
-    def code(self, width: int, height: int) -> int:
-        """The number of the bucket that a picture of this size goes to."""
-        known = self._known.get((width, height))
-        if known is None:
-            known = self._number[nearest_bucket(width, height, self.allowed)]
-            self._known[width, height] = known
-        return known
+        # Sizes met so far, ascending, and their codes; replaced as one, as several threads look.
+        self._known: tuple[Ints, Codes] = (np.array([-1], dtype=np.int64), np.zeros(1, dtype=np.uint8))
 
     def codes(self, widths: npt.ArrayLike, heights: npt.ArrayLike) -> Codes:
-        """The same for many pictures, uint8 [N]."""
+        """The number of the bucket that each picture goes to, uint8 [N]."""
         packed = np.asarray(widths, dtype=np.int64) << 32 | np.asarray(heights, dtype=np.int64)
-        shapes, which = np.unique(packed, return_inverse=True)
-        each = [self.code(shape >> 32, shape & 0xFFFFFFFF) for shape in shapes.tolist()]
-        return np.array(each, dtype=np.uint8)[which]
+        sizes, codes = self._known
+        place = np.minimum(np.searchsorted(sizes, packed), len(sizes) - 1)
+        unknown = sizes[place] != packed
+        if unknown.any():
+            sizes, codes = self._learn(np.unique(packed[unknown]))
+            place = np.searchsorted(sizes, packed)
+        return codes[place]
 
-    def counts(self, shapes: Shapes) -> npt.NDArray[np.uint32]:
-        """How many pictures of a fragment go to each bucket, [K]."""
-        counts = np.zeros(len(self.allowed), dtype=np.uint32)
-        for (width, height), number in shapes.items():
-            counts[self.code(width, height)] += number
+    def _learn(self, packed: Ints) -> tuple[Ints, Codes]:
+        pairs = ((size >> 32, size & 0xFFFFFFFF) for size in packed.tolist())
+        new = [self._number[nearest_bucket(width, height, self.allowed)] for width, height in pairs]
+        sizes, codes = self._known
+        sizes, first = np.unique(np.concatenate([sizes, packed]), return_index=True)
+        self._known = (sizes, np.concatenate([codes, np.array(new, dtype=np.uint8)])[first])
+        return self._known
+
+    def counts(self, shapes_S3: Ints) -> Ints:
+        """How many pictures go to each bucket, [K], from rows of (width, height, how many)."""
+        counts = np.zeros(len(self.allowed), dtype=np.int64)
+        np.add.at(counts, self.codes(shapes_S3[:, 0], shapes_S3[:, 1]), shapes_S3[:, 2])
         return counts
 
 
@@ -182,8 +186,8 @@ def _counts(store: Store, sorter: Sorter, num_rows_F: Ints) -> npt.NDArray[np.ui
         noted = joined["counts"].combine_chunks().flatten().to_numpy().reshape(len(known), -1)
         counts_FK[there] = noted[place[there]]
     unknown = np.flatnonzero(counts_FK.sum(axis=1, dtype=np.int64) != num_rows_F)
-    for at, shapes in zip(unknown.tolist(), store.shapes(ids_F[unknown].tolist()), strict=True):
-        counts_FK[at] = sorter.counts(shapes)
+    for at in unknown.tolist():
+        counts_FK[at] = sorter.counts(store.shapes_of(int(ids_F[at])))
     if len(unknown) > JOIN_AT:
         by_id = np.argsort(ids_F)
         counts = pa.FixedSizeListArray.from_arrays(counts_FK[by_id].ravel(), len(sorter.allowed))

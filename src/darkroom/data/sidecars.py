@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from darkroom.data.seen import Seen, short_id
 from darkroom.errors import StoreError
@@ -43,6 +45,13 @@ class Sidecars:
             return None
         counts = Counter({(width, height): number for width, height, number in json.loads(path.read_text())})
         return counts if counts.total() == num_rows else None
+
+    def shape_rows(self, data_file: str) -> NDArray[np.int64] | None:
+        """The sizes noted for a fragment as rows of (width, height, how many), parsed as one."""
+        if self.root is None or not (path := self._shapes_path(data_file)).is_file():
+            return None
+        plain = path.read_text().replace("[", "").replace("]", "")
+        return np.fromstring(plain, dtype=np.int64, sep=",").reshape(-1, 3)
 
     def write_shapes(self, data_file: str, counts: Counter[tuple[int, int]]) -> None:
         """Note the sizes of a fragment under the name of its data file, which is never used again."""

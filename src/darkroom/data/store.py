@@ -180,14 +180,21 @@ class Store:
         positions: NDArray[np.int64] = np.sort(found.to_numpy().astype(np.int64))
         return positions
 
-    def shapes(self, ids: Sequence[int] | None = None) -> list[Shapes]:
-        """How many rows of each fragment, or of those with the given ids, have which upright size.
+    def shapes(self) -> list[Shapes]:
+        """Fragment by fragment, how many rows have which upright size.
 
         Noted when rows are written, so that sorting pictures into buckets needs no scan; counted anew, and
         noted, where rows of a fragment were deleted or fragments were joined.
         """
-        chosen = self.dataset.get_fragments() if ids is None else map(self.dataset.get_fragment, ids)
-        return [self._shapes_of(fragment) for fragment in chosen]
+        return [self._shapes_of(fragment) for fragment in self.dataset.get_fragments()]
+
+    def shapes_of(self, fragment_id: int) -> NDArray[np.int64]:
+        """The same of one fragment: rows of (width, height, how many), int64 [S, 3]."""
+        fragment = self.dataset.get_fragment(fragment_id)
+        noted = self.sidecars.shape_rows(fragment.data_files()[0].path)
+        if noted is None or noted[:, 2].sum() != fragment.metadata.num_rows:
+            noted = np.array([(*size, number) for size, number in self._shapes_of(fragment).items()])
+        return noted
 
     def _shapes_of(self, fragment: lance.LanceFragment) -> Shapes:
         name, num_rows = fragment.data_files()[0].path, int(fragment.metadata.num_rows)
