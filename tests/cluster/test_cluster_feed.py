@@ -26,8 +26,8 @@ from darkroom.data import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.train import train
-from darkroom.train.feed import make_order
 from darkroom.train.checks import select_rows
+from darkroom.train.feed import make_order
 from darkroom.train.job import Pinned, make_job
 from darkroom.train.ranks import Ranks
 
@@ -227,15 +227,15 @@ def test_what_is_not_taken_is_not_made(feed, store_path, tmp_path) -> None:
     with job.feed(0) as stream:
         next(stream)
         until = time.monotonic() + 30
-        while len(stream._made) < stream.ahead:
+        while stream.ready < stream.ahead:
             assert time.monotonic() < until
             time.sleep(0.05)
         time.sleep(1)
-        assert len(stream._made) == stream.ahead == 8  # of one block: two an encoder, two a CPU task
+        assert stream.ready == stream.ahead == 8  # of one block: two an encoder, two a CPU task
         assert stream.stages.held == 0
         next(stream)
         time.sleep(1)
-        assert len(stream._made) == stream.ahead
+        assert stream.ready == stream.ahead
 
 
 def test_a_dead_encoders_blocks_are_asked_again(feed, store_path, tmp_path) -> None:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from darkroom.cluster.connect import Cluster, _refused, worker_environment
-from darkroom.errors import InputError
+from darkroom.cluster.connect import Cluster, _refused, _too_slow, worker_environment
+from darkroom.errors import DarkroomError, InputError
 
 SCRIPT = """
 import sys
@@ -103,3 +103,19 @@ def test_workers_get_settings_and_no_secrets(monkeypatch):
     assert made["NCCL_DEBUG"] == "INFO"
     assert made["GOMP_SPINCOUNT"] == "7"
     assert "hidden" not in made.values()
+
+
+def test_a_start_that_takes_too_long_is_one_line():
+    """The words are those of this Ray's own source."""
+    import inspect
+
+    from ray._private import node
+
+    source = " ".join(inspect.getsource(node).replace('"', " ").split())
+    words = "The current node timed out during startup."
+    assert words in source
+    told = _too_slow(Exception(f"{words} This could happen because some of the raylet failed to startup"))
+    assert type(told) is DarkroomError
+    assert str(told).startswith("Ray did not start on this machine within the time that it allows")
+    assert "\n" not in str(told)
+    assert _too_slow(ValueError("another mistake")) is None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import darkroom
-from darkroom.errors import InputError, MissingExtra
+from darkroom.errors import DarkroomError, InputError, MissingExtra
 
 LOCAL, AUTO = "local", "auto"
 TYPE = "accelerator_type:"  # what Ray calls a node's resource that names its accelerator
@@ -114,19 +114,31 @@ def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> N
     }
     if address == LOCAL:
         # Ray takes an address from the environment even where none is asked for.
-        ray.init(
-            address=LOCAL,
-            include_dashboard=dashboard,
-            dashboard_host="127.0.0.1",
-            num_cpus=num_cpus,
-            **settings,
-        )
+        settings |= {"include_dashboard": dashboard, "dashboard_host": "127.0.0.1", "num_cpus": num_cpus}
+        try:
+            ray.init(address=LOCAL, **settings)
+        except Exception as error:  # Ray has no class of its own for this
+            if (told := _too_slow(error)) is None:
+                raise
+            raise told from error
         return
     _check_address(address)
     try:
         ray.init(address=address, **settings)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise _refused(ray, address, error) from error
+
+
+def _too_slow(error: Exception) -> DarkroomError | None:
+    """What a start that took longer than Ray allows is called, in one line; None for any other error."""
+    told = " ".join(str(error).split())
+    if "timed out" not in told.lower():
+        return None
+    return DarkroomError(
+        f"Ray did not start on this machine within the time that it allows itself ({told[:100]}); is the "
+        "machine busy, or short of memory? Start again, or start Ray once with 'ray start --head' and give "
+        "--ray-address auto"
+    )
 
 
 def _check_address(address: str) -> None:

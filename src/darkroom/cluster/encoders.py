@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from darkroom.cluster.connect import TYPE
+from darkroom.cluster.usage import PREPARE, Words
 from darkroom.errors import DarkroomError, InputError
 
 QUEUE = 2  # calls that an encoder has at once: one at work, one whose data are on their way
@@ -191,7 +192,7 @@ def last_line(error: BaseException) -> str:
     return (lines[-1] if lines else type(error).__name__)[:300]
 
 
-def check_room(bounds: Bounds, cpus: Sequence[dict[str, float]]) -> None:
+def check_room(bounds: Bounds, cpus: Sequence[dict[str, float]], words: Words = PREPARE) -> None:
     """InputError when encoders on CPUs would leave none to read and decode with.
 
     `cpus` are the resources of the nodes.
@@ -205,5 +206,5 @@ def check_room(bounds: Bounds, cpus: Sequence[dict[str, float]]) -> None:
         raise InputError(
             f"{bounds.least} encoders of {bounds.fraction:g} CPUs each, and the cluster has {total:g}",
             allowed=f"at most {max(0, int((total - 1) // bounds.fraction))}, so that one is left to decode",
-            mend="ask for fewer (--encoders), or add nodes",
+            mend=f"ask for fewer ({words.encoders}) or less of each ({words.fraction}), or add nodes",
         )

@@ -85,7 +85,7 @@ def _spare_cpus(bounds: Bounds, reserved: float) -> float:
     """CPUs that are left to read and cut with; InputError where there are none."""
     import ray
 
-    nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    nodes: list[dict[str, float]] = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     total = sum(node.get("CPU", 0.0) for node in nodes)
     if total - reserved < 1:
         raise InputError(
@@ -94,7 +94,7 @@ def _spare_cpus(bounds: Bounds, reserved: float) -> float:
             mend="add nodes, or set data.encode=inline",
         )
     nodes.append({"CPU": -reserved})
-    check_room(bounds, nodes)
+    check_room(bounds, nodes, ONLINE)
     on_gpu = any(node.get("GPU", 0) for node in nodes)
     return max(1.0, total - reserved - bounds.least * (0.1 if on_gpu else bounds.fraction))
 
@@ -221,6 +221,11 @@ class Stream:
         self._thread.start()
 
     # ---- the trainer's side
+
+    @property
+    def ready(self) -> int:
+        """Batches that lie ready."""
+        return len(self._made)
 
     def __iter__(self) -> Iterator[Columns]:
         return self
