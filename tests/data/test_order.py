@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from darkroom.data.draws import Purpose, uniform
 from darkroom.data.order import BatchRows, BucketOrder, Order, OrderSettings, Rows, permute
 from darkroom.errors import InputError
 
@@ -92,6 +93,21 @@ def test_epochs_differ_and_are_well_shuffled() -> None:
         assert abs(np.corrcoef(served, np.arange(4096))[0, 1]) < 0.08
     plain = Order(4096, seed=1, global_batch=4096, settings=OrderSettings(shuffle=False))
     assert (plain.batch(0).positions_B == np.arange(4096)).all()
+
+
+@pytest.mark.parametrize("purpose", list(Purpose))
+def test_a_batch_spreads_over_every_draw(purpose: Purpose) -> None:
+    """Rows must not come sorted by a number drawn for them: a batch would have one timestep."""
+    count, batch = 3200, 32
+
+    def spread(order: Order) -> float:
+        batches = [order.batch(k) for k in range(count // batch)]
+        drawn = [uniform(3, b.epochs_B, b.positions_B, purpose).std() for b in batches]
+        return float(np.min(drawn))
+
+    assert spread(Order(count, seed=3, global_batch=batch)) > 0.15
+    by_draw = np.argsort(uniform(3, np.zeros(count, np.int64), np.arange(count), purpose))
+    assert uniform(3, np.zeros(batch, np.int64), by_draw[:batch], purpose).std() < 0.01  # what it would be
 
 
 def test_windows_keep_reads_together() -> None:

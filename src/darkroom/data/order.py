@@ -55,7 +55,10 @@ class Indexed(Protocol):
         ...
 
 
-_BLOCKS, _ROWS, _HELD, _SLOTS, _BUCKET = range(1, 6)  # what a key is for
+# What a key is for. Rows and slots keep off the numbers of `draws.Purpose`, which are hashed with the same
+# parts: rows that came sorted by the number that is their timestep would share one timestep in a batch.
+_BLOCKS, _HELD, _BUCKET = 1, 3, 5
+_ROWS, _SLOTS = 1002, 1004
 _FEISTEL_ROUNDS = 7
 _GOLDEN_RATIO = 0.6180339887498949  # its multiples, modulo 1, cover [0, 1) evenly
 
