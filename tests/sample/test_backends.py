@@ -25,6 +25,7 @@ from darkroom import models
 from darkroom.errors import InputError, MissingExtra
 from darkroom.models import Model
 from darkroom.sample import Picture, generate, open_backend
+from darkroom.sample.backends.cache import Key, exported
 
 PROMPTS = ["a red circle on a blue background", "a photo of an astronaut"]
 LOSSLESS, MOVED = 2, 10
@@ -319,6 +320,31 @@ def test_a_cache_that_cannot_be_written_is_told(
     monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "file"))
     with pytest.raises(InputError, match="DARKROOM_CACHE"):
         open_backend("openvino", small, notice=lambda text: None)
+
+
+def test_what_was_used_longest_ago_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    monkeypatch.setenv("DARKROOM_CACHE_GB", "3.6e-6")
+
+    def made(part: str) -> Path:
+        key = Key("onnx", part, "0" * 64, "{}", "float32", "x?", ())
+        place = exported(key, lambda folder: (folder / "model.bin").write_bytes(b"0" * 1000) and None)
+        os.utime(place, (now[0], now[0]))
+        now[0] += 10
+        return place
+
+    now = [1_000_000]
+    first, second = made("first"), made("second")
+    assert (first / "model.bin").is_file()
+    assert (second / "model.bin").is_file()
+    made("first")  # used again
+    third = made("third")
+    assert not second.exists()
+    assert (first / "model.bin").is_file()
+    assert (third / "model.bin").is_file()
+    monkeypatch.setenv("DARKROOM_CACHE_GB", "a lot")
+    with pytest.raises(InputError, match="gigabytes above 0"):
+        made("fourth")
 
 
 def test_nothing_is_reported_to_anyone(small: Model, cache: Path) -> None:

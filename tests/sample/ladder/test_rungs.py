@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -257,3 +258,23 @@ def test_tracing_is_by_shape(tiny):
     backend = sample.open_backend("torch", tiny, optimise="trace,guidance_interval:1-4")
     sample.generate(tiny, "a red circle", backend=backend, **{**SETTINGS, "steps": 8})
     assert sorted(key[0][0][0] for key in backend.unet.made) == [1, 2]
+
+
+def test_an_lcm_adapter_is_merged_into_a_look_alike(tiny, plain, tmp_path):
+    drawn = torch.Generator().manual_seed(4)
+    layers = {}
+    for path, layer in models.adapters.adaptable(tiny).items():
+        if "attn" in path and path.startswith("unet."):
+            outputs, inputs = layer.weight.shape
+            down = torch.randn(4, inputs, generator=drawn) / inputs**0.5
+            layers[path] = models.Layer(down, torch.randn(outputs, 4, generator=drawn) * 0.3, 1.0)
+    adapter = models.Adapter("few-steps", layers)
+    file = models.write_adapter(adapter, tmp_path / "few.safetensors")
+    few = {"solver": "lcm", "guidance": 1.0}
+    made = pictures(tiny, f"lcm:{file}", **few)
+    twin = copy.deepcopy(tiny)
+    models.merge(twin, models.read_adapter(file))
+    assert furthest(made, pictures(twin, "none", **few)) <= 2
+    assert furthest(made, pictures(tiny, "none", **few)) >= 10
+    assert any("another model's picture" in note for note in made[0].parameters["notes"])
+    assert torch.equal(latents(pictures(tiny, "none", num=3)), latents(plain))

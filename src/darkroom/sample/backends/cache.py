@@ -19,6 +19,8 @@ from pathlib import Path
 from darkroom.errors import DarkroomError, InputError
 
 ABOUT = "export.json"
+LIMIT = "DARKROOM_CACHE_GB"
+LIMIT_GB = 40.0
 FORM = 1
 """How exports are made; a change in this code that makes other files out of the same weights adds one."""
 
@@ -54,24 +56,51 @@ def cache_folder() -> Path:
 
 
 def exported(key: Key, make: Callable[[Path], None]) -> Path:
-    """The folder of an export; `make(folder)` fills it first where it is not there yet.
+    """The folder of an export; `make(folder)` fills it first where it is not there yet. Then those used
+    longest ago go, until all of them fit into $DARKROOM_CACHE_GB (40) or this one is alone.
 
     Raises InputError where the cache cannot be written, DarkroomError where an export fails.
     """
-    base = cache_folder()
+    base, limit_bytes = cache_folder(), _limit_bytes()
     place = base / key.name
     if _is_whole(place, key):
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            os.utime(place)
         return place
     try:
         base.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(base / f".{key.name}.lock"):
             if not _is_whole(place, key):
                 _make(place, key, make)
+                _let_go(base, place, limit_bytes)
     except (PermissionError, NotADirectoryError, FileExistsError) as error:
         raise InputError(
             f"the cache of exports '{base}' cannot be written: {error.strerror}", mend="set DARKROOM_CACHE"
         ) from error
     return place
+
+
+def _limit_bytes() -> float:
+    told = os.environ.get(LIMIT, str(LIMIT_GB))
+    try:
+        limit_gb = float(told)
+    except ValueError:
+        limit_gb = -1.0
+    if not limit_gb > 0:
+        raise InputError(f"{LIMIT}='{told}'", allowed="gigabytes above 0")
+    return limit_gb * 1e9
+
+
+def _let_go(base: Path, keep: Path, limit_bytes: float) -> None:
+    """Delete exports used longest ago until the rest fits. Whoever has one open goes on with it."""
+    found = {about.parent: about.parent.stat().st_mtime for about in base.glob(f"[!.]*/{ABOUT}")}
+    sizes = {place: sum(file.stat().st_size for file in place.iterdir()) for place in found}
+    for place in sorted(found, key=lambda place: found[place]):
+        if sum(sizes.values()) <= limit_bytes:
+            return
+        if place != keep:
+            shutil.rmtree(place, ignore_errors=True)
+            sizes.pop(place)
 
 
 def _is_whole(place: Path, key: Key) -> bool:

@@ -83,7 +83,9 @@ def open_exported(
     """
     from darkroom.sample import ladder
 
-    applied = ladder.optimise(model, optimise)
+    # What `auto` would take is the engine's own business.
+    named = [str(choice) for choice in ladder.parse(optimise) if choice.name != ladder.AUTO]
+    applied = ladder.optimise(model, named)
     weight = next(applied.model.unet.parameters())  # type: ignore[union-attr]
     engine = engine_of(weight.device, weight.dtype)
     for choice in applied.choices:
