@@ -1,13 +1,19 @@
-"""What all tests share: real material, when it lies beside the project."""
+"""What all tests share: real material, when it lies beside the project, and a PostgreSQL."""
 
 from __future__ import annotations
 
+import os
+import pwd
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
 
+PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -17,3 +23,29 @@ def shared_data() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the real material is missing: no folder shared/data beside the project")
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory) -> Iterator[str]:
+    """The URL of a PostgreSQL of our own on a local socket."""
+    if not PG_PROGRAMS:
+        told = "no PostgreSQL here: apt-get install postgresql"
+        if os.environ.get("CI"):
+            pytest.fail(told)
+        pytest.skip(told)
+    programs = PG_PROGRAMS[-1].parent
+    folder = Path("/tmp") / f"darkroom-pg-{os.getpid()}"
+    folder.mkdir()
+    user = {}
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+        account = pwd.getpwnam("postgres")
+        os.chown(folder, account.pw_uid, account.pw_gid)
+        user = {"user": account.pw_uid, "group": account.pw_gid}
+    run = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
+    subprocess.run([programs / "initdb", "-D", folder / "data", "-U", "darkroom", "-A", "trust"], **run)
+    options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off"
+    control = [programs / "pg_ctl", "-D", folder / "data", "-w"]
+    subprocess.run([*control, "-o", options, "-l", folder / "log", "start"], **run)
+    yield f"postgresql+psycopg://darkroom@/postgres?host={folder}"
+    subprocess.run([*control, "-m", "immediate", "stop"], **run)
+    shutil.rmtree(folder, ignore_errors=True)

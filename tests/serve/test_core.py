@@ -191,8 +191,8 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(run_core):
 
     other, full = run_core(scenario, limits=Limits(queue=5, queue_per_key=4))
     assert (other.status, other.code) == (429, "queue_full")
-    assert "this key" in other.message
-    assert "this key" not in full.message
+    assert "with key 'a'" in other.message
+    assert "with key" not in full.message
     assert full.retry_after_s >= 1
     assert int(full.headers["Retry-After"]) >= 1
 
@@ -209,6 +209,7 @@ def test_a_key_that_comes_too_often_is_told_to_wait(run_core):
 
     error = run_core(scenario, limits=Limits(rate_per_minute=12))
     assert (error.status, error.code) == (429, "rate_limited")
+    assert "with key 'a'" in error.message
     assert 0 < error.retry_after_s <= 5
 
 
@@ -275,12 +276,12 @@ def test_a_broken_model_folder_is_a_state_and_no_hang(run_core, tmp_path):
 def test_a_full_disk_is_a_state_and_passes(run_core):
     async def scenario(core):
         core.settings = core.settings.model_copy(update={"min_free_bytes": 2**62})
-        await core._sweep_once()
+        await core._house.sweep(core.limits, core.settings.min_free_bytes)
         with pytest.raises(Refused) as caught:
             await core.submit(QUICK, key="a")
         trouble = core.trouble()
         core.settings = core.settings.model_copy(update={"min_free_bytes": 0})
-        await core._sweep_once()
+        await core._house.sweep(core.limits, core.settings.min_free_bytes)
         await core.finished((await core.submit(QUICK, key="a")).id, key="a")
         return caught.value, trouble
 
@@ -318,10 +319,10 @@ def test_what_was_kept_long_enough_goes(run_core):
             await core.finished(job.id, key="a")
         one_bytes = len((await core.pictures(jobs[0].id, key="a"))[0].png)
         core.limits = core.limits.model_copy(update={"keep_bytes": int(one_bytes * 2.5)})
-        await core._sweep_once()
+        await core._house.sweep(core.limits, core.settings.min_free_bytes)
         by_size = {job.id for job in await core.jobs(key="a")}
         core.limits = core.limits.model_copy(update={"keep_s": 0.001})
-        await core._sweep_once()
+        await core._house.sweep(core.limits, core.settings.min_free_bytes)
         return [job.id for job in jobs], by_size, await core.jobs(key="a"), core.results.uids()
 
     ids, by_size, left, files = run_core(scenario)

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import subprocess
+import asyncio
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from darkroom.errors import InputError
 from darkroom.serve.store import Record, Store
-
-PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-
-
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory) -> Iterator[str]:
-    """The URL of a PostgreSQL of our own on a local socket."""
-    if not PG_PROGRAMS:
-        told = "no PostgreSQL here: apt-get install postgresql"
-        if os.environ.get("CI"):
-            pytest.fail(told)
-        pytest.skip(told)
-    programs = PG_PROGRAMS[-1].parent
-    folder = Path("/tmp") / f"darkroom-pg-{os.getpid()}"
-    folder.mkdir()
-    user = {}
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-        account = pwd.getpwnam("postgres")
-        os.chown(folder, account.pw_uid, account.pw_gid)
-        user = {"user": account.pw_uid, "group": account.pw_gid}
-    run = {"cwd": folder, "check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **user}
-    subprocess.run([programs / "initdb", "-D", folder / "data", "-U", "darkroom", "-A", "trust"], **run)
-    options = f"-c listen_addresses='' -c unix_socket_directories='{folder}' -c fsync=off"
-    control = [programs / "pg_ctl", "-D", folder / "data", "-w"]
-    subprocess.run([*control, "-o", options, "-l", folder / "log", "start"], **run)
-    yield f"postgresql+psycopg://darkroom@/postgres?host={folder}"
-    subprocess.run([*control, "-m", "immediate", "stop"], **run)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -146,3 +114,17 @@ def test_what_is_no_database_is_told_in_one_line(tmp_path):
     for url in ("nonsense", "oracle://x", f"sqlite:///{tmp_path}/no/such/folder/jobs.db"):
         with pytest.raises(InputError):
             Store(url).close()
+
+
+def test_who_leaves_while_the_store_works_does_not_stop_it(store):
+    """A task that is cancelled while it waits cancels its future; the store must go on for all others."""
+
+    async def leave() -> None:
+        slow = store.do(lambda _: time.sleep(0.2))
+        waits = asyncio.ensure_future(asyncio.wrap_future(slow))
+        await asyncio.sleep(0.05)
+        waits.cancel()
+        await asyncio.sleep(0.3)
+
+    asyncio.run(leave())
+    assert store.find("key", "nobody").result(timeout=10) is None

@@ -4,119 +4,193 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from darkroom.cli.door import app
 from darkroom.errors import InputError
 
+if TYPE_CHECKING:
+    from darkroom.cluster.serve import Replicas
+    from darkroom.serve.settings import ServeSettings
+
+
+OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
+MOST_REPLICAS = 1000
+ADAPTERS_HELP = "a folder of LoRA files; new ones appear by themselves"
+Adapters = Annotated[Path | None, typer.Option(help=ADAPTERS_HELP)]
+Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")]
+MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
+Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
+KeyFile = Annotated[Path | None, typer.Option(help="who may come in; see --make-key")]
+NEW_KEY_HELP = "add a key of this name to --api-key-file, print it, and end"
+MakeKey = Annotated[str | None, typer.Option(help=NEW_KEY_HELP)]
+Origins = Annotated[list[str] | None, typer.Option(help="a further web origin that may ask")]
+Hosts = Annotated[list[str] | None, typer.Option(help="a further name of this server, without keys")]
+State = Annotated[Path, typer.Option(help="the folder of jobs and pictures")]
+JOBS_HELP = "the jobs' database, if not SQLite: postgresql+psycopg://..."
+Jobs = Annotated[str | None, typer.Option(help=JOBS_HELP)]
+Name = Annotated[str, typer.Option(help="of this server, where several use a database")]
+Capacity = Annotated[int | None, typer.Option(min=1, help="U-Net evaluations a step; by memory if not said")]
+Queue = Annotated[int, typer.Option(min=1, help="pictures that may wait; more are refused")]
+Rate = Annotated[float, typer.Option(min=0.01, help="new jobs a minute with one key")]
+Keep = Annotated[float, typer.Option(min=0.001, help="hours that finished jobs are kept")]
+KeepGb = Annotated[float, typer.Option(min=0.001, help="of pictures that are kept; the oldest go first")]
+Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told to stop")]
+Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
+HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be given again"
+Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
+UsdPerHour = Annotated[float | None, typer.Option(min=0, help="price of the device, for the cost of jobs")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
+Precision = Annotated[str, typer.Option(help="float32, bf16 or fp16")]
+Backend = Annotated[str, typer.Option(help="torch, compile, onnx or openvino")]
+OPTIMISE_HELP = "optimisations of the ladder; lossless ones if not said"
+Optimise = Annotated[str | None, typer.Option(help=OPTIMISE_HELP)]
+VERTEX_HELP = "as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables"
+Vertex = Annotated[bool, typer.Option(help=VERTEX_HELP)]
+Variant = Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")]
+Revision = Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")]
+SHARED_HELP = "jobs and pictures are those of every server of this --name on the --jobs database"
+Shared = Annotated[bool, typer.Option(help=SHARED_HELP)]
+PATIENCE_HELP = "shared: seconds that a job waits for a server that has its adapters"
+Patience = Annotated[float, typer.Option(min=0, help=PATIENCE_HELP)]
+Lease = Annotated[float, typer.Option(min=1, help="shared: a server silent for so many seconds has no jobs")]
+EngineName = Annotated[str, typer.Option("--engine", help="local: this process; ray: replicas on Ray Serve")]
+ADDRESS_HELP = "ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local"
+RayAddress = Annotated[str | None, typer.Option(help=ADDRESS_HELP)]
+REPLICAS_HELP = "ray: how many, N or LEAST:MOST; 1 if not said"
+ReplicaCount = Annotated[str | None, typer.Option("--replicas", help=REPLICAS_HELP)]
+JobsEach = Annotated[float | None, typer.Option(help="ray: jobs for which one replica is there; 16")]
+ReplicaCpus = Annotated[float | None, typer.Option(help="ray: CPUs of a replica, and its threads; 1")]
+ReplicaGpus = Annotated[float | None, typer.Option(help="ray: GPUs of a replica; 0")]
+
 
 @app.command()
 def serve(
     model: Annotated[str | None, typer.Argument(help="a model folder, a hub id, or a family")] = None,
-    adapters: Annotated[
-        Path | None, typer.Option(help="a folder of LoRA files; new ones appear by themselves")
-    ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")] = 16,
-    max_rank: Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")] = 64,
-    host: Annotated[
-        str, typer.Option(help="the address to listen on; others need --api-key-file")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
-    api_key_file: Annotated[Path | None, typer.Option(help="who may come in; see --make-key")] = None,
-    make_key: Annotated[
-        str | None, typer.Option(help="add a key of this name to --api-key-file, print it, and end")
-    ] = None,
-    origin: Annotated[list[str] | None, typer.Option(help="a further web origin that may ask")] = None,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="a further name of this server, without keys")
-    ] = None,
-    state: Annotated[Path, typer.Option(help="the folder of jobs and pictures")] = Path("darkroom-serve"),
-    jobs: Annotated[
-        str | None, typer.Option(help="the jobs' database, if not SQLite: postgresql+psycopg://...")
-    ] = None,
-    name: Annotated[str, typer.Option(help="of this server, where several share a database")] = "darkroom",
-    capacity: Annotated[
-        int | None, typer.Option(min=1, help="U-Net evaluations a step; by memory if not said")
-    ] = None,
-    queue: Annotated[int, typer.Option(min=1, help="pictures that may wait; more are refused")] = 256,
-    rate: Annotated[float, typer.Option(min=0.01, help="new jobs a minute with one key")] = 1200.0,
-    keep: Annotated[float, typer.Option(min=0.001, help="hours that finished jobs are kept")] = 24.0,
-    keep_gb: Annotated[
-        float, typer.Option(min=0.001, help="of pictures that are kept; the oldest go first")
-    ] = 10.0,
-    drain: Annotated[float, typer.Option(min=0, help="seconds to finish when told to stop")] = 30.0,
-    pad: Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")] = False,
-    usd_per_hour: Annotated[
-        float | None, typer.Option(min=0, help="price of the device, for the cost of jobs")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16")] = "float32",
-    backend: Annotated[str, typer.Option(help="torch, compile, onnx or openvino")] = "torch",
-    optimise: Annotated[
-        str | None, typer.Option(help="optimisations of the ladder; lossless ones if not said")
-    ] = None,
-    vertex: Annotated[
-        bool, typer.Option(help="as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables")
-    ] = False,
-    variant: Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")] = None,
-    revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
+    adapters: Adapters = None,
+    slots: Slots = 16,
+    max_rank: MaxRank = 64,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key_file: KeyFile = None,
+    make_key: MakeKey = None,
+    origin: Origins = None,
+    allow_host: Hosts = None,
+    state: State = Path("darkroom-serve"),
+    jobs: Jobs = None,
+    name: Name = "darkroom",
+    shared: Shared = False,
+    patience: Patience = 0.5,
+    lease: Lease = 10.0,
+    capacity: Capacity = None,
+    queue: Queue = 256,
+    rate: Rate = 1200.0,
+    keep: Keep = 24.0,
+    keep_gb: KeepGb = 10.0,
+    drain: Drain = 30.0,
+    pad: Pad = False,
+    hook: Hooks = None,
+    usd_per_hour: UsdPerHour = None,
+    device: Device = "auto",
+    precision: Precision = "float32",
+    backend: Backend = "torch",
+    optimise: Optimise = None,
+    vertex: Vertex = False,
+    variant: Variant = None,
+    revision: Revision = None,
+    engine: EngineName = "local",
+    ray_address: RayAddress = None,
+    replicas: ReplicaCount = None,
+    jobs_per_replica: JobsEach = None,
+    replica_cpus: ReplicaCpus = None,
+    replica_gpus: ReplicaGpus = None,
 ) -> None:
     """A server of pictures: jobs that survive it, OpenAI's dialect, metrics. Ctrl-C drains, twice leaves.
 
     Example: darkroom serve model/ --adapters loras/ --port 8000
+    Example: darkroom serve model/ --engine ray --replicas 1:4 --jobs postgresql+psycopg://me@db/darkroom
     """
+    said = dict(locals())
     if make_key is not None:
         print(_new_key(api_key_file, make_key))
         return
-    if model is None and not vertex:
+    _check(said)
+    _log_to_stderr()
+    if engine == "ray":
+        from darkroom.cluster.serve import run as run_on_ray
+
+        run_on_ray(_settings(said), _replicas(said), ray_address)
+        return
+    from darkroom.serve.process import run
+
+    run(_settings(said))
+
+
+def _check(said: dict[str, Any]) -> None:
+    """InputError for what does not go together."""
+    if said["model"] is None and not said["vertex"]:
         raise InputError("no model", mend="darkroom serve MODEL; see --help")
+    if said["engine"] not in ("local", "ray"):
+        raise InputError(f"--engine {said['engine']}", allowed="local, ray")
+    given = [name for name in OF_RAY if said[name] is not None]
+    if said["engine"] == "local" and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(f"{flags} with --engine local", allowed="with --engine ray")
     _need_extra()
+
+
+def _settings(said: dict[str, Any]) -> ServeSettings:
+    """What the flags say, as the server takes it."""
     from darkroom.serve.http.vertex import model_of, routes_of
     from darkroom.serve.limits import Limits
-    from darkroom.serve.process import run
     from darkroom.serve.settings import ServeSettings
 
-    routes = routes_of() if vertex else None
-    if routes is not None:
-        host, port = "0.0.0.0", routes.port
-    _log_to_stderr()
+    routes = routes_of() if said["vertex"] else None
+    elsewhere = {} if routes is None else {"host": "0.0.0.0", "port": routes.port}
     limits = Limits(
-        queue=queue,
-        queue_per_key=max(1, queue // 2) if api_key_file is not None else queue,
-        rate_per_minute=rate,
-        keep_s=keep * 3600,
-        keep_bytes=int(keep_gb * 1e9),
+        queue=said["queue"],
+        queue_per_key=max(1, said["queue"] // 2) if said["api_key_file"] is not None else said["queue"],
+        rate_per_minute=said["rate"],
+        keep_s=said["keep"] * 3600,
+        keep_bytes=int(said["keep_gb"] * 1e9),
     )
-    run(
-        ServeSettings(
-            model=model if model is not None else model_of(),
-            adapters=adapters,
-            slots=slots,
-            max_rank=max_rank,
-            host=host,
-            port=port,
-            key_file=api_key_file,
-            origins=tuple(origin or ()),
-            hosts=tuple(allow_host or ()),
-            state=state,
-            jobs=jobs,
-            name=name,
-            capacity=capacity,
-            pad=pad,
-            device=device,
-            precision=precision,
-            backend=backend,
-            optimise=optimise,
-            variant=variant,
-            revision=revision,
-            drain_s=drain,
-            vertex=routes,
-            usd_per_hour=usd_per_hour,
-            limits=limits,
-        )
-    )
+    same = {name: said[name] for name in ServeSettings.model_fields if name in said}
+    told = {
+        "model": said["model"] if said["model"] is not None else model_of(),
+        "key_file": said["api_key_file"],
+        "origins": tuple(said["origin"] or ()),
+        "hosts": tuple(said["allow_host"] or ()),
+        "patience_s": said["patience"],
+        "lease_s": said["lease"],
+        "drain_s": said["drain"],
+        "vertex": routes,
+        "hooks": tuple(said["hook"] or ()),
+        "limits": limits,
+    }
+    return ServeSettings(**{**same, **told, **elsewhere})
+
+
+def _replicas(said: dict[str, Any]) -> Replicas:
+    """How many replicas, and what each takes."""
+    from darkroom.cluster.serve import Replicas
+
+    words = (said["replicas"] or "1").split(":")
+    if len(words) > 2 or not all(word.isdigit() for word in words):
+        raise InputError(f"--replicas {said['replicas']}", allowed="N or LEAST:MOST, such as 2 or 1:8")
+    least, most = int(words[0]), int(words[-1])
+    if not 1 <= least <= most <= MOST_REPLICAS:
+        raise InputError(f"--replicas {said['replicas']}", allowed=f"1 to {MOST_REPLICAS}, LEAST first")
+    told = {"jobs_each": said["jobs_per_replica"], "cpus": said["replica_cpus"], "gpus": said["replica_gpus"]}
+    try:
+        return Replicas(least=least, most=most, **{k: v for k, v in told.items() if v is not None})
+    except ValueError as error:
+        raise InputError(
+            f"--jobs-per-replica, --replica-cpus, --replica-gpus: {told}",
+            allowed="above 0, above 0, 0 or more",
+        ) from error
 
 
 def _new_key(path: Path | None, name: str) -> str:

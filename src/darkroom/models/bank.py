@@ -169,7 +169,9 @@ def _add_linear(
     x_BLI = x.reshape(x.shape[0], -1, x.shape[-1])
     out_BLO = out.reshape(x.shape[0], -1, out.shape[-1])
     h_BLs = torch.bmm(x_BLI, down_BsI.transpose(1, 2))
-    return torch.baddbmm(out_BLO, h_BLs, up_BsO).reshape(out.shape)
+    if torch.is_grad_enabled():
+        return torch.baddbmm(out_BLO, h_BLs, up_BsO).reshape(out.shape)
+    return out_BLO.baddbmm_(h_BLs, up_BsO).reshape(out.shape)  # the layer's own output: nobody else has it
 
 
 def _add_conv(

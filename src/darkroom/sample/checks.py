@@ -100,6 +100,12 @@ def check_parts(model: Model, *, has_mask: bool) -> None:
         )
 
 
+def repaints(model: Model) -> bool:
+    """Whether the U-Net sees a mask and a picture beside the latents, and so wants both."""
+    assert model.unet is not None
+    return int(model.unet.config.in_channels) != model.latent_channels
+
+
 def check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
     """InputError unless settings, picture and mask go together."""
     if image is None and mask is not None:

@@ -21,6 +21,7 @@ from darkroom.sample.checks import (
     check_pictures,
     checked_size,
     nearest_side,
+    repaints,
     size_unit,
     table_for,
     with_lcm,
@@ -150,6 +151,17 @@ class Pass:
         return max(1, min(self.most_a_call, CALL_LATENT_PIXELS // pixels))
 
 
+def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int]) -> Pass | None:
+    """The way through the larger size that follows the one through `size`, where there is one."""
+    hires = settings.hires
+    if hires is None:
+        return None
+    unit = size_unit(model)
+    width, height = (nearest_side(round(side * hires.scale), unit) for side in size)
+    again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
+    return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
+
+
 class Job:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
@@ -185,7 +197,8 @@ class Job:
         self.table = table_for(model, settings)
         self.settings = settings.resolved(self.table.solver)
         self.size = checked_size(model, settings.size, self.image)
-        self.first, self.hires = Pass(model, self.table, self.size), self._second_pass()
+        self.first = Pass(model, self.table, self.size)
+        self.hires = second_pass(model, self.settings, self.size)
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
@@ -241,20 +254,6 @@ class Job:
         hires = len(self.hires.table) if self.hires is not None else 0
         return self.num_pictures * (len(self.table) + hires)
 
-    def _second_pass(self) -> Pass | None:
-        hires = self.settings.hires
-        if hires is None:
-            return None
-        unit = size_unit(self.model)
-        width, height = (nearest_side(round(side * hires.scale), unit) for side in self.size)
-        table = table_for(
-            self.model,
-            self.settings.model_copy(
-                update={"steps": hires.steps or self.settings.steps, "strength": hires.strength}
-            ),
-        )
-        return Pass(self.model, table, (width, height))
-
     def _conditions(self) -> tuple[list[Condition], list[Condition | None], list[str]]:
         """A positive and a negative condition for each prompt, in as many parts as the longer of both has."""
         model, weighting = self.model, self.settings.weighting
@@ -309,7 +308,7 @@ class Job:
     def _source(self) -> inputs.Source | None:
         if self.image is None:
             return None
-        shows = int(self.model.unet.config.in_channels) != self.model.latent_channels  # type: ignore[union-attr]
+        shows = repaints(self.model)
         return inputs.Source.encoded(
             self.backend, self.image, self.mask, self.size, self.model.vae_factor, shows=shows
         )

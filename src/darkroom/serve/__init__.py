@@ -23,7 +23,9 @@ Every path needs a key where the server has keys, unless it is one of `app.OPEN_
 
 `request` says what a picture request may hold; `limits` bounds it. `fairness` picks who is next, `engine` is
 the thread that owns the model and packs rows anew for each step, `library` keeps the bank of adapters full.
-`store` keeps jobs durably, `results` their pictures, `core` joins these. `guard` and `keys` decide who may
+`store` keeps jobs durably, `results` their pictures. `core` joins these, with `loop` (the event loop's side),
+`lives` (jobs that are not over), `endings`, `watchers` and `house`; `sharing`, `leases` and `files` make one
+server of several on a database. `hooks` are the operator's own functions. `guard` and `keys` decide who may
 come in; `metrics` counts; `app` puts the doors together and `process` runs them until told to stop.
 """
 

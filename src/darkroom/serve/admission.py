@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.sample.checks import check_parts
+from darkroom.serve.guard import ANONYMOUS
 from darkroom.serve.limits import Limits
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import JOB_ID, PictureRequest, Uploads
@@ -29,7 +31,9 @@ MOST_KEYS = 10_000
 
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     """The same for the same body: what makes sending a job twice harmless."""
-    told = hashlib.sha256(json.dumps(request.model_dump(mode="json"), sort_keys=True).encode())
+    # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
+    said = request.model_dump(mode="json", exclude=None if request.hires else {"hires"})
+    told = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
         told.update(hashlib.sha256(part or b"").digest())
     return told.hexdigest()
@@ -69,22 +73,37 @@ def check_limits(request: PictureRequest, limits: Limits) -> None:
 
 
 def check_shape(
-    model: Model, request: PictureRequest, limits: Limits, image: Image.Image | None = None
+    model: Model,
+    request: PictureRequest,
+    limits: Limits,
+    image: Image.Image | None = None,
+    *,
+    has_mask: bool = False,
 ) -> Shape:
     """What the request costs; 422 where the model cannot do it or it is too much work."""
+    try:
+        check_parts(model, has_mask=has_mask)
+    except InputError as error:
+        raise Refused(422, "invalid_value", str(error), param="mask") from error
+    if image is not None and request.hires is not None:
+        raise Refused(
+            422, "invalid_value", "hires: not with a picture to start from; give a larger size", param="hires"
+        )
     try:
         shape = shape_of(model, request, image)
     except InputError as error:
         raise Refused(422, "invalid_value", str(error), param=_param(error)) from error
-    if max(shape.width, shape.height) > limits.side_pixels:
-        raise Refused(422, "over_limit", f"size: at most {limits.side_pixels} pixels a side", param="width")
-    if shape.steps > limits.steps + 1:
+    last = shape.larger or shape
+    if max(last.width, last.height) > limits.side_pixels:
+        param = "hires" if shape.larger else "width"
+        raise Refused(422, "over_limit", f"size: at most {limits.side_pixels} pixels a side", param=param)
+    if max(shape.steps, last.steps) > limits.steps + 1:
         raise Refused(422, "over_limit", f"steps: at most {limits.steps}", param="steps")
-    if shape.cost * request.num > limits.work:
+    if shape.whole_cost * request.num > limits.work:
         raise Refused(
             422,
             "over_limit",
-            f"pixels x steps x pictures (guidance counts twice): {shape.cost * request.num:.4g}, "
+            f"pixels x steps x pictures (guidance counts twice): {shape.whole_cost * request.num:.4g}, "
             f"at most {limits.work:.4g}",
             param="num" if request.num > 1 else "width",
         )
@@ -93,6 +112,7 @@ def check_shape(
 
 PARAMS = {
     "size": "width",
+    "hires": "hires",
     "solver": "solver",
     "eta": "eta",
     "Karras": "karras",
@@ -164,19 +184,26 @@ class Rates:
             raise Refused(
                 429,
                 "rate_limited",
-                f"at most {self._per_s * 60:g} jobs a minute with one key",
+                f"at most {self._per_s * 60:g} jobs a minute{_with(key)}",
                 retry_after_s=(1 - left) / self._per_s,
             )
 
 
-def check_room(waiting: int, waiting_of_key: int, num: int, limits: Limits, wait_s: float | None) -> None:
+def _with(key: str) -> str:
+    """Whose they are, where there are keys; their names are no secret to who has one."""
+    return f" with key '{key}'" if key not in ("", ANONYMOUS) else " in all"
+
+
+def check_room(
+    waiting: int, waiting_of_key: int, num: int, limits: Limits, wait_s: float | None, key: str = ""
+) -> None:
     """429 where the queue is full, of all or of one's own, with when there will be room again."""
     after_s = max(1.0, (wait_s or 0.0) * num)
     if waiting + num > limits.queue:
         raise Refused(429, "queue_full", f"{waiting} pictures wait already", retry_after_s=after_s)
     if waiting_of_key + num > limits.queue_per_key:
         raise Refused(
-            429, "queue_full", f"{waiting_of_key} pictures of this key wait already", retry_after_s=after_s
+            429, "queue_full", f"{waiting_of_key} pictures wait already{_with(key)}", retry_after_s=after_s
         )
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 import darkroom
+from darkroom.errors import DarkroomError
 from darkroom.serve.core import Core
 from darkroom.serve.guard import Guard, error_object
 from darkroom.serve.http.a1111 import a1111_router
@@ -46,13 +47,25 @@ OPEN_PATHS: tuple[str, ...] = ("/live", "/ready", "/v2/health/live", "/v2/health
 """What may be read without a key: health, and the page's own files. Nothing here knows of jobs."""
 
 
-def make_app(core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTERS) -> Guard:
-    """The application of a core; the core starts and closes with it."""
+def make_app(
+    core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTERS, replica: bool = False
+) -> Guard:
+    """The application of a core; the core starts and closes with it.
+
+    That of a `replica` begins once the model is loaded, and drains before it ends: whoever runs it sends it
+    requests from the first moment, and has a way of its own to tell it to stop.
+    """
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         await core.start()
+        if replica:
+            await core.loaded()
+            if core.state == "broken":
+                raise DarkroomError(core.why)
         yield
+        if replica:
+            await core.drain(core.settings.drain_s)
         await core.close()
 
     app = FastAPI(

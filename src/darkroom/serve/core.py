@@ -5,33 +5,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.serve import admission, cards, opening
+from darkroom.serve.endings import Endings
 from darkroom.serve.engine import Engine
+from darkroom.serve.files import Files
+from darkroom.serve.house import House
 from darkroom.serve.intake import Intake
-from darkroom.serve.keeping import Keeper
-from darkroom.serve.live import Live, job_of, job_of_record, news
+from darkroom.serve.leases import Leases
+from darkroom.serve.live import Live, job_of, job_of_record
+from darkroom.serve.lives import Lives
+from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
-from darkroom.serve.results import Results, picture_name
+from darkroom.serve.results import PictureFiles, Results, picture_name
 from darkroom.serve.settings import ServeSettings
+from darkroom.serve.sharing import Sharing
 from darkroom.serve.store import Record, StorageError, Store
+from darkroom.serve.watchers import Watchers
 from darkroom.serve.work import Shape, Work
 
 LOG = logging.getLogger("darkroom.serve")
-TICK_S = 0.03  # watchers are told at most so often
-LOOK_S = 1.0  # and look by themselves so often
 SWEEP_S = 15.0
-UIDS_AT_ONCE = 500
 LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
 
 
@@ -41,48 +43,48 @@ class Core:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics()
-        self.results = Results(settings.state)
-        self.store = Store(settings.jobs or f"sqlite:///{settings.state / 'jobs.db'}", settings.name)
+        self.results, self.store = _kept(settings)
         self.state = "loading"
         """loading, ready, draining, or broken."""
         self.why = "the model is being loaded"
         self.engine: Engine | None = None
         self._opened: opening.Opened | None = None
-        self._live: dict[str, Live] = {}
-        self._by_id: dict[tuple[str, str], Live] = {}
+        self._loop = Loop()
+        self._lives = Lives(self._loop, self.metrics)
         self._intake = Intake(self.limits)
-        self._attended: set[str] = set()
-        self._watching = 0
-        self._tick: asyncio.Future[None] | None = None
-        self._ticked_s = 0.0
-        self._places: tuple[float, dict[Any, int]] = (0.0, {})
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._keeper = Keeper(self.results, self.store, self._over_soon, settings.usd_per_hour)
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="darkroom-files")
+        self._endings = Endings(self._loop, self._lives, self.store, self.results, self.metrics, settings)
+        self._keeper = self._endings.keeper
+        self._house = House(self._loop, self.results, self.store, self._keeper)
+        self.sharing = _sharing(settings, self.store, self._lives)
+        self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
+        self._watchers = Watchers(self._loop, self._lives, self.sharing, self.limits.watchers)
+        self.attended = self._lives.attended
 
     # ---- life
 
     async def start(self) -> None:
         """Begin to load the model; the core is of use meanwhile for all but new jobs."""
-        self._loop = asyncio.get_running_loop()
-        self._tick = self._loop.create_future()
-        self._spawn(self._load())
-        self._spawn(self._sweep())
+        self._loop.begin()
+        self._loading = self._loop.spawn(self._load())
+        self._loop.spawn(self._sweep())
+
+    async def loaded(self) -> None:
+        """Until the model is there, or cannot be."""
+        await asyncio.shield(self._loading)
 
     async def _load(self) -> None:
-        hooks = opening.Hooks(self._on_tick, self._wake, lambda: self._soon(self._set_all_aside))
+        hooks = opening.Hooks(self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside))
         try:
             opened = await asyncio.to_thread(opening.open_model, self.settings, self.metrics, hooks)
             self._opened, self.engine = opened, opened.engine
+            self._endings.engine = self._watchers.engine = opened.engine
         except Exception as error:
             self._broken("the model cannot be loaded", error)
             return
         self.metrics.capacity.set(self.engine.capacity)
         self.engine.start()
         try:
-            await self._tidy()
-            for record in await asyncio.wrap_future(self.store.live()):
-                await self._take_up(record)
+            await self._begin_with_what_is_there(opened)
         except Exception as error:
             self._broken("the jobs that were kept cannot be taken up", error)
             return
@@ -96,14 +98,14 @@ class Core:
         told = str(error) if isinstance(error, InputError) else type(error).__name__
         LOG.error("%s: %s", why, told, exc_info=not isinstance(error, DarkroomError))
 
-    async def _tidy(self) -> None:
-        """Drop files without a job: a killed process had written them, and accepted no job for them yet."""
-        there = await self._in_pool(self.results.uids)
-        for start in range(0, len(there), UIDS_AT_ONCE):
-            some = there[start : start + UIDS_AT_ONCE]
-            known: set[str] = await asyncio.wrap_future(self.store.known(some))
-            for uid in set(some) - known:
-                await self._in_pool(self.results.delete, uid)
+    async def _begin_with_what_is_there(self, opened: opening.Opened) -> None:
+        if self.sharing is not None:
+            self.sharing.begin(opened.engine, opened.library, self._take_up, self._set_aside)
+            self._loop.spawn(self.sharing.run())
+            return
+        await self._house.tidy()
+        for record in await asyncio.wrap_future(self.store.live()):
+            await self._take_up(record)
 
     async def _take_up(self, record: Record) -> None:
         """A job that an earlier process accepted and did not finish."""
@@ -112,7 +114,7 @@ class Core:
             return
         try:
             request = PictureRequest.model_validate_json(record.request)
-            uploads = await self._in_pool(self._keeper.read_uploads, record.uid)
+            uploads = await self._loop.in_thread(self._keeper.read_uploads, record.uid)
             shape = await self._shape(request, uploads, again=True)
         except (Refused, ValueError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
@@ -127,17 +129,24 @@ class Core:
         """Take no new jobs; finish what is on its way and what somebody waits for; keep the rest."""
         self.state, self.why = "draining", "the server is being stopped"
         self.metrics.ready.set(0)
-        for live in list(self._live.values()):
-            if live.work.started_s is None and live.work.uid not in self._attended:
+        if self.sharing is not None:
+            self.sharing.claims = False
+        for live in self._lives:
+            if self._lives.may_wait(live):
                 self._set_aside(live)
         end = time.monotonic() + seconds
-        while self._live and time.monotonic() < end and self.engine is not None and not self.engine.trouble:
+        while (
+            len(self._lives)
+            and time.monotonic() < end
+            and self.engine is not None
+            and not self.engine.trouble
+        ):
             await asyncio.sleep(0.02)
         self._set_all_aside()
 
     def _set_all_aside(self) -> None:
         """No more can be done here: whoever waits is told, and the next process takes the jobs up."""
-        for live in list(self._live.values()):
+        for live in self._lives:
             self._set_aside(live)
 
     def _set_aside(self, live: Live) -> None:
@@ -145,18 +154,22 @@ class Core:
         if self.engine is not None:
             self.engine.drop(live.work)
         live.kept = True
-        self._forget(live)
+        self._lives.forget(live)
+        if self.sharing is not None:
+            self._loop.spawn(self.sharing.release([live.record.uid]))
 
     async def close(self) -> None:
         """Stop computing and let go of the store. Jobs that are not over stay in it."""
-        for task in list(self._tasks):
-            task.cancel()
+        self._loop.end_tasks()
         if self.engine is not None:
             await asyncio.to_thread(self.engine.stop)
         if self._opened is not None and self._opened.library is not None:
             self._opened.library.close()
         await asyncio.to_thread(self._keeper.close)
-        self._pool.shutdown(wait=True)
+        if self.sharing is not None:
+            with suppress(StorageError, OSError):
+                await self.sharing.release()
+        self._loop.close()
         await asyncio.to_thread(self.store.close)
         self.results.close()
 
@@ -175,7 +188,7 @@ class Core:
         The same id with the same body gives the job that there is; with another body it is a conflict.
         """
         # A client that leaves meanwhile must not leave a job accepted in the store that nobody works on.
-        return await asyncio.shield(self._spawn(self._submit(request, key, job_id, uploads)))
+        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads)))
 
     async def _submit(
         self, request: PictureRequest, key: str, job_id: str | None, uploads: Uploads | None
@@ -187,9 +200,12 @@ class Core:
                 return self._same(there, digest)
         self._check_open()
         shape = await self._shape(request, uploads)
-        self._intake.check_room(self._engine, key, request.num)
+        others = None if self.sharing is None else self.sharing.backlog
+        self._intake.check_room(self._engine, key, request.num, others)
         uid = uuid.uuid4().hex
         request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
+        if self.settings.hooks:  # they see finished pictures only: a preview would get past them
+            request = request.model_copy(update={"previews": 0})
         record = Record(
             uid=uid,
             server=self.settings.name,
@@ -201,17 +217,20 @@ class Core:
             created_s=time.time(),
         )
         with self._intake.reserved(key, request.num):
-            kept = await self._accept(record, uploads)
+            takes = self.sharing is None or self.sharing.takes(record)
+            kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
                 return self._same(job_of_record(kept), digest, kept.digest)
-            live = self._enlist(record, request, shape, uploads)
+            live = self._enlist(record, request, shape, uploads) if takes else None
         self.metrics.accepted.inc()
-        return job_of(live, self._place(live))
+        return job_of_record(record) if live is None else job_of(live, self._place(live))
 
-    async def _accept(self, record: Record, uploads: Uploads | None) -> Record:
+    async def _accept(self, record: Record, uploads: Uploads | None, takes: bool) -> Record:
         try:
             if uploads is not None:
-                await self._in_pool(self._keeper.write_uploads, record.uid, uploads)
+                await self._loop.in_thread(self._keeper.write_uploads, record.uid, uploads)
+            if self.sharing is not None:
+                return await asyncio.wrap_future(self.sharing.leases.accept(record, take=takes))
             return await asyncio.wrap_future(self.store.accept(record))
         except (StorageError, OSError) as error:
             raise self._no_storage() from error
@@ -220,7 +239,7 @@ class Core:
         return Refused(507, "storage", "jobs cannot be kept just now", retry_after_s=STORAGE_RETRY_S)
 
     async def _there(self, key: str, job_id: str) -> tuple[Job, str] | None:
-        live = self._by_id.get((key, job_id))
+        live = self._lives.find(key, job_id)
         if live is not None:
             return job_of(live, self._place(live)), live.record.digest
         record = await self._stored(self.store.find(key, job_id))
@@ -251,27 +270,28 @@ class Core:
         if uploads is None:
             image = admission.opened_image(request, None, self.limits)
         else:
-            image = await self._in_pool(admission.opened_image, request, uploads, self.limits)
-        return admission.check_shape(self._model, request, self.limits, image)
+            image = await self._loop.in_thread(admission.opened_image, request, uploads, self.limits)
+        has_mask = uploads is not None and uploads.mask is not None
+        return admission.check_shape(self._model, request, self.limits, image, has_mask=has_mask)
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
         """Hand an accepted job to the engine."""
-        live = Live(record, Work(record.uid, record.key, request, shape, self, uploads))
+        live = Live(record, Work(record.uid, record.key, request, shape, self._endings, uploads))
         if self.state == "draining":
             live.kept = True
             return live
-        self._live[record.uid] = live
-        self._by_id[record.key, record.id] = live
+        self._lives.add(live)
         if request.deadline_s is not None:
             left_s = max(0.0, record.created_s + request.deadline_s - time.time())
-            live.deadline = self._loop.call_later(left_s, self._too_late, live)
+            live.deadline = self._loop.later(left_s, self._endings.too_late, live)
         self._engine.submit(live.work)
-        self.metrics.live_jobs.set(len(self._live))
         return live
 
     async def get(self, job_id: str, *, key: str, wait_s: float = 0.0) -> Job:
         """A job as it is now, or within `wait_s` once it is over; 404 where this key has none of that id."""
-        live = self._by_id.get((key, job_id))
+        live = self._lives.find(key, job_id)
+        if live is None and self.sharing is not None:
+            return await self._elsewhere(self.sharing, job_id, key, wait_s)
         if live is not None and wait_s:
             with suppress(TimeoutError):
                 await asyncio.wait_for(live.ended.wait(), wait_s)
@@ -279,10 +299,22 @@ class Core:
             return job_of(live, self._place(live))
         return job_of_record(await self._record(job_id, key))
 
+    async def _elsewhere(self, sharing: Sharing, job_id: str, key: str, wait_s: float) -> Job:
+        """A job that another server draws, or that is over."""
+        try:
+            if wait_s:
+                await sharing.over(key, job_id, within_s=wait_s)
+            job = await sharing.look(key, job_id)
+        except (StorageError, OSError) as error:
+            raise self._no_storage() from error
+        if job is None:
+            raise _no_such_job()
+        return job
+
     async def _record(self, job_id: str, key: str) -> Record:
         record: Record | None = await self._stored(self.store.find(key, job_id))
         if record is None:
-            raise Refused(404, "no_such_job", "no such job, or it is no longer kept", param="job_id")
+            raise _no_such_job()
         return record
 
     async def _stored(self, future: Any) -> Any:
@@ -299,7 +331,7 @@ class Core:
         found: list[Record] = await self._stored(
             self.store.find_all(key, state=state, limit=limit, before_s=before)
         )
-        lives = [(record, self._live.get(record.uid)) for record in found]
+        lives = [(record, self._lives.get(record.uid)) for record in found]
         return [job_of(live, self._place(live)) if live else job_of_record(record) for record, live in lives]
 
     async def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
@@ -308,62 +340,32 @@ class Core:
         Ends early, without a last word, where the server is being stopped and keeps the job for later.
         """
         await self.get(job_id, key=key)
-        number = after
-        live = self._by_id.get((key, job_id))
-        if live is not None:
-            with self._watched(live):
-                seen: dict[str, Any] = {}
-                while not live.ended.is_set():
-                    for kind, data in news(live, seen, self._place(live)):
-                        number += 1
-                        yield Event(number, kind, data)
-                    await self._next_tick()
-                for kind, data in news(live, seen, None):
-                    number += 1
-                    yield Event(number, kind, data)
-            if live.kept:
-                return
-        yield _last_event(await self.get(job_id, key=key), number + 1)
-
-    @contextmanager
-    def _watched(self, live: Live) -> Any:
-        if self._watching >= self.limits.watchers:
-            raise Refused(429, "too_many_streams", "too many event streams are open", retry_after_s=5)
-        self._watching += 1
-        if self.engine is not None:
-            self.engine.watchers = self._watching
-        try:
-            yield
-        finally:
-            self._watching -= 1
-            if self.engine is not None:
-                self.engine.watchers = self._watching
+        async for event in self._watchers.events(lambda: self.get(job_id, key=key), key, job_id, after):
+            yield event
 
     async def finished(self, job_id: str, *, key: str) -> Job:
         """The job once it is over; 503 where the server stops first and keeps it for later."""
-        live = self._by_id.get((key, job_id))
-        if live is not None:
-            await live.ended.wait()
-            if live.kept:
-                raise Refused(503, "draining", "the server stops; the job is kept", retry_after_s=10)
-            return job_of(live, None)
-        return await self.get(job_id, key=key)
-
-    @contextmanager
-    def attended(self, job: Job) -> Any:
-        """While a client waits on its connection; such jobs are finished before the server stops."""
-        self._attended.add(job.uid)
-        try:
-            yield
-        finally:
-            self._attended.discard(job.uid)
+        while True:
+            live = self._lives.find(key, job_id)
+            if live is not None:
+                await live.ended.wait()
+                if not live.kept:
+                    return job_of(live, None)
+                if self.sharing is None:
+                    raise Refused(503, "draining", "the server stops; the job is kept", retry_after_s=10)
+            elif self.sharing is not None:
+                await self.sharing.over(key, job_id)
+            job = await self.get(job_id, key=key)
+            if job.over or self.sharing is None:
+                return job
 
     async def cancel(self, job_id: str, *, key: str) -> Job:
         """Have no more of a job computed. A job that is over stays as it is."""
-        live = self._by_id.get((key, job_id))
-        if live is None:
-            return job_of_record(await self._record(job_id, key))
-        await asyncio.shield(self._spawn(self._end(live, "cancelled", {})))
+        live = self._lives.find(key, job_id)
+        if live is not None:
+            await asyncio.shield(self._loop.spawn(self._endings.end(live, "cancelled", {})))
+        elif self.sharing is not None and not (job := await self.get(job_id, key=key)).over:
+            await asyncio.shield(self._loop.spawn(self._endings.end_row(job.uid, "cancelled", {})))
         return await self.get(job_id, key=key)
 
     async def pictures(self, job_id: str, *, key: str) -> list[StoredPicture]:
@@ -383,7 +385,10 @@ class Core:
         """One picture of a done job."""
         if not 0 <= index < self._done_pictures(job):
             raise Refused(404, "no_such_picture", "the job has no such picture", param="index")
-        png = await self._in_pool(self.results.read, job.uid, picture_name(index))
+        try:
+            png = await self._loop.in_thread(self.results.read, job.uid, picture_name(index))
+        except StorageError as error:
+            raise self._no_storage() from error
         if png is None:
             raise Refused(410, "expired", "the picture is no longer kept")
         return StoredPicture(png, job.pictures[index])
@@ -408,7 +413,7 @@ class Core:
     def status(self) -> cards.Status:
         """The server as it is now."""
         trouble = self.trouble()
-        return cards.status(self.engine, self.state, trouble[1] if trouble else "", len(self._live))
+        return cards.status(self.engine, self.state, trouble[1] if trouble else "", len(self._lives))
 
     def metrics_text(self) -> bytes:
         """The counters, with what is only looked up when asked for."""
@@ -428,98 +433,14 @@ class Core:
             return "storage", "jobs cannot be written to the disk or the database"
         return None
 
-    # ---- how jobs end
-
-    def began(self, work: Work) -> None:
-        """Of `Listener`: on the engine's thread."""
-        future = self.store.start(work.uid, time.time())
-        future.add_done_callback(_note_failure)
-
-    def made(self, work: Work) -> None:
-        """Of `Listener`: on the engine's threads."""
-        self._keeper.keep(work)
-
-    def failed(self, work: Work, error: BaseException) -> None:
-        """Of `Listener`: on the engine's threads."""
-        told = {"code": "failed", "message": _told(error)}
-        self._soon(lambda: self._fail_soon(work.uid, told))
-
-    def _fail_soon(self, uid: str, told: dict[str, str]) -> None:
-        if (live := self._live.get(uid)) is not None:
-            self._spawn(self._end(live, "failed", {"error": told}))
-
-    def _too_late(self, live: Live) -> None:
-        told = {"code": "deadline", "message": f"not done within {live.work.request.deadline_s:g} s"}
-        self._spawn(self._end(live, "failed", {"error": told}))
-
-    async def _end(self, live: Live, state: str, result: dict[str, Any]) -> None:
-        """Stop a job for good. Where its pictures were stored a moment before, it is done and stays so."""
-        self._engine.drop(live.work)
-        now_s = time.time()
-        while True:
-            try:
-                moved = await asyncio.wrap_future(self.store.end(live.record.uid, state, now_s, result))
-                break
-            except (StorageError, OSError):
-                await asyncio.sleep(1)  # it must be written down, or it would run again after a restart
-        if moved:
-            self._over(live.work, state, result)
-            await self._in_pool(self.results.delete, live.record.uid)
-
-    def _over_soon(self, work: Work, state: str, result: dict[str, Any]) -> None:
-        self._soon(lambda: self._over(work, state, result))
-
-    def _over(self, work: Work, state: str, result: dict[str, Any]) -> None:
-        """A job's end is in the store: tell everybody."""
-        live = self._live.get(work.uid)
-        if live is None:
-            return
-        live.end(state, result)
-        self._forget(live)
-        self.metrics.over.labels(state).inc()
-        if state == "done":
-            self._count_done(work)
-
-    def _count_done(self, work: Work) -> None:
-        num = len(work.tickets)
-        self.metrics.pictures.inc(num)
-        self.metrics.pixels.inc(num * work.shape.pixels)
-        self.metrics.job_seconds.observe(time.monotonic() - work.accepted_s)
-        self.metrics.device_seconds.inc(work.device_s)
-        self.metrics.usd.inc(work.device_s * (self.settings.usd_per_hour or 0) / 3600)
-
-    def _forget(self, live: Live) -> None:
-        self._live.pop(live.record.uid, None)
-        self._by_id.pop((live.record.key, live.record.id), None)
-        if live.deadline is not None:
-            live.deadline.cancel()
-        live.ended.set()
-        self._tick_now()
-        self.metrics.live_jobs.set(len(self._live))
-
     # ---- keeping house
 
     async def _sweep(self) -> None:
         """Now and then drop what was kept long enough, and see whether the disk takes writes."""
         while True:
             with suppress(StorageError, OSError):
-                await self._sweep_once()
+                await self._house.sweep(self.limits, self.settings.min_free_bytes)
             await asyncio.sleep(SWEEP_S if self.trouble() is None else 1.0)
-
-    async def _sweep_once(self) -> None:
-        free_bytes = shutil.disk_usage(self.results.folder).free
-        if free_bytes < self.settings.min_free_bytes:
-            self._keeper.trouble = "the disk is full"
-        else:
-            await self._in_pool(self._keeper.probe)
-        await asyncio.wrap_future(self.store.probe())
-        gone = await asyncio.wrap_future(
-            self.store.expired(time.time() - self.limits.keep_s, self.limits.keep_bytes)
-        )
-        if gone:
-            await asyncio.wrap_future(self.store.forget(gone))
-            for uid in gone:
-                await self._in_pool(self.results.delete, uid)
 
     # ---- small things
 
@@ -536,66 +457,36 @@ class Core:
         return self._opened.model
 
     def _place(self, live: Live) -> int | None:
-        """Pictures to be admitted before a job's first; looked up anew at most every tick."""
-        if live.work.started_s is not None or self.engine is None:
-            return None
-        now = time.monotonic()
-        if now - self._places[0] > TICK_S:
-            self._places = now, self.engine.places()
-        return self._places[1].get(live.work.tickets[0])
-
-    def _on_tick(self) -> None:
-        """On the engine's thread, after each step while somebody watches."""
-        now = time.monotonic()
-        if now - self._ticked_s > TICK_S:
-            self._ticked_s = now
-            self._soon(self._tick_now)
+        return self._lives.place(live, self.engine)
 
     def _wake(self) -> None:
         if self.engine is not None:
             self.engine.wake()
-
-    def _tick_now(self) -> None:
-        if self._tick is not None and not self._tick.done():
-            self._tick.set_result(None)
-
-    async def _next_tick(self) -> None:
-        if self._tick is None or self._tick.done():
-            self._tick = self._loop.create_future()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._tick), LOOK_S)
-
-    def _soon(self, call: Callable[[], Any]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the job stays in the store
-            self._loop.call_soon_threadsafe(call)
-
-    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _in_pool(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await self._loop.run_in_executor(self._pool, call, *arguments)
 
 
 def _seed() -> int:
     return secrets.randbelow(2**32)
 
 
-def _told(error: BaseException) -> str:
-    """What a client may read of a failure: darkroom's own words, else only the kind."""
-    return str(error) if isinstance(error, DarkroomError) else f"the picture failed: {type(error).__name__}"
+def _no_such_job() -> Refused:
+    return Refused(404, "no_such_job", "no such job, or it is no longer kept", param="job_id")
 
 
-def _note_failure(future: Any) -> None:
-    if (error := future.exception()) is not None:
-        LOG.warning("a job's start could not be noted: %s", error)
+def _kept(settings: ServeSettings) -> tuple[PictureFiles, Store]:
+    """Where pictures and jobs are kept."""
+    if not settings.shared:
+        results = Results(settings.state)
+        return results, Store(settings.jobs or f"sqlite:///{settings.state / 'jobs.db'}", settings.name)
+    if settings.jobs is None:
+        raise InputError(
+            "jobs that are shared, without a database", mend="give --jobs postgresql+psycopg://..."
+        )
+    store = Store(settings.jobs, settings.name, shared=True)
+    return Files(store), store
 
 
-def _last_event(job: Job, number: int) -> Event:
-    if job.state == "done":
-        return Event(number, "done", {"pictures": list(job.pictures), "cost": job.cost})
-    if job.state == "failed":
-        return Event(number, "failed", dict(job.error or {}))
-    return Event(number, "cancelled", {})
+def _sharing(settings: ServeSettings, store: Store, lives: Lives) -> Sharing | None:
+    if not settings.shared:
+        return None
+    leases = Leases(store, f"{settings.name}/{uuid.uuid4().hex}", settings.lease_s)
+    return Sharing(leases, lives, settings.patience_s)

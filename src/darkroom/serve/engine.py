@@ -73,6 +73,8 @@ class Engine:
         self._failed: list[tuple[Work, BaseException]] = []
         self._parked: list[Ticket] = []  # admitted, waiting for adapters
         self._finished: list[Ticket] = []  # denoised, to be decoded
+        self._through: list[Ticket] = []  # the first of two passes, to be made larger
+        self._between: set[Ticket] = set()  # made larger or waiting to, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
         self._buckets: dict[Hashable, Bucket] = {}
         self._loads: defaultdict[Hashable, float] = defaultdict(float)
@@ -135,7 +137,7 @@ class Engine:
                 "job": ticket.work.uid,
                 "key": ticket.work.key,
                 "picture": ticket.index,
-                "size": f"{ticket.work.shape.width}x{ticket.work.shape.height}",
+                "size": f"{ticket.shape.width}x{ticket.shape.height}",
                 "step": ticket.step,
                 "of": ticket.work.steps_total // len(ticket.work.tickets),
             }
@@ -226,7 +228,9 @@ class Engine:
             room = self._room()
             while self._queue.head(room) is not None:
                 entry = self._queue.take(room)
-                self._loads[entry.size] += _load_of(entry, self.own_pixels)
+                entry.item.load = _load_of(entry, self.own_pixels)
+                self._loads[entry.size] += entry.item.load
+                self._between.discard(entry.item)
                 admitted.append(entry.item)
         if admitted:
             self._prepare([ticket for ticket in admitted if self._has_adapters(ticket)])
@@ -296,28 +300,34 @@ class Engine:
             if not bucket.tickets:
                 del self._buckets[key]
         self._release(*(ticket for ticket in self._parked if ticket.work.over))
+        gone_between = [ticket for ticket in self._between if ticket.work.over]
+        self._release(*gone_between)
+        self._between.difference_update(gone_between)
         self._parked = [ticket for ticket in self._parked if not ticket.work.over]
 
     def _release(self, *tickets: Ticket) -> None:
         """Give back the load and the adapters of rows that left."""
         for ticket in tickets:
-            size = ticket.entry.size
-            self._loads[size] -= _load_of(ticket.entry, self.own_pixels)
-            if self._loads[size] < 1e-6:
-                del self._loads[size]
+            self._unload(ticket)
             if self.library is not None:
                 self.library.let_go(ticket)
+
+    def _unload(self, ticket: Ticket) -> None:
+        size = ticket.entry.size
+        self._loads[size] -= ticket.load
+        ticket.load = 0.0
+        if self._loads[size] < 1e-6:
+            del self._loads[size]
 
     def _account(self, stepped: Stepped, bucket: Bucket) -> None:
         """Note what a step cost, and pass on what it finished."""
         gone = [*stepped.finished, *(ticket for ticket, _ in stepped.failed)]
-        first = (gone or bucket.tickets)[0].work.shape
+        first = (gone or bucket.tickets)[0].shape
         self._work_done = MEMORY * self._work_done + stepped.evaluations * first.pixels
         self._work_s = MEMORY * self._work_s + stepped.wall_s
         self.metrics.evaluations.observe(stepped.evaluations)
         self.metrics.steps.inc(len(bucket.tickets) + len(gone))
-        self._release(*gone)
-        self._finished += stepped.finished
+        self._part(gone)
         self._previews += stepped.previews
         for ticket, error in stepped.failed:
             self._fail(ticket.work, error)
@@ -325,10 +335,34 @@ class Engine:
             self.capacity = max(1.0, self.capacity / 2)
             LOG.warning("out of memory: capacity is now %g rows", self.capacity)
 
+    def _part(self, gone: list[Ticket]) -> None:
+        """Rows leave: to be decoded, to a second pass, or for good."""
+        for ticket in gone:
+            if ticket.row is not None and ticket.row.done and ticket.has_another_pass:
+                self._unload(ticket)
+                self._through.append(ticket)
+                self._between.add(ticket)
+                continue
+            self._release(ticket)
+            if ticket.row is not None and ticket.row.done:
+                self._finished.append(ticket)
+
+    def _enlarge_aside(self, tickets: list[Ticket]) -> None:
+        failed = self.studio.enlarge([ticket for ticket in tickets if not ticket.work.over])
+        with self._condition:
+            self._failed += failed
+            for ticket in tickets:
+                if ticket.earlier_steps and not ticket.work.over:
+                    self._queue.push(ticket.entry)
+            self._condition.notify()
+
     def _develop(self) -> None:
         """Decode what is finished, all of it together, unless the last lot is still under way."""
-        if self.aside.busy or not (self._finished or self._previews):
+        if self.aside.busy or not (self._finished or self._previews or self._through):
             return
+        if self._through:
+            larger, self._through = self._through, []
+            self.aside.put(lambda: self._enlarge_aside(larger))
         tickets, self._finished = self._finished, []
         previews, self._previews = self._previews, []
         self.aside.put(lambda: self._develop_aside(tickets, previews))
@@ -361,5 +395,5 @@ class Engine:
 
 def _load_of(entry: Entry, own_pixels: int) -> float:
     """Evaluations of a picture's step, counted in pictures of the model's own size."""
-    shape: Shape = entry.item.work.shape
+    shape: Shape = entry.item.shape
     return shape.evaluations * shape.pixels / own_pixels

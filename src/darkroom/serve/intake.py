@@ -19,11 +19,12 @@ class Intake:
         self._rates = Rates(limits.rate_per_minute)
         self._reserved: Counter[str] = Counter()
 
-    def check_room(self, engine: Engine, key: str, num: int) -> None:
-        """429 where the queue is full or the key comes too often."""
-        waiting = engine.waiting() + self._reserved.total()
-        mine = engine.waiting(key) + self._reserved[key]
-        check_room(waiting, mine, num, self._limits, engine.wait_s())
+    def check_room(self, engine: Engine, key: str, num: int, others: Counter[str] | None = None) -> None:
+        """429 where the queue is full or the key comes too often; `others` wait for any server, by key."""
+        others = others or Counter()
+        waiting = engine.waiting() + self._reserved.total() + others.total()
+        mine = engine.waiting(key) + self._reserved[key] + others[key]
+        check_room(waiting, mine, num, self._limits, engine.wait_s(), key)
         self._rates.take(key)
 
     @contextmanager

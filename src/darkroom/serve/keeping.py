@@ -9,8 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.request import Uploads
-from darkroom.serve.results import Results, picture_name, png_bytes
+from darkroom.serve.results import PictureFiles, picture_name
 from darkroom.serve.store import StorageError, Store
 from darkroom.serve.work import Work
 
@@ -24,13 +25,17 @@ class Keeper:
 
     def __init__(
         self,
-        results: Results,
+        results: PictureFiles,
         store: Store,
         over: Callable[[Work, str, dict[str, Any]], None],
         usd_per_hour: float | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self._results, self._store, self._over = results, store, over
         self.usd_per_hour = usd_per_hour
+        self.hooks = hooks or Hooks()
+        self.server: str | None = None
+        """Whose pictures these are, where several servers share a database."""
         self.trouble: str | None = None
         """What the disk last complained of; None once it works again."""
         self._closing = threading.Event()
@@ -47,7 +52,7 @@ class Keeper:
 
     def _keep(self, work: Work) -> None:
         try:
-            files = {picture_name(i): png_bytes(picture) for i, picture in work.pictures.items()}
+            files = {picture_name(i): self.hooks.png(picture) for i, picture in work.pictures.items()}
             result = self._result(work)
             num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
             if num_bytes is None:
@@ -59,12 +64,14 @@ class Keeper:
                 self._over(work, "done", result)
             elif moved is False:  # cancelled a moment before
                 self._results.delete(work.uid)
+        except Withheld as error:
+            self._fail(work, "withheld", str(error))
         except Exception:
             LOG.exception("job %s could not be stored", work.uid)
-            self._fail(work)
+            self._fail(work, "failed", "the pictures could not be stored")
 
-    def _fail(self, work: Work) -> None:
-        result = {"error": {"code": "failed", "message": "the pictures could not be stored"}}
+    def _fail(self, work: Work, code: str, message: str) -> None:
+        result = {"error": {"code": code, "message": message}}
         if self._store.end(work.uid, "failed", time.time(), result).result():
             self._over(work, "failed", result)
 
@@ -74,7 +81,8 @@ class Keeper:
         if self.usd_per_hour is not None:
             cost["usd"] = work.device_s * self.usd_per_hour / 3600
         pictures = [work.pictures[i].parameters for i in sorted(work.pictures)]
-        return {"pictures": pictures, "notes": list(work.prepared.notes), "cost": cost}
+        result = {"pictures": pictures, "notes": list(work.prepared.notes), "cost": cost}
+        return result if self.server is None else {**result, "server": self.server}
 
     def _until_it_works(self, write: Callable[[], Any]) -> Any:
         """The write's result; None where the server is closed before it works."""
@@ -95,8 +103,8 @@ class Keeper:
             self._results.write(PROBE_UID, {"probe": b"\0" * 4096})
             self._results.delete(PROBE_UID)
             self.trouble = None
-        except OSError as error:
-            self.trouble = error.strerror or "the disk takes no writes"
+        except (OSError, StorageError) as error:
+            self.trouble = getattr(error, "strerror", None) or "the disk takes no writes"
 
     def write_uploads(self, uid: str, uploads: Uploads) -> None:
         """Keep the pictures that came with a job."""

@@ -128,6 +128,11 @@ class Library:
         """What a request may name."""
         return set(self._look())
 
+    def at_hand(self) -> set[str]:
+        """The adapters that lie in slots or are about to."""
+        with self._lock:
+            return {file.name for file in (*self._slots, *self._staged)}
+
     def check(self, names: Iterable[str]) -> None:
         """Raises what is known to be wrong with one of them."""
         files = self._look()

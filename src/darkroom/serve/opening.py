@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from PIL import Image
 
 from darkroom import models, sample
 from darkroom.count import count
 from darkroom.sample.backends import Backend, open_backend
+from darkroom.sample.checks import repaints
 from darkroom.serve.engine import Engine
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import ServeSettings
@@ -58,9 +60,10 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         variant=settings.variant,
         revision=settings.revision,
     )
-    backend = open_backend(settings.backend, model, optimise=_optimisations(settings), notice=LOG.info)
+    optimise = _optimisations(settings, model)
+    backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
-    sample.Job(model, ["a first step"], sample.GenerateSettings(steps=1), backend)  # refuses what cannot be
+    first_job(model, backend)  # refuses what cannot be
     capacity = settings.capacity or rows_for_memory(model, backend)
     library = _open_library(settings, model, metrics, hooks.wake)
     _first_step(model, backend)
@@ -78,13 +81,15 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     return Opened(model, engine, library)
 
 
-def _optimisations(settings: ServeSettings) -> str:
+def _optimisations(settings: ServeSettings, model: Model) -> str:
     """Attention with fused projections leaves no layers for adapters to stand in."""
     if settings.optimise is not None:
         return settings.optimise
     if settings.backend not in ("torch", "compile"):
         return "none"
-    return "auto" if settings.adapters is None else "fused_attention"
+    if settings.adapters is None:
+        return "auto"
+    return "fused_attention" if settings.backend == "compile" or model.is_dit else "fused_attention,lean"
 
 
 def _open_library(
@@ -103,11 +108,24 @@ def _open_library(
     )
 
 
+def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Job:
+    """One step of a picture of the model's own size; a U-Net that repaints is given one to repaint."""
+    image = mask = None
+    if repaints(model):
+        size = (model.sample_size, model.sample_size)
+        image, mask = Image.new("RGB", size), Image.new("L", size, 255)
+    told = sample.GenerateSettings(steps=1, **settings)
+    return sample.Job(model, ["a first step"], told, backend, image=image, mask=mask)
+
+
 def _first_step(model: Model, backend: Backend) -> None:
     """The first call of anything is slow: allocators, kernels, threads. Take it before the first job."""
-    sample.generate(
-        model, "", steps=1, guidance=2.0, backend=backend, notice=lambda note: LOG.info("%s", note)
-    )
+    job = first_job(model, backend, guidance=2.0)
+    for note in job.notes:
+        LOG.info("%s", note)
+    row = job.row(0)
+    sample.advance(backend.unet, [row])
+    job.finish(0, [row])
 
 
 def rows_for_memory(model: Model, backend: Backend) -> int:
@@ -125,10 +143,10 @@ def rows_for_memory(model: Model, backend: Backend) -> int:
 
 
 def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
-    job = sample.Job(model, ["rows"], sample.GenerateSettings(steps=1), backend)
-    row = job.row(0)
+    row = first_job(model, backend).row(0)
     told = [row.positive] * rows
-    x_BCHW = torch.stack([row.latents_CHW.to(backend.dtype)] * rows)
+    seen = [row.latents_CHW] if row.extra_CHW is None else [row.latents_CHW, row.extra_CHW]
+    x_BCHW = torch.stack([torch.cat(seen).to(backend.dtype)] * rows)
     text_BLD = torch.stack([condition.text_LD for condition in told])
     added = {name: torch.stack([c.added[name] for c in told]) for name in row.positive.added}
     t_B = torch.ones(rows, device=backend.device)

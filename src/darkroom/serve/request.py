@@ -28,6 +28,19 @@ class AdapterChoice(_Strict):
     weight: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
 
 
+class HiresChoice(_Strict):
+    """A second pass at a larger size, from the first pass's picture."""
+
+    scale: float = Field(ge=1, le=8, allow_inf_nan=False, description="how much larger each side becomes")
+    strength: float = Field(
+        0.7, gt=0, le=1, allow_inf_nan=False, description="share of the steps taken at the large size"
+    )
+    steps: int | None = Field(None, ge=1, le=1000, description="of which it is a share; None: as the first")
+    upscaler: Literal["latent", "lanczos"] = Field(
+        "latent", description="latent: between the latents; lanczos: decoded, enlarged, encoded"
+    )
+
+
 class PictureRequest(_Strict):
     """Pictures of one prompt. None leaves a choice to the model. The server's `Limits` bound it further."""
 
@@ -53,6 +66,7 @@ class PictureRequest(_Strict):
     strength: float | None = Field(
         None, gt=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
     )
+    hires: HiresChoice | None = Field(None, description="a second pass at a larger size; not with an upload")
     adapters: tuple[AdapterChoice, ...] = Field((), max_length=16, description="of the server's folder")
     priority: Literal["low", "normal", "high"] = Field(
         "normal", description="among the jobs of one's own key; it takes nothing from others"

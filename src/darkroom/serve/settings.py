@@ -38,6 +38,15 @@ class ServeSettings(BaseModel):
     name: str = Field(
         "darkroom", min_length=1, max_length=64, description="of this server, unique in its database"
     )
+    shared: bool = Field(
+        False, description="jobs and pictures are those of every server of this name in the jobs' database"
+    )
+    lease_s: float = Field(
+        10.0, ge=1, le=3600, description="where shared: a server silent for so long loses its jobs to others"
+    )
+    patience_s: float = Field(
+        0.5, ge=0, le=3600, description="where shared: a job waits so long for a server that has its adapters"
+    )
     capacity: int | None = Field(
         None, ge=1, le=4096, description="U-Net evaluations a step, at the model's own size; None: by memory"
     )
@@ -49,6 +58,9 @@ class ServeSettings(BaseModel):
     variant: str | None = None
     revision: str | None = None
     drain_s: float = Field(30.0, ge=0, description="time to finish what is on its way when told to stop")
+    hooks: tuple[str, ...] = Field(
+        (), description="MODULE:FUNCTION: each sees every picture before it is kept"
+    )
     usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of a job")
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")

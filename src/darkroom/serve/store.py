@@ -11,6 +11,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,9 +28,10 @@ T = TypeVar("T")
 Action = Callable[[sql.Connection], Any]
 MOST_AT_ONCE = 64
 
+METADATA = sql.MetaData()
 JOBS = sql.Table(
     "darkroom_jobs",
-    sql.MetaData(),
+    METADATA,
     sql.Column("uid", sql.String(32), primary_key=True),
     sql.Column("server", sql.String(64), nullable=False, index=True),
     sql.Column("key", sql.String(100), nullable=False),
@@ -72,19 +74,19 @@ class Record:
 
 
 class Store:
-    """Jobs by key and id. `server` names whose jobs are taken up again after a restart."""
+    """Jobs by key and id. `server` names whose jobs are taken up again after a restart.
 
-    def __init__(self, url: str, server: str = "darkroom") -> None:
+    A `shared` one is that of several servers of this name, which agree by leases (`leases`).
+    """
+
+    def __init__(self, url: str, server: str = "darkroom", *, shared: bool = False) -> None:
         self.server = server
         self.trouble: str | None = None
         """What the disk or the database last complained of; None once it works again."""
         self._engine = _open(url)
         self._actions: queue.SimpleQueue[tuple[Action, Future[Any]] | None] = queue.SimpleQueue()
-        self._lock_connection = _lock(self._engine, server)
-        try:
-            JOBS.metadata.create_all(self._engine)
-        except SQLAlchemyError as error:
-            raise InputError(f"the jobs' database cannot be used: {_told(error)}") from error
+        self._lock_connection = None if shared else _lock(self._engine, server)
+        _create_tables(self._engine, [*METADATA.tables.values()] if shared else [JOBS])
         self._thread = threading.Thread(target=self._run, name="darkroom-store", daemon=True)
         self._thread.start()
 
@@ -101,30 +103,31 @@ class Store:
     def accept(self, record: Record) -> Future[Record]:
         """Keep a new job; gives the one already there of the same key and id, if any."""
 
-        def action(connection: sql.Connection) -> Record:
-            there = _find(connection, record.key, record.id)
-            if there is not None:
-                return there
-            values = {**record.__dict__, "result": json.dumps(record.result)}
-            try:
-                with connection.begin_nested():
-                    connection.execute(sql.insert(JOBS).values(values))
-            except IntegrityError:  # another server was quicker
-                there = _find(connection, record.key, record.id)
-                if there is None:
-                    raise
-                return there
-            return record
+        return self.do(lambda connection: self.keep(connection, record))
 
-        return self._do(action)
+    def keep(self, connection: sql.Connection, record: Record) -> Record:
+        """`accept`, within a transaction."""
+        there = _find(connection, record.key, record.id)
+        if there is not None:
+            return there
+        values = {**record.__dict__, "result": json.dumps(record.result)}
+        try:
+            with connection.begin_nested():
+                connection.execute(sql.insert(JOBS).values(values))
+        except IntegrityError:  # another server was quicker
+            there = _find(connection, record.key, record.id)
+            if there is None:
+                raise
+            return there
+        return record
 
     def find(self, key: str, job_id: str) -> Future[Record | None]:
         """A job of a key."""
-        return self._do(lambda connection: _find(connection, key, job_id))
+        return self.do(lambda connection: _find(connection, key, job_id))
 
     def find_uid(self, uid: str) -> Future[Record | None]:
         """A job by what is unique to it."""
-        return self._do(lambda connection: _first(connection, JOBS.c.uid == uid))
+        return self.do(lambda connection: _first(connection, JOBS.c.uid == uid))
 
     def find_all(
         self, key: str, *, state: str | None = None, limit: int = 100, before_s: float | None = None
@@ -136,12 +139,12 @@ class Store:
         if before_s is not None:
             wanted.append(JOBS.c.created_s < before_s)
         query = sql.select(JOBS).where(*wanted).order_by(JOBS.c.created_s.desc(), JOBS.c.uid).limit(limit)
-        return self._do(lambda connection: [_record(row) for row in connection.execute(query)])
+        return self.do(lambda connection: [record_of(row) for row in connection.execute(query)])
 
     def start(self, uid: str, at_s: float) -> Future[None]:
         """Note that work on a job has begun."""
         values = {"state": "running", "started_s": at_s, "attempts": JOBS.c.attempts + 1}
-        return self._do(lambda c: _move(c, uid, values))
+        return self.do(lambda c: _move(c, uid, values))
 
     def end(
         self, uid: str, state: str, at_s: float, result: dict[str, Any], num_bytes: int = 0
@@ -149,13 +152,13 @@ class Store:
         """A job is over; False where it was already."""
         assert state in FINAL
         values = {"state": state, "finished_s": at_s, "result": json.dumps(result), "bytes": num_bytes}
-        return self._do(lambda c: _move(c, uid, values))
+        return self.do(lambda c: _move(c, uid, values))
 
     def live(self) -> Future[list[Record]]:
         """This server's jobs that are not over, in the order in which they were accepted."""
         query = sql.select(JOBS).where(JOBS.c.server == self.server, JOBS.c.state.in_(LIVE))
         query = query.order_by(JOBS.c.created_s, JOBS.c.uid)
-        return self._do(lambda connection: [_record(row) for row in connection.execute(query)])
+        return self.do(lambda connection: [record_of(row) for row in connection.execute(query)])
 
     def expired(self, before_s: float, keep_bytes: int) -> Future[list[str]]:
         """Uids of this server's finished jobs that are too old, and of the oldest beyond so many bytes."""
@@ -171,25 +174,27 @@ class Store:
                     found.append(uid)
             return found
 
-        return self._do(action)
+        return self.do(action)
 
     def known(self, uids: Sequence[str]) -> Future[set[str]]:
         """Which of these uids have a row."""
         query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids))
-        return self._do(lambda connection: {row[0] for row in connection.execute(query)})
+        return self.do(lambda connection: {row[0] for row in connection.execute(query)})
 
     def forget(self, uids: Sequence[str]) -> Future[None]:
         """Take jobs out for good."""
-        return self._do(lambda connection: connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(uids))))
+        return self.do(lambda connection: connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(uids))))
 
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
-        return self._do(lambda c: c.execute(sql.update(JOBS).where(JOBS.c.uid == "").values(attempts=0)))
+        return self.do(lambda c: c.execute(sql.update(JOBS).where(JOBS.c.uid == "").values(attempts=0)))
 
     # ---- the writer thread
 
-    def _do(self, action: Action) -> Future[Any]:
+    def do(self, action: Action) -> Future[Any]:
+        """Run something on the writer thread, in a transaction that it may share."""
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # whoever waits may leave: what was asked is done all the same
         self._actions.put((action, future))
         return future
 
@@ -244,6 +249,18 @@ def _open(url: str) -> sql.Engine:
     return engine
 
 
+def _create_tables(engine: sql.Engine, tables: list[sql.Table]) -> None:
+    """Create what is not there. Of two servers that begin together one comes too late, and finds it there."""
+    for more_tries in (2, 1, 0):
+        try:
+            METADATA.create_all(engine, tables=tables)
+            return
+        except SQLAlchemyError as error:
+            if not more_tries:
+                raise InputError(f"the jobs' database cannot be used: {_told(error)}") from error
+            time.sleep(0.1)
+
+
 def _set_up_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # SQLAlchemy begins its transactions itself
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000"):
@@ -277,11 +294,12 @@ def _find(connection: sql.Connection, key: str, job_id: str) -> Record | None:
 
 def _first(connection: sql.Connection, *wanted: sql.ColumnElement[bool]) -> Record | None:
     row = connection.execute(sql.select(JOBS).where(*wanted)).first()
-    return None if row is None else _record(row)
+    return None if row is None else record_of(row)
 
 
-def _record(row: sql.Row[Any]) -> Record:
-    values = dict(row._mapping)
+def record_of(row: sql.Row[Any]) -> Record:
+    """A row of the jobs' table, whatever else was selected with it."""
+    values = {column.name: row._mapping[column.name] for column in JOBS.columns}
     return Record(**{**values, "result": json.loads(values["result"])})
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -12,6 +13,7 @@ from PIL import Image
 from darkroom import sample
 from darkroom.sample.backends import Backend
 from darkroom.sample.checks import checked_size, table_for
+from darkroom.sample.generate import second_pass
 from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.work import Shape, Ticket, Work, preview_steps
 
@@ -19,11 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from darkroom.models import Model
-    from darkroom.serve.library import Library
+    from darkroom.sample.adapters import Encode
+    from darkroom.serve.library import Lent, Library
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Of uploads."""
 Failures = list[tuple[Work, BaseException]]
+MOST_TEXTS = 256
+"""Encoded texts that are kept: 236 KB each for Stable Diffusion 1 in float32."""
 
 
 def settings_of(request: PictureRequest) -> sample.GenerateSettings:
@@ -43,6 +48,7 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         weighting=request.weighting,
         clip_skip=request.clip_skip,
         strength=request.strength,
+        hires=None if request.hires is None else sample.Hires(**request.hires.model_dump()),
     )
 
 
@@ -55,7 +61,61 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     width, height = checked_size(model, settings.size, image)
     guidance = settings.resolved(table.solver).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
-    return Shape(width, height, len(table), 2 if guidance > 1 and not distilled else 1)
+    evaluations = 2 if guidance > 1 and not distilled else 1
+    larger = _larger(model, settings, (width, height), evaluations)
+    return Shape(width, height, len(table), evaluations, larger)
+
+
+def _larger(
+    model: Model, settings: sample.GenerateSettings, size: tuple[int, int], evaluations: int
+) -> Shape | None:
+    found = second_pass(model, settings, size)
+    return None if found is None else Shape(*found.size, len(found.table), evaluations)
+
+
+Text = tuple["sample.Condition", list[str]]
+
+
+class Texts:
+    """Texts as encoded lately: most requests share their negative text, and many a prompt comes again."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Hashable, Text] = OrderedDict()
+
+    def through(self, encode: Encode, told: Hashable) -> Encode:
+        """`encode`, with what is known taken from here; `told` is all else that the states depend on."""
+
+        def remembered(
+            prompts: Sequence[str], parts: Sequence[int]
+        ) -> tuple[list[sample.Condition], list[str]]:
+            texts = [self._text(encode, told, *one) for one in zip(prompts, parts, strict=True)]
+            return [condition for condition, _ in texts], [note for _, notes in texts for note in notes]
+
+        return remembered
+
+    def _text(self, encode: Encode, told: Hashable, prompt: str, parts: int) -> Text:
+        key = prompt, parts, told
+        if key not in self._kept:
+            [condition], notes = encode([prompt], [parts])
+            self._kept[key] = condition, notes
+            if len(self._kept) > MOST_TEXTS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+
+class _Job(sample.Job):
+    """A job whose texts may be known already."""
+
+    def __init__(self, texts: Texts | None, *given: Any, **more: Any) -> None:
+        self._texts = texts
+        super().__init__(*given, **more)
+
+    def _encode(self, clip_skip: int) -> Encode:
+        encode = super()._encode(clip_skip)
+        if self._texts is None:
+            return encode
+        return self._texts.through(encode, (self.size, self.settings.weighting, clip_skip))
 
 
 class Studio:
@@ -63,6 +123,7 @@ class Studio:
 
     def __init__(self, model: Model, backend: Backend) -> None:
         self.model, self.backend = model, backend
+        self._texts = Texts()
 
     def prepare(self, works: Sequence[Work], library: Library | None) -> Failures:
         """Check and encode works; those that cannot be are returned with the reason."""
@@ -79,7 +140,8 @@ class Studio:
     def _prepared(self, work: Work, library: Library | None) -> sample.Job:
         adapted = library.lend(work) if library is not None and work.adapters else None
         uploads = work.uploads or Uploads()
-        return sample.Job(
+        return _Job(
+            None if adapted is not None and _changes_texts(adapted) else self._texts,
             self.model,
             [work.request.prompt],
             settings_of(work.request),
@@ -93,9 +155,27 @@ class Studio:
         """Give a ticket its row at the first step."""
         job = ticket.work.prepared
         assert job is not None
+        if ticket.row is not None:  # of its second pass
+            return
         ticket.row = job.row(ticket.index)
         if ticket.work.request.previews:
-            ticket.preview_at = preview_steps(ticket.work.request.previews, len(job.table))
+            steps = ticket.work.steps_total // len(ticket.work.tickets)
+            ticket.preview_at = preview_steps(ticket.work.request.previews, steps)
+
+    def enlarge(self, tickets: Sequence[Ticket]) -> Failures:
+        """Give tickets that are through their first pass the row of their second."""
+        failed: Failures = []
+        for ticket in tickets:
+            job, row = ticket.work.prepared, ticket.row
+            assert job is not None
+            assert row is not None
+            try:
+                [larger] = job.enlarged(ticket.index, [row])
+            except Exception as error:
+                failed.append((ticket.work, error))
+            else:
+                ticket.enlarge(larger)
+        return failed
 
     def finish(self, tickets: Sequence[Ticket]) -> Failures:
         """Decode finished rows, those of one size together; a failure is traced by decoding each alone."""
@@ -138,6 +218,11 @@ class Studio:
             except Exception:  # a preview is a courtesy: the picture itself will tell
                 continue
         return shown
+
+
+def _changes_texts(adapted: Lent) -> bool:
+    assert adapted.bank is not None
+    return any(path.startswith("text_encoder") for path in adapted.bank.layers)
 
 
 def _opened(content: bytes | None) -> Image.Image | None:

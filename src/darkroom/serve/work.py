@@ -28,6 +28,8 @@ class Shape:
     steps: int
     evaluations: int
     """U-Net rows a step: 2 with guidance."""
+    larger: Shape | None = None
+    """Of the second pass."""
 
     @property
     def pixels(self) -> int:
@@ -36,8 +38,13 @@ class Shape:
 
     @property
     def cost(self) -> float:
-        """Work of one picture: pixels x steps x evaluations."""
+        """Work of one picture's first pass: pixels x steps x evaluations."""
         return float(self.pixels * self.steps * self.evaluations)
+
+    @property
+    def whole_cost(self) -> float:
+        """Work of one picture."""
+        return self.cost + (self.larger.cost if self.larger is not None else 0.0)
 
 
 class Listener(Protocol):
@@ -104,13 +111,19 @@ class Work:
     @property
     def steps_total(self) -> int:
         """Of all its pictures; known exactly once they are prepared (PNDM takes one more)."""
-        steps = len(self.prepared.table) if self.prepared is not None else self.shape.steps
+        if (job := self.prepared) is not None:
+            steps = len(job.table) + (len(job.hires.table) if job.hires is not None else 0)
+        else:
+            steps = self.shape.steps + (self.shape.larger.steps if self.shape.larger is not None else 0)
         return steps * len(self.tickets)
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One picture of a work: waiting (`entry`), on its way (`row`), or done."""
+    """One picture of a work: waiting (`entry`), on its way (`row`), or done.
+
+    One with a second pass waits twice.
+    """
 
     work: Work
     index: int
@@ -121,16 +134,39 @@ class Ticket:
     meter_s: float = 0.0
     """The bucket's meter when it came aboard."""
     done: bool = False
+    load: float = 0.0
+    """What it takes of the room of its size; 0 while it waits."""
+    earlier_steps: int = 0
+    """Of the first pass, once it is in the second."""
 
     def __post_init__(self) -> None:
-        shape, request = self.work.shape, self.work.request
-        size: Hashable = (shape.width, shape.height)
-        self.entry = Entry(self, self.work.key, size, shape.cost, PRIORITIES[request.priority])
+        self._enter()
+
+    def _enter(self) -> None:
+        size: Hashable = (self.shape.width, self.shape.height)
+        priority = PRIORITIES[self.work.request.priority]
+        self.entry = Entry(self, self.work.key, size, self.shape.cost, priority)
+
+    @property
+    def shape(self) -> Shape:
+        """What the pass that it is in, or waits for, costs."""
+        larger = self.work.shape.larger
+        return larger if self.earlier_steps and larger is not None else self.work.shape
+
+    @property
+    def has_another_pass(self) -> bool:
+        """Whether a picture that is through its steps is to be made larger still."""
+        return self.work.shape.larger is not None and not self.earlier_steps
+
+    def enlarge(self, row: sample.Row) -> None:
+        """Wait anew, for the second pass."""
+        self.earlier_steps, self.row = self.step, row
+        self._enter()
 
     @property
     def step(self) -> int:
         """Steps taken."""
-        return self.row.step if self.row is not None else 0
+        return self.earlier_steps + (self.row.step if self.row is not None else 0)
 
 
 def preview_steps(count: int, steps: int) -> dict[int, int]:

@@ -127,7 +127,10 @@ def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"enable_hr": True}, "enable_hr"),
+        ({"enable_hr": True, "hr_upscaler": "ESRGAN_4x"}, "hr_upscaler"),
+        ({"enable_hr": True, "hr_scale": 9}, "hr_scale"),
+        ({"enable_hr": True, "hr_resize_x": 512}, "hr_resize_x"),
+        ({"enable_hr": True, "denoising_strength": 0}, "denoising_strength"),
         ({"sampler_name": "Heun"}, "sampler_name"),
         ({"scheduler": "Exponential"}, "scheduler"),
         ({"nonsense": 1}, "nonsense"),
@@ -155,3 +158,18 @@ def test_hostile_pictures_are_refused(http):
         told = http.post("/sdapi/v1/img2img", json={"prompt": "a", "init_images": [given]})
         assert told.status_code == 422
         assert "init_images" in told.json()["detail"]
+
+
+def test_a_second_pass_makes_the_picture_larger(http):
+    body = {"prompt": "a", "steps": 4, "seed": 3, "width": 32, "height": 32}
+    more = {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 6, "denoising_strength": 0.5}
+    told = http.post("/sdapi/v1/txt2img", json={**body, **more, "hr_upscaler": "Lanczos"}).json()
+    [image] = told["images"]
+    assert opened(image).size == (48, 48)
+    text = json.loads(told["info"])["infotexts"][0]
+    assert "Hires upscale: 1.5" in text
+    assert "Denoising strength: 0.5" in text
+    assert "Hires steps: 6" in text
+    plain = http.post("/sdapi/v1/txt2img", json=body).json()["images"][0]
+    assert opened(plain).size == (32, 32)
+    assert change(opened(image).resize((32, 32)), opened(plain)) > 1

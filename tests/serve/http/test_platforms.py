@@ -16,7 +16,7 @@ from darkroom.errors import InputError
 from darkroom.serve.http.vertex import model_of, routes_of, small_enough
 from darkroom.serve.refused import Refused
 from serve.conftest import DARKROOM, Server, difference
-from serve.http.conftest import base64_of, opened
+from serve.http.conftest import base64_of, change, opened
 
 
 def tensor(name: str, datatype: str, *data: object) -> dict[str, object]:
@@ -200,3 +200,20 @@ def test_vertex_s_environment(tmp_path):
     for uri in ("gs://bucket/other", "gs://bucket/../bucket/model"):
         with pytest.raises(InputError, match="mount the bucket"):
             model_of({"AIP_STORAGE_URI": uri}, mounted=tmp_path)
+
+
+def test_hugging_faces_own_client_draws(server, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub import InferenceClient
+    from huggingface_hub.errors import HfHubHTTPError
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # loopback is not the hub
+    for client in (InferenceClient(model=server.url), InferenceClient(base_url=server.url)):
+        told = {"num_inference_steps": 4, "seed": 3, "guidance_scale": 5.0, "negative_prompt": "fog"}
+        image = client.text_to_image("a horse", width=32, height=24, **told)
+        assert image.size == (32, 24)
+        assert change(image, client.text_to_image("a horse", width=32, height=24, **told)) == 0
+        other = client.text_to_image("a horse", width=32, height=24, **{**told, "seed": 4})
+        assert change(image, other) > 1
+        with pytest.raises(HfHubHTTPError, match="num_inference_steps"):
+            client.text_to_image("a horse", num_inference_steps=100_000)

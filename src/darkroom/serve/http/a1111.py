@@ -24,11 +24,19 @@ from darkroom.sample.adapters import read_tags
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.admission import checked_picture
 from darkroom.serve.core import Core
-from darkroom.serve.http.a1111_names import REFUSED, SAMPLERS, SCHEDULERS, UNUSED, name_of, solver_of
+from darkroom.serve.http.a1111_names import (
+    REFUSED,
+    SAMPLERS,
+    SCHEDULERS,
+    UNUSED,
+    name_of,
+    solver_of,
+    upscaler_of,
+)
 from darkroom.serve.http.common import caller
 from darkroom.serve.http.dialects import all_made, decoded, encoded, pngs_of, route_in
 from darkroom.serve.refused import Refused
-from darkroom.serve.request import MAX_SEED, AdapterChoice, Job, PictureRequest, Uploads
+from darkroom.serve.request import MAX_SEED, AdapterChoice, HiresChoice, Job, PictureRequest, Uploads
 
 PREFIX = "sdapi-"
 """Of the ids of this dialect's jobs."""
@@ -54,6 +62,10 @@ class Txt2Img(BaseModel):
     eta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     denoising_strength: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     override_settings: dict[str, Any] | None = None
+    enable_hr: bool | None = False
+    hr_scale: float | None = Field(None, ge=1, le=8, allow_inf_nan=False, description="none: 2")
+    hr_second_pass_steps: int | None = Field(0, ge=0, le=1000, description="0: as the first pass")
+    hr_upscaler: str | None = Field(None, max_length=100, description="Latent or Lanczos")
 
     def check_others(self) -> None:
         """422 for a field that is not known, or that would change the picture."""
@@ -87,6 +99,20 @@ class Txt2Img(BaseModel):
             clip_skip=self._clip_skip(core),
             adapters=adapters,
             strength=None,
+            hires=self._hires(),
+        )
+
+    def _hires(self) -> HiresChoice | None:
+        if not self.enable_hr:
+            return None
+        strength = 0.75 if self.denoising_strength is None else self.denoising_strength
+        if not strength:
+            raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
+        return HiresChoice(
+            scale=2.0 if self.hr_scale is None else self.hr_scale,
+            strength=strength,
+            steps=self.hr_second_pass_steps or None,
+            upscaler=upscaler_of(self.hr_upscaler),
         )
 
     def _clip_skip(self, core: Core) -> int:
@@ -239,8 +265,9 @@ def _add_lists(router: APIRouter, core: Core) -> None:
 
     @router.get("/upscalers")
     async def upscalers() -> list[dict[str, Any]]:
-        """None."""
-        return []
+        """How a second pass may begin."""
+        plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
+        return [{"name": name, **plain} for name in ("Latent", "Lanczos")]
 
 
 def _error(refused: Refused) -> dict[str, Any]:

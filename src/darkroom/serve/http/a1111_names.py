@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from darkroom.serve.refused import Refused
 
@@ -43,13 +43,8 @@ UNUSED = frozenset(
         "hr_checkpoint_name",
         "hr_negative_prompt",
         "hr_prompt",
-        "hr_resize_x",
-        "hr_resize_y",
         "hr_sampler_name",
-        "hr_scale",
         "hr_scheduler",
-        "hr_second_pass_steps",
-        "hr_upscaler",
         "include_init_images",
         "infotext",
         "initial_noise_multiplier",
@@ -79,7 +74,8 @@ UNUSED = frozenset(
 )
 """Fields that are taken and not used: they concern files and windows, or only what is refused below."""
 REFUSED: dict[str, tuple[Neutral, ...]] = {
-    "enable_hr": (False, None),
+    "hr_resize_x": (0, None),
+    "hr_resize_y": (0, None),
     "restore_faces": (False, None),
     "tiling": (False, None),
     "subseed_strength": (0, 0.0, None),
@@ -90,6 +86,22 @@ REFUSED: dict[str, tuple[Neutral, ...]] = {
     "image_cfg_scale": (None, 0, 0.0, 1.5),
 }
 """Fields that would change the picture in a way that is not served, with the values that do not."""
+
+
+UPSCALERS: dict[str, Literal["latent", "lanczos"]] = {
+    "latent": "latent",
+    "latent (bilinear)": "latent",
+    "lanczos": "lanczos",
+}
+"""A1111's names of how the second pass begins, in small letters."""
+
+
+def upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
+    """How the second pass begins; 422 for what is not known."""
+    found = UPSCALERS.get((name or "latent").strip().lower())
+    if found is None:
+        raise Refused(422, "invalid_value", "hr_upscaler: one of Latent, Lanczos", param="hr_upscaler")
+    return found
 
 
 def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, bool | None]:

@@ -4,7 +4,8 @@ import { Painter } from "./mask.js";
 import { adaptersOf } from "./view.js";
 
 const SHAPES = [["1:1", 1, 1], ["3:2", 3, 2], ["2:3", 2, 3], ["16:9", 16, 9], ["9:16", 9, 16]];
-const PLAIN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "num", "solver", "strength"];
+const PLAIN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "num", "solver", "strength", "enlarge"];
+const REFINED = 0.6; // of the steps, once more at the larger size
 const MOST_SIDE = 2048;
 const MOST_BYTES = 6e6;
 
@@ -103,6 +104,7 @@ export class Form {
 
   /** Take up settings: of a picture, or of the last visit. What they do not say stays. */
   restore(told) {
+    if (told.enlarge === undefined) told = { ...told, ...this.firstPass(told) };
     for (const id of PLAIN) if (told[id] !== undefined && told[id] !== null) $(id).value = told[id];
     if (!$("solver").value) $("solver").value = this.model.solver;
     if (told.adapters) {
@@ -111,6 +113,16 @@ export class Form {
     this.showAdapters();
     $("negative-box").open = !!$("negative").value;
     this.keep();
+  }
+
+  /** Of a picture's settings: the size before it was enlarged, and by how much. */
+  firstPass({ width, height, hires }) {
+    const scale = hires?.scale;
+    if (!scale || !width) return { enlarge: "" };
+    const known = [...$("enlarge").options].some((one) => Number(one.value) === scale);
+    const step = this.model.size_step;
+    const before = (side) => Math.round(side / scale / step) * step;
+    return known ? { enlarge: String(scale), width: before(width), height: before(height) } : { enlarge: "" };
   }
 
   // ---- the picture to start from
@@ -145,6 +157,7 @@ export class Form {
   showStart() {
     $("start").dataset.empty = String(!this.start);
     $("strength-box").hidden = !this.start;
+    $("enlarge-box").hidden = !!this.start;
     $("mask-open").textContent = this.painter.touched ? "Change the mask" : "Paint a mask";
     if (!this.start) return;
     const { width, height } = this.painter.image;
@@ -165,6 +178,7 @@ export class Form {
       previews: Math.max(0, Math.min(this.model.limits.previews, steps - 1)),
     };
     if (this.start) Object.assign(told, { image: this.start, mask: await this.painter.base64(), strength: number("strength") });
+    else if ($("enlarge").value) told.hires = { scale: Number($("enlarge").value), strength: REFINED };
     // The seed as it stands: 19 digits are more than a JavaScript number holds.
     return withSeed(JSON.stringify(told), $("seed").value.trim());
   }

@@ -1,0 +1,184 @@
+"""The server in replicas under Ray Serve: each a whole engine behind the same doors, on one database.
+
+Ray gives a request to any replica, and the replica knows every job (`darkroom.serve.sharing`): who draws it
+is settled in the database, where a replica that has the adapters comes before one that would have to load
+them. A replica that is lost lets its leases run out; the others draw its jobs. The queue says how many
+replicas there are (`scaling`).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from darkroom.cluster.connect import connected, require_ray
+from darkroom.errors import DarkroomError, InputError
+from darkroom.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+LOG = logging.getLogger("darkroom.serve")
+MOST_REQUESTS = 512
+"""Of one replica at a time: most of them wait for a picture."""
+HEALTH_S = 5.0
+KILL_S = 15.0
+"""Beyond the drain, until Ray ends a replica by force."""
+
+
+class Replicas(BaseModel):
+    """How many replicas there are, and what each takes of the cluster."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    least: int = Field(1, ge=1, le=1000)
+    most: int = Field(1, ge=1, le=1000)
+    jobs_each: float = Field(16.0, gt=0, description="jobs, waiting or drawn, for which one replica is there")
+    cpus: float = Field(1.0, gt=0, description="of a replica; also its threads")
+    gpus: float = Field(0.0, ge=0, description="of a replica")
+    up_s: float = Field(10.0, ge=0, description="the queue must have been long for so long")
+    down_s: float = Field(300.0, ge=0, description="and short for so long")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Replicas:
+        if self.least > self.most:
+            raise ValueError(f"at least {self.least} and at most {self.most} replicas")
+        return self
+
+
+class OnRay(BaseModel):
+    """What `serve deploy` hands to `app`: the arguments of an application in Ray Serve's YAML."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    settings: ServeSettings
+    replicas: Replicas = Replicas()
+
+
+class Replica:
+    """One engine and its doors, in an actor of Ray Serve."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from darkroom.serve.core import Core
+
+        self.settings = ServeSettings.model_validate(settings)
+        self.core = Core(self.settings)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Ray Serve asks for the application that answers; it begins and ends with the replica."""
+        from darkroom.serve.app import make_app
+        from darkroom.serve.keys import Keys
+
+        keys = None if self.settings.key_file is None else Keys(self.settings.key_file)
+        return make_app(self.core, keys, replica=True)
+
+    async def check_health(self) -> None:
+        """Ray replaces a replica that raises here."""
+        trouble = self.core.trouble()
+        if trouble is not None and trouble[0] == "broken":
+            raise DarkroomError(trouble[1])
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `scaling.ByQueue` decides by."""
+        from darkroom.cluster.scaling import DRAWN, WAITING
+
+        sharing = self.core.sharing
+        assert sharing is not None
+        return {WAITING: float(sharing.backlog.total()), DRAWN: float(self.core.status().jobs)}
+
+
+def app(args: OnRay) -> Application:
+    """The application, for `serve deploy` with `import_path: darkroom.cluster.serve:app`."""
+    return application(args.settings, args.replicas)
+
+
+def application(settings: ServeSettings, replicas: Replicas) -> Application:
+    """Replicas of a server as an application of Ray Serve. InputError without a database to share."""
+    require_ray()
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    settings = shared(settings)
+    kind = serve.deployment(serve.ingress()(Replica))
+    return kind.options(
+        name="replica",
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=replicas.least,
+            max_replicas=replicas.most,
+            upscale_delay_s=replicas.up_s,
+            downscale_delay_s=replicas.down_s,
+            policy=AutoscalingPolicy(
+                policy_function="darkroom.cluster.scaling:ByQueue",
+                policy_kwargs={"jobs_per_replica": replicas.jobs_each},
+            ),
+        ),
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
+        max_ongoing_requests=MOST_REQUESTS,
+        health_check_period_s=HEALTH_S,
+        graceful_shutdown_timeout_s=settings.drain_s + KILL_S,
+    ).bind(settings.model_dump(mode="json"))
+
+
+def shared(settings: ServeSettings) -> ServeSettings:
+    """Settings of a server that shares its jobs; InputError where that cannot be."""
+    if settings.jobs is None or not settings.jobs.startswith("postgresql"):
+        raise InputError(
+            "--engine ray without a database that all replicas reach",
+            mend="give --jobs postgresql+psycopg://USER@HOST/NAME",
+        )
+    if settings.vertex is not None:
+        raise InputError(
+            "--vertex with --engine ray", mend="Vertex AI starts replicas itself: --engine local"
+        )
+    return settings.model_copy(update={"shared": True})
+
+
+def run(settings: ServeSettings, replicas: Replicas, address: str | None = None) -> None:
+    """Serve until SIGTERM or Ctrl-C; then every replica drains. `address` is as in `connect.connected`."""
+    from darkroom.serve.guard import is_public
+
+    settings = shared(settings)
+    if settings.key_file is None and is_public(settings.host):
+        raise InputError(
+            f"--host {settings.host} can be reached from elsewhere",
+            mend="give --api-key-file (made with --make-key), or serve on 127.0.0.1",
+        )
+    port = settings.port or _free_port(settings.host)
+    stop = threading.Event()
+    with connected(address, num_cpus=_cpus(replicas, address)) as cluster:
+        from ray import serve
+
+        LOG.info("%s", cluster.line())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        serve.start(proxy_location="EveryNode", http_options={"host": settings.host, "port": port})
+        try:
+            serve.run(application(settings, replicas), name=settings.name, route_prefix="/")
+            LOG.info("listening on http://%s:%d", settings.host, port)
+            stop.wait()
+            LOG.info(
+                "stopping: every replica finishes what is on its way, for at most %g s", settings.drain_s
+            )
+        finally:
+            serve.shutdown()
+
+
+def _cpus(replicas: Replicas, address: str | None) -> int | None:
+    """A cluster of this machine alone is told of as many cores as the replicas want, threads or not."""
+    import math
+    import os
+
+    if address not in (None, "local"):
+        return None
+    return max(os.cpu_count() or 1, math.ceil(replicas.most * replicas.cpus) + 1)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as there:
+        there.bind((host, 0))
+        return int(there.getsockname()[1])

@@ -1,0 +1,116 @@
+"""`Endings`: how jobs begin and end. Told by the engine's threads, written to the store, then told on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from darkroom.errors import DarkroomError
+from darkroom.serve.hooks import Hooks
+from darkroom.serve.keeping import Keeper
+from darkroom.serve.live import Live
+from darkroom.serve.lives import Lives
+from darkroom.serve.loop import Loop
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.results import PictureFiles
+from darkroom.serve.settings import ServeSettings
+from darkroom.serve.store import StorageError, Store
+from darkroom.serve.work import Work
+
+if TYPE_CHECKING:
+    from darkroom.serve.engine import Engine
+
+LOG = logging.getLogger("darkroom.serve")
+
+
+class Endings:
+    """The `Listener` of all works; `began`, `made` and `failed` come on the engine's threads."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        lives: Lives,
+        store: Store,
+        results: PictureFiles,
+        metrics: Metrics,
+        settings: ServeSettings,
+    ) -> None:
+        self._loop, self._lives, self._store, self._results = loop, lives, store, results
+        self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
+        hooks = Hooks.named(settings.hooks)
+        self.keeper = Keeper(results, store, self._over_soon, settings.usd_per_hour, hooks)
+        self.engine: Engine | None = None
+
+    def began(self, work: Work) -> None:
+        """Of `Listener`."""
+        future = self._store.start(work.uid, time.time())
+        future.add_done_callback(_note_failure)
+
+    def made(self, work: Work) -> None:
+        """Of `Listener`."""
+        self.keeper.keep(work)
+
+    def failed(self, work: Work, error: BaseException) -> None:
+        """Of `Listener`."""
+        told = {"code": "failed", "message": _told(error)}
+        self._loop.soon(lambda: self._fail_soon(work.uid, told))
+
+    def _fail_soon(self, uid: str, told: dict[str, str]) -> None:
+        if (live := self._lives.get(uid)) is not None:
+            self._loop.spawn(self.end(live, "failed", {"error": told}))
+
+    def too_late(self, live: Live) -> None:
+        """Its deadline has passed."""
+        told = {"code": "deadline", "message": f"not done within {live.work.request.deadline_s:g} s"}
+        self._loop.spawn(self.end(live, "failed", {"error": told}))
+
+    async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
+        """Stop a job for good. Where its pictures were stored a moment before, it is done and stays so."""
+        assert self.engine is not None
+        self.engine.drop(live.work)
+        if await self.end_row(live.record.uid, state, result):
+            self._over(live.work, state, result)
+            await self._loop.in_thread(self._results.delete, live.record.uid)
+
+    async def end_row(self, uid: str, state: str, result: dict[str, Any]) -> bool:
+        """Write down how a job ended, however long that takes; False where it was over already."""
+        now_s = time.time()
+        while True:
+            try:
+                return await asyncio.wrap_future(self._store.end(uid, state, now_s, result))
+            except (StorageError, OSError):
+                await asyncio.sleep(1)  # it must be written down, or it would run again after a restart
+
+    def _over_soon(self, work: Work, state: str, result: dict[str, Any]) -> None:
+        self._loop.soon(lambda: self._over(work, state, result))
+
+    def _over(self, work: Work, state: str, result: dict[str, Any]) -> None:
+        """A job's end is in the store: tell everybody."""
+        live = self._lives.get(work.uid)
+        if live is None:
+            return
+        live.end(state, result)
+        self._lives.forget(live)
+        self._metrics.over.labels(state).inc()
+        if state == "done":
+            self._count_done(work)
+
+    def _count_done(self, work: Work) -> None:
+        num, metrics = len(work.tickets), self._metrics
+        metrics.pictures.inc(num)
+        metrics.pixels.inc(num * work.shape.pixels)
+        metrics.job_seconds.observe(time.monotonic() - work.accepted_s)
+        metrics.device_seconds.inc(work.device_s)
+        metrics.usd.inc(work.device_s * self._usd_per_hour / 3600)
+
+
+def _told(error: BaseException) -> str:
+    """What a client may read of a failure: darkroom's own words, else only the kind."""
+    return str(error) if isinstance(error, DarkroomError) else f"the picture failed: {type(error).__name__}"
+
+
+def _note_failure(future: Any) -> None:
+    if (error := future.exception()) is not None:
+        LOG.warning("a job's start could not be noted: %s", error)

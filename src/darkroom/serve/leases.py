@@ -1,0 +1,177 @@
+"""Who works on which job, where several servers share a database: leases that run out unless renewed.
+
+A job has one owner at a time. A server that is killed renews no more, and when its leases have run out the
+others take its jobs over. Should it have been asleep only, its jobs may be drawn twice, but a job ends once:
+whoever is first. Time is the database's own, so that the servers' clocks do not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sql
+from sqlalchemy.dialects import postgresql, sqlite
+
+from darkroom.serve.store import JOBS, LIVE, METADATA, Record, Store, record_of
+
+LEASES = sql.Table(
+    "darkroom_leases",
+    METADATA,
+    sql.Column("uid", sql.String(32), primary_key=True),
+    sql.Column("owner", sql.String(100), nullable=False, index=True),
+    sql.Column("until_s", sql.Double, nullable=False),
+    sql.Column("steps_done", sql.Integer, nullable=False, default=0),
+    sql.Column("steps_total", sql.Integer, nullable=False, default=0),
+)
+LOOKED_AT = 64
+"""Jobs, the oldest, among which a server finds those that suit it."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A job as the database has it: how far its owner has come, or how many are before it."""
+
+    record: Record
+    owner: str | None = None
+    steps_done: int = 0
+    steps_total: int = 0
+    place: int | None = None
+
+
+class Leases:
+    """One server's leases in the store it shares."""
+
+    def __init__(self, store: Store, owner: str, lease_s: float) -> None:
+        self._store, self.owner, self._lease_s = store, owner, lease_s
+
+    def accept(self, record: Record, *, take: bool) -> Future[Record]:
+        """Keep a new job, and with `take` be its owner from the first moment."""
+
+        def action(connection: sql.Connection) -> Record:
+            kept = self._store.keep(connection, record)
+            if take and kept.uid == record.uid:
+                self._take(connection, [kept.uid], _now(connection))
+            return kept
+
+        return self._store.do(action)
+
+    def claim(self, holds: Collection[str], most: int, patience_s: float) -> Future[list[Record]]:
+        """Own up to `most` jobs that nobody does, the oldest first.
+
+        Those whose adapters all are among `holds` come first; one that wants others is left to the server
+        that has them, for `patience_s` after it was accepted.
+        """
+
+        def action(connection: sql.Connection) -> list[Record]:
+            now_s = _now(connection)
+            free = sql.or_(LEASES.c.uid.is_(None), LEASES.c.until_s < now_s)
+            query = sql.select(JOBS).outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
+            query = query.where(JOBS.c.server == self._store.server, JOBS.c.state.in_(LIVE), free)
+            query = query.order_by(JOBS.c.created_s, JOBS.c.uid).limit(LOOKED_AT)
+            found = [record_of(row) for row in connection.execute(query)]
+            suits = [record for record in found if adapters_of(record) <= set(holds)]
+            late = [r for r in found if r not in suits and now_s - r.created_s > patience_s]
+            wanted = [*suits, *late][:most]
+            taken = self._take(connection, [record.uid for record in wanted], now_s)
+            return [record for record in wanted if record.uid in taken]
+
+        return self._store.do(action)
+
+    def _take(self, connection: sql.Connection, uids: list[str], now_s: float) -> set[str]:
+        """Own jobs unless another server was quicker; those that it got."""
+        if not uids:
+            return set()
+        values = {"owner": self.owner, "until_s": now_s + self._lease_s, "steps_done": 0, "steps_total": 0}
+        # In one order everywhere, so that two servers do not wait for each other.
+        rows = [{"uid": uid, **values} for uid in sorted(uids)]
+        inserts = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+        insert = inserts(LEASES).values(rows)
+        free = insert.on_conflict_do_update(
+            index_elements=["uid"], set_=values, where=LEASES.c.until_s < now_s
+        ).returning(LEASES.c.uid)
+        return {row[0] for row in connection.execute(free)}
+
+    def renew(self, steps: Mapping[str, tuple[int, int]]) -> Future[set[str]]:
+        """Keep these jobs, with the steps done and in all; gives those that still are this server's to do."""
+
+        def action(connection: sql.Connection) -> set[str]:
+            until_s = _now(connection) + self._lease_s
+            for uid, (done, total) in steps.items():
+                connection.execute(
+                    sql.update(LEASES)
+                    .where(LEASES.c.uid == uid, LEASES.c.owner == self.owner)
+                    .values(until_s=until_s, steps_done=done, steps_total=total)
+                )
+            query = sql.select(JOBS.c.uid).join(LEASES, LEASES.c.uid == JOBS.c.uid)
+            query = query.where(LEASES.c.owner == self.owner, JOBS.c.state.in_(LIVE))
+            return {row[0] for row in connection.execute(query)}
+
+        return self._store.do(action)
+
+    def release(self, uids: Collection[str] | None = None) -> Future[Any]:
+        """Let others take these jobs, or all of this server's, at once."""
+        mine = sql.delete(LEASES).where(LEASES.c.owner == self.owner)
+        if uids is not None:
+            mine = mine.where(LEASES.c.uid.in_(list(uids)))
+        return self._store.do(lambda connection: connection.execute(mine))
+
+    def backlog(self) -> Future[Counter[str]]:
+        """Jobs by key that nobody works on. Leases of jobs that are over go on the way."""
+
+        def action(connection: sql.Connection) -> Counter[str]:
+            live = sql.select(JOBS.c.uid).where(JOBS.c.state.in_(LIVE))
+            connection.execute(
+                sql.delete(LEASES).where(LEASES.c.owner == self.owner, LEASES.c.uid.not_in(live))
+            )
+            query = sql.select(JOBS.c.key, sql.func.count()).outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
+            query = query.where(
+                JOBS.c.server == self._store.server,
+                JOBS.c.state.in_(LIVE),
+                sql.or_(LEASES.c.uid.is_(None), LEASES.c.until_s < _now(connection)),
+            )
+            return Counter({row[0]: row[1] for row in connection.execute(query.group_by(JOBS.c.key))})
+
+        return self._store.do(action)
+
+    def look(self, key: str, job_id: str) -> Future[Elsewhere | None]:
+        """A job that another server may be drawing."""
+
+        def action(connection: sql.Connection) -> Elsewhere | None:
+            query = sql.select(JOBS, LEASES.c.owner, LEASES.c.steps_done, LEASES.c.steps_total)
+            query = query.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
+            row = connection.execute(query.where(JOBS.c.key == key, JOBS.c.id == job_id)).first()
+            if row is None:
+                return None
+            *_, owner, done, total = row
+            record = record_of(row)
+            place = self._place(connection, record) if owner is None and record.state == "queued" else None
+            return Elsewhere(record, owner, done or 0, total or 0, place)
+
+        return self._store.do(action)
+
+    def _place(self, connection: sql.Connection, record: Record) -> int:
+        before = sql.select(sql.func.count()).select_from(JOBS)
+        before = before.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid).where(
+            JOBS.c.server == record.server,
+            JOBS.c.state == "queued",
+            LEASES.c.uid.is_(None),
+            JOBS.c.created_s < record.created_s,
+        )
+        return int(connection.execute(before).scalar() or 0)
+
+
+def adapters_of(record: Record) -> set[str]:
+    """The adapters that a job names."""
+    return {choice["name"] for choice in json.loads(record.request).get("adapters", ())}
+
+
+def _now(connection: sql.Connection) -> float:
+    if connection.dialect.name != "postgresql":
+        return time.time()
+    return float(connection.execute(sql.text("SELECT extract(epoch FROM clock_timestamp())")).scalar() or 0)

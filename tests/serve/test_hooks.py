@@ -1,0 +1,171 @@
+"""Functions of the operator's own: a checker that withholds, a marker that marks, a signer of files."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from darkroom.errors import InputError
+from darkroom.serve import PictureRequest
+from darkroom.serve.core import Core
+from darkroom.serve.hooks import Hooks
+from darkroom.serve.marking import FOUND, marked, score
+from darkroom.serve.settings import ServeSettings
+
+QUICK = PictureRequest(prompt="a red circle", steps=2, seed=5, previews=1)
+CHECKER = """
+import io
+
+from PIL import Image, ImageStat
+from PIL.PngImagePlugin import PngInfo
+
+from darkroom.serve.hooks import Withheld
+
+SEEN = []
+
+
+def checker(picture):
+    SEEN.append(picture.parameters["seed"])
+    if picture.parameters["seed"] == 7 and ImageStat.Stat(picture.image).stddev[0] > 0:
+        raise Withheld("not fit to be shown")
+
+
+def grey(picture):
+    return picture.image.convert("L").convert("RGB")
+
+
+def signer(picture):
+    info = PngInfo()
+    info.add_text("signature", "signed by the operator")
+    buffer = io.BytesIO()
+    picture.image.save(buffer, "PNG", pnginfo=info)
+    return buffer.getvalue()
+
+
+def broken(picture):
+    raise ValueError("/secret/path")
+
+
+def nonsense(picture):
+    return b"no picture"
+
+
+NAME = "a text"
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch) -> Any:
+    """The operator's module, where Python finds it."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "operators_own.py").write_text(CHECKER)
+    monkeypatch.syspath_prepend(str(tmp_path / "own"))
+    yield "operators_own"
+    sys.modules.pop("operators_own", None)
+
+
+def run_with(run_core: Any, *hooks: str, seeds: tuple[int, ...] = (5,)) -> list[Any]:
+    async def scenario(core: Core) -> list[Any]:
+        ended = []
+        for seed in seeds:
+            await core.submit(QUICK.model_copy(update={"seed": seed}), key="a", job_id=f"x{seed}")
+            kinds = [event.kind async for event in core.events(f"x{seed}", key="a")]
+            job = await core.finished(f"x{seed}", key="a")
+            png = (await core.pictures(f"x{seed}", key="a"))[0].png if job.state == "done" else None
+            ended.append((job, png, kinds))
+        return ended
+
+    return list(run_core(scenario, hooks=hooks))
+
+
+def opened(png: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(png))
+
+
+def test_a_checker_withholds_one_picture_and_nobody_sees_a_preview(module, run_core):
+    fine, withheld = run_with(run_core, f"{module}:checker", seeds=(5, 7))
+    assert sys.modules[module].SEEN == [5, 7]
+    assert fine[0].state == "done"
+    assert withheld[0].state == "failed"
+    assert withheld[0].error == {"code": "withheld", "message": "not fit to be shown"}
+    assert "preview" not in fine[2] + withheld[2]
+
+
+def test_previews_come_without_hooks(run_core):
+    [(_, _, kinds)] = run_with(run_core)
+    assert "preview" in kinds or "step" in kinds
+
+
+def test_pictures_are_changed_and_signed_in_order(module, run_core):
+    [(_, plain, _)] = run_with(run_core)
+    [(_, png, _)] = run_with(run_core, f"{module}:grey", f"{module}:signer", f"{module}:broken")
+    made = opened(png)
+    assert made.info["signature"] == "signed by the operator"
+    values = np.asarray(made.convert("RGB"))
+    assert (values[..., 0] == values[..., 1]).all()
+    assert (
+        np.asarray(opened(plain).convert("RGB"))[..., 0] != np.asarray(opened(plain).convert("RGB"))[..., 1]
+    ).any()
+
+
+@pytest.mark.parametrize("name", ["broken", "nonsense"])
+def test_a_hook_that_fails_fails_its_job_alone_and_tells_nothing(module, run_core, name):
+    [(job, _, _)] = run_with(run_core, f"{module}:{name}")
+    assert job.state == "failed"
+    assert job.error == {"code": "failed", "message": "the pictures could not be stored"}
+
+
+@pytest.mark.parametrize(
+    "name", ["no_colon", "no.such.module:f", "operators_own:missing", "operators_own:NAME", ":f"]
+)
+def test_what_is_no_function_is_refused_at_the_start(module, tmp_path, name):
+    with pytest.raises(InputError, match="--hook"):
+        Core(ServeSettings(model="tiny", state=tmp_path / "state", hooks=(name,)))
+
+
+def test_every_picture_says_that_it_was_made(run_core):
+    [(_, png, _)] = run_with(run_core)
+    image = opened(png)
+    assert "trainedAlgorithmicMedia" in image.info["XML:com.adobe.xmp"]
+    assert "darkroom" in image.info["parameters"]
+
+
+def photograph(shared_data: Path) -> Image.Image:
+    found = sorted(path for path in shared_data.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))
+    if not found:
+        pytest.skip("no photograph in shared/data")
+    return Image.open(found[0]).convert("RGB").resize((512, 512))
+
+
+def test_the_mark_is_found_by_its_key_alone_after_jpeg_and_cannot_be_seen(shared_data):
+    plain = photograph(shared_data)
+    image = marked(plain, "key")
+    error = np.asarray(image).astype(float) - np.asarray(plain).astype(float)
+    assert 10 * np.log10(255**2 / (error**2).mean()) > 41
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    assert score(image, "key") > FOUND
+    assert score(opened(buffer.getvalue()), "key") > FOUND
+    assert score(image.crop((64, 128, 448, 512)), "key") > FOUND
+    assert score(image.point(lambda value: value * 0.8), "key") > FOUND
+    for one, key in ((image, "another"), (plain, "key")):
+        assert abs(score(one, key)) < FOUND
+
+
+def test_the_marking_hook_keeps_the_metadata(monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setenv("DARKROOM_MARK", "ours")
+    picture: Any = SimpleNamespace(
+        image=Image.effect_noise((256, 256), 30).convert("RGB"), parameters={"prompt": "a", "seed": 1}
+    )
+    from darkroom.serve.marking import mark
+
+    assert score(mark(picture), "ours") > FOUND
+    assert Hooks.named(["darkroom.serve.marking:mark"]).functions == (mark,)

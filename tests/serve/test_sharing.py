@@ -1,0 +1,237 @@
+"""Servers that share a database: one queue, one owner a job, any of them answers, none is missed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from darkroom import sample
+from darkroom.errors import InputError
+from darkroom.sample import GenerateSettings
+from darkroom.serve import AdapterChoice, PictureRequest, Refused
+from darkroom.serve.core import Core
+from darkroom.serve.leases import Leases
+from darkroom.serve.settings import ServeSettings
+from darkroom.serve.store import Record, Store
+from serve.conftest import difference
+
+QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5)
+LONG = PictureRequest(prompt="a red circle", steps=150, seed=5)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/jobs.db"
+    return str(request.getfixturevalue("postgres"))
+
+
+@pytest.fixture
+def two_stores(url) -> Iterator[tuple[Store, Store]]:
+    name = f"group-{time.monotonic_ns()}"
+    stores = Store(url, name, shared=True), Store(url, name, shared=True)
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def record(server: str, number: int, adapters: tuple[str, ...] = ()) -> Record:
+    request = QUICK.model_copy(update={"adapters": tuple(AdapterChoice(name=name) for name in adapters)})
+    uid = f"{time.monotonic_ns():032x}"
+    return Record(
+        uid,
+        server,
+        "key",
+        f"job-{uid}",
+        "digest",
+        "queued",
+        request.model_dump_json(),
+        time.time() + number / 1000,
+    )
+
+
+def test_a_job_has_one_owner_until_its_lease_runs_out(two_stores):
+    one, other = (Leases(store, name, 1.0) for store, name in zip(two_stores, "ab", strict=True))
+    job = one.accept(record(two_stores[0].server, 0), take=True).result()
+    assert other.claim((), 10, 0.0).result() == []
+    assert other.backlog().result().total() == 0
+    time.sleep(0.6)
+    assert one.renew({job.uid: (3, 9)}).result() == {job.uid}
+    time.sleep(0.6)
+    assert other.claim((), 10, 0.0).result() == []
+    found = other.look("key", job.id).result()
+    assert found is not None
+    assert (found.owner, found.steps_done, found.steps_total) == ("a", 3, 9)
+    time.sleep(0.6)
+    assert [taken.uid for taken in other.claim((), 10, 0.0).result()] == [job.uid]
+    assert one.renew({job.uid: (4, 9)}).result() == set()
+    assert other.renew({job.uid: (1, 9)}).result() == {job.uid}
+
+
+def test_servers_that_claim_at_once_share_the_jobs_out(two_stores):
+    leases = [Leases(store, name, 30.0) for store, name in zip(two_stores, "ab", strict=True)]
+    made = [leases[0].accept(record(two_stores[0].server, i), take=False).result() for i in range(40)]
+    taken: list[str] = []
+    for _ in range(20):
+        futures = [some.claim((), 3, 0.0) for some in leases]
+        taken += [claimed.uid for future in futures for claimed in future.result()]
+    assert sorted(taken) == sorted(job.uid for job in made)
+    leases[1].release().result()
+    again = leases[0].claim((), 100, 0.0).result()
+    assert again
+    assert {job.uid for job in again} < set(taken)
+
+
+def test_a_job_waits_for_the_server_that_has_its_adapters_but_not_for_ever(two_stores):
+    one, other = (Leases(store, name, 30.0) for store, name in zip(two_stores, "ab", strict=True))
+    server = two_stores[0].server
+    styled = one.accept(record(server, 0, ("style0",)), take=False).result()
+    plain = one.accept(record(server, 1), take=False).result()
+    assert [job.uid for job in one.claim((), 1, 60.0).result()] == [plain.uid]
+    assert one.claim((), 5, 60.0).result() == []
+    assert [job.uid for job in other.claim({"style0"}, 5, 60.0).result()] == [styled.uid]
+    late = one.accept(record(server, -2000, ("style1",)), take=False).result()
+    assert [job.uid for job in one.claim((), 5, 1.0).result()] == [late.uid]
+
+
+@pytest.fixture
+def run_two(model_folder, adapter_folder, tmp_path, url) -> Callable[..., Any]:
+    """Calls a coroutine with two cores that share a database; returns what it returns."""
+
+    def run(scenario: Callable[[Core, Core], Awaitable[Any]], **settings: Any) -> Any:
+        told = {
+            "model": str(model_folder),
+            "adapters": adapter_folder,
+            "state": tmp_path / "state",
+            "capacity": 8,
+            "jobs": url,
+            "name": f"group-{time.monotonic_ns()}",
+            "shared": True,
+            "lease_s": 1.0,
+            **settings,
+        }
+
+        async def whole() -> Any:
+            cores = [Core(ServeSettings(**told)) for _ in range(2)]
+            try:
+                for core in cores:  # one after the other: two models cannot be opened at once in a process
+                    await core.start()
+                    await core.loaded()
+                return await asyncio.wait_for(scenario(*cores), 60)
+            finally:
+                for core in cores:
+                    await core.close()
+
+        return asyncio.run(whole())
+
+    return run
+
+
+def alone(model: Any, request: PictureRequest) -> Image.Image:
+    settings = GenerateSettings(steps=request.steps, seed=request.seed)
+    return sample.generate(model, request.prompt, **settings.model_dump(exclude_unset=True))[0].image
+
+
+def test_any_server_answers_for_a_job(small, run_two):
+    async def scenario(one: Core, other: Core) -> Any:
+        await one.submit(QUICK, key="a", job_id="x")
+        events = [event async for event in other.events("x", key="a")]
+        job = await other.finished("x", key="a")
+        [picture] = await other.pictures("x", key="a")
+        same = await other.submit(QUICK, key="a", job_id="x")
+        with pytest.raises(Refused) as missing:
+            await other.get("x", key="another")
+        return events, job, picture, same, missing.value, one.results.secret == other.results.secret
+
+    events, job, picture, same, missing, one_secret = run_two(scenario)
+    assert events[-1].kind == "done"
+    assert job.state == same.state == "done"
+    assert same.uid == job.uid
+    assert missing.status == 404
+    assert one_secret
+    image = Image.open(io.BytesIO(picture.png)).convert("RGB")
+    assert difference(image, alone(small, QUICK)) <= 1
+    assert difference(image, alone(small, QUICK.model_copy(update={"seed": 6}))) >= 10
+
+
+def test_a_job_cancelled_at_another_server_stops(run_two):
+    async def scenario(one: Core, other: Core) -> Any:
+        await one.submit(LONG, key="a", job_id="x")
+        while not (await other.get("x", key="a")).steps_done:
+            await asyncio.sleep(0.02)
+        cancelled = await other.cancel("x", key="a")
+        events = [event async for event in one.events("x", key="a")]
+        while one.status().rows:
+            await asyncio.sleep(0.02)
+        return cancelled, events[-1], await one.get("x", key="a"), one.status().jobs
+
+    cancelled, last, here, jobs = run_two(scenario)
+    assert cancelled.state == here.state == last.kind == "cancelled"
+    assert here.pictures == ()
+    assert jobs == 0
+
+
+def test_jobs_of_a_server_that_fell_silent_are_taken_over(run_two):
+    async def scenario(one: Core, other: Core) -> Any:
+        assert one.sharing is not None
+        assert one.engine is not None
+        one.sharing.takes = lambda record: True  # type: ignore[method-assign]
+        for i in range(4):
+            await one.submit(LONG.model_copy(update={"seed": i}), key="a", job_id=f"x{i}")
+        while not one.status().rows:
+            await asyncio.sleep(0.01)
+        one._loop.end_tasks()  # as if it were killed: it neither renews nor claims, nor steps
+        await asyncio.to_thread(one.engine.stop)
+        return [await other.finished(f"x{i}", key="a") for i in range(4)], other.metrics.pictures._value.get()
+
+    jobs, drawn = run_two(scenario)
+    assert [job.state for job in jobs] == ["done"] * 4
+    assert drawn == 4
+
+
+def test_a_server_that_stops_hands_its_jobs_on_at_once(run_two):
+    async def scenario(one: Core, other: Core) -> Any:
+        await one.submit(LONG, key="a", job_id="x")
+        await one.drain(0.0)
+        while other.status().jobs == 0:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Refused):
+            await one.submit(QUICK, key="a")
+        return (await one.finished("x", key="a")).state
+
+    assert run_two(scenario, lease_s=600.0) == "done"
+
+
+def test_work_goes_to_the_server_that_has_the_adapter(run_two):
+    styled = QUICK.model_copy(update={"adapters": (AdapterChoice(name="style0"),)})
+
+    async def scenario(one: Core, other: Core) -> Any:
+        await one.submit(styled, key="a", job_id="first")
+        await one.finished("first", key="a")
+        has, lacks = (one, other) if "style0" in _at_hand(one) else (other, one)
+        for i in range(6):
+            await lacks.submit(styled.model_copy(update={"seed": i}), key="a", job_id=f"x{i}")
+            await lacks.finished(f"x{i}", key="a")
+        return _at_hand(has), _at_hand(lacks), has.metrics.pictures._value.get()
+
+    has, lacks, drawn = run_two(scenario)
+    assert has == {"style0"}
+    assert lacks == set()
+    assert drawn == 7
+
+
+def _at_hand(core: Core) -> set[str]:
+    assert core._opened is not None
+    assert core._opened.library is not None
+    return core._opened.library.at_hand()
+
+
+def test_sharing_needs_a_database(model_folder, tmp_path):
+    with pytest.raises(InputError, match="--jobs"):
+        Core(ServeSettings(model=str(model_folder), state=tmp_path, shared=True))
