@@ -1,11 +1,15 @@
 """Kill a server again and again and see that no accepted job is lost, doubled or drawn differently.
 
     python benchmarks/serve_kills.py MODEL --rounds 50 --out serve_kills.json
+    python benchmarks/serve_kills.py MODEL --rounds 1000 --work kills/ --minutes 30   # until done
 
 Each round starts `darkroom serve` on the same state folder, has it accept a few small jobs (some of them sent
 twice), and kills it with SIGKILL after a random while: in loading, in the midst of steps, while storing. Then
 one last server finishes everything, undisturbed. Each job must be there once, done, with one picture, equal
 within 1/255 to that of a server that was never killed, on a state folder of its own. Exit code 1 otherwise.
+
+With `--work` the rounds may be made in several goes: the folder keeps the state and what was accepted
+(`rounds.json`), and a go that ends before the last round, by `--minutes` or a kill of its own, exits with 3.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import random
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +33,7 @@ from PIL import Image
 from darkroom.measure.loopback import Client, ServerProcess
 
 JOBS_A_ROUND = 3
-OPTIONS = ("--rate", "1000000", "--queue", "5000")
+OPTIONS = ("--rate", "1000000", "--queue", "100000")
 FINAL = ("done", "failed", "cancelled")
 
 
@@ -79,6 +85,18 @@ async def ended(server: ServerProcess, names: list[str], limit_s: float) -> dict
     return found
 
 
+async def all_ids(client: Client) -> list[str]:
+    """The ids of all jobs there are, page by page."""
+    ids: list[str] = []
+    before = ""
+    while True:
+        _, listed = await client.json("GET", f"/jobs?limit=1000{before}")
+        if not listed["jobs"]:
+            return ids
+        ids += [job["id"] for job in listed["jobs"]]
+        before = f"&before={listed['jobs'][-1]['created_s']!r}"
+
+
 def difference(one: bytes, other: bytes) -> int:
     """The largest difference of any value of any pixel, in 1/255."""
     a, b = (np.asarray(Image.open(io.BytesIO(png))).astype(int) for png in (one, other))
@@ -96,28 +114,60 @@ async def undisturbed(model: str, state: Path, jobs: dict[str, dict[str, Any]]) 
         return await ended(server, list(jobs), 600)
 
 
-async def run(model: str, rounds: int, seed: int, work: Path) -> dict[str, Any]:
-    """All rounds; what they came to."""
-    draw, accepted, reached = random.Random(seed), {}, 0  # type: ignore[var-annotated]
-    start = time.monotonic()
-    for i in range(rounds):
+@dataclass
+class Rounds:
+    """What was done so far, kept in a file after each round."""
+
+    done: int = 0
+    reached: int = 0
+    """Those in which jobs were sent."""
+    wall_s: float = 0.0
+    accepted: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Rounds:
+        """From the file, if there is one."""
+        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+
+    def write(self, path: Path) -> None:
+        """In place of the last, whole or not at all."""
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(asdict(self)))
+        os.replace(beside, path)
+
+
+async def make_rounds(model: str, wanted: int, seed: int, work: Path, minutes: float) -> Rounds:
+    """Rounds until there are as many as wanted, or the time is over."""
+    kept = work / "rounds.json"
+    rounds, start = Rounds.read(kept), time.monotonic()
+    while rounds.done < wanted and time.monotonic() - start < minutes * 60:
+        began = time.monotonic()
+        draw = random.Random(f"{seed}/{rounds.done}")
         server = ServerProcess(model, work / "state", *OPTIONS)
-        reached += await one_round(server, i * JOBS_A_ROUND, draw, accepted)
-        print(f"round {i + 1} of {rounds}: {len(accepted)} jobs accepted", file=sys.stderr)
+        rounds.reached += await one_round(server, rounds.done * JOBS_A_ROUND, draw, rounds.accepted)
+        rounds.done += 1
+        rounds.wall_s += time.monotonic() - began
+        rounds.write(kept)
+        print(f"round {rounds.done} of {wanted}: {len(rounds.accepted)} jobs accepted", file=sys.stderr)
+    return rounds
+
+
+async def judged(model: str, rounds: Rounds, work: Path) -> dict[str, Any]:
+    """What all rounds came to."""
+    accepted, start = rounds.accepted, time.monotonic()
     with ServerProcess(model, work / "state", *OPTIONS) as server:
         after = await ended(server, list(accepted), 600)
         client = Client(server.port)
-        _, listed = await client.json("GET", "/jobs?limit=1000")
+        ids = await all_ids(client)
         client.close()
-    ids = [job["id"] for job in listed["jobs"]]
     lone = await undisturbed(model, work / "undisturbed", accepted)
     done = [name for name, job in after.items() if job is not None and job["state"] == "done"]
     files = list((work / "state" / "pictures").glob("*/*/*.png"))
     apart = {name: difference(after[name]["png"], lone[name]["png"]) for name in done}
     control = difference(after[done[0]]["png"], after[done[1]]["png"]) if len(done) > 1 else 0
     return {
-        "rounds": rounds,
-        "killed_while_loading": rounds - reached,
+        "rounds": rounds.done,
+        "killed_while_loading": rounds.done - rounds.reached,
         "accepted": len(accepted),
         "done": len(done),
         "lost": sum(job is None for job in after.values()),
@@ -125,7 +175,7 @@ async def run(model: str, rounds: int, seed: int, work: Path) -> dict[str, Any]:
         "unknown": len(set(ids) - accepted.keys()),
         "most_apart_255": max(apart.values(), default=0),
         "two_jobs_apart_255": control,
-        "wall_s": round(time.monotonic() - start, 1),
+        "wall_s": round(rounds.wall_s + time.monotonic() - start, 1),
     }
 
 
@@ -135,10 +185,18 @@ def main() -> None:
     parser.add_argument("model", help="a model folder, a hub id, or a family")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, help="a folder to go on in")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="of rounds in this go")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="darkroom-kills-") as work:
-        told = asyncio.run(run(given.model, given.rounds, given.seed, Path(work)))
+    with tempfile.TemporaryDirectory(prefix="darkroom-kills-") as fresh:
+        work = given.work or Path(fresh)
+        work.mkdir(parents=True, exist_ok=True)
+        rounds = asyncio.run(make_rounds(given.model, given.rounds, given.seed, work, given.minutes))
+        if rounds.done < given.rounds:
+            print(f"{rounds.done} of {given.rounds} rounds; the same command goes on", file=sys.stderr)
+            sys.exit(3)
+        told = asyncio.run(judged(given.model, rounds, work))
     text = json.dumps(told, indent=2)
     print(text)
     if given.out is not None:

@@ -349,6 +349,7 @@ def bench_serve(
     from darkroom.errors import InputError
     from darkroom.measure.serving import ServeBench
     from darkroom.measure.serving import bench_serve as run
+    from darkroom.measure.serving_goals import say_goals
     from darkroom.report.serving import write_serving_page
 
     try:
@@ -369,6 +370,7 @@ def bench_serve(
         ),
         console(as_json),
     )
+    say_goals(rows, console(as_json))
     if page is not None:
         console(as_json)(f"page: {write_serving_page(rows, page)}")
     _measured(rows, out, as_json)

@@ -9,6 +9,7 @@ from typing import Any
 
 import darkroom
 from darkroom.measure import Measurement
+from darkroom.measure.serving_goals import goals
 from darkroom.report import html, plots
 from darkroom.report.measurements import rate, seconds
 from darkroom.report.plots import Bar
@@ -39,7 +40,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def write_serving_page(rows: Sequence[Measurement], out: Path | str) -> Path:
     """Write one HTML file from the rows of `bench serve`."""
-    body = [_section(title, [row for row in rows if row.benchmark == name]) for name, title in TABLES.items()]
+    body = [_goals(rows)]
+    body += [
+        _section(title, [row for row in rows if row.benchmark == name]) for name, title in TABLES.items()
+    ]
     now = datetime.now(UTC)
     told = rows[0].settings
     page = html.page(
@@ -53,6 +57,24 @@ def write_serving_page(rows: Sequence[Measurement], out: Path | str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page, encoding="utf-8")
     return target
+
+
+def _goals(rows: Sequence[Measurement]) -> str:
+    """What the server promises, and what was measured."""
+    found = [
+        [
+            goal.name,
+            f"{goal.value:.3g} {goal.unit}".strip(),
+            f"{'at least' if goal.at_least else 'at most'} {goal.limit:g}",
+            "yes" if goal.met else "no",
+        ]
+        for goal in goals(rows)
+    ]
+    if not found:
+        return ""
+    return html.section(
+        "In short", html.table(["", "measured", "wanted", "met"], found, frozenset({1, 2, 3}))
+    )
 
 
 def _section(title: str, rows: Sequence[Measurement]) -> str:
