@@ -98,7 +98,7 @@ def simulate(
             continue
         speed = used * PER_MACHINE / slowed
         ends, fails = work / speed, draws.exponential(1 / (there * machine_rate))
-        grows = min(back) - wall if back and used < machines else math.inf
+        grows = min(back) - wall if back else math.inf
         passed = min(ends, fails, grows)
         work -= passed * speed
         wall, paid = wall + passed, paid + passed * there * PER_MACHINE
@@ -109,8 +109,9 @@ def simulate(
             if draws.random() < used / there:  # one of those at work, not the spare one
                 work += min(passed, draws.uniform(0, interval) + durable) * speed
                 stands = (given.detect_s + given.start_s) / h
-        elif passed == grows:
-            stands = given.pause_s / h
+        elif passed == grows and strategy == "elastic":
+            more = most_that_divide(min(there + 1, machines), given.global_batch) > used
+            stands = given.pause_s / h if more else 0.0
         wall, paid = wall + stands, paid + stands * there * PER_MACHINE
     return wall, failures, paid
 
