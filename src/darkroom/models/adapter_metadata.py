@@ -87,6 +87,8 @@ def _is_number(value: Any) -> bool:
 
 def base_of(layers: Mapping[str, Layer | Factors], metadata: Mapping[str, str]) -> str | None:
     """The family an adapter looks made for: by its widths first, then by what its header says."""
+    if any(name.startswith("unet.blocks.") for name in layers):
+        return "dit"
     for name, layer in layers.items():
         if isinstance(layer, Layer) and name.endswith(("attn2.to_k", "attn2.to_v")):
             return TEXT_WIDTHS.get(int(layer.down.shape[1]))

@@ -13,6 +13,7 @@ from darkroom import models
 from darkroom.count import Counter, Trace
 from darkroom.errors import InputError
 from darkroom.models import Model
+from darkroom.models.model import is_flow
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
 from darkroom.plan.profile import Profile
 from darkroom.plan.training import outlined, text_configs
@@ -123,7 +124,7 @@ def _denoise(counter: Counter, model: Model, spec: GenerateSpec, told: list[Cond
     """The second of three steps is counted; the first makes what stays alive."""
     factor = model.vae_factor
     shape = (model.latent_channels, spec.height // factor, spec.width // factor)
-    table = make_table("ddim", model.scheduler, 3)
+    table = make_table("flow_euler" if is_flow(model.scheduler) else "ddim", model.scheduler, 3)
     negative = told[-1] if spec.guided else None
     positives = told[: len(told) - spec.guided]
     rows = [
