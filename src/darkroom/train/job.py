@@ -32,6 +32,7 @@ from darkroom.train.objective import make_objective
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.ranks import ALONE, Ranks
+from darkroom.train.resting import rest
 from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
@@ -131,6 +132,7 @@ def make_job(
         for one in stores:
             one.refresh()
     task = make_task(recipe, model, store, device)
+    rest(_seldom_run(model, task), pinned.run)
     if recipe.task in FINE_TUNING:
         trained, total = parameter_table(task.modules)
         notes.append(f"{trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)")
@@ -268,6 +270,14 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         prior_weight=None if data.class_prompt is None else data.prior_weight,
         masks=masks,
     )
+
+
+def _seldom_run(model: Model, task: Task) -> list[nn.Module]:
+    """The VAE where latents are read, text encoders where their states are read or kept."""
+    if not isinstance(task, Diffusion):
+        return []
+    names = ("vae", *task.rested_text) if task.read.latents else task.rested_text
+    return [model.modules[name] for name in names]
 
 
 def _trained(recipe: Recipe, model: Model, device: torch.device) -> dict[str, nn.Module]:

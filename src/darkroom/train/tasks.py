@@ -118,6 +118,13 @@ class Diffusion:
     def points(self) -> Sequence[int]:
         return self._points
 
+    @property
+    def rested_text(self) -> list[str]:
+        """Text encoders that do not run at each step."""
+        stored = self.read.text is not None or self._caches_text
+        names = (name for name in self.model.modules if name.startswith("text_encoder"))
+        return [name for name in names if name not in self.modules] if stored else []
+
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         drawn = {name: _to(columns[name], device) for name in self.read.draws}
         moments_B2Chw = _to(self._moments(columns), device)

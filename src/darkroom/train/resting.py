@@ -1,0 +1,86 @@
+"""Parts that training seldom runs: their weights lie in a file, and in memory only while they are used.
+
+Where latents and text states are made once, VAE and text encoders wait for the next sample grid: 0.8 GB of
+Stable Diffusion 1.5 in float32. They are mapped from an unnamed file instead, so that the system can take
+their pages and gives them back, with the same bits, when the part is run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import tempfile
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+LEAST_BYTES = 32 * 1024**2  # below, a file is not worth it
+ALIGNMENT = 64
+_DONTNEED = 4  # of madvise: drop the pages; those of a shared mapping stay in its file
+
+
+def rest(modules: Iterable[nn.Module], folder: Path) -> int:
+    """Lay the frozen weights of parts on a CPU into a file in `folder`; returns how many bytes.
+
+    The parts work as before: a weight that is read comes back into memory, and after the part has run it
+    is let go again. Nothing is done where the file cannot be written, or for less than `LEAST_BYTES`.
+    """
+    parts = list(modules)
+    tensors = [tensor for part in parts for tensor in _frozen(part)]
+    if sum(tensor.nbytes for tensor in tensors) < LEAST_BYTES:
+        return 0
+    try:
+        mapped, places = _written(tensors, folder)
+    except OSError:
+        return 0  # a full or read-only disk: they stay where they are
+    for tensor, start in zip(tensors, places, strict=True):
+        view = mapped[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        tensor.data = view
+    for part in parts:
+        for runs in _what_runs(part):
+            runs.register_forward_hook(lambda *_: _let_go(mapped))
+    _let_go(mapped)
+    _trim()
+    return mapped.nbytes
+
+
+def _frozen(part: nn.Module) -> list[Tensor]:
+    """Dense weights on the CPU that nothing trains."""
+    found = (tensor for tensor in chain(part.parameters(), part.buffers()) if not tensor.requires_grad)
+    plain = (tensor for tensor in found if type(tensor.data) is Tensor and tensor.device.type == "cpu")
+    return [tensor for tensor in plain if tensor.is_contiguous() and tensor.nbytes]
+
+
+def _written(tensors: list[Tensor], folder: Path) -> tuple[Tensor, list[int]]:
+    """The file mapped as bytes, and where each tensor starts in it. It has no name once this returns."""
+    places = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".resting-") as file:
+        for tensor in tensors:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            places.append(file.tell())
+            file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        return torch.from_file(file.name, shared=True, size=file.tell(), dtype=torch.uint8), places
+
+
+def _what_runs(part: nn.Module) -> list[nn.Module]:
+    """A VAE is called by its halves, never as a whole."""
+    halves = [getattr(part, name, None) for name in ("encoder", "decoder")]
+    found = [half for half in halves if isinstance(half, nn.Module)]
+    return found or [part]
+
+
+def _let_go(mapped: Tensor) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # no such call on this system: the pages stay
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes), _DONTNEED)
+
+
+def _trim() -> None:
+    """Give what was freed back to the system (glibc keeps small blocks otherwise)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
