@@ -6,9 +6,9 @@ each step as diffusers' script does by default.
 Both sides run in processes of their own, in turns (A B A B ...): a pair of processes a round. Time is the
 median of a process's steps after the first; memory is the highest resident set of the process while it trains
 (the allocator's on CUDA). The same method, layers, rank, batch, precision, optimiser, photographs and prompt.
-darkroom encodes pictures and prompt once, before the steps, and lets VAE and text encoder go: what that takes
-is no part of the time of a step. It stands in the row (`prepared_s`, with opening the model), and so does the
-peak of the whole process, preparing included (`whole_peak_bytes`).
+darkroom encodes pictures and prompt once, before the steps; VAE and text encoder then lie in a file and hold
+no memory. What that takes is no part of the time of a step. It stands in the row (`prepared_s`, with opening
+the model), and so does the peak of the whole process, preparing included (`whole_peak_bytes`).
 
 Take a model of real proportions: beside a U-Net of a few MB, what a process holds before any model is opened
 (some 300 MB of imports) decides. `/path/sd15 --batch 1 --resolution 256 --precision bf16` does.
