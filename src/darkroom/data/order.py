@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from darkroom.data.chosen import Chosen
 from darkroom.data.draws import mix
 from darkroom.errors import InputError
 
@@ -40,7 +41,7 @@ class HasRows(Protocol):
         ...
 
 
-RowsLike: TypeAlias = "Rows | int | Ints | Sequence[HasRows]"
+RowsLike: TypeAlias = "Rows | Chosen | int | Ints | Sequence[HasRows]"
 
 
 class Indexed(Protocol):
@@ -80,21 +81,23 @@ class Rows:
     """The rows an order runs over: all of a store or a selection, with or without the held-out ones.
 
     `positions` turns indices 0..count-1 into store positions in O(1) memory for any number of rows, unless a
-    selection (ascending int64 positions, 8 bytes a row) was given.
+    selection was given: ascending int64 positions, 8 bytes a row, or Chosen, a bit a row of the store.
     """
 
     total: int
-    selected: Ints | None = None
+    selected: Ints | Chosen | None = None
     stride: int = 0  # one row of every `stride` is held out; 0: none
     strata: int = 0  # how many strides hold one out
     held: bool = False  # this is the held-out side
 
     @classmethod
     def of(cls, rows: RowsLike) -> Rows:
-        """Rows from a count, an array of positions, a list of fragments (their `num_rows`), or Rows
-        themselves."""
+        """Rows from a count, an array of positions, Chosen, a list of fragments (their `num_rows`), or
+        Rows themselves."""
         if isinstance(rows, Rows):
             return rows
+        if isinstance(rows, Chosen):
+            return cls(len(rows), rows)
         if isinstance(rows, (int, np.integer)):
             return cls(int(rows))
         if isinstance(rows, Sequence) and len(rows) and hasattr(rows[0], "num_rows"):

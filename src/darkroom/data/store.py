@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from darkroom.data.chosen import Chosen
 from darkroom.data.sidecars import Sidecars
 from darkroom.errors import StoreError
 
@@ -49,6 +50,7 @@ SCHEMA = pa.schema(
 
 ROWS_PER_FRAGMENT = 16_384
 READ_BUFFER_BYTES = 64 * 1024**2
+SELECT_ROWS = 65_536
 COMMIT_TRIES = 20
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
@@ -179,6 +181,17 @@ class Store:
             found = self.dataset.to_table(columns=["_rowoffset"], filter=filter)["_rowoffset"]
         positions: NDArray[np.int64] = np.sort(found.to_numpy().astype(np.int64))
         return positions
+
+    def choose(self, filter: str) -> Chosen:
+        """The rows that `select` finds, held in a bit for each row of the store."""
+        with self._filtering(filter):
+            found = self.dataset.to_batches(
+                columns=["_rowoffset"],
+                filter=filter,
+                batch_size=SELECT_ROWS,
+                io_buffer_size=READ_BUFFER_BYTES,
+            )
+            return Chosen(self.num_rows, (batch.column(0).to_numpy().astype(np.int64) for batch in found))
 
     def shapes(self) -> list[Shapes]:
         """Fragment by fragment, how many rows have which upright size.
