@@ -22,18 +22,20 @@ from darkroom.plan import published, roofline, validate
 from darkroom.plan.roofline import Efficiency
 
 PULL = 0.15
-FREE = ("conv", "matmul", "attention", "plain_cores", "bandwidth", "kernel_s", "host_s", "fusion_bytes",
-        "fusion_kernels", "network", "overlap", "script_s", "start_s", "low_power")  # fmt: skip
-FIXED_FOR = ("CPU", "CDNA 3")
+FREE = ("conv", "matmul", "attention", "plain_cores", "bandwidth", "kernel_s", "tile_s", "host_s",
+        "host_factor", "fusion_bytes", "fusion_kernels", "network", "overlap", "script_s", "start_s",
+        "beside", "contention")  # fmt: skip
+FIXED_FOR = ("CPU", "CDNA 3", "new server")
 SHARES = (
     "conv",
-    "low_power",
     "plain_cores",
     "bandwidth",
     "network",
     "overlap",
     "fusion_bytes",
     "fusion_kernels",
+    "beside",
+    "contention",
 )
 
 
@@ -48,7 +50,7 @@ def fit(tables: list[published.Table], keys: list[tuple[str, str]], evaluations:
     start = roofline.efficiency()
     guess = np.log([GUESSES[key] for key in keys])
     rows = [row for table in tables for row in table.rows if row.fitted and row.predict]
-    upper = np.log([0.95 if key[0] in SHARES else 20 * GUESSES[key] for key in keys])
+    upper = np.log([1.0 if key[0] in SHARES and key[1] != "Ada" else 20 * GUESSES[key] for key in keys])
 
     def known(x: np.ndarray) -> Efficiency:
         return start.with_values({key: float(np.exp(value)) for key, value in zip(keys, x, strict=True)})

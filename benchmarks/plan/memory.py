@@ -39,7 +39,9 @@ SD15 = {
     "data": {"folder": "x", "resolution": 512, "prompt": "a"},
 }
 LORA = {**SD15, "task": "lora", "adapter": {"rank": 8, "targets": "qv"}}
-PICTURES = {"pictures": "sd15", "size": 512}
+PICTURES = {"pictures": "sd15", "size": 256}
+
+TINY_PICTURES = {"pictures": "tiny", "size": 256}
 
 SMALL: dict[str, tuple[dict[str, Any], int]] = {
     "tiny U-Net, 256 px, batch 8": (TINY, 8),
@@ -47,6 +49,8 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
     "27 M U-Net, 256 px, batch 4": (MIDDLE, 4),
     "27 M U-Net, 256 px, batch 8, checkpointed": ({**MIDDLE, **CHECKPOINTED}, 8),
     "27 M U-Net, 256 px, batch 4, LoRA rank 8": (MIDDLE_LORA, 4),
+    "tiny model, 256 px, pictures, batch 2": (TINY_PICTURES, 2),
+    "tiny model, 256 px, pictures, batch 8": (TINY_PICTURES, 8),
 }
 FULL: dict[str, tuple[dict[str, Any], int]] = {
     "SD 1.5, 512 px, pictures, batch 1": (PICTURES, 1),
@@ -120,7 +124,8 @@ def _pictures(content: dict[str, Any], rows: int) -> Callable[[], None]:
     from darkroom.sample.pictures import decode
 
     spec = GenerateSpec(content["pictures"], content["size"], content["size"], precision="float32")
-    tokenizers = outlined(spec.model, ("text_encoder",)).tokenizers
+    # Every part, so that what its library loads is resident before the peak is watched.
+    tokenizers = outlined(spec.model, ("unet", "vae", "text_encoder")).tokenizers
 
     class Unstaged:
         stage = ""

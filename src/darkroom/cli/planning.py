@@ -19,12 +19,18 @@ def plan(
     job: Annotated[str | None, typer.Argument(help="a recipe, or generate, serve, prepare")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     gpu: Annotated[str, typer.Option(help="here, all, or a card such as A100-80")] = "here",
-    count: Annotated[str, typer.Option(help="devices: 8, or 1..1024 for the scaling curve")] = "1",
+    count: Annotated[
+        str, typer.Option(help="devices: 8, or 1..1024 for the curve; auto: the recipe's own number")
+    ] = "auto",
     budget: Annotated[float | None, typer.Option(min=0, help="most USD")] = None,
     deadline: Annotated[float | None, typer.Option(min=0, help="most hours")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="USD for an hour of one device")] = None,
     prices: Annotated[Path | None, typer.Option(help="a price table of your own, like prices.csv")] = None,
-    mode: Annotated[str, typer.Option(help="several devices: ddp, or fsdp (ZeRO-2 shards)")] = "ddp",
+    storage: Annotated[float | None, typer.Option(min=0, help="USD for a GB kept a month")] = None,
+    egress: Annotated[float | None, typer.Option(min=0, help="USD for a GB moved out")] = None,
+    mode: Annotated[
+        str, typer.Option(help="several devices: ddp, fsdp (ZeRO-2 shards), auto: the recipe's own")
+    ] = "auto",
     network: Annotated[str | None, typer.Option(help="between nodes: a row of networks.csv")] = None,
     precision: Annotated[str, typer.Option(help="auto, bf16, fp16 or float32")] = "auto",
     engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager",
@@ -43,8 +49,15 @@ def plan(
     advise: Annotated[
         bool, typer.Option("--advise", help="search for the cheapest and fastest plan")
     ] = False,
+    head: Annotated[
+        str | None, typer.Option(help="the comment a recipe quotes its plan in, on 'A10G, 8 x A100-80'")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="put that comment into the recipe")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the comparison or the curve, a PNG")] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine, once")] = False,
+    refresh_prices: Annotated[
+        Path | None, typer.Option(help="write today's offers to a file for --prices, through gpuhunt")
+    ] = None,
     validate: Annotated[bool, typer.Option("--validate", help="predict published tables")] = False,
     as_json: Json = False,
 ) -> None:
@@ -56,6 +69,8 @@ def plan(
         return _calibrate(as_json)
     if validate:
         return _validate(as_json)
+    if refresh_prices is not None:
+        return _refresh(refresh_prices, as_json)
     if job is None:
         raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
     from darkroom.hardware.prices import prices as read_prices
@@ -63,12 +78,14 @@ def plan(
 
     target = ask.Target(
         gpu=gpu,
-        mode=_one_of("mode", mode, ("ddp", "fsdp")),
+        mode=_one_of("mode", mode, ("auto", "ddp", "fsdp")),
         network=_network(network),
         usd_per_hour=price,
         prices=None if prices is None else read_prices(prices),
         budget_usd=budget,
         deadline_hours=deadline,
+        usd_per_gb_month=storage,
+        usd_per_gb_out=egress,
         precision=_one_of("precision", precision, ("auto", "bf16", "fp16", "float32")),
         engine=_one_of("engine", engine, ("eager", "compile", "graphs")),
     )
@@ -77,24 +94,32 @@ def plan(
     pictures_asked = ask.PictureSettings(
         model, size, steps, guidance, batch, pictures, attention, channels_last
     )
+    if head is not None:
+        return _head(job, overrides or [], head, write, as_json)
     if job == "generate":
-        asked = ask.ask_generate(pictures_asked)
+        asked = [ask.ask_generate(pictures_asked)]
     elif job == "serve":
-        asked = ask.ask_serve(pictures_asked, rate, latency)
+        asked = [ask.ask_serve(pictures_asked, rate, latency)]
     elif job == "prepare":
-        asked = ask.ask_prepare(model, resolution, pictures, text=text)
+        asked = [ask.ask_prepare(model, resolution, pictures, text=text)]
     else:
-        asked = ask.ask_recipe(Path(job), overrides or [])
+        asked = ask.ask_phases(Path(job), overrides or [])
+    numbers = [asked[0].settings.get("devices", 1)] if count == "auto" else ask.counts(count)
+    if len(asked) > 1:
+        return _plan_phases(asked, target, numbers, advise or plot is not None, as_json)
     if advise:
-        return _advise(asked, Path(job), overrides or [], target, ask.counts(count), as_json)
-    return _plan(asked, target, ask.counts(count), plot, as_json)
+        return _advise(asked[0], Path(job), overrides or [], target, numbers, as_json)
+    return _plan(asked[0], target, numbers, plot, as_json)
 
 
 def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
     """A recipe's plan for this machine."""
     from darkroom.plan import ask
 
-    _plan(ask.ask_recipe(recipe, overrides), ask.Target(), [1], None, as_json)
+    asked = ask.ask_phases(recipe, overrides)
+    if len(asked) > 1:
+        return _plan_phases(asked, ask.Target(), [1], False, as_json)
+    return _plan(asked[0], ask.Target(), [1], None, as_json)
 
 
 def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:
@@ -126,6 +151,29 @@ def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_jso
     show({"plans": [to_dict(one) for one in found]}, as_json, told)
 
 
+def _plan_phases(asked: list[Any], target: Any, numbers: list[int], whole: bool, as_json: bool) -> None:
+    """A recipe of several phases on one kind and number of devices: each, and what they take together."""
+    from dataclasses import replace
+
+    from darkroom.plan import ask
+    from darkroom.plan.show import lines, price_lines, to_dict, together
+
+    if whole or len(numbers) > 1 or target.gpu == "all":
+        raise InputError(
+            f"a recipe of {len(asked)} phases with --gpu all, a range, --advise or --plot",
+            mend="choose one card and number, or one phase: phases=[] data.resolution=... train.steps=...",
+        )
+    found = [ask.plans(one, replace(target, count=numbers[0]))[0] for one in asked]
+
+    def told() -> Iterator[str]:
+        for one in found:
+            yield from lines(one)
+        yield together(found)
+        yield from price_lines(found)
+
+    show({"plans": [to_dict(one) for one in found]}, as_json, told)
+
+
 def _advise(
     asked: Any, recipe: Path, overrides: list[str], target: Any, numbers: list[int], as_json: bool
 ) -> None:
@@ -133,6 +181,29 @@ def _advise(
 
     told = advise(asked, recipe, overrides, target, numbers, say=console(as_json))
     show(told.to_dict(), as_json, told.lines)
+
+
+def _head(job: str, overrides: list[str], on: str, write: bool, as_json: bool) -> None:
+    from darkroom.plan import head
+
+    if job in JOBS:
+        raise InputError(f"{job} --head", allowed="a recipe file")
+    if write:
+        head.write(Path(job), overrides, on)
+    block = list(head.head(Path(job), overrides, on))
+    show({"head": block, "written": write}, as_json, lambda: block)
+
+
+def _refresh(file: Path, as_json: bool) -> None:
+    from darkroom.hardware.refresh import refresh
+
+    found = refresh(file)
+    cards = len({one.device for one in found})
+    show(
+        {"file": str(file), "offers": len(found), "cards": cards},
+        as_json,
+        lambda: [f"{len(found)} offers of {cards} cards in {file}; use them with --prices {file}"],
+    )
 
 
 def _calibrate(as_json: bool) -> None:

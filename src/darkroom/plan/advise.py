@@ -126,6 +126,7 @@ def _training_options(
     said = {override.partition("=")[0] for override in overrides}
     fixed = asked.settings
     checkpointing = [fixed["checkpointing"]] if "train.gradient_checkpointing" in said else [False, True]
+    modes = ("ddp", "fsdp") if target.mode == "auto" else (target.mode,)
     encodes = ["inline", "stored", "online"] if fixed["task"] == "pretrain" else [fixed["encode"]]
     for recompute in checkpointing:
         for encode in encodes:
@@ -136,7 +137,7 @@ def _training_options(
             say(f"counting {' '.join(changes)}")
             variant = ask_recipe(recipe, [*overrides, *changes])
             for number in numbers:
-                for mode in ("ddp", "fsdp") if number > 1 else ("ddp",):
+                for mode in modes if number > 1 else modes[:1]:
                     if number > fixed["global_batch"]:
                         continue
                     for plan in plans(variant, replace(target, count=number, mode=mode)):

@@ -6,13 +6,13 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card, cards, find_card
 from darkroom.hardware.prices import Price
+from darkroom.hardware.storage import storage_price
 from darkroom.plan.cache import cached, cached_profile
 from darkroom.plan.calibrate import calibration
 from darkroom.plan.jobs import (
@@ -27,6 +27,7 @@ from darkroom.plan.jobs import (
     plan_serving,
     plan_training,
 )
+from darkroom.plan.money import storage
 from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
 from darkroom.plan.scale import default_cluster
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from darkroom.recipe import Recipe
 
 MOST_DEVICES = 65536
+UNCOUNTED = "train.align is not counted: its extractor is not opened"
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Target:
 
     gpu: str = "here"  # here, all, or a card's name
     count: int = 1
-    mode: str = "ddp"
+    mode: str = "auto"  # the recipe's own, else ddp
     network: str | None = None
     usd_per_hour: float | None = None
     prices: tuple[Price, ...] | None = None
     budget_usd: float | None = None
     deadline_hours: float | None = None
+    usd_per_gb_month: float | None = None
+    usd_per_gb_out: float | None = None
     precision: str = "auto"
     engine: str = "eager"
 
@@ -73,11 +77,17 @@ def plans(asked: Asked, target: Target) -> list[Plan]:
     """The plan on the card asked for; of all cards the cheapest first, those that do not fit or keep the
     deadline and the budget last.
     """
+    target = replace(target, mode=mode_of(asked, target))
     wheres = (
         [place(card, target) for card in chosen_cards(target.gpu)] if target.gpu != "here" else [here(target)]
     )
     found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
+
+
+def mode_of(asked: Asked, target: Target) -> str:
+    """How several devices train together: as asked, else as the recipe says."""
+    return target.mode if target.mode != "auto" else str(asked.settings.get("mode", "ddp"))
 
 
 def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
@@ -96,7 +106,10 @@ def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
         plan = replace(
             plan, notes=(*plan.notes, f"{where.card.name} has no bf16 units: it computes in float32")
         )
-    return plan
+    price = storage_price(
+        plan.cost.provider, usd_per_gb_month=target.usd_per_gb_month, usd_per_gb_out=target.usd_per_gb_out
+    )
+    return replace(plan, storage=storage(plan.sizes_bytes, price))
 
 
 def with_limits(plan: Plan, target: Target) -> Plan:
@@ -201,20 +214,27 @@ def scaling(asked: Asked, target: Target, numbers: Iterable[int]) -> list[Plan]:
 # ---- jobs
 
 
-def ask_recipe(path: Path, overrides: Sequence[str] = ()) -> Asked:
-    """A recipe's job. The recipe is read and checked once; its counts are kept."""
-    key = {"recipe": _text(path), "overrides": list(overrides)}
-    settings = cached({**key, "settings": True}, partial(_settings, path, overrides))
+def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
+    """A recipe's jobs: each of its phases, or the one job of a recipe without any."""
+    asked = ask_recipe(path, overrides)
+    number = asked.settings["phases"]
+    return [ask_recipe(path, overrides, phase=i) for i in range(number)] if number else [asked]
+
+
+def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
+    """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
+    key = {"recipe": _text(path), "overrides": list(overrides), "phase": phase}
+    settings = cached({**key, "settings": True}, lambda: settings_of(_recipe(path, overrides, phase)))
     settings["rows"] = _rows(settings["store"])
     key["folders"] = [_configs(ref) for ref in (settings["base"], settings["vae"]) if ref]
 
     def count(precision: str, gpu: bool) -> Profile:
         from darkroom.plan.training import profile_recipe
-        from darkroom.recipe import read_recipe
 
-        return profile_recipe(read_recipe(path, overrides), precision, gpu=gpu)
+        return profile_recipe(_recipe(path, overrides, phase), precision, gpu=gpu)
 
-    return _asked_training(path.stem, settings, key, count)
+    name = path.stem if phase is None else f"{path.stem}, phase {phase + 1}, {settings['resolution']} px"
+    return _asked_training(name, settings, key, count)
 
 
 def ask_recipe_object(recipe: Recipe, name: str = "recipe") -> Asked:
@@ -237,7 +257,8 @@ def _asked_training(
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
-        return plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
+        made = plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
+        return replace(made, notes=(*made.notes, UNCOUNTED)) if settings["aligns"] else made
 
     def profile(precision: str, gpu: bool) -> Profile:
         known = {**key, "precision": precision, "gpu": gpu}
@@ -246,10 +267,16 @@ def _asked_training(
     return Asked(name, profile, plan, precision=settings["precision"], settings=settings)
 
 
-def _settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def _recipe(path: Path, overrides: Sequence[str], phase: int | None) -> Recipe:
+    """A recipe, or one of its phases with the recipe's own model: its weights do not matter here."""
     from darkroom.recipe import read_recipe
+    from darkroom.train.phases import phase_recipes
 
-    return settings_of(read_recipe(path, overrides))
+    recipe = read_recipe(path, overrides)
+    if phase is None:
+        return recipe
+    _, found = list(phase_recipes(recipe, Path()))[phase]
+    return found.model_copy(update={"model": recipe.model})
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
@@ -257,8 +284,11 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     from darkroom.train.checks import check_settings
 
     check_settings(recipe)
-    train, vae = recipe.train, recipe.model.vae
+    train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
     return {
+        "phases": len(recipe.phases),
+        "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",
+        "devices": parallel.nodes * parallel.devices if isinstance(parallel.devices, int) else 1,
         "task": recipe.task,
         "steps": train.steps,
         "global_batch": train.global_batch,
@@ -270,6 +300,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "resolution": recipe.data.resolution,
         "encode": recipe.data.encode,
         "checkpointing": train.gradient_checkpointing,
+        "aligns": train.align.extractor is not None,
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
-from darkroom.plan.money import Cost, cost, offer_for
+from darkroom.plan.money import Cost, Storage, cost, offer_for
 from darkroom.plan.profile import KINDS, Profile
 from darkroom.plan.roofline import Efficiency, Roofline, Seconds, Software, efficiency
 from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
@@ -39,6 +39,10 @@ class Where:
         context = 0.0 if self.card.kind == "cpu" else CONTEXT_BYTES
         return (total - context) / (1.0 if self.card.kind == "cpu" else FRAGMENTATION)
 
+    def roofline(self, software: Software) -> Roofline:
+        """The device with a software on it."""
+        return Roofline(self.card, software, cores=self.cores, known=self.known)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -64,6 +68,7 @@ class Plan:
     sizes_bytes: dict[str, float]
     notes: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    storage: Storage | None = None
 
     @property
     def peak_bytes(self) -> float:
@@ -115,34 +120,45 @@ def plan_training(
     rows = _rows_a_device(job, where.cluster)
     largest = largest_rows(profile, where)
     micro, fits = _micro_batch(profile, job, where, rows)
-    accumulate = micro < rows
     step = step_seconds(profile, where, software, micro=micro, rows=rows)
-    rate = job.global_batch / step.total
-    hours = job.steps * step.total / 3600
-    memory = profile.memory(micro, accumulate=accumulate, step_rows=rows, shards=where.cluster.shards)
-    per_image = profile.flops(1, "forward", "backward")
-    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
-    offer = offer_for(where.card, usd_per_hour, prices)
-    return Plan(
+    return _plan(
+        profile,
+        where,
+        software,
+        offer_for(where.card, usd_per_hour, prices),
         job=job.name,
-        device=where.card.name,
-        count=where.cluster.count,
         fits=fits,
-        precision=software.precision,
         batch={"global": job.global_batch, "micro": micro, "accumulation": -(-rows // micro)},
-        parameters={**profile.parameters, "total": profile.total_parameters, "trained": profile.trained},
-        flops_an_image=per_image,
-        flops_a_step=per_image * job.global_batch,
-        memory_bytes=memory,
-        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
+        flops_an_image=profile.flops(1, "forward", "backward"),
+        flops_a_step=profile.flops(1, "forward", "backward") * job.global_batch,
+        memory_bytes=profile.memory(
+            micro, accumulate=micro < rows, step_rows=rows, shards=where.cluster.shards
+        ),
         largest_micro_batch=largest,
-        step_s=_split(step),
-        images_per_s=rate,
-        mfu=per_image * rate / (roofline.peak()[0] * where.cluster.count),
-        hours=hours,
-        cost=cost(where.card, hours * where.cluster.count, cores=where.cores, offer=offer),
+        seconds=step,
+        images_per_s=job.global_batch / step.total,
+        hours=job.steps * step.total / 3600,
         sizes_bytes=_sizes(profile, job),
         notes=_notes(where, fits, largest, micro, rows),
+    )
+
+
+def _plan(
+    profile: Profile, where: Where, software: Software, offer: Price | None, *, seconds: Seconds, **known: Any
+) -> Plan:
+    """What every plan says alike: the device, parameters, MFU, money; `known` is what the job says."""
+    peak = where.roofline(software).peak()[0] * where.cluster.count
+    device_hours = known["hours"] * where.cluster.count
+    return Plan(
+        device=where.card.name,
+        count=where.cluster.count,
+        precision=software.precision,
+        parameters={**profile.parameters, "total": profile.total_parameters, "trained": profile.trained},
+        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
+        step_s=_split(seconds),
+        mfu=known["flops_an_image"] * known["images_per_s"] / peak,
+        cost=cost(where.card, device_hours, cores=where.cores, offer=offer),
+        **known,
     )
 
 
@@ -184,8 +200,7 @@ def step_seconds(
     `sync_each`: gradients are summed over devices after every micro-batch, not once a step. `encoders`: the
     precision of the frozen ones.
     """
-    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
-    frozen = Roofline(where.card, replace(software, precision=encoders), cores=where.cores, known=where.known)
+    roofline, frozen = where.roofline(software), where.roofline(replace(software, precision=encoders))
     number = rows / micro
     backward = roofline.stage(profile, "backward", micro)
     seconds = frozen.stage(profile, "inputs", rows)
@@ -259,44 +274,37 @@ def plan_generating(
     """Making pictures on a kind of device; several devices share the pictures."""
     seconds = batch_seconds(profile, where, software, batch=job.batch, steps=job.steps)
     rate = job.batch / seconds.total * where.cluster.count
-    hours = job.pictures / rate / 3600
     largest = largest_rows(profile, where)
-    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
-    per_image = profile.flops(1, "text", "decode") + job.steps * profile.flops(1, "denoise")
-    offer = offer_for(where.card, usd_per_hour, prices)
-    spent = cost(where.card, hours * where.cluster.count, cores=where.cores, offer=offer)
     fits = job.batch <= largest
-    return Plan(
+    plan = _plan(
+        profile,
+        where,
+        software,
+        offer_for(where.card, usd_per_hour, prices),
         job=job.name,
-        device=where.card.name,
-        count=where.cluster.count,
         fits=fits,
-        precision=software.precision,
         batch={"batch": job.batch},
-        parameters={**profile.parameters, "total": profile.total_parameters, "trained": 0},
-        flops_an_image=per_image,
+        flops_an_image=profile.flops(1, "text", "decode") + job.steps * profile.flops(1, "denoise"),
         flops_a_step=job.batch * profile.flops(1, "denoise"),
         memory_bytes=profile.memory(job.batch),
-        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
         largest_micro_batch=largest,
-        step_s=_split(seconds),
+        seconds=seconds,
         images_per_s=rate,
-        mfu=per_image * rate / (roofline.peak()[0] * where.cluster.count),
-        hours=hours,
-        cost=spent,
+        hours=job.pictures / rate / 3600,
         sizes_bytes={},
         notes=() if fits else (f"does not fit: at most {largest} pictures at once",),
-        extra={
-            "latency_s": seconds.total,
-            "usd_per_image": None if spent.usd is None else spent.usd / job.pictures,
-            "steps_per_s": 1 / roofline.stage(profile, "denoise", job.batch).total,
-        },
     )
+    told = {
+        "latency_s": seconds.total,
+        "usd_per_image": None if plan.cost.usd is None else plan.cost.usd / job.pictures,
+        "steps_per_s": 1 / where.roofline(software).stage(profile, "denoise", job.batch).total,
+    }
+    return replace(plan, extra=told)
 
 
 def batch_seconds(profile: Profile, where: Where, software: Software, *, batch: int, steps: int) -> Seconds:
     """Seconds of one call: text, every denoising step, decoding."""
-    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    roofline = where.roofline(software)
     seconds = roofline.stage(profile, "text", batch) + roofline.stage(profile, "denoise", batch).times(steps)
     return seconds + roofline.stage(profile, "decode", batch)
 
@@ -344,23 +352,16 @@ def plan_serving(
     hour = cost(where.card, number, cores=where.cores, offer=offer)
     kept = latency <= job.latency_s
     notes = () if kept else (f"the goal of {job.latency_s:g} s is out of reach: {latency:.2g} s",)
-    return Plan(
-        **{
-            **{name: getattr(plan, name) for name in plan.__dataclass_fields__},
-            "hours": 1.0,
-            "cost": hour,
-            "fits": plan.fits and kept,
-            "notes": plan.notes + notes,
-            "extra": {
-                "devices": number,
-                "batch": batch,
-                "latency_p95_s": latency,
-                "capacity_images_per_s": number * batch / seconds,
-                "busy": job.rate * seconds / (number * batch),
-                "usd_per_image": None if hour.usd is None else hour.usd / (job.rate * 3600),
-            },
-        }
-    )
+    told = {
+        "devices": number,
+        "batch": batch,
+        "latency_p95_s": latency,
+        "capacity_images_per_s": number * batch / seconds,
+        "busy": job.rate * seconds / (number * batch),
+        "usd_per_image": None if hour.usd is None else hour.usd / (job.rate * 3600),
+    }
+    fits = plan.fits and kept
+    return replace(plan, hours=1.0, cost=hour, fits=fits, notes=plan.notes + notes, extra=told)
 
 
 def _latency_s(job: ServeJob, devices: int, batch: int, seconds: float) -> float:
@@ -403,29 +404,22 @@ def plan_preparing(
     batch = max(1, min(job.batch, largest))
     seconds = encode_seconds(profile, where, software, batch)
     rate = batch / seconds.total * where.cluster.count
-    hours = job.pictures / rate / 3600
-    per_image = profile.flops(1)
-    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
-    offer = offer_for(where.card, usd_per_hour, prices)
     facts = profile.facts
-    return Plan(
+    return _plan(
+        profile,
+        where,
+        software,
+        offer_for(where.card, usd_per_hour, prices),
         job=job.name,
-        device=where.card.name,
-        count=where.cluster.count,
         fits=largest > 0,
-        precision=software.precision,
         batch={"batch": batch},
-        parameters={**profile.parameters, "total": profile.total_parameters, "trained": 0},
-        flops_an_image=per_image,
-        flops_a_step=batch * per_image,
+        flops_an_image=profile.flops(1),
+        flops_a_step=batch * profile.flops(1),
         memory_bytes=profile.memory(batch),
-        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
         largest_micro_batch=largest,
-        step_s=_split(seconds),
+        seconds=seconds,
         images_per_s=rate,
-        mfu=per_image * rate / (roofline.peak()[0] * where.cluster.count),
-        hours=hours,
-        cost=cost(where.card, hours * where.cluster.count, cores=where.cores, offer=offer),
+        hours=job.pictures / rate / 3600,
         sizes_bytes={
             "latents": float(facts["latent_bytes_a_row"] * job.pictures),
             "text": float(facts["text_bytes_a_row"] * job.pictures),
@@ -435,7 +429,7 @@ def plan_preparing(
 
 def encode_seconds(profile: Profile, where: Where, software: Software, batch: int) -> Seconds:
     """Seconds of encoding a batch of pictures (and captions, where they were counted)."""
-    roofline = Roofline(where.card, software, cores=where.cores, known=where.known)
+    roofline = where.roofline(software)
     return roofline.stage(profile, "encode", batch) + roofline.stage(profile, "text", batch)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price, price
+from darkroom.hardware.storage import StoragePrice
 
 PUE = (
     1.3  # power of the building over that of the machines: between hyperscalers' 1.1 and the 1.55 of a survey
 )
 HOST_SHARE = 0.25  # processors, memory and fans beside each accelerator, as a share of its rating
 KG_CO2E_PER_KWH = 0.475  # world average of electricity (IEA, 2019)
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,33 @@ class Cost:
     price_is_old: bool
     kwh: float
     kg_co2e: float
+    provider: str | None = None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a job's data cost beside its devices: the data set and one checkpoint, kept and sent out once."""
+
+    size_bytes: float
+    usd_per_month: float
+    usd_out: float
+    price: str
+    price_as_of: str
+
+
+def storage(sizes_bytes: Mapping[str, float], price: StoragePrice) -> Storage | None:
+    """The price of keeping what a job has on disk for a month, and of moving it to another provider once."""
+    size = sum(sizes_bytes.values())
+    if not size:
+        return None
+    gigabytes = size / 1e9
+    return Storage(
+        size_bytes=size,
+        usd_per_month=gigabytes * price.usd_per_gb_month,
+        usd_out=gigabytes * price.usd_per_gb_out,
+        price=str(price),
+        price_as_of=price.as_of.isoformat(),
+    )
 
 
 def cost(
@@ -56,6 +83,7 @@ def cost(
         price_is_old=offer is not None and offer.stale(),
         kwh=kwh,
         kg_co2e=kwh * kg_per_kwh,
+        provider=None if offer is None else offer.provider,
     )
 
 

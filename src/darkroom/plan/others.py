@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,25 +21,12 @@ from darkroom.models import Model
 from darkroom.plan.cache import cached_profile
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
 from darkroom.plan.profile import Profile
+from darkroom.plan.shipped import OthersStep
 from darkroom.plan.training import outlined
 from darkroom.prepare import text_states
 from darkroom.train.adapter import AdapterSettings, add_adapters
 
 HALF = torch.bfloat16  # fp16 moves and holds the same bytes
-
-
-@dataclass(frozen=True)
-class OthersStep:
-    """A training step as the diffusers and Composer scripts wrote it."""
-
-    family: str
-    resolution: int
-    rank: int | None = None  # LoRA on queries and values; None: all weights
-    checkpointing: bool = False
-    encodes: bool = True  # VAE and text encoder at each step
-    encoders: str = "float32"  # or half
-    ema: bool = False
-    pure_half: bool = False  # half-precision weights and no autocast
 
 
 def others_profile(step: OthersStep) -> Profile:
@@ -159,28 +147,36 @@ def _encoded(
     return latents.float(), text
 
 
-def pictures_of_2022(precision: str) -> Profile:
-    """The counts of making pictures with the attention of diffusers in 2022, kept; half is under autocast."""
-    key = {"job": "pictures of 2022", "precision": precision}
-    return cached_profile(key, lambda: _pictures_of_2022(precision))
+def pictures_of_2022(precision: str, *, autocast: bool = True, softmax: str = "copied") -> Profile:
+    """The counts of making pictures with the attention of diffusers in 2022, kept.
+
+    Half precision is under autocast or pure. Its softmax takes half and gives float32 in one kernel
+    ('fused'), while the allocator holds as much as if it were given a float32 copy ('copied', what Lambda's
+    reserved bytes show).
+    """
+    key = {"job": "pictures of 2022", "precision": precision, "autocast": autocast, "softmax": softmax}
+    return cached_profile(key, lambda: _pictures_of_2022(precision, autocast, softmax))
 
 
-def _pictures_of_2022(precision: str) -> Profile:
+def _pictures_of_2022(precision: str, mixed: bool, softmax: str) -> Profile:
     from darkroom.plan.generation import GenerateSpec, profile_generation
 
     half = precision != "float32"
-    spec = GenerateSpec("sd15", 512, 512, precision="bf16" if half else "float32", decode_pixels=None)
-    with autocast() if half else nullcontext():
-        return profile_generation(spec, prepare=_attend_as_in_2022)
+    wide = half and mixed and softmax == "fused"
+    spec = GenerateSpec(
+        "sd15", 512, 512, precision="fp16" if wide else "bf16" if half else "float32", decode_pixels=None
+    )
+    with autocast(torch.float16 if wide else HALF) if half and mixed else nullcontext():
+        return profile_generation(spec, prepare=partial(_attend_as_in_2022, wide=wide))
 
 
-def _attend_as_in_2022(model: Model) -> None:
+def _attend_as_in_2022(model: Model, wide: bool) -> None:
     """Unscaled scores, scaled scores and softmax are all in memory at once."""
     from diffusers.models.attention_processor import Attention, AttnProcessor
 
     class Processor(AttnProcessor):  # type: ignore[misc]
         def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            attn.get_attention_scores = lambda q, k, mask=None: _scores(q, k, attn.scale)
+            attn.get_attention_scores = lambda q, k, mask=None: _scores(q, k, attn.scale, wide)
             out: Tensor = super().__call__(attn, hidden_states, *args, **kwargs)
             return out
 
@@ -189,16 +185,19 @@ def _attend_as_in_2022(model: Model) -> None:
             part.set_processor(Processor())
 
 
-def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def _scores(query: Tensor, key: Tensor, scale: float, wide: bool) -> Tensor:
     scores = torch.bmm(query, key.transpose(-1, -2))
     scaled = scores * scale
+    if wide and scaled.dtype == torch.float16:
+        wide_probs: Tensor = torch.ops.aten._softmax(scaled, -1, True)
+        return wide_probs.to(query.dtype)
     return F.softmax(scaled, dim=-1).to(query.dtype)
 
 
 @contextmanager
-def autocast() -> Iterator[None]:
+def autocast(dtype: torch.dtype = HALF) -> Iterator[None]:
     """Half precision as CUDA's autocast has it."""
-    with norms_of_cuda(), torch.autocast("cpu", dtype=HALF):
+    with norms_of_cuda(), torch.autocast("cpu", dtype=dtype):
         yield
 
 

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
 TRAIN_STAGES = ("inputs", "forward", "backward", "update")
 GENERATE_STAGES = ("text", "denoise", "decode")
@@ -47,6 +52,21 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class Work:
+    """The kernels of one stage as columns: `flops` and `bytes` of one call are (fixed, a row)."""
+
+    names: tuple[str, ...]  # classes of kernels
+    kinds: NDArray[np.intp]  # of each, an index into names
+    calls: Floats
+    flops: tuple[Floats, Floats]
+    bytes: tuple[Floats, Floats]
+
+    def holds(self, *names: str) -> NDArray[np.bool_]:
+        """Which kernels are of these classes."""
+        return np.isin(self.kinds, [i for i, name in enumerate(self.names) if name in names])
+
+
+@dataclass(frozen=True)
 class Moment:
     """A moment that can be the peak: bytes alive, by kind."""
 
@@ -80,6 +100,24 @@ class Profile:
         """FLOPs of the stages' kernels (of all unless said), 2 a multiply-add, attention included."""
         return sum(k.calls * k.flops.at(rows) for k in self.kernels if not stages or k.stage in stages)
 
+    def work(self, stage: str) -> Work:
+        """The kernels of a stage as columns, made once."""
+        if stage not in self._work:
+            found = [kernel for kernel in self.kernels if kernel.stage == stage]
+            names = tuple(dict.fromkeys(kernel.kind for kernel in found))
+            self._work[stage] = Work(
+                names,
+                np.array([names.index(kernel.kind) for kernel in found], dtype=np.intp),
+                np.array([float(kernel.calls) for kernel in found]),
+                (np.array([k.flops.fixed for k in found]), np.array([k.flops.row for k in found])),
+                (np.array([k.bytes.fixed for k in found]), np.array([k.bytes.row for k in found])),
+            )
+        return self._work[stage]
+
+    @cached_property
+    def _work(self) -> dict[str, Work]:
+        return {}
+
     def memory(
         self, rows: int, *, accumulate: bool = False, step_rows: int | None = None, shards: int = 1
     ) -> dict[str, float]:
@@ -100,6 +138,10 @@ class Profile:
             held["gradients"] = max(held.get("gradients", 0.0), self.gradient_bytes)
         for kind in ("gradients", "optimiser", "ema"):
             held[kind] = held.get(kind, 0.0) / shards
+        if shards > 1 and "masters_apart" in self.facts:
+            masters = 4.0 * self.trained
+            # Beside its shard of the float32 masters a device holds the weights it computes with, whole.
+            held["weights"] += masters / shards - (masters if self.facts["masters_apart"] else 0.0)
         return {kind: held.get(kind, 0.0) for kind in KINDS}
 
     @property

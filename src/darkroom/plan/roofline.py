@@ -7,17 +7,22 @@ kernels, it is the launch that is waited for. No constant belongs to a single pu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from darkroom.hardware.cards import Card, read_rows
-from darkroom.plan.profile import Kernels, Profile
+from darkroom.plan.profile import Floats, Profile, Work
 
 HERE = Path(__file__).parent
 ARITHMETIC = ("conv", "matmul", "attention")
-LOW_POWER_W = 100.0  # a T4 or an L4 cannot keep its clock while all tensor cores work
+MOST = 0.8  # of its peak: what the best matrix products reach
+GRAPHICS = ("Ampere", "Ada", "Blackwell")  # architectures with chips of both kinds
+DUAL = ("Ampere", "Ada")  # half of their float32 units are shared with integers
+OLD_SERVER = 2021  # until then servers had Skylake to Rome processors
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,31 @@ class Seconds:
 
 def family(card: Card) -> str:
     """Cards with the same cores: Ampere's data-centre chip is not its other ones."""
-    many = card.flops.get("fp16", 0.0) >= 10 * card.flops["float32"]
-    return "Ampere HBM" if card.architecture == "Ampere" and many else card.architecture
+    if not graphics(card):
+        return "Ampere HBM" if card.architecture == "Ampere" else card.architecture
+    return "Ada" if card.architecture == "Blackwell" else card.architecture
+
+
+def graphics(card: Card) -> bool:
+    """Whether a card's chip is of the kind that draws too: fewer tensor units beside each float32 unit."""
+    return card.flops.get("fp16", 0.0) < 10 * card.flops["float32"] and card.architecture in GRAPHICS
+
+
+def memory_kind(card: Card) -> str:
+    """The kind of a card's memory: stacks that need much in flight, or chips beside the processor."""
+    if card.kind == "cpu":
+        return "CPU"
+    return "GDDR" if graphics(card) or card.architecture == "Turing" else "HBM"
+
+
+def units_rate(card: Card, precision: str) -> float:
+    """FLOP/s that the tensor units could start, whatever they accumulate in: GeForce cards halve the rate of
+    float32 sums, which convolutions hardly notice, since something else bounds them before.
+    """
+    half = max(card.flops.get("fp16", 0.0), card.flops.get("fp16_acc16", 0.0))
+    if precision == "tf32":
+        return max(card.flops["tf32"], half / 2)
+    return max(card.flops.get(precision, card.flops["float32"]), half)
 
 
 class Roofline:
@@ -115,9 +143,13 @@ class Roofline:
         self._cpu = card.kind == "cpu"
         self._where = "CPU" if self._cpu else "GPU"
         self.bandwidth = (
-            card.bandwidth_bytes_s * self._units * self._known.of("bandwidth", card.name, self._where)
+            card.bandwidth_bytes_s
+            * self._units
+            * self._known.of("bandwidth", card.name, family(card), memory_kind(card))
         )
         self._kernel_s = self._known.of("kernel_s", card.name, self._where)
+        self._beside = self._known.of("beside", self._where)
+        self._tile_s = self._known.of("tile_s", card.name, self._where)
 
     def peak(self, kind: str = "matmul") -> tuple[float, bool]:
         """Peak FLOP/s of a class of kernels, and whether they run on tensor cores."""
@@ -137,61 +169,66 @@ class Roofline:
         if self._cpu:
             return peak * known.of(kind, card.name, "CPU")
         if not tensor_cores:
-            return peak * known.of("plain_cores", card.name, "GPU")
-        share = known.of("conv", card.name, family(card))
-        if card.power_w < LOW_POWER_W and ("conv", card.name) not in known.values:
-            share *= known.of("low_power", "GPU")
+            return peak * known.of("plain_cores", card.name, "dual" if family(card) in DUAL else "GPU")
+        if ("conv", card.name) in known.values:  # measured on this card
+            share = known.of("conv", card.name)
+        else:
+            tf32 = self.software.precision == "float32"
+            units = units_rate(card, "tf32" if tf32 else self.software.precision) / peak
+            share = known.of("conv", family(card)) * units
         if kind == "matmul":
             share *= known.of("matmul", card.name, "GPU")
         elif kind == "attention":
             share *= known.of("attention", card.name, self.software.attention)
-        return peak * share
+        return peak * min(share, MOST)
 
     def stage(self, profile: Profile, stage: str, rows: float, *, share: float = 1.0) -> Seconds:
-        """Seconds of one stage on `rows` pictures; `share` of the work, where others do the rest."""
-        groups = [group for group in profile.kernels if group.stage == stage]
-        return self.kernels(groups, rows, backward=stage == "backward", share=share)
-
-    def kernels(
-        self, groups: Iterable[Kernels], rows: float, *, backward: bool = False, share: float = 1.0
-    ) -> Seconds:
-        """Seconds of kernels, launches included."""
-        compute, memory, host = 0.0, 0.0, 0.0
-        by_class: dict[str, float] = {}
-        for group in groups:
-            calls, moved = self._fused(group, rows)
-            arithmetic, traffic = self._arithmetic(group, rows), moved / self.bandwidth
-            seconds = share * (calls * self._kernel_s + group.calls * max(arithmetic, traffic))
-            if arithmetic >= traffic:
-                compute += seconds
-            else:
-                memory += seconds
-            by_class[group.kind] = by_class.get(group.kind, 0.0) + seconds
-            host += calls
-        launch = self._host_seconds(host, backward) - compute - memory
+        """Seconds of one stage on `rows` pictures, launches included; `share` of the work, where others do
+        the rest.
+        """
+        work = profile.work(stage)
+        if not work.names:
+            return Seconds()
+        calls, traffic, turned = self._traffic(work, rows)
+        arithmetic = np.maximum(work.flops[0] + work.flops[1] * rows, 0.0) * self._seconds_a_flop(work)
+        both = np.maximum(arithmetic, traffic) + self._beside * np.minimum(arithmetic, traffic) + turned
+        start = np.where(work.holds(*ARITHMETIC), self._tile_s, self._kernel_s)
+        seconds = share * (calls * start + work.calls * both)
+        computes = arithmetic >= traffic
+        compute, memory = float(seconds[computes].sum()), float(seconds[~computes].sum())
+        launch = self._host_seconds(work, calls, stage == "backward") - compute - memory
+        sums = np.bincount(work.kinds, seconds, len(work.names))
+        by_class = dict(zip(work.names, sums.tolist(), strict=True))
         return Seconds(compute, memory, max(0.0, launch), by_class=by_class)
 
-    def _arithmetic(self, group: Kernels, rows: float) -> float:
-        flops = group.flops.at(rows)
-        if not flops:
-            return 0.0
-        kind = group.kind if group.kind in ARITHMETIC else "matmul"
-        return flops / self._rate(kind)
+    def _seconds_a_flop(self, work: Work) -> Floats:
+        rates = [1 / self._rate(name if name in ARITHMETIC else "matmul") for name in work.names]
+        return np.array(rates)[work.kinds]
 
-    def _fused(self, group: Kernels, rows: float) -> tuple[float, float]:
-        """Kernels that are started, and bytes that one of them moves."""
-        moved = group.bytes.at(rows)
-        if group.kind == "conv" and not self._cpu and not self.software.channels_last:
-            moved *= 3 if self.peak("conv")[1] else 1  # tensor cores want channels last: there and back
-        if self.software.engine == "eager" or group.kind not in ("norm", "elementwise"):
-            return group.calls, moved
-        known = self._known
-        return group.calls * known.of("fusion_kernels", "compile"), moved * known.of(
-            "fusion_bytes", "compile"
-        )
+    def _traffic(self, work: Work, rows: float) -> tuple[Floats, Floats, Floats]:
+        """Kernels that are started, seconds of what one of them moves, and of turning its tensors: tensor
+        cores want channels last.
+        """
+        calls = work.calls
+        traffic = np.maximum(work.bytes[0] + work.bytes[1] * rows, 0.0) / self.bandwidth
+        if self.software.engine != "eager":
+            fused = work.holds("norm", "elementwise")
+            known = self._known
+            calls = np.where(fused, calls * known.of("fusion_kernels", "compile"), calls)
+            traffic = np.where(fused, traffic * known.of("fusion_bytes", "compile"), traffic)
+        turns = not self._cpu and not self.software.channels_last and self.peak("conv")[1]
+        return calls, traffic, 2.0 * turns * traffic * work.holds("conv")
 
-    def _host_seconds(self, kernels: float, backward: bool) -> float:
+    def _host_seconds(self, work: Work, calls: Floats, backward: bool) -> float:
+        """Seconds in which the host hands the kernels out. Python launches a forward pass, the autograd
+        engine a backward pass, and autocast the casts of weights, whose size is not the batch's.
+        """
         if self._cpu or self.software.engine == "graphs":
             return 0.0
-        stage = "backward" if backward else "forward"
-        return kernels * self._known.of("host_s", stage) * self.software.host_factor
+        casts = work.holds("elementwise") & (work.bytes[1] == 0)
+        inside = float(calls.sum() if backward else calls[casts].sum())
+        python = float(calls.sum()) - inside
+        known = self._known
+        seconds = python * known.of("host_s", "forward") + inside * known.of("host_s", "backward")
+        server = "old server" if self.card.year <= OLD_SERVER else "new server"
+        return seconds * known.of("host_factor", server) * self.software.host_factor

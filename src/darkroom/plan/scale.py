@@ -59,7 +59,7 @@ def all_reduce_s(card: Card, cluster: Cluster, size_bytes: float, known: Efficie
     seconds = _ring(inside, size_bytes, link.bandwidth_bytes_s * known.of("network", "fast"), link.latency_s)
     if cluster.nodes > 1:
         wire = table[cluster.network]
-        kind = "TCP" if cluster.network.startswith("TCP") else "fast"
+        kind = next((name for name in ("TCP", "EFA") if cluster.network.startswith(name)), "fast")
         between = wire.bandwidth_bytes_s * known.of("network", kind)
         between *= inside if wire.per in ("gpu", "port") else 1
         seconds += _ring(cluster.nodes, size_bytes, between, wire.latency_s * inside)
@@ -72,5 +72,8 @@ def _ring(members: int, size_bytes: float, bytes_s: float, latency_s: float) -> 
 
 
 def exposed_s(communication_s: float, backward_s: float, known: Efficiency) -> float:
-    """What of the communication does not hide behind the backward pass."""
-    return max(0.0, communication_s - known.of("overlap", "ddp") * backward_s)
+    """What communication adds to a step: what does not hide behind the backward pass, and by how much the
+    rest slows that, since its kernels take cores and bandwidth.
+    """
+    hidden = min(communication_s, known.of("overlap", "ddp") * backward_s)
+    return communication_s - hidden + known.of("contention", "ddp") * hidden

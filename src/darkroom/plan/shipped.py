@@ -7,35 +7,60 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from darkroom.plan import ask, others
-from darkroom.plan.others import OthersStep
+from darkroom.plan import ask
 from darkroom.plan.profile import Kernels, Line, Moment, Profile
 
 FILE = Path(__file__).with_name("published_counts.json")
 
 
+@dataclass(frozen=True)
+class OthersStep:
+    """A training step as the diffusers and Composer scripts wrote it."""
+
+    family: str
+    resolution: int
+    rank: int | None = None  # LoRA on queries and values; None: all weights
+    checkpointing: bool = False
+    encodes: bool = True  # VAE and text encoder at each step
+    encoders: str = "float32"  # or half
+    ema: bool = False
+    pure_half: bool = False  # half-precision weights and no autocast
+
+
 @cache
 def others_profile(step: OthersStep) -> Profile:
     """A training step as the published scripts wrote it."""
-    return _kept({"others": asdict(step)}, lambda: others.others_profile(step))
+
+    def count() -> Profile:
+        from darkroom.plan import others
+
+        return others.others_profile(step)
+
+    return _kept({"others": asdict(step)}, count)
 
 
 @cache
-def pictures_of_2022(precision: str) -> Profile:
+def pictures_of_2022(precision: str, *, autocast: bool = True, softmax: str = "copied") -> Profile:
     """Making pictures with the attention of 2022."""
-    return _kept({"pictures of 2022": precision}, lambda: others.pictures_of_2022(precision))
+
+    def count() -> Profile:
+        from darkroom.plan import others
+
+        return others.pictures_of_2022(precision, autocast=autocast, softmax=softmax)
+
+    return _kept({"pictures of 2022": [precision, autocast, softmax]}, count)
 
 
 @cache
-def picture_profile(precision: str, attention: str) -> Profile:
-    """Making pictures of 512 px with SD 1.5, guided; the VAE decodes the whole batch at once."""
-    key = {"pictures": [precision, attention]}
-    return _kept(key, lambda: ask.picture_profile("sd15", 512, 512, True, precision, attention, whole=True))
+def picture_profile(precision: str, attention: str, family: str = "sd15", side: int = 512) -> Profile:
+    """Making square pictures, guided; the VAE decodes the whole batch at once."""
+    key = {"pictures": [precision, attention, family, side]}
+    return _kept(key, lambda: ask.picture_profile(family, side, side, True, precision, attention, whole=True))
 
 
 @cache

@@ -42,7 +42,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         + (f" of {gb(plan.device_memory_bytes)}" if plan.device_memory_bytes else ""),
     )
     held = [f"{kind} {gb(size)}" for kind, size in plan.memory_bytes.items() if size >= 5e6]
-    yield "", ", ".join(held)
+    if held:
+        yield "", ", ".join(held)
     if plan.largest_micro_batch is not None:
         yield "", f"largest batch at once: {plan.largest_micro_batch:,}"
     total_s = plan.step_s["total"]
@@ -63,6 +64,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     sizes = [f"{name} {gb(size)}" for name, size in plan.sizes_bytes.items() if size]
     if sizes:
         yield "on disk", ", ".join(sizes)
+    if plan.storage is not None:
+        kept = plan.storage
+        yield "", f"{usd(kept.usd_per_month)} a month, {usd(kept.usd_out)} to move out once; {kept.price}"
 
 
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -112,6 +116,15 @@ def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:
         }
         for plan in found
     ]
+
+
+def together(found: Sequence[Plan]) -> str:
+    """What plans take one after the other."""
+    spent = [plan.cost.usd for plan in found if plan.cost.usd is not None]
+    money = usd(sum(spent)) if len(spent) == len(found) else "no price known"
+    device_hours = sum(plan.cost.device_hours for plan in found)
+    took = hours(sum(plan.hours for plan in found))
+    return f"together: {took}, {device_hours:,.3g} device-hours, {money}"
 
 
 def price_lines(found: Iterable[Plan]) -> Iterator[str]:

@@ -181,6 +181,44 @@ DIFFUSERS_TORCH2 = {
     "RTX 4090": {1: (40.5, 49.81), 4: (12.62, 15.59), 16: (3.17, 3.85)},
 }
 
+# card, family, side, engine, channels last: steps/s of one guided picture, plain PyTorch or compile.
+# stable-fast's README (H100, RTX 4080, A100; torch 2.1), OneDiff's benchmarks (A800, here an A100 of 80 GB,
+# 4090 and 3090; torch 2.3.1), diffusers' page on torch 2 (T4)
+ENGINE_STEPS = {
+    ("H100-SXM", "sd15", 512, "eager", False): 54.5,
+    ("H100-SXM", "sd15", 512, "compile", False): 66.0,
+    ("A100-SXM4-80GB", "sd15", 512, "eager", False): 35.6,
+    ("A100-SXM4-80GB", "sd15", 512, "compile", False): 41.9,
+    ("RTX 4090", "sd15", 512, "eager", False): 38.3,
+    ("RTX 4080", "sd15", 512, "eager", False): 29.5,
+    ("RTX 4080", "sd15", 512, "compile", False): 40.0,
+    ("RTX 3090", "sd15", 512, "eager", False): 21.3,
+    ("A100-SXM4-80GB", "sd2", 512, "eager", False): 37.5,
+    ("A100-SXM4-80GB", "sd2", 768, "eager", False): 23.8,
+    ("H100-SXM", "sdxl", 1024, "eager", False): 14.9,
+    ("H100-SXM", "sdxl", 1024, "compile", False): 18.5,
+    ("A100-SXM4-80GB", "sdxl", 1024, "eager", False): 8.7,
+    ("A100-SXM4-80GB", "sdxl", 1024, "compile", False): 10.0,
+    ("RTX 4090", "sdxl", 1024, "eager", False): 8.4,
+    ("RTX 3090", "sdxl", 1024, "eager", False): 4.0,
+    ("T4", "sdxl", 1024, "eager", False): 1.16,
+}
+# card, family, side, engine, channels last, steps: seconds of one picture from prompt to pixels. fal's
+# stable-diffusion-benchmarks (A100 of 80 GB), the baselines of Stability's note on SDXL with TensorRT,
+# PyTorch's post on SDXL
+ENGINE_SECONDS = {
+    ("A100-SXM4-80GB", "sd15", 512, "eager", False, 50): 1.604,
+    ("A100-SXM4-80GB", "sd15", 512, "compile", False, 50): 1.354,
+    ("A100-SXM4-80GB", "sd15", 512, "compile", True, 50): 1.058,
+    ("A100-SXM4-80GB", "sdxl", 1024, "eager", False, 50): 5.93,
+    ("A100-SXM4-80GB", "sdxl", 1024, "compile", False, 50): 5.22,
+    ("A100-SXM4-80GB", "sdxl", 1024, "compile", True, 50): 5.14,
+    ("A100-SXM4-80GB", "sdxl", 1024, "eager", False, 30): 3.31,
+    ("A100-SXM4-80GB", "sdxl", 1024, "compile", True, 30): 2.54,
+    ("H100-SXM", "sdxl", 1024, "eager", False, 30): 2.496,
+    ("A10", "sdxl", 1024, "eager", False, 30): 9.399,
+}
+
 # round, system: card, global batch, images/s of 8
 MLPERF = {
     "v4.1 Eos": ("H100-SXM", 256, 1_095),

@@ -92,11 +92,18 @@ def _facts(recipe: Recipe, model: Model, step: Any) -> dict[str, Any]:
     return {
         "resolution": recipe.data.resolution,
         "encodes_inline": encodes(recipe),
+        "masters_apart": _masters_apart(step.weights),
         # weights, two moments and the average, float32
         "checkpoint_bytes": 4 * (3 * trained + averaged),
         "latent_bytes_a_row": 2 * 2 * channels * side * side,
         "text_bytes_a_row": sum(2 * length * width for length, width in text),
     }
+
+
+def _masters_apart(weights: Any) -> bool:
+    """Whether the step computes with weights of their own, beside the float32 ones that it trains."""
+    computing = {id(param) for param in weights.computing.values()}
+    return not any(id(master) in computing for master in weights.masters.values())
 
 
 def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping[str, Any]]:

@@ -1,0 +1,204 @@
+"""What holds of every plan: nothing negative, nothing above the peak, more work takes longer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from darkroom.errors import InputError
+from darkroom.hardware.cards import cards, networks
+from darkroom.plan import shipped
+from darkroom.plan.jobs import (
+    GenerateJob,
+    PrepareJob,
+    ServeJob,
+    TrainJob,
+    Where,
+    batch_seconds,
+    largest_rows,
+    plan_generating,
+    plan_preparing,
+    plan_serving,
+    plan_training,
+    step_seconds,
+)
+from darkroom.plan.roofline import Software, efficiency, family, units_rate
+from darkroom.plan.scale import Cluster, all_reduce_s
+from darkroom.plan.shipped import OthersStep
+
+GPUS = [card for card in cards().values() if card.kind == "gpu"]
+CPUS = [card for card in cards().values() if card.kind == "cpu"]
+PRECISIONS = ("float32", "fp16", "bf16")
+ENGINES = ("eager", "compile", "graphs")
+ROWS = (1, 2, 3, 7, 16, 33, 128, 1000)
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return shipped.picture_profile("bf16", "fused")
+
+
+@pytest.fixture(scope="module")
+def training():
+    return shipped.others_profile(OthersStep("sd2", 512, encodes=False))
+
+
+@pytest.mark.parametrize("card", [*GPUS, *CPUS], ids=lambda card: card.name)
+def test_no_plan_is_negative_or_above_the_peak(card, pictures):
+    for precision, engine, batch in itertools.product(PRECISIONS, ENGINES, (1, 5, 64)):
+        software = Software(precision, engine)
+        plan = plan_generating(pictures, GenerateJob("generate", 100, batch, 30), Where(card), software)
+        parts = dict(plan.step_s)
+        total = parts.pop("total")
+        assert all(value >= 0 for value in parts.values())
+        assert sum(parts.values()) == pytest.approx(total)
+        assert 0 < plan.mfu <= 1, (precision, engine, batch)
+        assert plan.cost.kwh > 0
+        assert plan.cost.usd is None or plan.cost.usd > 0
+        assert 0 < plan.hours < math.inf
+
+
+@pytest.mark.parametrize("card", GPUS, ids=lambda card: card.name)
+def test_more_pictures_take_longer_and_hold_more(card, pictures):
+    software, where = Software("fp16"), Where(card)
+    taken = [batch_seconds(pictures, where, software, batch=rows, steps=30).total for rows in ROWS]
+    assert taken == sorted(taken)
+    assert len(set(taken[3:])) == len(taken[3:])  # from 7 pictures on the device is busy, not the host
+    held = [sum(pictures.memory(rows).values()) for rows in ROWS]
+    assert held == sorted(held)
+    assert sum(pictures.memory(largest_rows(pictures, where)).values()) <= where.usable_bytes
+
+
+def test_a_picture_costs_no_more_in_a_larger_batch(pictures):
+    for card in GPUS:
+        each = [
+            batch_seconds(pictures, Where(card), Software("fp16"), batch=rows, steps=30).total / rows
+            for rows in ROWS
+        ]
+        assert all(later <= earlier * 1.001 for earlier, later in itertools.pairwise(each)), card.name
+
+
+def test_a_card_that_is_better_in_all_is_not_slower(pictures, training):
+    better = [
+        (one, other)
+        for one, other in itertools.permutations(GPUS, 2)
+        if family(one) == family(other)
+        and one.year >= other.year
+        and one.bandwidth_bytes_s >= other.bandwidth_bytes_s
+        and all(one.flops.get(name, 0) >= rate for name, rate in other.flops.items())
+        and units_rate(one, "fp16") >= units_rate(other, "fp16")
+        and "T4" not in (one.name, other.name)  # it has a share of its own
+    ]
+    assert len(better) > 20
+    for one, other in better:
+        for precision, rows in itertools.product(("float32", "fp16"), (1, 16)):
+            software = Software(precision)
+            assert (
+                batch_seconds(pictures, Where(one), software, batch=rows, steps=9).total
+                <= batch_seconds(pictures, Where(other), software, batch=rows, steps=9).total * 1.001
+            ), (one.name, other.name, precision, rows)
+            assert (
+                step_seconds(training, Where(one), software, micro=rows, rows=rows).total
+                <= step_seconds(training, Where(other), software, micro=rows, rows=rows).total * 1.001
+            )
+
+
+def test_half_precision_is_not_slower_and_fusing_helps(pictures):
+    half, single = pictures, shipped.pictures_of_2022("float32")
+    for card in GPUS:
+        fast = batch_seconds(half, Where(card), Software("fp16"), batch=8, steps=20).total
+        assert fast < batch_seconds(single, Where(card), Software("float32"), batch=8, steps=20).total
+        engines = [
+            batch_seconds(half, Where(card), Software("fp16", engine), batch=2, steps=20).total
+            for engine in ENGINES
+        ]
+        assert engines == sorted(engines, reverse=True), card.name
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "network", sorted(name for name, one in networks().items() if one.scope == "between")
+)
+def test_devices_add_up(training, mode, network):
+    job = TrainJob("train", 100, 4096, None)
+    found = []
+    for count in (1, 2, 3, 7, 8, 9, 64, 100, 1000, 1024):
+        where = Where(cards()["A100-SXM4-80GB"], Cluster(count, network=network, mode=mode))
+        plan = plan_training(training, job, where, Software("bf16"))
+        assert plan.fits
+        assert 0 < plan.mfu <= 1
+        assert all(value >= 0 for value in plan.step_s.values())
+        found.append(plan)
+    one = found[0]
+    # 3 and 7 devices share 4096 pictures unevenly: the fullest counts, so none is faster than its share.
+    assert all(plan.cost.device_hours >= one.cost.device_hours * 0.999 for plan in found)
+    if mode == "fsdp":
+        state = [plan.memory_bytes["optimiser"] + plan.memory_bytes["ema"] for plan in found]
+        assert state == sorted(state, reverse=True)
+
+
+def test_a_sum_over_more_devices_takes_longer():
+    known = efficiency()
+    for name in ("V100-SXM2-16GB", "A100-SXM4-40GB", "H100-SXM", "RTX 4090"):
+        taken = [
+            all_reduce_s(cards()[name], Cluster(count), 3.4e9, known) for count in (1, 2, 4, 8, 16, 64, 1024)
+        ]
+        assert taken[0] == 0
+        assert taken == sorted(taken)
+
+
+def test_checkpointing_takes_less_memory_and_more_time():
+    plain = shipped.others_profile(OthersStep("sd15", 512, 8, False))
+    again = shipped.others_profile(OthersStep("sd15", 512, 8, True))
+    where, software = Where(cards()["A100-SXM4-40GB"]), Software("fp16")
+    for rows in (2, 8, 32):
+        assert sum(again.memory(rows).values()) < sum(plain.memory(rows).values())
+        assert (
+            step_seconds(again, where, software, micro=rows, rows=rows).total
+            > step_seconds(plain, where, software, micro=rows, rows=rows).total
+        )
+
+
+def test_a_server_needs_more_for_more_requests_and_for_less_patience(pictures):
+    where, software = Where(cards()["L40S"]), Software("fp16")
+
+    def needed(rate, latency):
+        plan = plan_serving(pictures, ServeJob("serve", rate, latency, 30), where, software)
+        assert plan.extra["busy"] < 1
+        assert plan.fits == (plan.extra["latency_p95_s"] <= latency)
+        return plan.extra["devices"]
+
+    by_rate = [needed(rate, 10.0) for rate in (0.01, 0.1, 1, 3, 10, 100, 1000)]
+    assert by_rate == sorted(by_rate)
+    by_patience = [needed(20.0, latency) for latency in (2.5, 3, 5, 10, 60, 600)]
+    assert by_patience == sorted(by_patience, reverse=True)
+    assert not plan_serving(pictures, ServeJob("serve", 1, 0.01, 30), where, software).fits
+
+
+def test_preparing_more_takes_longer_and_more_disk():
+    profile = shipped.preparing_profile("sd2", 512, "bf16")
+    profile = type(profile)(
+        **{**profile.__dict__, "facts": {"latent_bytes_a_row": 65536, "text_bytes_a_row": 0}}
+    )
+    found = [
+        plan_preparing(profile, PrepareJob("prepare", number), Where(cards()["A10G"]), Software("fp16"))
+        for number in (1, 1000, 10**9)
+    ]
+    assert [plan.hours for plan in found] == sorted(plan.hours for plan in found)
+    assert found[2].sizes_bytes["latents"] == 65536e9
+
+
+def test_too_many_devices_are_refused(training):
+    where = Where(cards()["A100-SXM4-80GB"], Cluster(65))
+    with pytest.raises(InputError, match="global batch of 64"):
+        plan_training(training, TrainJob("train", 1, 64, None), where, Software("bf16"))
+
+
+def test_what_one_picture_does_not_fit_is_said(training):
+    plan = plan_training(
+        training, TrainJob("train", 1, 64, None), Where(cards()["RTX 3080"]), Software("fp16")
+    )
+    assert not plan.fits
+    assert "not even one picture" in plan.notes[0]
