@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+import sqlalchemy as sql
 from PIL import Image
 
 from darkroom import sample
@@ -18,7 +19,7 @@ from darkroom.serve import AdapterChoice, PictureRequest, Refused
 from darkroom.serve.core import Core
 from darkroom.serve.leases import Leases
 from darkroom.serve.settings import ServeSettings
-from darkroom.serve.store import Record, Store
+from darkroom.serve.store import METADATA, Record, Store
 from serve.conftest import difference
 
 QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5)
@@ -29,7 +30,11 @@ LONG = PictureRequest(prompt="a red circle", steps=150, seed=5)
 def url(request, tmp_path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/jobs.db"
-    return str(request.getfixturevalue("postgres"))
+    found = str(request.getfixturevalue("postgres"))
+    engine = sql.create_engine(found)
+    METADATA.drop_all(engine)  # the database is that of all tests
+    engine.dispose()
+    return found
 
 
 @pytest.fixture
