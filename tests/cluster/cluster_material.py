@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ def tiny(seed: int = 0) -> models.Model:
     return models.create("tiny", seed=seed, parts=("vae", "text_encoder", "tokenizer"))
 
 
+@cache
 def picture(i: int, scale: int = 1) -> bytes:
     patches = np.random.default_rng(i).integers(0, 256, (5, 6, 3), dtype=np.uint8)
     file = io.BytesIO()
@@ -34,9 +36,10 @@ def picture(i: int, scale: int = 1) -> bytes:
 
 def fill(store: Store, start: int, num: int, broken: tuple[int, ...] = (), scale: int = 1) -> None:
     numbers = range(start, start + num)
+    kinds = 6 if scale > 1 else sys.maxsize  # large ones take long to draw
     content = {
         "id": [f"{i:032x}" for i in numbers],
-        "picture": [b"no picture" if i in broken else picture(i, scale) for i in numbers],
+        "picture": [b"no picture" if i in broken else picture(i % kinds, scale) for i in numbers],
         "caption": [f"a red circle, number {i}" for i in numbers],
         "width": [scale * (48 if i % 3 else 40) for i in numbers],
         "height": [scale * (40 if i % 3 else 80) for i in numbers],

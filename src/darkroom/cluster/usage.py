@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 BUSY = 0.85  # of its time: a stage that is busier holds up the others
 WAITS = 0.1  # of its time that training may stand still for batches
 FEW = 3  # blocks that tell nothing
+WAITING = 3  # times as long as it works a CPU task has its place where it waits for a CPU most of the time
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Use:
         return self.slot_s / max(self.wall_s * self.cpu_workers, 1e-9)
 
     def _starving(self, shares: dict[str, float]) -> str:
-        if shares["cpu"] < self._slots() / 2:
+        if shares["cpu"] < self._slots() / WAITING:
             return f"encoders starve: {self.cpu_workers} CPU tasks wait for a free CPU: add nodes with CPUs"
         wanted = math.ceil(self.cpu_workers * 0.95 / max(shares["encode"], 0.05))
         more = f"raise {self.words.cpu} from {self.cpu_workers} to {wanted}"
