@@ -42,3 +42,18 @@ def test_unknown_names_are_told():
 def test_it_needs_no_store():
     code = "import sys, darkroom.measure.pretraining; sys.exit(bool({'lance', 'pyarrow'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_transformer_is_timed_too():
+    rows = bench_pretraining(
+        "tiny-dit",
+        resolution=32,
+        batch=2,
+        cases=("plain", "bf16,fused_adamw", "checkpointing"),
+        repeats=1,
+        warmup=1,
+        device="cpu",
+        unet={"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8},
+    )
+    assert [row.settings["parameters"] for row in rows] == [rows[0].settings["parameters"]] * 3
+    assert all(row.images_per_s for row in rows)

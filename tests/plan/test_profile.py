@@ -82,3 +82,27 @@ def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
     assert counted.flops(8) == pytest.approx(other.flops(8), rel=1e-9)
     assert sum(counted.memory(8).values()) == pytest.approx(sum(other.memory(8).values()), rel=0.01)
     assert sum(counted.memory(8).values()) > 1.3 * sum(counted.memory(2).values())
+
+
+def test_a_transformers_recipe_and_pictures_are_counted():
+    """Fewer FLOPs where tokens are routed; guidance doubles the rows of a picture's step."""
+    from darkroom.plan.generation import GenerateSpec, profile_generation
+    from darkroom.plan.training import profile_recipe
+    from darkroom.recipe import make_recipe
+
+    def recipe(*overrides):
+        content = {
+            "task": "pretrain",
+            "model": {"base": "tiny-dit"},
+            "data": {"store": "no such store", "resolution": 64, "text": "stored"},
+        }
+        return profile_recipe(make_recipe(content, overrides), "float32", gpu=True)
+
+    plain, routed = recipe(), recipe("train.routing={keep: 0.5, before: 1, after: 1}")
+    assert plain.trained == plain.parameters["unet"]
+    assert 0.6 * plain.flops(8) < routed.flops(8) < 0.9 * plain.flops(8)
+    one, guided = (
+        profile_generation(GenerateSpec("tiny-dit", 64, 64, guided=guided, precision="float32"))
+        for guided in (False, True)
+    )
+    assert guided.flops(4, "denoise") == pytest.approx(2 * one.flops(4, "denoise"), rel=0.01)

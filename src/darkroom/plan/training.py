@@ -17,6 +17,7 @@ from darkroom.models.model import numbered
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights, trace_training
 from darkroom.plan.profile import Profile
 from darkroom.train import build, job
+from darkroom.train.extras import AlignSettings
 from darkroom.train.objective import scheduler_config
 from darkroom.train.tasks import ENCODED_PIXELS
 
@@ -64,7 +65,8 @@ class _NoStore:
 
 def _without_store(recipe: Recipe) -> Recipe:
     changes = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
+    train = recipe.train.model_copy(update={"align": AlignSettings()})  # its extractor is not opened
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
 
 
 def encodes(recipe: Recipe) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from darkroom.errors import RecipeError
+from darkroom.train.extras import check_extras
 from darkroom.train.online import check_online
 from darkroom.train.parallel import check_parallel
 
@@ -121,6 +122,7 @@ def check_together(recipe: Recipe) -> None:
     _check_optimiser(recipe)
     check_parallel(recipe)
     check_online(recipe)
+    check_extras(recipe)
     if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
         key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
         raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")

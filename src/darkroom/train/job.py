@@ -24,6 +24,7 @@ from darkroom.train.build import build_model
 from darkroom.train.checks import check_settings, select_rows
 from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS
 from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor
+from darkroom.train.extras import make_extras
 from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, make_order, read_once
 from darkroom.train.gather import class_store_path, gather, gather_class, has_own_store, store_path
 from darkroom.train.masks import COLUMN, Masks
@@ -236,10 +237,12 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         return Autoencoder(model, recipe.objective.autoencoder, pixels)
     read = pixels.model_copy(update={"caption_dropout": data.caption_dropout})
     encode = None
+    extras = make_extras(recipe, model, device)
+    sees = extras is not None and extras.extractor is not None
     column = _latents_column(recipe, model, store)
     if column is not None:
         bucket_step(recipe, store, column)
-        read = read.model_copy(update={"latents": column, "pixels": None})
+        read = read.model_copy(update={"latents": column, "pixels": read.pixels if sees else None})
     else:
         encode = VaeEncoder(_vae(model), device=device).encode
     text = _text_column(recipe, model, store)
@@ -269,6 +272,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         cache_text=recipe.task in FINE_TUNING,
         prior_weight=None if data.class_prompt is None else data.prior_weight,
         masks=masks,
+        extras=extras,
     )
 
 

@@ -30,6 +30,12 @@ class PhaseSettings(BaseModel):
         ge=0,
         description="pictures of the phase before weights are averaged; null: ema.start_step",
     )
+    keep: float | None = Field(
+        default=None, gt=0, le=1, description="train.routing.keep of this phase; 1: no token is routed"
+    )
+    align: float | None = Field(
+        default=None, ge=0, le=100, description="train.align.weight of this phase; 0: nothing is aligned"
+    )
 
 
 def phase_recipes(recipe: Recipe, out: Path) -> Iterator[tuple[Path, Recipe]]:
@@ -65,11 +71,21 @@ def _recipe_of(recipe: Recipe, i: int, phase: PhaseSettings, before: Path | None
                 f"phases.{i}.ema_from", f"{phase.ema_from} of {phase.samples} pictures", allowed="fewer"
             )
         content["train"]["ema"]["start_step"] = phase.ema_from // batch
+    if phase.keep is not None:
+        content["train"]["routing"] = _kept(content["train"]["routing"], phase.keep)
+    if phase.align is not None:
+        content["train"]["align"] = (
+            {**content["train"]["align"], "weight": phase.align} if phase.align else {}
+        )
     if before is not None:
         trains_text = recipe.model.train_text_encoder
         content["model"] = {"base": str(before / "model"), "train_text_encoder": trains_text}
         content["data"]["text"] = recipe.data.text
     return type(recipe).model_validate(content)
+
+
+def _kept(routing: dict[str, Any], keep: float) -> dict[str, Any]:
+    return {**routing, "keep": keep} if keep < 1 else {}
 
 
 def train_phases(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
 from darkroom.train.ema import Ema, EmaSettings
+from darkroom.train.extras import AlignSettings, RoutingSettings
 from darkroom.train.optimisers import (
     Optimiser,
     OptimSettings,
@@ -72,6 +73,12 @@ class TrainSettings(BaseModel):
         default=None, gt=0, description="a gradient norm that counts as odd too; null: none does"
     )
     ema: EmaSettings = Field(default=EmaSettings(), description="averaged weights")
+    routing: RoutingSettings = Field(
+        default=RoutingSettings(), description="tokens that pass a transformer's blocks by"
+    )
+    align: AlignSettings = Field(
+        default=AlignSettings(), description="a transformer's tokens drawn towards a frozen network's"
+    )
 
 
 Inputs = Mapping[str, Tensor]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from darkroom.data.loader import Draw, ReadSettings
 from darkroom.models import Model
 from darkroom.prepare import sample_latents, text_states, tokenize
+from darkroom.train.extras import Extras
 from darkroom.train.masks import Masks
 from darkroom.train.objective import (
     AutoencoderLossSettings,
@@ -90,18 +91,20 @@ class Diffusion:
         cache_text: bool = False,
         prior_weight: float | None = None,
         masks: Masks | None = None,
+        extras: Extras | None = None,
     ) -> None:
         """`modules` are the U-Net and the text encoders that gradients go through, by part.
 
         `encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not read.
         `cache_text` keeps the states of captions, encoded one by one. With `prior_weight` every other row is
-        a picture of the class, whose loss has this weight.
+        a picture of the class, whose loss has this weight. `extras` are what a transformer is trained with.
         """
         assert model.unet is not None
         draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(("offset",) if noise_offset else ()))
         self.model, self.objective = model, objective
         self.read = read.model_copy(update={"draws": draws})
-        self.modules: dict[str, nn.Module] = dict(modules)
+        self.modules: dict[str, nn.Module] = {**modules, **(extras.modules if extras else {})}
+        self._extras = extras
         text = [name for name in modules if name != "unet"]
         self.rates: dict[str, float] = {} if text_encoder_lr is None else dict.fromkeys(text, text_encoder_lr)
         self._trains_text = bool(text)
@@ -139,6 +142,9 @@ class Diffusion:
             inputs["time_ids"] = self._time_ids(latents_BChw)
         if "is_prior" in columns:
             inputs["is_prior"] = _to(columns["is_prior"], device).float()
+        if self._extras is not None and self._extras.extractor is not None:
+            pixels_B3HW = _to(columns["pixels"], device)
+            inputs["features"] = self._extras.features(pixels_B3HW, self._tokens_of(latents_BChw))
         if self._masks is not None:
             inputs["mask"] = _to(self._masks(columns, latents_BChw.shape[-2:]), device)
         return inputs
@@ -153,6 +159,8 @@ class Diffusion:
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         t_b = self.objective.timesteps(inputs["u"])
+        if self._extras is not None:
+            return self._losses_with(self._extras, inputs, t_b)
         out_bChw, target_bChw = self._predict(inputs, t_b)
         loss_b = self.objective.loss(out_bChw, target_bChw, t_b, inputs.get("mask"))
         if self._prior_weight is None or "is_prior" not in inputs:
@@ -166,6 +174,29 @@ class Diffusion:
             "prior_loss": prior_b,
         }
 
+    def _losses_with(self, extras: Extras, inputs: Mapping[str, Tensor], t_b: Tensor) -> dict[str, Tensor]:
+        """With tokens routed past blocks, and a block's tokens aligned."""
+        tokens = self._tokens_of(inputs["latents"])
+        keep_bK = extras.keep(inputs["u"], tokens[0] * tokens[1])
+        (out_bChw, *tapped), target_bChw = self._answer(inputs, t_b, **extras.arguments(keep_bK))
+        masks = [m for m in (inputs.get("mask"), extras.mask(keep_bK, tokens)) if m is not None]
+        mask = masks[0] * masks[-1] if len(masks) > 1 else next(iter(masks), None)
+        loss_b = self.objective.loss(out_bChw, target_bChw, t_b, mask)
+        if not tapped:
+            return {"loss": loss_b}
+        align_b = extras.distance(tapped[0], inputs["features"], keep_bK)
+        return {
+            "loss": loss_b + extras.align.weight * align_b,
+            "denoise_loss": loss_b,
+            "align_loss": align_b,
+        }
+
+    def _tokens_of(self, latents_bChw: Tensor) -> tuple[int, int]:
+        """Rows and columns of a transformer's tokens."""
+        assert self._extras is not None
+        height, width = latents_bChw.shape[-2:]
+        return height // self._extras.patch, width // self._extras.patch
+
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         errors = []
         for point in self._points:
@@ -178,19 +209,27 @@ class Diffusion:
         return {}
 
     def _predict(self, inputs: Mapping[str, Tensor], t_b: Tensor) -> tuple[Tensor, Tensor]:
+        (out_bChw, *_), target_bChw = self._answer(inputs, t_b)
+        return out_bChw, target_bChw
+
+    def _answer(
+        self, inputs: Mapping[str, Tensor], t_b: Tensor, **more: Any
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """All that the denoiser gives back, what is predicted first; and the target."""
         latents_bChw, noise_bChw = inputs["latents"], inputs["noise"]
         unet: Any = self.model.unet
         text_bLD, pooled_bD = self._states(inputs)
         added = {"text_embeds": pooled_bD, "time_ids": inputs["time_ids"]} if self.model.is_sdxl else None
         noisy_bChw = self.objective.add_noise(latents_bChw, noise_bChw, t_b)
-        out_bChw: Tensor = unet(
+        found: Sequence[Tensor] = unet(
             noisy_bChw.to(unet.dtype),
             t_b,
             encoder_hidden_states=text_bLD.to(unet.dtype),
             added_cond_kwargs=added,
             return_dict=False,
-        )[0]
-        return out_bChw, self.objective.target(latents_bChw, noise_bChw, t_b)
+            **more,
+        )
+        return found, self.objective.target(latents_bChw, noise_bChw, t_b)
 
     # ---- text
 
