@@ -133,7 +133,9 @@ def test_devices_add_up(training, mode, network):
         found.append(plan)
     one = found[0]
     # 3 and 7 devices share 4096 pictures unevenly: the fullest counts, so none is faster than its share.
-    assert all(plan.cost.device_hours >= one.cost.device_hours * 0.999 for plan in found)
+    # Shards leave room for larger micro-batches and share the update, which can gain a little more than that.
+    least = one.cost.device_hours * (0.999 if mode == "ddp" else 0.9)
+    assert all(plan.cost.device_hours >= least for plan in found)
     if mode == "fsdp":
         state = [plan.memory_bytes["optimiser"] + plan.memory_bytes["ema"] for plan in found]
         assert state == sorted(state, reverse=True)

@@ -147,7 +147,9 @@ def _plan(
     profile: Profile, where: Where, software: Software, offer: Price | None, *, seconds: Seconds, **known: Any
 ) -> Plan:
     """What every plan says alike: the device, parameters, MFU, money; `known` is what the job says."""
-    peak = where.roofline(software).peak()[0] * where.cluster.count
+    roofline = where.roofline(software)
+    # In float32 convolutions may run as tf32: then its rate is the one that nothing can pass.
+    peak = max(roofline.peak(kind)[0] for kind in ("conv", "matmul")) * where.cluster.count
     device_hours = known["hours"] * where.cluster.count
     return Plan(
         device=where.card.name,
