@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from darkroom.errors import CheckpointError
+from darkroom.run import Run
 from darkroom.train import checkpoint, train
 from darkroom.train.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
 from darkroom.train.ranks import ALONE, Ranks
@@ -84,6 +85,21 @@ def test_a_run_outlives_a_disk_that_was_full_for_a_while(recipe_of, tmp_path, mo
     assert load_checkpoint(checkpoints(tmp_path / "run" / "checkpoints")[-1]).step == 8
     undisturbed = train(recipe, out=tmp_path / "other", console=lambda _: None)
     assert undisturbed.loss == result.loss
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_first_save_that_fails_ends_the_run_in_one_line(recipe_of, tmp_path, monkeypatch, background):
+    """A run of many steps is not to find out at its end that nothing can be kept of it."""
+    more = ("train.steps=400", "train.log_every=1", "checkpoint.every=2", "sample.every=0")
+    recipe = recipe_of("pretrain", *more, f"checkpoint.background={str(background).lower()}")
+    disk, said = FullDisk(monkeypatch, 0), []
+    with pytest.raises(CheckpointError, match="No space left on device; there is none before it") as raised:
+        train(recipe, out=tmp_path / "run", console=said.append)
+    assert "\n" not in str(raised.value)
+    made = Run(tmp_path / "run").metrics()[-1]["step"]
+    assert 2 <= made < 400
+    disk.room = 10_000
+    assert train(recipe_of("pretrain", *more[1:], "train.steps=4"), out=tmp_path / "new", console=said.append)
 
 
 def test_shares_of_several_are_one_checkpoint(tmp_path):

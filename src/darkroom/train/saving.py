@@ -1,7 +1,7 @@
 """Saving the state of a run while it goes on: copied off the device, then written by a thread.
 
 A save that fails (a full disk) leaves the older checkpoints as they are, is told, and is tried again when the
-next one is due.
+next one is due. The first one of a run must not fail: a place that cannot be written ends the run at once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Saver:
         self._token: str = ranks.tell(lambda: f"{time.time_ns():x}-{os.urandom(3).hex()}")
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
+        self._proven = ranks.tell(lambda: bool(self.place.kept()))  # that a checkpoint can be written there
+        self._tried = False
         self._pinned: dict[str, Tensor] = {}
 
     def save(self, step: int, tensors: Tensors, scalars: Mapping[str, Any], parts: Parts) -> None:
@@ -52,6 +54,7 @@ class Saver:
         copied = {kind: self._copied(kind, named) for kind, named in mine.items()}
         if any(tensor.is_cuda for named in mine.values() for tensor in named.values()):
             torch.cuda.synchronize()
+        self._tried = True
         if not self._background:
             self._write(step, copied, scalars, parts)
             self._settle()
@@ -60,6 +63,11 @@ class Saver:
             target=self._write, args=(step, copied, scalars, parts), name="save", daemon=False
         )
         self._thread.start()
+
+    def look(self) -> None:
+        """Hear of what was written meanwhile, without waiting; CheckpointError where the first one failed."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._settle()
 
     def newest(self) -> Kept | None:
         """The newest checkpoint that is there, where it can be seen."""
@@ -78,11 +86,12 @@ class Saver:
             self._thread = None
         error, self._failed = self._failed, None
         if error is None:
+            self._proven = self._proven or self._tried
             return
         kept = self.newest()
         intact = f"the checkpoint of step {kept.step} is intact" if kept else "there is none before it"
         told = f"a checkpoint could not be written: {error}; {intact}"
-        if last:
+        if last or not self._proven:
             raise CheckpointError(told) from error
         self._say(f"warning: {told}; training goes on, the next one is tried when it is due")
 
