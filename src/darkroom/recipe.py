@@ -68,12 +68,26 @@ class ModelSettings(BaseModel):
     revision: str | None = Field(default=None, description="branch, tag or commit on the hub")
 
 
+class StoreWeight(BaseModel):
+    """One store of several."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    store: str = Field(description="a picture store")
+    weight: float = Field(
+        default=1.0, gt=0, le=1e9, description="its share of every batch, against the others'"
+    )
+
+
 class DataSettings(BaseModel):
     """Which pictures are trained on, and in what form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     store: str | None = Field(default=None, description="the picture store, such as pictures.lance")
+    stores: tuple[StoreWeight, ...] = Field(
+        default=(), max_length=1024, description="or several stores, mixed by weight"
+    )
     folder: str | None = Field(default=None, description="or a folder of pictures, imported into the run")
     instance: str | None = Field(default=None, description="or a folder of pictures of one subject, likewise")
     prompt: str | tuple[str, ...] | None = Field(

@@ -87,7 +87,7 @@ def test_batch_k_needs_no_history() -> None:
 
 def test_epochs_differ_and_are_well_shuffled() -> None:
     order = Order(4096, seed=1, global_batch=4096)
-    items = [order._items(epoch * 4096, 4096)[1] for epoch in range(2)]
+    items = [order.items(epoch * 4096, 4096)[1] for epoch in range(2)]
     assert (items[0] == items[1]).mean() < 0.01
     for served in items:
         assert abs(np.corrcoef(served, np.arange(4096))[0, 1]) < 0.08

@@ -303,12 +303,12 @@ class Order:
 
     def batch(self, k: int) -> BatchRows:
         """The rows of global batch k, ascending by position and then by epoch."""
-        epochs, indices = self._items(k * self.global_batch, self.global_batch)
+        epochs, indices = self.items(k * self.global_batch, self.global_batch)
         by_index = np.lexsort((epochs, indices))
         indices = indices[by_index]
         return BatchRows(k, epochs[by_index], indices, self.positions(indices))
 
-    def _items(self, start: int, count: int) -> tuple[Ints, Ints]:
+    def items(self, start: int, count: int) -> tuple[Ints, Ints]:
         """Epochs and indices of `count` items of the stream from item `start`."""
         epochs, indices = [], []
         while count:

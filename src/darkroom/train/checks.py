@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from darkroom.data import Store
+from darkroom.data.mixing import MixedRows, MixedStore
 from darkroom.data.order import Rows
 from darkroom.errors import RecipeError
 from darkroom.train.defaults import check_together
@@ -70,14 +71,13 @@ def _check_autoencoder(recipe: Recipe) -> None:
 
 
 def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
-    """The rows that are trained on, and those held out."""
+    """The rows that are trained on, and those held out; of several stores, those of each."""
     data = recipe.data
-    own = NO_MASKS if has_own_store(recipe) else None
-    wanted = " AND ".join(f"({part})" for part in (data.filter, own) if part)
-    rows = Rows.of(store.select(wanted) if wanted else store.num_rows)
-    if not len(rows):
-        what = f"no row of {store.num_rows} matches '{data.filter}'" if data.filter else "the store is empty"
-        raise RecipeError("data.filter" if data.filter else "data.store", what)
+    if isinstance(store, MixedStore):
+        parts = [_matching(one, recipe) for one in store.stores]
+        rows: Rows = MixedRows.over(parts, store.offsets)
+    else:
+        rows = _matching(store, recipe)
     if data.holdout >= 1 and data.holdout != int(data.holdout):
         raise RecipeError("data.holdout", f"{data.holdout}", allowed="a share below 1, or a whole number")
     if data.holdout * 2 > len(rows) or 0.5 < data.holdout < 1:
@@ -85,3 +85,17 @@ def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
             "data.holdout", f"{data.holdout:g} of {len(rows)} rows", allowed="at most half of the rows"
         )
     return rows.split(data.holdout if data.holdout < 1 else int(data.holdout))
+
+
+def _matching(store: Store, recipe: Recipe) -> Rows:
+    """The rows of one store that the recipe's filter lets through; RecipeError where there are none."""
+    given = recipe.data.filter
+    own = NO_MASKS if has_own_store(recipe) else None
+    wanted = " AND ".join(f"({part})" for part in (given, own) if part)
+    rows = Rows.of(store.choose(wanted) if wanted else store.num_rows)
+    if len(rows):
+        return rows
+    of = f" of '{store.path}'" if recipe.data.stores else ""
+    if given:
+        raise RecipeError("data.filter", f"no row of {store.num_rows}{of} matches '{given}'")
+    raise RecipeError("data.stores" if recipe.data.stores else "data.store", f"the store{of} is empty")

@@ -112,6 +112,9 @@ def fill(content: dict[str, Any]) -> list[Default]:
 # ---- what does not go together
 
 
+MIXED_TASKS = ("pretrain", "autoencoder", "finetune", "lora")
+
+
 def check_together(recipe: Recipe) -> None:
     """RecipeError for parts of a recipe that contradict its task or each other, before anything is opened."""
     _check_sources(recipe)
@@ -130,19 +133,38 @@ def check_together(recipe: Recipe) -> None:
 
 def _check_sources(recipe: Recipe) -> None:
     data = recipe.data
-    said = {key: value for key in ("store", "folder", "instance") if (value := getattr(data, key))}
+    said = {key: value for key in ("store", "stores", "folder", "instance") if (value := getattr(data, key))}
     fine = recipe.task in FINE_TUNING
     wanted = "data.instance" if _is_subject(recipe) else "data.folder" if fine else "data.store"
     if not said:
         raise RecipeError(wanted, "missing", mend=f"say where the pictures are: {wanted}=PATH")
     if len(said) > 1:
         raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
-    if not fine and "store" not in said:
+    _check_mixture(recipe)
+    if not fine and not said.keys() & {"store", "stores"}:
         raise RecipeError(
             f"data.{next(iter(said))}",
             f"a folder with the task {recipe.task}",
             mend="import it into a store first: darkroom import FOLDER STORE",
         )
+
+
+def _check_mixture(recipe: Recipe) -> None:
+    stores = recipe.data.stores
+    if not stores:
+        return
+    if recipe.task not in MIXED_TASKS:
+        raise RecipeError(
+            "data.stores", f"given with the task {recipe.task}", allowed=f"with {', '.join(MIXED_TASKS)}"
+        )
+    if recipe.data.encode == "online":
+        raise RecipeError(
+            "data.encode", "online with data.stores", allowed="stored or inline; or one data.store"
+        )
+    paths = [one.store for one in stores]
+    double = next((path for path in paths if paths.count(path) > 1), None)
+    if double is not None:
+        raise RecipeError("data.stores", f"'{double}' is given twice", mend="say it once, with one weight")
 
 
 def _is_subject(recipe: Recipe) -> bool:

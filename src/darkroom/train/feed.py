@@ -13,6 +13,7 @@ from torch import Tensor
 from darkroom.data import Store
 from darkroom.data.bucket_rows import BucketIndex, listed_buckets
 from darkroom.data.loader import Loader, ReadSettings
+from darkroom.data.mixing import MixedBucketOrder, MixedOrder, MixedRows, MixedStore
 from darkroom.data.order import BucketOrder, Order, OrderSettings, Rows, SampleOrder
 from darkroom.data.pictures import buckets
 from darkroom.errors import RecipeError
@@ -49,16 +50,39 @@ def bucket_step(recipe: Recipe, store: Store, column: str) -> int:
 
 
 def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
-    train, data, column = recipe.train, recipe.data, task.read.latents
+    train, data = recipe.train, recipe.data
+    if isinstance(store, MixedStore):
+        assert isinstance(rows, MixedRows)
+        return _mixed_order(recipe, task, store, rows)
     if not data.buckets:
         return Order(rows, seed=train.seed, global_batch=train.global_batch)
+    by_size = _by_size(recipe, task, store, rows)
+    return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
+
+
+def _mixed_order(recipe: Recipe, task: Task, store: MixedStore, rows: MixedRows) -> SampleOrder:
+    """The order of several stores' rows, by the recipe's weights."""
+    train = recipe.train
+    weights = [one.weight for one in recipe.data.stores]
+    if not recipe.data.buckets:
+        return MixedOrder(
+            rows.parts, weights, offsets=rows.offsets, seed=train.seed, global_batch=train.global_batch
+        )
+    parts = zip(store.stores, rows.parts, strict=True)
+    sizes = [_by_size(recipe, task, one, some) for one, some in parts]
+    return MixedBucketOrder(
+        sizes, weights, offsets=rows.offsets, seed=train.seed, global_batch=train.global_batch
+    )
+
+
+def _by_size(recipe: Recipe, task: Task, store: Store, rows: Rows) -> Mapping[tuple[int, int], Any]:
+    """One store's rows by aspect-ratio bucket."""
+    data, column = recipe.data, task.read.latents
     step = bucket_step(recipe, store, column) if column else inline_step(data.resolution, task.model)
     allowed = buckets(data.resolution, step=step)
     if rows.selected is None:
-        by_size: Mapping[tuple[int, int], Any] = BucketIndex(store, allowed, rows).buckets()
-    else:
-        by_size = listed_buckets(store, allowed, rows.positions(np.arange(len(rows))))
-    return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
+        return BucketIndex(store, allowed, rows).buckets()
+    return listed_buckets(store, allowed, rows.positions(np.arange(len(rows))))
 
 
 def inline_step(resolution: int, model: Model) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 
 from darkroom.data import Store
 from darkroom.data.importers import ImportReport, import_pictures
+from darkroom.data.mixing import MixedStore
 from darkroom.data.pictures import EXTENSIONS
 from darkroom.errors import RecipeError
 from darkroom.run import write_whole
@@ -36,12 +37,23 @@ NO_MASKS = f"key NOT LIKE '%{ENDING}'"
 
 def has_own_store(recipe: Recipe) -> bool:
     """Whether the pictures come from a folder."""
-    return recipe.data.store is None
+    return recipe.data.store is None and not recipe.data.stores
 
 
 def store_path(recipe: Recipe, run: Path) -> str:
     """Where the store is: the recipe's, or the run's own."""
     return recipe.data.store or str(run / DATA / "pictures.lance")
+
+
+def open_store(recipe: Recipe, run: Path, version: int | Sequence[int] | None = None) -> Store:
+    """The recipe's store, or its several as one, at the versions that a run has pinned."""
+    if not recipe.data.stores:
+        assert version is None or isinstance(version, int)
+        return Store.open(store_path(recipe, run), version=version)
+    paths = [one.store for one in recipe.data.stores]
+    pinned = version if isinstance(version, Sequence) else [version] * len(paths)
+    stores = [Store.open(path, version=one) for path, one in zip(paths, pinned, strict=True)]
+    return MixedStore(stores)
 
 
 def class_store_path(run: Path) -> Path:

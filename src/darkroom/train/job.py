@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import darkroom
 from darkroom import hardware, models
 from darkroom.data import Store
 from darkroom.data.loader import ReadSettings
+from darkroom.data.mixing import parts_of, versions_of
 from darkroom.data.order import Rows
 from darkroom.errors import RecipeError
 from darkroom.models import Model
@@ -26,14 +26,15 @@ from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS
 from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.extras import make_extras
 from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, make_order, read_once
-from darkroom.train.gather import class_store_path, gather, gather_class, has_own_store, store_path
+from darkroom.train.gather import class_store_path, gather, gather_class, has_own_store, open_store
 from darkroom.train.masks import COLUMN, Masks
-from darkroom.train.micro import choose_micro_batch
+from darkroom.train.micro import ESTIMATED, choose_micro_batch, try_micro_batches
 from darkroom.train.objective import make_objective
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.resting import rest
+from darkroom.train.resume import exactness
 from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
@@ -79,7 +80,7 @@ class Pinned:
     """What a run that goes on has settled before."""
 
     run: Path
-    version: int | None = None
+    version: int | Sequence[int] | None = None  # of each store, where there are several
     rows: int | None = None
     micro_batch: int | None = None
 
@@ -107,7 +108,7 @@ def make_job(
         )
     if has_own_store(recipe) and pinned.version is None:
         ranks.in_turn(lambda: gather(recipe, pinned.run, say))
-    store = Store.open(store_path(recipe, pinned.run), version=pinned.version)
+    store = open_store(recipe, pinned.run, pinned.version)
     train_rows, held_rows = select_rows(store, recipe)
     _check_pinned(store, pinned)
     device = _device(recipe, ranks)
@@ -140,6 +141,10 @@ def make_job(
     heldout = _heldout(recipe, task, store, held_rows, device)
     calibration = _calibration(recipe, task, store, train_rows, device)
     micro, told = _micro_batch(recipe, task, store, train_rows, device, pinned, ranks)
+    step = bare_step(task, recipe, micro, models.precision(precision), ranks)
+    if told.startswith(ESTIMATED) and device.type == "cuda" and not ranks.sharded:
+        inputs = task.inputs(read_once(store, train_rows, 1, task.read), device)
+        micro, told = try_micro_batches(step, task, recipe, inputs, ranks)
     notes.append(f"micro-batch {micro} of {recipe.train.global_batch}: {told}")
     if ranks.size > 1:
         share = recipe.train.global_batch // ranks.size
@@ -155,14 +160,14 @@ def make_job(
     return Job(
         recipe=recipe,
         task=task,
-        step=bare_step(task, recipe, micro, models.precision(precision), ranks),
+        step=step,
         feed=feed or make_feed(recipe, task, stores, order, device, ranks),
         rows_of=None if foreign else lambda k: order.batch(k).positions_B.tolist(),
         flops=flops,
         device=device,
         rows=len(train_rows) * recipe.data.repeats,
         environment=exactness(device, precision, micro, ranks),
-        store={"version": store.version, "rows": store.num_rows},
+        store={"version": versions_of(store), "rows": store.num_rows},
         heldout=heldout,
         scores=_scores(recipe, store, held_rows, device, ranks),
         calibration=calibration,
@@ -346,7 +351,20 @@ def _latents_column(recipe: Recipe, model: Model, store: Store) -> str | None:
             meta.get("darkroom.resolution") == str(data.resolution) for meta in made
         ):
             return None
-    column: str = latents_column(store, data.resolution, models.identity(_vae(model)))
+    identity = models.identity(_vae(model))
+    columns = {latents_column(one, data.resolution, identity) for one in parts_of(store)}
+    return _shared(store, columns)
+
+
+def _shared(store: Store, columns: set[str]) -> str:
+    """A prepared column that all of a mixture's stores have alike."""
+    column: str = columns.pop()
+    if columns or column not in store.columns():
+        raise RecipeError(
+            "data.stores",
+            f"their columns {', '.join(sorted({column, *columns}))} are not alike",
+            mend="prepare all of them with the same settings (square, or --buckets)",
+        )
     return column
 
 
@@ -388,8 +406,7 @@ def _text_column(recipe: Recipe, model: Model, store: Store) -> str | None:
     identity = TextEncoder(model.text_encoders, model.tokenizers).identity
     if asked == "auto" and all(meta.get("darkroom.encoder") != identity for meta in made):
         return None  # what is there is another model's
-    column: str = text_column(store, identity)
-    return column
+    return _shared(store, {text_column(one, identity) for one in parts_of(store)})
 
 
 def _heldout(
@@ -469,18 +486,3 @@ def _captions(store: Store, rows: Rows) -> Iterator[str]:
 def _checkpoint_activations(module: Any) -> None:
     enable: Sequence[str] = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
     getattr(module, next(name for name in enable if hasattr(module, name)))()
-
-
-def exactness(device: torch.device, precision: str, micro_batch: int, ranks: Ranks = ALONE) -> dict[str, Any]:
-    """What decides the last bits of every number, to be compared when a run goes on."""
-    versions = hardware.versions(("torch", "diffusers", "transformers", "numpy"))
-    here = hardware.machine()
-    return {
-        "darkroom": darkroom.__version__,
-        "threads": torch.get_num_threads(),
-        "precision": precision,
-        "micro_batch": micro_batch,
-        "processes": ranks.size,
-        "device": here.devices[device.index or 0].name if device.type == "cuda" else here.cpu,
-        **versions,
-    }

@@ -6,8 +6,13 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+import darkroom
+from darkroom import hardware
 from darkroom.errors import RecipeError
 from darkroom.run import differences
+from darkroom.train.ranks import ALONE, Ranks
 
 # These change what is watched, kept or how data is read ahead, never what is learned.
 HARMLESS = (
@@ -66,3 +71,18 @@ def check_environment(before: Mapping[str, Any], now: Mapping[str, Any]) -> list
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatch(key, pattern) for pattern in patterns)
+
+
+def exactness(device: torch.device, precision: str, micro_batch: int, ranks: Ranks = ALONE) -> dict[str, Any]:
+    """What decides the last bits of every number, to be compared when a run goes on."""
+    versions = hardware.versions(("torch", "diffusers", "transformers", "numpy"))
+    here = hardware.machine()
+    return {
+        "darkroom": darkroom.__version__,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "micro_batch": micro_batch,
+        "processes": ranks.size,
+        "device": here.devices[device.index or 0].name if device.type == "cuda" else here.cpu,
+        **versions,
+    }

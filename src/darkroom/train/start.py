@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom import hardware
-from darkroom.data import Store
+from darkroom.data.mixing import parts_of
 from darkroom.errors import InputError, RecipeError
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.build import keep_tokenizer
 from darkroom.train.checkpoint import Checkpoint, load_checkpoint
 from darkroom.train.checks import check_settings
 from darkroom.train.feed import Feed
-from darkroom.train.gather import forget, has_own_store, store_path
+from darkroom.train.gather import forget, has_own_store, open_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
@@ -222,13 +222,15 @@ def _pin_store(recipe: Recipe, job: Job, run: Run, say: Say) -> None:
     """Keep the store's version while the run may need it. The folder's whole path makes the name its own."""
     if has_own_store(recipe):
         return
-    store = Store.open(store_path(recipe, run.path), version=job.store["version"])
-    try:
-        store.pin(f"run {run.path.resolve()}")
-    except OSError as error:
-        say(
-            f"the store cannot be written ({error}): resuming works while its version {store.version} is kept"
-        )
+    mixed = open_store(recipe, run.path, job.store["version"])
+    for store in parts_of(mixed):
+        try:
+            store.pin(f"run {run.path.resolve()}")
+        except OSError as error:
+            say(
+                f"the store cannot be written ({error}): resuming works while its version {store.version} "
+                "is kept"
+            )
 
 
 def export(

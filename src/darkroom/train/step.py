@@ -124,8 +124,11 @@ class Step:
         shard: str = "grads",
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
-        self.micro_batch, self._micro_rows = micro_batch, micro_batch * rows_a_picture
+        self._rows_a_picture = rows_a_picture
+        self.set_micro_batch(micro_batch)
         self._size = ranks.size
+        # Of several ranks one alone must not make other passes than the rest.
+        self._may_shrink = train.micro_batch == "auto" and ranks.size == 1 and not optim.fused_backward
         if ranks.size == 1:
             self.weights: Weights = make_weights(modules, dtype)
         else:
@@ -143,11 +146,15 @@ class Step:
         # bf16 has float32's range; fp16's gradients vanish unless the loss is scaled up.
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
+    def set_micro_batch(self, pictures: int) -> None:
+        """Compute so many pictures at a time from now on: what is learned is the same, up to rounding."""
+        self.micro_batch, self._micro_rows = pictures, pictures * self._rows_a_picture
+
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
         torch.manual_seed(step_seed(self._train.seed, k))  # dropout, where a model has any
         factor = lr_factor(k, self._train.steps, self._optim)
         set_lr(self.optimiser, factor)
-        losses = self._gradients(inputs)
+        losses = self._fitting_gradients(inputs)
         norm = self._square_norm.sqrt() if self._optim.fused_backward else self._update()
         self.weights.clear_gradients()
         self.weights.publish()
@@ -203,6 +210,47 @@ class Step:
         """Step k without its batch: the weights stay."""
         self.ema.update(k)
 
+    def fits(self, inputs: Inputs) -> bool:
+        """Whether one forward and backward pass of these rows finds memory beside the optimiser's state.
+
+        Nothing is learned from it, and nothing is sent to other ranks.
+        """
+        masters = list(self.weights.masters.values())
+        try:
+            state = 2 * sum(master.nbytes for master in masters) if masters[0].is_cuda else 0
+            held = torch.empty(state, dtype=torch.uint8, device=masters[0].device)
+            self.weights.expect(last=False)
+            self.task.losses(inputs)["loss"].sum().backward()  # type: ignore[no-untyped-call]
+            self.weights.collect(first=True)
+            del held
+            found = True
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            found = False
+        self._forget_gradients()
+        return found
+
+    def _forget_gradients(self) -> None:
+        self.weights.clear_gradients()
+        for computing in self.weights.computing.values():
+            computing.grad = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _fitting_gradients(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The gradients; where `train.micro_batch` is ours to choose, with fewer rows at a time once memory
+        runs out: nothing has been learned of the batch until all its gradients are there.
+        """
+        while True:
+            try:
+                return self._gradients(inputs)
+            except (RuntimeError, MemoryError) as error:
+                if not (self._may_shrink and self.micro_batch > 1 and is_out_of_memory(error)):
+                    raise
+            self._forget_gradients()  # here, where the error no longer holds the pass's tensors
+            self.set_micro_batch(next_smaller(num_rows(inputs) // self._rows_a_picture, self.micro_batch))
+
     def _gradients(self, inputs: Inputs) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; returns the means over the global batch.
 
@@ -225,6 +273,20 @@ class Step:
                 total[name] = total[name] + mean.detach() if name in total else mean.detach()
         self.weights.exchange()
         return total
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of an allocator with nothing left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(
+        words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory")
+    )
+
+
+def next_smaller(batch: int, micro: int) -> int:
+    """The largest divisor of the batch below a micro-batch."""
+    return next(size for size in range(micro - 1, 0, -1) if batch % size == 0)
 
 
 def num_rows(inputs: Inputs) -> int:

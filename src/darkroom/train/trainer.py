@@ -125,7 +125,7 @@ class Trainer:
         scalars = {
             "step": self.k,
             "recipe": self.recipe.model_dump(mode="json"),
-            "environment": dict(self.job.environment),
+            "environment": {**self.job.environment, "micro_batch": step.micro_batch},
             "store": dict(self.job.store),
             "micro_batch": step.micro_batch,
             "scaler": step.scaler.state_dict(),
@@ -205,12 +205,21 @@ class Trainer:
                 self.step.pass_over(self.k)
             else:
                 self._inputs = self.task.inputs(columns, device)
-                result = self.step(self.k, self._inputs)
+                result = self._made_step()
             self.k += 1
             if not passes:
                 self._window.results.append((self.k, result, waited_s))
             self._after_step()
         self._agreed.close()
+
+    def _made_step(self) -> StepResult:
+        before = self.step.micro_batch
+        result = self.step(self.k, self._inputs)
+        if self.step.micro_batch != before:
+            self.say(
+                f"micro-batch {self.step.micro_batch} from step {self.k + 1} on: {before} ran out of memory"
+            )
+        return result
 
     def _after_step(self) -> None:
         """Whatever is due after step k: write metrics, look, save, stop."""
@@ -281,6 +290,7 @@ class Trainer:
         ]
         self.meter.images += images
         self._window = _Window()
+        self.saver.look()
         self._look_for_odd(rows)
         looked = more()
         rows[-1] |= self._usage(rows[-1]["images_per_s"]) | looked
