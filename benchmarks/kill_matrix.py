@@ -2,8 +2,9 @@
 
     python benchmarks/kill_matrix.py --rounds 100 --ranks 2 --out benchmarks/kill-matrix.json
 
-One job trains undisturbed; another, the same, is started and after a random time SIGKILL goes to one of its
-processes or to all of them, until it is finished in spite of it. Now and then the newest checkpoint is
+One job trains undisturbed; another, the same, is started again and again, and SIGKILL goes to one of its
+processes or to all of them at a random moment of its start, its steps or its saves, until it is finished in
+spite of it; then comes the next, until there were so many kills. Now and then the newest checkpoint is
 damaged in between. Told are failed resumes, whether the weights are the same to the bit, steps made more than
 once, and seconds lost. Gloo on the CPU, a model of a few thousand weights, pictures of this script's own.
 """
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from darkroom.data.importers import import_pictures
 from darkroom.train.checkpoint import checkpoints, step_of
 
 SIDE, PICTURES = 16, 44
+EARLY, STARTING_S = 0.2, 10.0  # the share of kills that come while a job starts, and how long that may take
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
 VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
 TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -139,49 +142,88 @@ def same_bits(one: Path, other: Path) -> bool:
     return bool(files)
 
 
+@dataclass
+class Found:
+    """What came of the kills so far."""
+
+    kills: int = 0
+    damaged: int = 0
+    failed: int = 0
+    repeated: int = 0
+    jobs: int = 0
+    same_bits: bool = True
+
+
+def wait_for_moment(
+    job: subprocess.Popen[bytes], run: Path, within_s: float, choice: random.Random
+) -> int | None:
+    """Wait for a random moment: while the job starts, or up to `within_s` after its first new step.
+
+    Returns the job's exit code where it ended before.
+    """
+    made = run / "metrics.jsonl"
+    before = made.stat().st_mtime_ns if made.exists() else 0
+    started = time.monotonic()
+    early_s = choice.uniform(0, STARTING_S) if choice.random() < EARLY else None
+    moment = None if early_s is None else started + early_s
+    while moment is None or time.monotonic() < moment:
+        if job.poll() is not None:
+            return job.returncode
+        if moment is None and made.exists() and made.stat().st_mtime_ns != before:
+            moment = time.monotonic() + choice.uniform(0, within_s)
+        time.sleep(0.01)
+    return None
+
+
+def kill_until_finished(
+    recipe: Path, run: Path, found: Found, *, rounds: int, within_s: float, choice: random.Random
+) -> None:
+    """Kill one job at random moments until it is finished in spite of it, or `rounds` kills were made."""
+    while not found.failed:
+        job = start(recipe, run)
+        code = job.wait() if found.kills >= rounds else wait_for_moment(job, run, within_s, choice)
+        if code is None:
+            kill(job, choice.random() < 0.5, choice)
+            found.kills += 1
+            job.wait(180)
+        kept = checkpoints(run / "checkpoints")
+        found.repeated += max(0, steps_made(run) - (step_of(kept[-1]) if kept else 0))
+        if code is not None:
+            found.failed += code != 0
+            return
+        found.damaged += choice.random() < 0.2 and damage_newest(run, choice)
+
+
 def kill_matrix(
     folder: Path, *, rounds: int, ranks: int, mode: str, steps: int, every: int, seed: int, within_s: float
 ) -> dict[str, Any]:
-    """Kill a job `rounds` times, let it finish, and say what came of it."""
-    choice = random.Random(seed)
+    """Kill jobs `rounds` times, each until it is finished, and say what came of it."""
+    choice, found = random.Random(seed), Found()
     recipe = write_recipe(folder, make_store(folder), steps=steps, every=every, mode=mode, ranks=ranks)
     began = time.monotonic()
     if start(recipe, folder / "undisturbed").wait():
         raise SystemExit((folder / "undisturbed.log").read_text())
     undisturbed_s = time.monotonic() - began
-    run = folder / "killed"
-    kills = damaged = failed = repeated = 0
     began = time.monotonic()
-    finished = False
-    while kills < rounds and not finished:
-        job = start(recipe, run)
-        try:
-            code = job.wait(choice.uniform(0.3, 1.0) * within_s)
-            finished = code == 0
-            failed += code != 0
-            if code:
-                break
-        except subprocess.TimeoutExpired:
-            kill(job, choice.random() < 0.5, choice)
-            kills += 1
-            job.wait(180)
-        kept = checkpoints(run / "checkpoints")
-        repeated += max(0, steps_made(run) - (step_of(kept[-1]) if kept else 0))
-        damaged += not finished and choice.random() < 0.2 and damage_newest(run, choice)
-    if not finished and not failed:
-        failed += start(recipe, run).wait() != 0
+    while found.kills < rounds and not found.failed:
+        found.jobs += 1
+        run = folder / f"killed-{found.jobs}"
+        kill_until_finished(recipe, run, found, rounds=rounds, within_s=within_s, choice=choice)
+        found.same_bits &= not found.failed and same_bits(folder / "undisturbed" / "model", run / "model")
+        print(f"job {found.jobs}: {found.kills} kills, same bits: {found.same_bits}", file=sys.stderr)
     return {
-        "kills": kills,
+        "kills": found.kills,
+        "jobs": found.jobs,
         "ranks": ranks,
         "mode": mode,
         "steps": steps,
-        "checkpoints_damaged": damaged,
-        "failed_resumes": failed,
-        "same_bits": not failed and same_bits(folder / "undisturbed" / "model", run / "model"),
-        "steps_repeated": repeated,
+        "checkpoints_damaged": found.damaged,
+        "failed_resumes": found.failed,
+        "same_bits": found.same_bits,
+        "steps_repeated": found.repeated,
         "seconds_undisturbed": round(undisturbed_s, 1),
-        "seconds_lost": round(time.monotonic() - began - undisturbed_s, 1),
-        "log": (folder / "killed.log").read_text()[-2000:] if failed else "",
+        "seconds_lost": round(time.monotonic() - began - found.jobs * undisturbed_s, 1),
+        "log": (folder / f"killed-{found.jobs}.log").read_text()[-2000:] if found.failed else "",
     }
 
 
@@ -196,7 +238,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--within", type=float, default=40.0, help="seconds in which a kill comes")
+    parser.add_argument("--within", type=float, default=3.0, help="seconds after the first step for a kill")
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the result")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="darkroom-kill-") as folder:

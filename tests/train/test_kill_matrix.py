@@ -24,8 +24,8 @@ def script():
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_killed_ranks_end_with_the_same_bits(script, tmp_path, mode):
     found = script.kill_matrix(
-        tmp_path, rounds=2, ranks=2, mode=mode, steps=60, every=5, seed=3, within_s=30.0
+        tmp_path, rounds=2, ranks=2, mode=mode, steps=60, every=5, seed=3, within_s=1.0
     )
     assert found["failed_resumes"] == 0, found["log"]
     assert found["same_bits"]
-    assert found["kills"] >= 1
+    assert found["kills"] == 2

@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
 from darkroom.errors import RecipeError
@@ -108,6 +110,26 @@ def test_cut_weights_learn_the_same_and_go_on_alone(alone, sharded, long_recipe)
     assert "no longer bit-identical" in said
     assert furthest(losses(alone), losses(sharded)) < CLOSE
     assert same_model(alone / "model", sharded / "model") < 1e-5
+
+
+@pytest.mark.slow
+def test_weights_let_go_after_each_block_are_there_for_checkpointing_and_samples(
+    alone, long_recipe, tmp_path
+):
+    """fsdp, shard=full: blocks are gathered again in the backward pass and while pictures are drawn."""
+    draws = ("sample.every=3", "sample.prompts=[a red square]", "sample.steps=2", "train.steps=3")
+    short = (*draws, "train.gradient_checkpointing=true", "data.holdout=4")
+    cut = ("parallel.mode=fsdp", "parallel.devices=2", "parallel.shard=full")
+    told(long_recipe(*short, *cut), tmp_path / "cut")
+    first = {step: loss for step, loss in losses(alone).items() if step <= 3}
+    assert len(first) == 3
+    assert furthest(first, losses(tmp_path / "cut")) < CLOSE
+    told(long_recipe(*short), tmp_path / "one")
+    pictures = [tmp_path / name / "samples" / "step-00000003.png" for name in ("cut", "one")]
+    a, b = (np.asarray(Image.open(picture), dtype=np.int16) for picture in pictures)
+    assert np.abs(a - b).max() <= 1
+    assert a.std() > 1
+    assert len(list((tmp_path / "cut" / "samples").iterdir())) == 1  # the other rank's is gone
 
 
 @pytest.mark.slow
