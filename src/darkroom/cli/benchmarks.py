@@ -39,6 +39,9 @@ def bench_train(
     ] = None,
     device: Annotated[str, typer.Option(help="with --model: auto, cpu, cuda, ...")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="steps, or chunks of steps, measured")] = 7,
+    profile: Annotated[
+        Path | None, typer.Option(help="PNG of one iteration: where its time goes, and its memory")
+    ] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -46,9 +49,23 @@ def bench_train(
 
     Example: darkroom bench train recipes/emoji.yaml --out results.csv
     Example: darkroom bench train --model sd2 --resolution 512 --batch auto --out results.csv
+    Example: darkroom bench train recipes/emoji.yaml --profile iteration.png
     """
     if (recipe is None) == (model is None):
         raise InputError("bench train", allowed="a recipe, or --model FAMILY", mend="say one of them")
+    if profile is not None:
+        from darkroom.measure import profiling
+
+        if model is None and recipe is not None:
+            from darkroom.recipe import read_recipe
+
+            found = profiling.profile_recipe(read_recipe(recipe, overrides or []), repeats=repeats)
+        else:
+            pictures = 1 if batch == "auto" else _count(batch)
+            case = cases[0] if cases else None
+            asked: Any = {"resolution": resolution, "batch": pictures, "case": case, "device": device}
+            found = profiling.profile_family(str(model), **asked, repeats=repeats)
+        return _profiled(found, profile, out, as_json)
     if model is not None or recipe is None:
         from darkroom.measure.pretraining import bench_pretraining
 
@@ -67,6 +84,16 @@ def bench_train(
 
     _measured(run(read_recipe(recipe, overrides or []), repeats=repeats), out, as_json)
     return None
+
+
+def _profiled(found: Any, picture: Path, out: Path | None, as_json: bool) -> None:
+    """Draw a profile and print its parts; of several processes the first has it."""
+    if found is None:
+        return
+    from darkroom.report.iteration import draw_iteration
+
+    console(as_json)(f"profile: {draw_iteration(found, picture)}")
+    _measured(found.rows(), out, as_json)
 
 
 def _count(text: str) -> int:

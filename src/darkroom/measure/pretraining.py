@@ -58,7 +58,7 @@ class _Loss:
 _ADDED = {"text_embeds": "pooled", "time_ids": "time_ids"}
 
 
-class _Bench:
+class Rung:
     """One rung: a fresh model and step with its switches."""
 
     def __init__(self, family: str, resolution: int, case: str, device: str, unet: Mapping[str, Any]) -> None:
@@ -156,7 +156,7 @@ def bench_pretraining(
     rows: list[Measurement] = []
     first: Timing | None = None
     for case in cases:
-        bench = _Bench(family, side, case, place, unet or {})
+        bench = Rung(family, side, case, place, unet or {})
         try:
             found, taken, peak = _time(bench, case, batch, repeats, warmup)
         except torch.OutOfMemoryError:
@@ -176,7 +176,7 @@ def bench_pretraining(
 
 
 def _time(
-    bench: _Bench, case: str, batch: int | Literal["auto"], repeats: int, warmup: int
+    bench: Rung, case: str, batch: int | Literal["auto"], repeats: int, warmup: int
 ) -> tuple[Timing, int, int]:
     started = time.perf_counter()
     rows = _largest(bench) if batch == "auto" else batch
@@ -189,7 +189,7 @@ def _time(
     return Timing(case, seconds, warm_s, None), rows, peak.bytes()
 
 
-def _largest(bench: _Bench) -> int:
+def _largest(bench: Rung) -> int:
     """Doubled while it fits and makes a picture cheaper."""
     rows, best_s = 1, float("inf")
     while rows <= MOST_ROWS:
@@ -212,7 +212,7 @@ def _forget() -> None:
         torch.cuda.empty_cache()
 
 
-def flops_per_image(bench: _Bench) -> int:
+def flops_per_image(bench: Rung) -> int:
     """FLOPs of one picture's forward and backward pass, attention included."""
     with counting(bench.unet) as counter:
         loss = bench.task.losses(counter.fake(bench.inputs(1)))["loss"]
@@ -220,7 +220,7 @@ def flops_per_image(bench: _Bench) -> int:
         return counter.result().flops
 
 
-def _row(bench: _Bench, timing: Timing, first: Timing, family: str, rows: int, peak: int) -> Measurement:
+def _row(bench: Rung, timing: Timing, first: Timing, family: str, rows: int, peak: int) -> Measurement:
     return measurement(
         "pretrain",
         timing,
