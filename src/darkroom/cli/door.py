@@ -161,6 +161,7 @@ def console(as_json: bool) -> Callable[[str], None]:
 
 
 def cell(value: Any) -> str:
+    """A value as a table shows it."""
     if value is None:
         return "-"
     if isinstance(value, float):

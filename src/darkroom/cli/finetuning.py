@@ -50,9 +50,11 @@ class Reported:
     best: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
+        """For --json."""
         return asdict(self)
 
     def lines(self) -> list[str]:
+        """For a terminal."""
         where = (f"page: {self.page}", f"rows: {self.measurements}", f"scores: {self.scores}")
         return [*columns(self.best), *where]
 

@@ -52,6 +52,7 @@ class Found:
 
     @property
     def key(self) -> str:
+        """Its path from the source on, a zip's name before it."""
         return self.tree.label + self.name
 
 
@@ -74,6 +75,7 @@ class FolderTree:
         self.root = root
 
     def names(self) -> Iterator[str]:
+        """Every file below the folder, by its path in it."""
         prefix = len(str(self.root)) + 1
         return (
             posixpath.join(folder[prefix:].replace(os.sep, "/"), name)
@@ -81,6 +83,7 @@ class FolderTree:
         )
 
     def find(self, name: str) -> Found | None:
+        """The file of that name; None where there is none."""
         path = self.root / name
         try:
             status = path.stat()
@@ -89,6 +92,7 @@ class FolderTree:
         return Found(self, name, status.st_size, path.read_bytes) if stat.S_ISREG(status.st_mode) else None
 
     def lines(self, name: str) -> Iterator[str]:
+        """A text file's lines."""
         with (self.root / name).open(encoding="utf-8-sig", errors="replace", newline="") as file:
             yield from file
 
@@ -101,13 +105,16 @@ class ZipTree:
         self._zip = ZipReader(path)
 
     def names(self) -> Iterator[str]:
+        """Every member, by its path in the zip."""
         return (m.name for m in self._zip.members() if not any(is_hidden(p) for p in m.name.split("/")))
 
     def find(self, name: str) -> Found | None:
+        """The member of that name; None where there is none."""
         member = self._zip.find(name)
         return None if member is None else Found(self, name, member.size, partial(self._zip.read, member))
 
     def lines(self, name: str) -> Iterator[str]:
+        """A text member's lines."""
         member = self._zip.find(name)
         rest = b""
         for chunk in self._zip.chunks(member) if member else ():
@@ -143,6 +150,7 @@ class FolderSource:
             raise InputError(f"no pictures in {path}", allowed=", ".join(sorted(EXTENSIONS)))
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
+        """Pictures with their captions: those that metadata list first, then the rest."""
         listed = Seen()
         for tree, name in self._metadata:
             yield from self._listed(tree, name, listed)

@@ -103,6 +103,7 @@ class MdsSource:
         self.total: int | None = sum(shard.samples for _, shard in self._shards)
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
+        """Samples of all shards that are not `finished`."""
         for folder, shard in self._shards:
             name = (folder.relative_to(self._root) / shard.raw_data.basename).as_posix()
             try:

@@ -54,6 +54,7 @@ class ParquetSource:
             self.total += _opened(file).metadata.num_rows
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
+        """Rows of all files that are not `finished`."""
         for file in self._files:
             part = part_name(file, self._root if self._root.is_dir() else file)
             if part not in finished:

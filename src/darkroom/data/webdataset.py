@@ -55,6 +55,7 @@ class WebdatasetSource:
             raise InputError(f"no tar in {path}", allowed=", ".join(TARS))
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
+        """Samples of all tars that are not `finished`."""
         for tar in self._tars:
             part = part_name(tar, self._root if self._root.is_dir() else tar)
             if part not in finished:

@@ -60,6 +60,7 @@ class ZipReader:
             raise InputError(f"{path} is no whole zip archive: {error}") from error
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _read_at(self, offset: int, length: int) -> bytes:

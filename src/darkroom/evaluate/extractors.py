@@ -65,6 +65,7 @@ class Extractor:
 
     @property
     def device(self) -> torch.device:
+        """Where it computes."""
         return next(self.module.parameters()).device
 
     @torch.no_grad()

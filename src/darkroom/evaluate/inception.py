@@ -155,6 +155,7 @@ class Inception(nn.Module):
         return [first, second, third, self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(third)))]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Pixels [B, 3, 299, 299] of -1 to 1 to features [B, 2048]."""
         return self.maps(x)[-1].mean(dim=(2, 3))
 
 

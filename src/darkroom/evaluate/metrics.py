@@ -96,6 +96,7 @@ class Metric:
 
 
 def fid(scorer: Scorer, extractor: Extractor) -> Found:
+    """Frechet distance of two sets' features (Heusel et al. 2017), with its bias by sample size."""
     x_ND, y_MD = _both(scorer, extractor)
     interval = resample.frechet(x_ND, y_MD, seed=scorer.seed)
     settings = {"resamples": resample.frechet_resamples(x_ND, y_MD)}
@@ -103,6 +104,7 @@ def fid(scorer: Scorer, extractor: Extractor) -> Found:
 
 
 def fid_infinity(scorer: Scorer, extractor: Extractor) -> Found:
+    """The Frechet distance extrapolated to endless samples (Chong & Forsyth 2020)."""
     x_ND, y_MD = _both(scorer, extractor)
     line = statistics.frechet_infinity(x_ND, y_MD, seed=scorer.seed)
     interval = Interval(
@@ -117,6 +119,7 @@ def fid_infinity(scorer: Scorer, extractor: Extractor) -> Found:
 
 
 def kid(scorer: Scorer, extractor: Extractor) -> Found:
+    """Kernel distance, unbiased (Binkowski et al. 2018)."""
     x_ND, y_MD = _both(scorer, extractor)
     blocks = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
     note = f"mean and spread of {statistics.BLOCKS} blocks of {statistics.BLOCK_SIZE}" if blocks else ""
@@ -125,6 +128,7 @@ def kid(scorer: Scorer, extractor: Extractor) -> Found:
 
 
 def cmmd(scorer: Scorer, extractor: Extractor) -> Found:
+    """Maximum mean discrepancy of CLIP features (Jayasumana et al. 2024)."""
     x_ND, y_MD = _both(scorer, extractor)
     cut = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
     note = f"of {resample.LARGEST_KERNEL} random pictures a set" if cut else ""

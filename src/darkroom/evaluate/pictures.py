@@ -75,10 +75,12 @@ class FolderPictures:
         return len(self.files)
 
     def bytes(self) -> Iterator[bytes]:
+        """Each picture file's bytes, in order."""
         return (file.read_bytes() for file in self.files)
 
     @cached_property
     def sha256(self) -> str:
+        """Of all their bytes, in any order: which pictures these are."""
         return joint_sha256(hashlib.sha256(data).digest() for data in self.bytes())
 
 
@@ -103,6 +105,7 @@ class StorePictures:
 
     @property
     def name(self) -> str:
+        """The store, its version and the filter, as rows say it."""
         chosen = f" where {self.filter}" if self.filter else ""
         return f"{self.store.path}@{self.store.version}{chosen}"
 
@@ -115,10 +118,12 @@ class StorePictures:
             yield from self.store.take(self.positions[start : start + BATCH], [name])[name].to_pylist()
 
     def bytes(self) -> Iterator[bytes]:
+        """Each picture's bytes, in the store's order."""
         return self.column("picture")
 
     @cached_property
     def sha256(self) -> str:
+        """Of all their ids: which pictures these are."""
         return joint_sha256(str(id_).encode() for id_ in self.column("id"))
 
 

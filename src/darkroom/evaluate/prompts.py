@@ -47,6 +47,7 @@ class Prompts:
 
     @property
     def sha256(self) -> str:
+        """Of the prompts: which ones these are."""
         return hashlib.sha256("\n".join(self.texts).encode()).hexdigest()
 
 

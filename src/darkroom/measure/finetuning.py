@@ -46,6 +46,7 @@ class Case:
 
     @property
     def has_rank(self) -> bool:
+        """Whether it trains an adapter."""
         return self.method.endswith("lora")
 
     @property
@@ -110,10 +111,12 @@ class Finetuning:
 
     @property
     def prompt(self) -> str:
+        """The instance's prompt, with its token."""
         return f"a photo of {self.token} {self.class_word}"
 
     @property
     def class_prompt(self) -> str:
+        """The prompt of any of its class."""
         return f"a photo of {self.class_word}"
 
     def case(self, method: str, **changes: Any) -> Case:

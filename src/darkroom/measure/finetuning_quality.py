@@ -62,6 +62,7 @@ class Followed:
     pictures: dict[tuple[str, int], list[Path]] = field(default_factory=dict)
 
     def add(self, other: Followed) -> None:
+        """Take in what another run found."""
         self.rows += other.rows
         self.scores += other.scores
         self.pictures |= other.pictures

@@ -79,6 +79,7 @@ class Trial:
 
     @property
     def wall_s(self) -> float:
+        """Seconds from the first arrival to the last end."""
         return self.end_s - self.start_s
 
     @property
@@ -88,6 +89,7 @@ class Trial:
 
     @property
     def requests_per_s(self) -> float:
+        """Requests a second, whatever became of them."""
         return len(self.outcomes) / self.wall_s
 
     def goodput(self) -> float:

@@ -70,18 +70,22 @@ class Timing:
 
     @property
     def median_s(self) -> float:
+        """Seconds, the median of all repeats."""
         return statistics.median(self.seconds)
 
     @property
     def p10_s(self) -> float:
+        """Seconds that a tenth of the repeats stay under."""
         return _percentile(self.seconds, 0.1)
 
     @property
     def p90_s(self) -> float:
+        """Seconds that nine tenths stay under."""
         return _percentile(self.seconds, 0.9)
 
     @property
     def repeats(self) -> int:
+        """How many were timed."""
         return len(self.seconds)
 
     def ratio(self, to: Timing) -> float:

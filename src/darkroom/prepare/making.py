@@ -140,6 +140,7 @@ class MakeLatents:
         return out
 
     def on(self, device: str | torch.device) -> MakeLatents:
+        """The same on another device."""
         return replace(self, vae=copy.copy(self.vae).to(device))
 
 
@@ -159,4 +160,5 @@ class MakeStates:
         ]
 
     def on(self, device: str | torch.device) -> MakeStates:
+        """The same on another device."""
         return replace(self, text=copy.copy(self.text).to(device))

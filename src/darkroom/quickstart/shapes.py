@@ -49,6 +49,7 @@ class Triple:
 
     @property
     def caption(self) -> str:
+        """Its caption, as training sees it."""
         article = "an" if self.color[0] in "aeiou" else "a"
         return f"{article} {self.color} {self.shape} on a {self.background} background"
 

@@ -34,6 +34,7 @@ class Told:
     samples: list[tuple[int, Path]] = field(repr=False)
 
     def curve(self, key: str) -> Curve:
+        """Steps and values of one key of the metrics."""
         return as_curve(self.name, self.rows, key)
 
     def held_out(self) -> Curve:

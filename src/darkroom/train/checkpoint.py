@@ -222,6 +222,7 @@ def note_failure(beside: Path, rank: int) -> None:
 
 
 def index_name(rank: int) -> str:
+    """The file that says what a rank wrote."""
     return f"rank-{rank:05d}.json"
 
 
@@ -328,6 +329,7 @@ def _write_hashed(file: Path, chunks: Iterator[bytes | memoryview]) -> dict[str,
 
 
 def as_json(content: Mapping[str, Any]) -> Iterator[bytes]:
+    """The content as JSON, for `_write_hashed`."""
     # Python writes a float so that reading gives the same bits back.
     yield (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 

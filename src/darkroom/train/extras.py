@@ -73,6 +73,7 @@ class Projector(nn.Module):
         self.layers = nn.Sequential(linear[0], nn.SiLU(), linear[1], nn.SiLU(), linear[2])
 
     def forward(self, x_BND: Tensor) -> Tensor:
+        """Hidden states [B, N, D] to features [B, N, F]."""
         out_BNF: Tensor = self.layers(x_BND)
         return out_BNF
 

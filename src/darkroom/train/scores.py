@@ -75,6 +75,7 @@ class HeldOut:
 
     @property
     def name(self) -> str:
+        """What rows call these pictures."""
         return f"{self.store.path}@{self.store.version}, held out"
 
     def __len__(self) -> int:
@@ -86,10 +87,12 @@ class HeldOut:
             yield from self.store.take(self.positions[start : start + BATCH], [name])[name].to_pylist()
 
     def bytes(self) -> Iterator[bytes]:
+        """Each held-out picture's bytes."""
         return self.column("picture")
 
     @cached_property
     def sha256(self) -> str:
+        """Of all their ids: which pictures these are."""
         return hashlib.sha256(b"\n".join(sorted(str(i).encode() for i in self.column("id")))).hexdigest()
 
 

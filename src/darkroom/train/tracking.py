@@ -69,10 +69,12 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """A row of metrics as scalars."""
         for name, value in _numbers(row):
             self._writer.add_scalar(name, value, step)
 
     def picture(self, step: int, name: str, path: Path) -> None:
+        """A grid of samples."""
         import numpy as np
         from PIL import Image
 
@@ -80,6 +82,7 @@ class TensorBoard:
         self._writer.add_image(name, pixels_HW3, step, dataformats="HWC")
 
     def close(self) -> None:
+        """Write what is left."""
         self._writer.close()
 
 
@@ -112,14 +115,17 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """A row of metrics."""
         self._run.log({"step": step, **dict(_numbers(row))})
 
     def picture(self, step: int, name: str, path: Path) -> None:
+        """A grid of samples."""
         import wandb
 
         self._run.log({"step": step, name: wandb.Image(str(path))})
 
     def close(self) -> None:
+        """End the run there."""
         self._run.finish()
 
 
@@ -130,14 +136,17 @@ class Several:
         self._trackers = trackers
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
+        """To each of them."""
         for tracker in self._trackers:
             tracker.log(step, row)
 
     def picture(self, step: int, name: str, path: Path) -> None:
+        """To each of them."""
         for tracker in self._trackers:
             tracker.picture(step, name, path)
 
     def close(self) -> None:
+        """Each of them."""
         for tracker in self._trackers:
             tracker.close()
 

@@ -64,6 +64,7 @@ class Words(nn.Module):
         self.added = nn.Parameter(rows_nD)
 
     def forward(self, ids_BL: Tensor) -> Tensor:
+        """Token ids [B, L] to their vectors [B, L, D]."""
         known = len(self.weight)
         old_BLD = F.embedding(ids_BL.clamp(max=known - 1), self.weight)
         new_BLD = F.embedding((ids_BL - known).clamp(min=0), self.added)

@@ -62,6 +62,7 @@ class UnetShell(nn.Module):
     def forward(
         self, x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, *more: torch.Tensor
     ) -> torch.Tensor:
+        """Latents, timesteps, text and what else the U-Net is told, in the order of the inputs."""
         added = {  # sizes in pixels would lose digits in half precision
             name: value if name == "time_ids" else value.to(self.dtype)
             for name, value in zip(self.added, more, strict=True)
@@ -87,6 +88,7 @@ class DecoderShell(nn.Module):
         self.dtype = next(vae.parameters()).dtype
 
     def forward(self, latents_BCHW: torch.Tensor) -> torch.Tensor:
+        """Latents [B, C, H, W] to pixels [B, 3, 8H, 8W] of -1 to 1."""
         latents_BCHW = latents_BCHW.to(self.dtype)
         if self.post_quant_conv is not None:
             latents_BCHW = self.post_quant_conv(latents_BCHW)

@@ -30,6 +30,7 @@ class Place:
 
     @property
     def on_cuda(self) -> bool:
+        """Whether it is a CUDA or ROCm card."""
         return self.device.type == "cuda"
 
     @property

@@ -139,6 +139,7 @@ class NumberedDecoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(width, 3, 3, padding=1))
 
     def forward(self, latents_BCHW: torch.Tensor) -> torch.Tensor:
+        """Latents [B, C, H, W] to pixels [B, 3, 8H, 8W]."""
         pixels: torch.Tensor = self.layers(torch.tanh(latents_BCHW / 3) * 3)
         return pixels.clamp(0, 1) * 2 - 1
 
@@ -156,6 +157,7 @@ class Residual(nn.Module):
             self.pool = nn.Sequential(into, nn.GroupNorm(groups, pooled), nn.ReLU(), back)
 
     def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        """[B, C, H, W] to the same."""
         if self.pool is not None:
             x_BCHW = x_BCHW + self.pool(x_BCHW)
         return torch.relu(self.conv(x_BCHW) + x_BCHW)
