@@ -129,7 +129,7 @@ class Scores:
         from darkroom.evaluate.metrics import METRICS, Scorer, Sets
 
         drawn = self._drawn
-        generate = partial(sample.generate, progress=progress, notice=lambda _: None)
+        generate = partial(sample.generate, optimise="none", progress=progress, notice=lambda _: None)
         settings = {"size": (self._side, self._side), "steps": drawn.steps, "guidance": drawn.guidance}
         settings |= {} if drawn.solver is None else {"solver": drawn.solver}
         with TemporaryDirectory(prefix=".scores-", dir=folder) as place:

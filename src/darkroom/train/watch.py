@@ -101,6 +101,7 @@ def sample_grid(
         steps=settings.steps,
         guidance=settings.guidance,
         solver=settings.solver,
+        optimise="none",  # the weights in training stay where and as they are, also where ranks share them
         progress=progress,
         notice=lambda _: None,
     )
