@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
 from darkroom.measure import Measurement, Timing, append_csv, measurement
 
@@ -48,13 +49,13 @@ CPUS = 8  # that the cluster on this machine counts: stand-ins sleep
 class Sizes:
     """How much is measured, and of what."""
 
-    batch: int = 16
+    batch: int = 8
     steps: int = 10  # a chunk
     drain: int = 10  # untimed steps before it
     rounds: int = 5
-    pictures: int = 512
-    unet: tuple[int, ...] = (64, 128)
-    vae: int = 8
+    pictures: int = 256
+    unet: tuple[int, ...] = (32, 64)
+    vae: int = 32  # first width; with it encoders take the published share of an inline step
     encoders: tuple[int, ...] = (1, 2, 3, 4, 6)
 
 

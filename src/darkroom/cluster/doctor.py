@@ -145,7 +145,8 @@ def _versions(nodes: Sequence[Node]) -> Check:
         mend = "install the same on all: pip install -c requirements.lock 'darkroom[ray]'"
         return Check("versions", False, "; ".join(odd[:3]) + more, mend)
     told = ", ".join(f"{name} {version}" for name, version in usual.items() if version != "missing")
-    return Check("versions", True, f"the same on all {len(abouts)} nodes: {told}")
+    where = f"the same on all {len(abouts)} nodes: " if len(abouts) > 1 else ""
+    return Check("versions", True, f"{where}{told}")
 
 
 def _accelerators(nodes: Sequence[Node]) -> Iterator[Check]:
@@ -245,7 +246,7 @@ def _gbit(bits: float) -> str:
 def _folder(nodes: Sequence[Node]) -> Check:
     without = [node.name for node in nodes if node.about is not None and not node.about.cwd_seen]
     if not without:
-        return Check("folder", True, f"{os.getcwd()} is there on all nodes")
+        return Check("folder", True, f"{os.getcwd()} is there on {'all nodes' if len(nodes) > 1 else 'it'}")
     detail = f"{os.getcwd()} is not there on {', '.join(without[:3])}"
     detail += f" and {len(without) - 3} more" if len(without) > 3 else ""
     return Check("folder", False, detail, "train in a folder that all nodes mount at the same place")
@@ -294,8 +295,10 @@ def _each(calls: Sequence[tuple[Node, Any]]) -> tuple[list[Any], list[tuple[Node
 def _stored(verb: str, storage: str, seconds: Sequence[float], of: int) -> Check:
     rate = FILE_BYTES / statistics.median(seconds) / 1e6
     all_rate = FILE_BYTES * len(seconds) / max(seconds) / 1e6
-    who = f"{len(seconds)} of {of} nodes at once" if len(seconds) < of else f"{of} nodes at once"
-    detail = f"{storage}: {rate:,.0f} MB/s a node, {all_rate:,.0f} MB/s in all ({who})"
+    detail = f"{storage}: {rate:,.0f} MB/s a node"
+    if of > 1:
+        who = f"{len(seconds)} of {of} nodes" if len(seconds) < of else f"{of} nodes"
+        detail += f", {all_rate:,.0f} MB/s in all ({who} at once)"
     return Check(f"storage {verb}", True, detail)
 
 
