@@ -22,8 +22,10 @@ import sqlalchemy as sql
 import torch
 import yaml
 from PIL import Image
+from typer.testing import CliRunner
 
 from darkroom import models, sample
+from darkroom.cli import app as cli
 from darkroom.cluster.scaling import ByQueue
 from darkroom.cluster.serve import OnRay, Replicas, application, shared
 from darkroom.errors import InputError
@@ -214,3 +216,21 @@ def test_the_deployment_file_makes_an_application():
     assert bound.init_args[0]["shared"] is True
     with pytest.raises(ValueError, match="replica_count"):
         OnRay.model_validate({**described.args, "replica_count": 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--replicas", "2"], "--replicas with --engine local"),
+        (["--engine", "spark"], "--engine spark"),
+        (["--engine", "ray", "--replicas", "3:2", "--jobs", "postgresql+psycopg://x"], "--replicas 3:2"),
+        (["--engine", "ray", "--replicas", "many", "--jobs", "postgresql+psycopg://x"], "--replicas many"),
+        (["--engine", "ray", "--replica-cpus", "0", "--jobs", "postgresql+psycopg://x"], "--replica-cpus"),
+        (["--engine", "ray"], "--engine ray without a database"),
+        (["--engine", "ray", "--jobs", "postgresql+psycopg://x", "--host", "0.0.0.0"], "--host 0.0.0.0"),
+    ],
+)
+def test_the_command_line_refuses_by_name(given, told):
+    result = CliRunner().invoke(cli, ["serve", "model", *given])
+    assert isinstance(result.exception, InputError)
+    assert told in str(result.exception)

@@ -43,7 +43,7 @@ def test_larger_passes_share_the_engine_and_give_the_lone_pictures(small, run_co
     async def scenario(core: Core) -> list[Image.Image]:
         for i, request in enumerate(requests):
             job = await core.submit(request, key="a", job_id=f"x{i}")
-            assert job.steps_total in (0, *_steps(request))
+            assert (job.steps_total > 6 * request.num) == (request.hires is not None)
         pictures = [await made(core, f"x{i}") for i in range(len(requests))]
         assert core.engine is not None
         assert core.engine.load == 0
@@ -57,10 +57,6 @@ def test_larger_passes_share_the_engine_and_give_the_lone_pictures(small, run_co
     assert difference(pictures[0], other) >= 10
 
 
-def _steps(request: PictureRequest) -> range:
-    return range(1, 100 * request.num)
-
-
 def test_adapters_stay_through_both_passes_and_leave_with_a_cancel(run_core, adapter_folder):
     styles = [
         asked(i, HiresChoice(scale=2, strength=1.0), adapters=(AdapterChoice(name=f"style{i % 3}"),))
@@ -70,7 +66,7 @@ def test_adapters_stay_through_both_passes_and_leave_with_a_cancel(run_core, ada
     async def scenario(core: Core) -> Any:
         for i, request in enumerate(styles):
             await core.submit(request, key="a", job_id=f"x{i}")
-        while (await core.get("x5", key="a")).steps_done < 7:  # in its second pass
+        while (job := await core.get("x5", key="a")).steps_done < 7 and not job.over:  # to its second pass
             await asyncio.sleep(0.005)
         await core.cancel("x5", key="a")
         states = [(await core.finished(f"x{i}", key="a")).state for i in range(6)]

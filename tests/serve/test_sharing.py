@@ -96,6 +96,9 @@ def test_servers_that_claim_at_once_share_the_jobs_out(two_stores):
 def test_a_job_waits_for_the_server_that_has_its_adapters_but_not_for_ever(two_stores):
     one, other = (Leases(store, name, 30.0) for store, name in zip(two_stores, "ab", strict=True))
     server = two_stores[0].server
+    other.renew({}, {"style0", "style1"}).result()
+    new = one.accept(record(server, -1, ("style5",)), take=False).result()
+    assert [job.uid for job in one.claim((), 5, 60.0).result()] == [new.uid]  # nobody has it
     styled = one.accept(record(server, 0, ("style0",)), take=False).result()
     plain = one.accept(record(server, 1), take=False).result()
     assert [job.uid for job in one.claim((), 1, 60.0).result()] == [plain.uid]

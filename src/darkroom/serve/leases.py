@@ -29,6 +29,16 @@ LEASES = sql.Table(
     sql.Column("steps_done", sql.Integer, nullable=False, default=0),
     sql.Column("steps_total", sql.Integer, nullable=False, default=0),
 )
+SERVERS = sql.Table(
+    "darkroom_servers",
+    METADATA,
+    sql.Column("owner", sql.String(100), primary_key=True),
+    sql.Column("server", sql.String(64), nullable=False, index=True),
+    sql.Column("until_s", sql.Double, nullable=False),
+    sql.Column("adapters", sql.Text, nullable=False),
+)
+"""Who is there, until when at least, and which adapters each has at hand."""
+GONE_S = 3600.0
 LOOKED_AT = 64
 """Jobs, the oldest, among which a server finds those that suit it."""
 
@@ -64,8 +74,8 @@ class Leases:
     def claim(self, holds: Collection[str], most: int, patience_s: float) -> Future[list[Record]]:
         """Own up to `most` jobs that nobody does, the oldest first.
 
-        Those whose adapters all are among `holds` come first; one that wants others is left to the server
-        that has them, for `patience_s` after it was accepted.
+        Those whose adapters all are among `holds` come first. One whose adapters another server has is left
+        to that one, for `patience_s` after it was accepted.
         """
 
         def action(connection: sql.Connection) -> list[Record]:
@@ -76,10 +86,22 @@ class Leases:
             query = query.order_by(JOBS.c.created_s, JOBS.c.uid).limit(LOOKED_AT)
             found = [record_of(row) for row in connection.execute(query)]
             suits = [record for record in found if adapters_of(record) <= set(holds)]
-            late = [r for r in found if r not in suits and now_s - r.created_s > patience_s]
-            wanted = [*suits, *late][:most]
+            others = self._held_elsewhere(connection, now_s)
+            rest = [
+                record
+                for record in found
+                if record not in suits
+                and (
+                    now_s - record.created_s > patience_s
+                    or not any(adapters_of(record) <= held for held in others)
+                )
+            ]
+            wanted = [*suits, *rest][:most]
             taken = self._take(connection, [record.uid for record in wanted], now_s)
-            return [record for record in wanted if record.uid in taken]
+            ours = [record for record in wanted if record.uid in taken]
+            if coming := set().union(*map(adapters_of, ours)) - set(holds):  # the others may count on it
+                self._be_there(connection, now_s + self._lease_s, {*holds, *coming})
+            return ours
 
         return self._store.do(action)
 
@@ -97,11 +119,29 @@ class Leases:
         ).returning(LEASES.c.uid)
         return {row[0] for row in connection.execute(free)}
 
-    def renew(self, steps: Mapping[str, tuple[int, int]]) -> Future[set[str]]:
-        """Keep these jobs, with the steps done and in all; gives those that still are this server's to do."""
+    def _held_elsewhere(self, connection: sql.Connection, now_s: float) -> list[set[str]]:
+        """The adapters of each other server that is there."""
+        query = sql.select(SERVERS.c.adapters).where(
+            SERVERS.c.server == self._store.server, SERVERS.c.owner != self.owner, SERVERS.c.until_s >= now_s
+        )
+        return [set(json.loads(row[0])) for row in connection.execute(query)]
+
+    def _be_there(self, connection: sql.Connection, until_s: float, holds: Collection[str]) -> None:
+        """Tell the others that this server is there, with these adapters at hand."""
+        connection.execute(sql.delete(SERVERS).where(SERVERS.c.owner == self.owner))
+        told = {"owner": self.owner, "server": self._store.server, "until_s": until_s}
+        connection.execute(sql.insert(SERVERS).values({**told, "adapters": json.dumps(sorted(holds))}))
+        connection.execute(sql.delete(SERVERS).where(SERVERS.c.until_s < until_s - GONE_S))
+
+    def renew(self, steps: Mapping[str, tuple[int, int]], holds: Collection[str] = ()) -> Future[set[str]]:
+        """Keep these jobs, with the steps done and in all, and tell what adapters are at hand.
+
+        Gives those that still are this server's to do.
+        """
 
         def action(connection: sql.Connection) -> set[str]:
             until_s = _now(connection) + self._lease_s
+            self._be_there(connection, until_s, holds)
             for uid, (done, total) in steps.items():
                 connection.execute(
                     sql.update(LEASES)
@@ -119,7 +159,13 @@ class Leases:
         mine = sql.delete(LEASES).where(LEASES.c.owner == self.owner)
         if uids is not None:
             mine = mine.where(LEASES.c.uid.in_(list(uids)))
-        return self._store.do(lambda connection: connection.execute(mine))
+
+        def action(connection: sql.Connection) -> None:
+            connection.execute(mine)
+            if uids is None:
+                connection.execute(sql.delete(SERVERS).where(SERVERS.c.owner == self.owner))
+
+        return self._store.do(action)
 
     def backlog(self) -> Future[Counter[str]]:
         """Jobs by key that nobody works on. Leases of jobs that are over go on the way."""

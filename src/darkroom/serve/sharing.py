@@ -1,8 +1,9 @@
 """`Sharing`: several servers on one database draw from one queue, and each answers for every job.
 
 A job that is accepted is drawn by the server that took it in if that one is idle and has its adapters at
-hand. Else whoever has the adapters and room takes it, and after `patience_s` whoever has room: work goes to
-where its adapters are, and nobody waits for a server that is busy. Leases (`leases`) say who has what.
+hand. Else whoever has the adapters and room takes it; where nobody has them, or after `patience_s`, whoever
+has room: work goes to where its adapters are, and does not wait long for a server that is busy. Leases
+(`leases`) say who has what.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Sharing:
         return self._room() > 0 and adapters_of(record) <= self._at_hand()
 
     def _at_hand(self) -> set[str]:
-        return set() if self._library is None else self._library.at_hand()
+        """With those that jobs here are waiting for."""
+        coming = {name for live in self._lives for name in live.work.adapters}
+        return coming if self._library is None else coming | self._library.at_hand()
 
     def _room(self) -> int:
         return 0 if self._engine is None else AHEAD - self._engine.waiting()
@@ -86,7 +89,7 @@ class Sharing:
         """Tell how far our jobs are; let go of those that ended elsewhere, or that another server has now."""
         before = {live.record.uid: live for live in self._lives}
         steps = {uid: (live.work.steps_done, live.work.steps_total) for uid, live in before.items()}
-        ours = await asyncio.wrap_future(self.leases.renew(steps))
+        ours = await asyncio.wrap_future(self.leases.renew(steps, self._at_hand()))
         gone = {uid: live for uid, live in before.items() if uid not in ours and live.state is None}
         for uid, live in gone.items():
             # One that is made may only be waiting to be told that it is done.

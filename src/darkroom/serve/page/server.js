@@ -99,21 +99,18 @@ function draw(canvas, values, colour) {
   Object.assign(canvas, { width: width * scale, height: height * scale });
   const pen = canvas.getContext("2d");
   const style = getComputedStyle(document.documentElement);
-  const probe = make("i", {});
-  probe.style.color = `var(${colour})`;
-  document.body.append(probe);
-  const ink = getComputedStyle(probe).color;
-  probe.remove();
+  const [ink, faint] = [resolved(colour), resolved("--quiet")];
   pen.scale(scale, scale);
   const most = Math.max(1, ...values);
   const x = (i) => width - (values.length - 1 - i) * (width / (KEPT - 1));
   const y = (value) => height - 16 - (value / most) * (height - 28);
-  pen.strokeStyle = ink;
-  pen.globalAlpha = 0.18;
+  pen.strokeStyle = faint;
+  pen.globalAlpha = 0.25;
   pen.beginPath();
   for (const share of [0, 0.5, 1]) { pen.moveTo(0, y(most * share) + 0.5); pen.lineTo(width, y(most * share) + 0.5); }
   pen.stroke();
   pen.globalAlpha = 1;
+  pen.strokeStyle = ink;
   pen.lineWidth = 1.75;
   pen.lineJoin = "round";
   pen.beginPath();
@@ -124,10 +121,21 @@ function draw(canvas, values, colour) {
   pen.globalAlpha = 0.12;
   pen.fillStyle = ink;
   pen.fill();
-  pen.globalAlpha = 0.7;
+  pen.globalAlpha = 1;
+  pen.fillStyle = faint;
   pen.font = `11px ${style.getPropertyValue("--mono")}`;
   pen.fillText(short(most), 2, 10);
   pen.fillText("2 min", 2, height - 3);
+}
+
+/** A colour of the style sheet as the canvas knows colours. */
+function resolved(colour) {
+  const probe = make("i", {});
+  probe.style.color = `var(${colour})`;
+  document.body.append(probe);
+  const ink = getComputedStyle(probe).color;
+  probe.remove();
+  return ink;
 }
 
 const whole = (value) => Math.round(value).toLocaleString("en");
