@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 
-from darkroom.plan.training import outlined
-from darkroom.train.adapter import AdapterSettings, add_adapters, parameter_table
+from darkroom.plan.cache import cached
 
 
 def adapter_facts(base: str, rank: int, targets: str = "qv") -> dict[str, int]:
-    """Trained and total parameters of the U-Net, and bytes of the float32 safetensors file."""
+    """Trained and total parameters of the U-Net, and bytes of the float32 safetensors file; kept."""
+    key = {"job": "adapter", "base": base, "rank": rank, "targets": targets}
+    return cached(key, lambda: _facts(base, rank, targets))
+
+
+def _facts(base: str, rank: int, targets: str) -> dict[str, int]:
+    from darkroom.plan.training import outlined
+    from darkroom.train.adapter import AdapterSettings, add_adapters, parameter_table
+
     model = outlined(base, ("unet",))
     parts = add_adapters(model, AdapterSettings(targets=targets, rank=rank))
     trained, total = parameter_table(parts)
