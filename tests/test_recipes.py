@@ -31,15 +31,23 @@ def test_a_recipe_reads_and_its_model_can_be_built(path):
         own = recipe.model.base.startswith("runs/")  # another recipe's model
         assert own or recipe.model.base.count("/") == 1 or recipe.task == "extractor"  # a hub id
         return
-    parts = {"unet": recipe.model.unet, "text_encoder": recipe.model.text_encoder}
-    if isinstance(recipe.model.vae, dict):
-        parts["vae"] = recipe.model.vae
-    model = models.create(recipe.model.base, overrides={k: v for k, v in parts.items() if v})
+    denoiser = models.FAMILIES[recipe.model.base].denoiser
+    parts = {denoiser: recipe.model.unet, "text_encoder": recipe.model.text_encoder, "vae": recipe.model.vae}
+    parts = {name: part for name, part in parts.items() if isinstance(part, dict)}
+    tiny = recipe.model.base.startswith("tiny")  # of a full-size one the shapes will do
+    model = models.create(
+        recipe.model.base,
+        overrides={k: v for k, v in parts.items() if v},
+        parts=models.PARTS if tiny else ("unet", "vae"),
+        device="cpu" if tiny else "meta",
+    )
     assert model.num_parameters["unet"] > 0
 
 
 def test_the_recipes_are_found():
-    assert {"autoencoder", "pretrain", "emoji", "emoji-autoencoder"} <= {path.stem for path in RECIPES}
+    assert {"autoencoder", "pretrain", "emoji", "emoji-autoencoder", "dit-budget"} <= {
+        path.stem for path in RECIPES
+    }
     assert {path.stem for path in FINE} == {
         *("sd15-dreambooth", "sd15-dreambooth-lora", "sd15-lora", "sd15-textual-inversion"),
         *("sdxl-dreambooth-lora", "sd2-finetune"),
@@ -175,3 +183,29 @@ def test_a_pretraining_recipe_runs_at_toy_width(path, bases, prepared, tmp_path,
     assert (moved > 0.05) == recipe.model.fresh_unet  # nothing of the base's U-Net is left, or nearly all
     again = told(capsys, "train", path, *toy, "--out", tmp_path / "run")  # finished: nothing is done anew
     assert again["bill"]["sessions"] == result["bill"]["sessions"] == 1
+
+
+def test_the_transformers_recipe_runs_all_its_phases(bases, prepared, tmp_path, capsys):
+    """Routed and whole, at two sizes, with the VAE and the text encoder of another model."""
+    path = ROOT / "recipes" / "dit-budget.yaml"
+    base = bases / "sd"
+    unet = "{num_layers: 5, num_attention_heads: 2, attention_head_dim: 8}"
+    toy = [
+        f"model={{base: tiny-dit, vae: {base}, text_encoder: {base}, unet: {unet}}}",
+        f"data={{store: {prepared / 'sd'}.lance, holdout: 1, caption_dropout: 0.1}}",
+        "phases=[{resolution: 32, samples: 4, keep: 0.5}, {resolution: 32, samples: 2, keep: 1}, "
+        "{resolution: 64, samples: 4, keep: 0.5, ema_from: 2}, {resolution: 64, samples: 2, keep: 1}]",
+        *("train.global_batch=2", "train.precision=float32", "optim.warmup_steps=0", "parallel.devices=1"),
+        *("checkpoint.every=1", "evaluate.every=1", "sample.every=2", "sample.steps=1"),
+    ]
+    result = told(capsys, "train", path, *toy, "--out", tmp_path / "run")
+    assert result["steps"] == 1
+    phases = sorted(folder.name for folder in (tmp_path / "run").iterdir())
+    assert phases == ["phase-1-32px", "phase-2-32px", "phase-3-64px", "phase-4-64px"]
+    routed = [read_recipe(tmp_path / "run" / phase / "recipe.yaml").train.routing for phase in phases]
+    assert [(one.keep, one.before) for one in routed] == [(0.5, 2), (1, 2), (0.5, 2), (1, 2)]
+    made, source = models.load(tmp_path / "run" / phases[-1] / "model"), models.load(base)
+    assert made.is_dit
+    assert made.prediction == "flow_prediction"
+    assert models.identity(made.vae) == models.identity(source.vae)
+    assert models.identity(made.text_encoders[0]) == models.identity(source.text_encoders[0])

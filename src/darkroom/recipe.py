@@ -52,7 +52,11 @@ class ModelSettings(BaseModel):
         default=None, description="a model folder whose VAE is taken, or changes to the family's VAE"
     )
     unet: dict[str, Any] = Field(default={}, description="changes to the family's U-Net configuration")
-    text_encoder: dict[str, Any] = Field(default={}, description="changes to the family's text encoder")
+    text_encoder: str | dict[str, Any] = Field(
+        default={},
+        description="a model folder or hub id whose text encoder and tokenizer are taken, or changes to the "
+        "family's text encoder",
+    )
     tokenizer: str | None = Field(
         default=None, description="a tokenizer folder, or 'train': learn one from the store's captions"
     )

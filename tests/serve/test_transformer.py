@@ -72,6 +72,7 @@ def test_a_real_server_makes_its_pictures(transformer: models.Model, tmp_path) -
     models.save(transformer, tmp_path / "model")
     server = Server(tmp_path / "model", tmp_path / "state")
     try:
+        server.ready()
         body = {"prompt": "a red circle", "steps": 4, "width": 32, "height": 32, "sampler_name": "Euler"}
         made = server.http.post("/sdapi/v1/txt2img", json=body)
         assert made.status_code == 200, made.text

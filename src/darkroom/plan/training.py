@@ -155,11 +155,15 @@ def outline(recipe: Recipe) -> Model:
     parts = ("vae",) if recipe.task == "autoencoder" else PARTS
     vae = outlined(str(settings.vae), ("vae",)).vae if isinstance(settings.vae, str) else None
     if settings.base in FAMILIES:
-        overrides = build._overrides(recipe, vae)
+        own = settings.text_encoder if isinstance(settings.text_encoder, str) else None
+        text = None if own is None else outlined(own, ("text_encoder",))
+        overrides = build._overrides(recipe, vae, text)
         if settings.tokenizer == "train" and "text_encoder" in overrides:
             learned = {"vocab_size": settings.vocab_size, "max_position_embeddings": settings.max_length}
             overrides["text_encoder"] = learned | overrides["text_encoder"]
         model = outlined(settings.base, parts, overrides)
+        if text is not None:
+            model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
     else:
         model = outlined(settings.base, parts)
     model.vae = vae or model.vae

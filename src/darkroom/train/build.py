@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from darkroom.recipe import ModelSettings, Recipe
 
 TOKENIZER = "tokenizer"
+TEXT_PARTS = ("text_encoder", "tokenizer")
 
 
 def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path) -> Model:
@@ -28,9 +29,13 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
     parts = ("vae",) if recipe.task == "autoencoder" else PARTS
     wanted = tuple(part for part in parts if not (own_vae and part == "vae"))
     vae = _vae_of(settings) if own_vae else None
+    text = _text_of(settings) if "text_encoder" in parts else None
+    if text is not None:
+        wanted = tuple(part for part in wanted if part not in TEXT_PARTS)
     if settings.base in FAMILIES:
-        tokenizer = None if recipe.task == "autoencoder" else _tokenizer(settings, captions, run)
-        overrides = _overrides(recipe, vae)
+        reads = recipe.task != "autoencoder" and text is None
+        tokenizer = _tokenizer(settings, captions, run) if reads else None
+        overrides = _overrides(recipe, vae, text)
         model = models.create(
             settings.base, seed=settings.seed, tokenizer=tokenizer, overrides=overrides, parts=wanted
         )
@@ -41,6 +46,8 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
             model.unet = _fresh(model.unet, settings.seed)
     if vae is not None:
         model.vae = vae
+    if text is not None:
+        model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
     if recipe.task != "autoencoder":
         latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
         model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
@@ -92,6 +99,21 @@ def _vae_of(settings: ModelSettings) -> Any:
     return models.load(str(settings.vae), parts=("vae",), variant=settings.variant).vae
 
 
+def _text_of(settings: ModelSettings) -> Model | None:
+    """The model whose text encoder and tokenizer are taken, of a recipe that says one."""
+    if not isinstance(settings.text_encoder, str):
+        return None
+    for name in ("tokenizer", "base"):
+        given = getattr(settings, name)
+        if given is not None and given not in FAMILIES:
+            raise RecipeError(
+                "model.text_encoder",
+                f"'{settings.text_encoder}', but model.{name} is '{given}', with words of its own",
+                mend="leave one of them out",
+            )
+    return models.load(settings.text_encoder, parts=TEXT_PARTS, variant=settings.variant)
+
+
 def _tokenizer(settings: ModelSettings, captions: Callable[[], Iterable[str]], run: Path) -> Any:
     if settings.tokenizer != "train":
         return settings.tokenizer
@@ -102,11 +124,13 @@ def _tokenizer(settings: ModelSettings, captions: Callable[[], Iterable[str]], r
     )
 
 
-def _overrides(recipe: Recipe, vae: Any) -> dict[str, dict[str, Any]]:
+def _overrides(recipe: Recipe, vae: Any, text: Model | None = None) -> dict[str, dict[str, Any]]:
     """The recipe's changes to a family, and what follows from them for the U-Net unless it is said."""
     settings = recipe.model
     family = FAMILIES[settings.base]
-    given = {"text_encoder": settings.text_encoder, family.denoiser: settings.unet}
+    given = {family.denoiser: settings.unet}
+    if isinstance(settings.text_encoder, dict):
+        given["text_encoder"] = settings.text_encoder
     if isinstance(settings.vae, dict):
         given["vae"] = settings.vae
     config = {**family.vae, **given.get("vae", {})} if vae is None else dict(vae.config)
@@ -116,9 +140,12 @@ def _overrides(recipe: Recipe, vae: Any) -> dict[str, dict[str, Any]]:
         "out_channels": channels,
         "sample_size": recipe.data.resolution // 2 ** (levels - 1),
     }
-    if len(family.text_encoders) == 1:
-        text = {**family.text_encoders[0], **settings.text_encoder}
-        derived["cross_attention_dim"] = text["hidden_size"]
+    if text is not None:
+        encoders: list[Any] = list(text.text_encoders)
+        derived["cross_attention_dim"] = sum(encoder.config.hidden_size for encoder in encoders)
+    elif len(family.text_encoders) == 1:
+        told = {**family.text_encoders[0], **given.get("text_encoder", {})}
+        derived["cross_attention_dim"] = told["hidden_size"]
     given[family.denoiser] = derived | settings.unet
     wanted = ("vae",) if recipe.task == "autoencoder" else tuple(given)
     return {part: changes for part, changes in given.items() if changes and part in wanted}
