@@ -45,10 +45,16 @@ def free_keys() -> list[tuple[str, str]]:
     return [key for key in values if key[0] in FREE and key[1] not in FIXED_FOR]
 
 
-def fit(tables: list[published.Table], keys: list[tuple[str, str]], evaluations: int = 12) -> Efficiency:
-    """The efficiencies that the tables' fitted rows want."""
+def fit(
+    tables: list[published.Table],
+    keys: list[tuple[str, str]],
+    evaluations: int = 12,
+    begin: Efficiency | None = None,
+) -> Efficiency:
+    """The efficiencies that the tables' fitted rows want; the search begins at the guesses, or where said."""
     start = roofline.efficiency()
     guess = np.log([GUESSES[key] for key in keys])
+    first = guess if begin is None else np.log([begin.values[key] for key in keys])
     rows = [row for table in tables for row in table.rows if row.fitted and row.predict]
     upper = np.log([1.0 if key[0] in SHARES and key[1] != "Ada" else 20 * GUESSES[key] for key in keys])
 
@@ -61,8 +67,8 @@ def fit(tables: list[published.Table], keys: list[tuple[str, str]], evaluations:
         return np.concatenate([errors, PULL * (x - guess)])
 
     found = least_squares(
-        residuals, np.minimum(guess, upper - 1e-6), bounds=(guess - 3, upper), loss="soft_l1", f_scale=0.2,
-        diff_step=1e-3, max_nfev=evaluations,
+        residuals, np.clip(first, guess - 3 + 1e-6, upper - 1e-6), bounds=(guess - 3, upper), loss="soft_l1",
+        f_scale=0.2, diff_step=1e-3, max_nfev=evaluations,
     )  # fmt: skip
     return known(found.x)
 
@@ -83,7 +89,7 @@ def main() -> None:
     left_out = {}
     for one in tables:
         if any(row.fitted for row in one.rows):
-            stranger = fit([other for other in tables if other is not one], keys, 6)
+            stranger = fit([other for other in tables if other is not one], keys, 4, best)
             left_out[one.name] = median(abs(published.error(row, stranger)) for row in one.rows)
     validate.LEFT_OUT.write_text(json.dumps(left_out, indent=1) + "\n")
     for one in tables:

@@ -137,3 +137,63 @@ def test_pictures_and_servers(capsys):
     served = json.loads(out)["plans"][0]["extra"]
     assert served["busy"] < 1
     assert served["capacity_images_per_s"] > 50
+
+
+TASKS = {
+    "autoencoder": "model: {base: tiny}\ndata: {store: x.lance, resolution: 64, encode: inline}",
+    "finetune": "model: {base: tiny}\ndata: {folder: x, resolution: 64}",
+    "lora": "model: {base: tiny}\ndata: {folder: x, resolution: 64}\nadapter: {targets: attention, rank: 4}",
+    "dreambooth": "model: {base: tiny}\ndata: {instance: x, prompt: a photo of sks dog, resolution: 64}",
+    "dreambooth-lora": "model: {base: tiny}\ndata: {instance: x, prompt: a photo of sks dog, resolution: 64}",
+    "textual-inversion": "model: {base: tiny, word: {token: <dog>, initial: dog}}\n"
+    "data: {instance: x, resolution: 64}",
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_is_planned(capsys, tmp_path, task):
+    path = tmp_path / f"{task}.yaml"
+    path.write_text(f"task: {task}\n{TASKS[task]}\ntrain: {{steps: 10, global_batch: 4}}\n")
+    code, out, err = told(capsys, str(path), "--gpu", "A10G", "--json")
+    assert code == 0, err
+    plan = json.loads(out)["plans"][0]
+    assert plan["parameters"]["trained"] > 0
+    assert plan["flops_an_image"] > 0
+    assert 0 < plan["peak_bytes"] < 24e9
+    assert 0 < plan["mfu"] < 1
+
+
+def test_an_extractor_has_no_plan_and_that_is_said(capsys, tmp_path):
+    path = tmp_path / "extractor.yaml"
+    path.write_text("task: extractor\nmodel: {base: extractor}\ndata: {store: x.lance, resolution: 64}\n")
+    code, _, err = told(capsys, str(path), "--gpu", "T4")
+    assert code == 2
+    assert "a plan of task extractor" in err
+
+
+def test_phases_are_planned_one_by_one(capsys, tmp_path):
+    path = tmp_path / "two.yaml"
+    path.write_text(
+        RECIPE + "phases:\n- {resolution: 64, samples: 640}\n- {resolution: 128, samples: 1280, lr: 1.0e-5}\n"
+    )
+    code, out, _ = told(capsys, str(path), "--gpu", "A100-80", "--count", "2", "--json")
+    first, second = json.loads(out)["plans"]
+    assert code == 0
+    assert second["flops_an_image"] > 3 * first["flops_an_image"]
+    assert first["hours"] == pytest.approx(10 * first["step_s"]["total"] / 3600)
+    assert second["hours"] == pytest.approx(20 * second["step_s"]["total"] / 3600)
+    code, out, _ = told(capsys, str(path), "--gpu", "A100-80")
+    assert "together: " in out
+    code, _, err = told(capsys, str(path), "--gpu", "all")
+    assert code == 2
+    assert "phases" in err
+
+
+def test_data_have_a_price_of_their_own(capsys):
+    arguments = ("prepare", "--model", "tiny", "--resolution", "64", "--pictures", "1000000", "--gpu", "T4")
+    plan = json.loads(told(capsys, *arguments, "--storage", "0.5", "--egress", "2", "--json")[1])["plans"][0]
+    size = sum(plan["sizes_bytes"].values())
+    assert plan["storage"]["size_bytes"] == size > 0
+    assert plan["storage"]["usd_per_month"] == pytest.approx(0.5 * size / 1e9)
+    assert plan["storage"]["usd_out"] == pytest.approx(2 * size / 1e9)
+    assert " a month, " in told(capsys, *arguments)[1]

@@ -283,6 +283,12 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     """What a plan needs of a recipe beside its counts."""
     from darkroom.train.checks import check_settings
 
+    if recipe.task == "extractor":
+        raise InputError(
+            "a plan of task extractor",
+            allowed="the other tasks",
+            mend="a small extractor trains within minutes: just train it",
+        )
     check_settings(recipe)
     train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
     return {

@@ -34,7 +34,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     with fakes(*model.modules.values()) as counter:
         # The store is never looked into where everything is encoded inline.
         task = job.make_task(quiet, model, _NoStore(), CPU)  # type: ignore[arg-type]
-        if not encodes(recipe) and hasattr(task, "_encode"):
+        if not encodes(recipe) and recipe.task != "autoencoder" and hasattr(task, "_encode"):
             task._encode = None
         held = {**model.modules, **task.modules}  # the job keeps all its parts on the device
         step = job.bare_step(task, recipe, 1, models.precision(precision))
