@@ -104,7 +104,7 @@ def test_previews_come_without_hooks(run_core):
 
 def test_pictures_are_changed_and_signed_in_order(module, run_core):
     [(_, plain, _)] = run_with(run_core)
-    [(_, png, _)] = run_with(run_core, f"{module}:grey", f"{module}:signer", f"{module}:broken")
+    [(_, png, _)] = run_with(run_core, f"{module}:grey", f"{module}:signer", f"{module}:broken", seeds=(6,))
     made = opened(png)
     assert made.info["signature"] == "signed by the operator"
     values = np.asarray(made.convert("RGB"))

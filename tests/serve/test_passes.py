@@ -103,7 +103,7 @@ def test_limits_hold_for_the_larger_size(run_core):
             refused.append(told.value)
         return refused
 
-    limits = {"side_pixels": 1024, "work": 2**28}
+    limits = {"side_pixels": 1024, "work": 2**27}
     sides, work, upload = run_core(scenario, limits=limits)
     assert (sides.status, sides.param) == (422, "hires")
     assert (work.status, work.code) == (422, "over_limit")
