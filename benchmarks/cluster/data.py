@@ -59,7 +59,7 @@ class Sizes:
     encoders: tuple[int, ...] = (1, 2, 3, 4, 6)
 
 
-SMALL = Sizes(batch=4, steps=3, drain=3, rounds=2, pictures=32, unet=(16, 32), vae=4, encoders=(1, 2, 4))
+SMALL = Sizes(batch=4, steps=3, drain=3, rounds=2, pictures=32, unet=(16, 32), vae=4, encoders=(1, 5))
 
 
 # ---- what is trained

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from cluster_material import SMALL, fill, made_store
 from safetensors.torch import load_file
 
+from conftest import NODE
 from darkroom.cluster.encoders import QUEUE
 from darkroom.cluster.feed import online
 from darkroom.cluster.keeper import Told
@@ -196,17 +197,17 @@ def test_two_workers_one_of_them_killed_end_with_the_same_weights(cluster, store
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command("killed"), **settings) as driver:
         checkpoints = tmp_path / "killed" / "checkpoints"
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while not list(checkpoints.glob("step-*/manifest.json")):
             assert driver.poll() is None, driver.stdout.read()
             assert time.monotonic() < until
             time.sleep(0.02)
         os.kill(train_workers()[0], signal.SIGKILL)
-        said, _ = driver.communicate(timeout=120)
+        said, _ = driver.communicate(timeout=300)
     assert driver.returncode == 0, said
     assert "workers were lost and are started again" in said
     assert "online encoding: " in said
-    calm = subprocess.run(command("calm"), timeout=120, **settings)
+    calm = subprocess.run(command("calm"), timeout=300, **settings)
     assert calm.returncode == 0, calm.stdout
     assert weights(tmp_path / "killed") == weights(tmp_path / "calm")
 
@@ -338,3 +339,37 @@ def test_what_cannot_be_is_told(cluster, store_path, tmp_path) -> None:
     with pytest.raises(InputError, match="at least one more, to read and decode"):  # noqa: SIM117
         with online(recipe_of(store_path, "online"), reserved_cpus=8):
             pass
+
+
+def encoders() -> dict[int, str]:
+    """Processes of the encoders that live now, and their nodes."""
+    from ray._private.state import actors
+
+    alive = [a for a in actors().values() if (a["State"], a["ActorClassName"]) == ("ALIVE", "OnlineEncoder")]
+    return {actor["Pid"]: actor["Address"]["NodeID"] for actor in alive}
+
+
+def test_all_nodes_with_encoders_are_lost_and_the_one_that_comes_is_used(
+    cluster, feed, store_path, tmp_path
+) -> None:
+    recipe = recipe_of(store_path, "online", "train.steps=30")
+    job = make_job(recipe, Pinned(tmp_path / "a"), feed)
+    with job.feed(0) as batches:
+        found = [next(batches) for _ in range(3)]
+        before = encoders()
+        assert len(before) == 2
+        for node in list(cluster.worker_nodes):
+            cluster.remove_node(node, allow_graceful=False)
+        for pid in before:  # a machine takes its processes with it; here they would live on for a while
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        new = cluster.add_node(**NODE)
+        found += [next(batches) for _ in range(27)]
+        assert set(encoders().values()) == {new.node_id}
+    cluster.add_node(**NODE)
+    inline = make_job(recipe_of(store_path, "inline", "train.steps=30"), Pinned(tmp_path / "b"))
+    device = torch.device("cpu")
+    with inline.feed(0) as batches:
+        for mine, theirs in zip(found, batches, strict=True):
+            latents = (job.task.inputs(columns, device)["latents"] for columns in (mine, theirs))
+            assert torch.equal(*latents)

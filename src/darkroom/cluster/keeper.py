@@ -70,7 +70,9 @@ class Keeper:
 
     def lines(self) -> list[str]:
         """What is to be said of the encoding, for the console."""
-        uses = [told.use for told in self._ranks.values() if told.use is not None]
+        last = max((told.at for told in self._ranks.values()), default=0.0)
+        ranks = (told for told in self._ranks.values() if last - told.at < SILENT_S)
+        uses = [told.use for told in ranks if told.use is not None]
         if not uses:
             return []
         use, lost = together(uses), self._lost + (self._pool.lost if self._pool else 0)
