@@ -69,11 +69,13 @@ def draw(tables: list[dict[str, Any]], file: Path) -> None:
         stranger = "" if left_out is None else f", unseen {left_out:.0%}"
         verdict = "" if table["holds"] else "  MISSES"
         by = "median" if table["by_median"] else "each"
-        told = f"{by} within {limit:.2g}: {table['median_error']:.1%}{stranger}{verdict}"
+        allowed = "a power of two" if limit >= 1 else f"{limit:.2g}"
+        told = f"{by} within {allowed}: {table['median_error']:.1%}{stranger}{verdict}"
         axes.text(SHOWN * 1.03, y, told, va="center", fontsize=8)
     axes.axvline(0, color="#333333", lw=0.8, zorder=1)
     axes.set_yticks(range(len(shown)), [table["table"] for table in reversed(shown)], fontsize=9)
     axes.set_xlim(-SHOWN * 1.02, SHOWN * 1.02)
+    axes.set_ylim(-0.7, len(shown) - 0.3)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
     axes.set_xlabel("predicted over published, less one; hollow: seen by the fit; band: the tolerance")
     for side in ("top", "right", "left"):
