@@ -204,10 +204,10 @@ def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
     two = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
     one = make_recipe(content(Path("x.lance")), ["parallel.mode=none", "parallel.devices=auto"])
     room = _Room(cpus=4, gpus=0, grows=False)
-    assert _workers(two, Placement(), room) == 2
-    assert _workers(two, Placement(workers=4), room) == 4
-    assert _workers(one, Placement(), room) == 1
-    assert _workers(two, Placement(workers=8), _Room(4, 0, grows=True)) == 8
+    assert _workers(two, Placement(), room) == [2]
+    assert _workers(two, Placement(workers=4), room) == [4]
+    assert _workers(one, Placement(), room) == [1]
+    assert _workers(two, Placement(workers=8), _Room(4, 0, grows=True)) == [8]
     with pytest.raises(InputError, match="8 workers need 8 CPUs, and the cluster's nodes have 4"):
         _workers(two, Placement(workers=8), room)
     with pytest.raises(RecipeError, match="parallel.mode: none, with 2 workers"):

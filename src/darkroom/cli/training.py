@@ -48,7 +48,8 @@ def train(
         str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="ray: how many; as parallel.devices says if not said")
+        str | None,
+        typer.Option(help="ray: how many; MIN:MAX as machines come and go; else as parallel.devices"),
     ] = None,
     accelerator: Annotated[
         str | None, typer.Option(help="ray: the accelerator type of the workers' nodes, as Ray names it")
@@ -83,10 +84,12 @@ def train(
     if engine == "ray":
         if len(recipes) > 1:
             raise InputError(f"{len(recipes)} recipes with --engine ray", allowed="one value for each key")
+        from darkroom.cluster.elastic import Span
         from darkroom.cluster.train import Placement
         from darkroom.cluster.train import train as train_on_ray
 
-        placed = Placement(ray_address, workers, accelerator, cpus, max_failures)
+        span = Span.parsed(workers) if workers is not None else None
+        placed = Placement(ray_address, span, accelerator, cpus, max_failures)
         made = train_on_ray(recipes[0][1], out=place, placement=placed, resume=resume, console=said)
         return _show_run(made, as_json)
     if asked := _only_ray(ray_address, workers, accelerator):
@@ -122,7 +125,7 @@ def _show_run(result: TrainResult, as_json: bool) -> None:
     show(result.to_dict(), as_json, lambda: [*made, f"bill: {result.bill.line()}"])
 
 
-def _only_ray(address: str | None, workers: int | None, accelerator: str | None) -> str:
+def _only_ray(address: str | None, workers: str | None, accelerator: str | None) -> str:
     """Which flags were given that mean nothing without a cluster."""
     flags = {"--ray-address": address, "--workers": workers, "--accelerator": accelerator}
     return ", ".join(name for name, value in flags.items() if value is not None)

@@ -15,14 +15,25 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.connect import TYPE, Cluster, connected
+from darkroom.cluster.elastic import (
+    MONITOR_S,
+    Paused,
+    Span,
+    allowed_counts,
+    elastic_trainer,
+    listening_callback,
+    rounded_down,
+    why_leave,
+)
 from darkroom.cluster.feed import online
+from darkroom.cluster.mail import Mail
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 
 if TYPE_CHECKING:
@@ -46,10 +57,11 @@ class Placement:
     """Where the workers of a job go."""
 
     address: str | None = None  # auto, local, HOST:PORT; None: $RAY_ADDRESS, else local
-    workers: int | None = None  # None: parallel.devices times parallel.nodes, or one a GPU of the cluster
+    workers: Span | int | None = None  # None: parallel.devices times parallel.nodes, or one a GPU
     accelerator: str | None = None  # the type of their nodes, as Ray names it
     cpus: int = 1  # each worker's share, and its threads unless OMP_NUM_THREADS says
     max_failures: int = 3  # how often lost workers are started again
+    monitor_s: float = MONITOR_S  # how often it is looked whether more or fewer workers fit
 
 
 class WorkersFailed(DarkroomError):
@@ -82,9 +94,9 @@ def train(
     with connected(placement.address, accelerator=placement.accelerator) as cluster:
         console(cluster.line())
         room = _room(cluster, placement.accelerator)
-        workers = _workers(recipe, placement, room)
+        counts = _workers(recipe, placement, room)
         target = _target(recipe, Path(out).absolute(), resume)
-        return _run(recipe, target, resume, workers, placement, room, console)
+        return _run(recipe, target, resume, counts, placement, room, console)
 
 
 # ---- where
@@ -108,29 +120,27 @@ def _room(cluster: Cluster, accelerator: str | None) -> _Room:
     return _Room(cpus, gpus, grows=bool(cluster.planned))
 
 
-def _workers(recipe: Recipe, placement: Placement, room: _Room) -> int:
-    """How many workers there will be; InputError where the recipe or the cluster does not allow it."""
-    from darkroom.train.parallel import check_batch
-
+def _workers(recipe: Recipe, placement: Placement, room: _Room) -> list[int]:
+    """How many workers there may be; InputError where the recipe or the cluster does not allow any."""
     parallel = recipe.parallel
     gpus = int(room.gpus) if _uses_gpus(recipe, room) else 0
     asked = max(1, gpus) if parallel.devices == "auto" else parallel.devices * parallel.nodes
-    workers = placement.workers or (1 if parallel.mode == "none" else asked)
-    if workers < 1 or placement.cpus < 1:
-        raise InputError(f"--workers {workers} of {placement.cpus} CPUs each", allowed="1 or more")
-    if workers > 1 and parallel.mode == "none":
-        raise RecipeError(
-            "parallel.mode", f"none, with {workers} workers", mend="set parallel.mode=ddp or fsdp"
-        )
-    check_batch(recipe, workers)
+    given = placement.workers or (1 if parallel.mode == "none" else asked)
+    span = given if isinstance(given, Span) else Span(given, given)
+    if span.least < 1 or placement.cpus < 1:
+        raise InputError(f"--workers {span} of {placement.cpus} CPUs each", allowed="1 or more")
+    if span.most > 1 and parallel.mode == "none":
+        raise RecipeError("parallel.mode", f"none, with {span} workers", mend="set parallel.mode=ddp or fsdp")
+    counts = allowed_counts(recipe, span)
+    least = counts[0]
     kind, has, each = ("GPUs", room.gpus, 1) if gpus else ("CPUs", room.cpus, placement.cpus)
-    if workers * each > has and not room.grows:
+    if least * each > has and not room.grows:
         of = f" of type {placement.accelerator}" if placement.accelerator else ""
         raise InputError(
-            f"{workers} workers need {workers * each} {kind}, and the cluster's nodes{of} have {has:g}",
+            f"{least} workers need {least * each} {kind}, and the cluster's nodes{of} have {has:g}",
             mend="ask for fewer with --workers, or add nodes",
         )
-    return workers
+    return counts
 
 
 def _uses_gpus(recipe: Recipe, room: _Room) -> bool:
@@ -155,60 +165,15 @@ def _target(recipe: Recipe, out: Path, resume: str) -> Path:
 # ---- the driver
 
 
-@dataclass
-class _Mail:
-    """What workers and driver tell each other; an actor, on the driver's machine."""
-
-    lines: list[str] = field(default_factory=list)
-    ends: list[tuple[str, int, bool, str]] = field(default_factory=list)
-    stop: bool = False
-    result: dict[str, Any] | None = None
-    starts: int = 0
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def take(self) -> list[str]:
-        taken, self.lines = self.lines, []
-        return taken
-
-    def begin(self) -> int:
-        """How often the workers have been started; rank 0 counts."""
-        self.starts += 1
-        return self.starts
-
-    def fail(self, kind: str, exit_code: int, final: bool, message: str) -> None:
-        self.ends.append((kind, exit_code, final, message))
-
-    def failed(self) -> list[tuple[str, int, bool, str]]:
-        return self.ends
-
-    def over(self) -> bool:
-        """Whether starting again is of no use."""
-        return any(final for _, _, final, _ in self.ends)
-
-    def ask_stop(self) -> None:
-        self.stop = True
-
-    def stops(self) -> bool:
-        return self.stop
-
-    def made(self, result: dict[str, Any]) -> None:
-        self.result = result
-
-    def what_was_made(self) -> dict[str, Any] | None:
-        return self.result
-
-
 def _run(
-    recipe: Recipe, out: Path, resume: str, workers: int, placement: Placement, room: _Room, say: Say
+    recipe: Recipe, out: Path, resume: str, counts: list[int], placement: Placement, room: _Room, say: Say
 ) -> TrainResult:
     import ray
 
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
-    mail = ray.remote(num_cpus=0, scheduling_strategy=here)(_Mail).remote()
+    mail = ray.remote(num_cpus=0, scheduling_strategy=here)(Mail).remote()
     job: dict[str, Any] = {
         "recipe": recipe,
         "out": str(out),
@@ -217,41 +182,56 @@ def _run(
         "folder": os.getcwd(),
         "max_failures": placement.max_failures,
         "token": uuid.uuid4().hex[:12],
+        "elastic": len(counts) > 1,
     }
     with (
         TemporaryDirectory(prefix="darkroom-ray-") as records,
-        online(recipe, reserved_cpus=workers * placement.cpus, say=say) as job["feed"],
+        online(
+            recipe, reserved_cpus=_at_once(recipe, counts, placement, room) * placement.cpus, say=say
+        ) as job["feed"],
     ):
-        failure = _followed(_trainer(job, recipe, workers, placement, room, records), mail, say)
+        failure = _followed(_trainer(job, recipe, counts, placement, room, records), mail, say)
     made = ray.get(mail.what_was_made.remote())
     if failure is None and made is not None:
         return _result(made)
     raise _why(failure, ray.get(mail.failed.remote()), placement.max_failures) from failure
 
 
+def _at_once(recipe: Recipe, counts: list[int], placement: Placement, room: _Room) -> int:
+    """How many workers the nodes there are have room for."""
+    fit = room.gpus if _uses_gpus(recipe, room) else room.cpus // placement.cpus
+    return rounded_down(int(fit), counts) or counts[0]
+
+
 def _trainer(
-    job: dict[str, Any], recipe: Recipe, workers: int, placement: Placement, room: _Room, records: str
+    job: dict[str, Any], recipe: Recipe, counts: list[int], placement: Placement, room: _Room, records: str
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
 
     gpus = _uses_gpus(recipe, room)
     resources = {"CPU": float(placement.cpus), **({"GPU": 1.0} if gpus else {})}
-    return TorchTrainer(
-        _work,
+    return elastic_trainer(
+        counts,
+        job["mail"],
+        train_loop_per_worker=_work,
         train_loop_config=job,
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
             timeout_s=int(2 * recipe.parallel.timeout_s + 60),  # the job's own watch is to name who hangs
         ),
         scaling_config=ScalingConfig(
-            num_workers=workers,
+            num_workers=(counts[0], counts[-1]) if len(counts) > 1 else counts[0],
+            elastic_resize_monitor_interval_s=placement.monitor_s,
             use_gpu=gpus,
             resources_per_worker=resources,
             accelerator_type=placement.accelerator,
         ),
         run_config=RunConfig(
-            name="run", storage_path=records, failure_config=FailureConfig(placement.max_failures)
+            name="run",
+            storage_path=records,
+            failure_config=FailureConfig(placement.max_failures),
+            callbacks=[listening_callback()] if len(counts) > 1 else None,
         ),
     )
 
@@ -366,14 +346,27 @@ def _work(job: dict[str, Any]) -> None:
     if ray.get(mail.over.remote()):
         return
     try:
-        with _stopping(mail):
+        with _stopping(mail, why_leave if job["elastic"] else lambda: ""):
             made = _trained(job, rank, mail, say)
     except DarkroomError as error:
+        if isinstance(error, Stopped) and ray.get(mail.leave.remote()):
+            _together()  # before any ends: the others would be killed where they are
+            raise Paused(str(error)) from None
         final = isinstance(error, InputError | Stopped) or type(error) is DarkroomError
         ray.get(mail.fail.remote(type(error).__name__, error.exit_code, final, str(error)))
         raise RuntimeError(str(error)) from None  # darkroom's own errors do not survive being pickled
     if rank == 0:
         ray.get(mail.made.remote(made.to_dict()))
+
+
+def _together() -> None:
+    """Wait until all workers are here."""
+    import torch
+    import torch.distributed as dist
+
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        with suppress(RuntimeError):  # one is gone
+            dist.all_reduce(torch.zeros(1))
 
 
 def _trained(job: dict[str, Any], rank: int, mail: Any, say: Say) -> TrainResult:
@@ -387,9 +380,10 @@ def _trained(job: dict[str, Any], rank: int, mail: Any, say: Say) -> TrainResult
     if torch.cuda.is_available() and recipe.train.device != "cpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if rank == 0:
-        starts = ray.get(mail.begin.remote())
+        starts, pauses = ray.get(mail.begin.remote())
+        if lost := starts - 1 - pauses:
+            say(f"workers were lost and are started again ({lost} of at most {job['max_failures']})")
         if starts > 1:
-            say(f"workers were lost and are started again ({starts - 1} of at most {job['max_failures']})")
             _wait_for(out)
     _check_shared(job, out, rank)
     resume = "auto" if resume == "never" or (out / "recipe.yaml").is_file() else resume
@@ -440,8 +434,11 @@ def _check_shared(job: dict[str, Any], out: Path, rank: int) -> None:
 
 
 @contextmanager
-def _stopping(mail: Any) -> Iterator[None]:
-    """Within, a stop that the driver was asked for reaches the training loop, which saves."""
+def _stopping(mail: Any, leaving: Callable[[], str]) -> Iterator[None]:
+    """Within, a stop that the driver was asked for reaches the training loop, which saves.
+
+    `leaving` tells why this worker must go, if it must: all of them pause then.
+    """
     import ray
 
     from darkroom.train.stopping import STOP
@@ -451,6 +448,8 @@ def _stopping(mail: Any) -> Iterator[None]:
     def look() -> None:
         with suppress(ray.exceptions.RayError):  # the driver is gone, and Ray ends this worker
             while not over.wait(TICK_S):
+                if why := leaving():
+                    ray.get(mail.ask_pause.remote(why))
                 if ray.get(mail.stops.remote()):
                     STOP.set()
 

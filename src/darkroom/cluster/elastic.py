@@ -1,0 +1,181 @@
+"""Workers that come and go: how many may train, and pauses in which they save before others go on.
+
+A pause is asked for when the cluster has room for another number of workers, when a machine is about to be
+taken away, or when a worker is told to end (SIGTERM). All workers save the same step and leave; others go on
+from it. Pauses are not failures. A worker or a machine that is gone without a word is one: the others go on
+from the newest checkpoint.
+
+Which rows form which batch does not depend on how many workers there are, so the order is the same; sums are
+added up differently, so the loss is the same to about 1e-6 and not to the bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from darkroom.errors import InputError, RecipeError
+
+MONITOR_S = 10.0  # how often it is looked whether there is room for another number of workers
+TOLD_TO_END = threading.Event()  # in a worker: SIGTERM came
+
+
+class Paused(Exception):
+    """The workers saved and left, so that others go on."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """At least and at most so many workers."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parsed(cls, text: str) -> Span:
+        """From `N` or `MIN:MAX`; InputError for anything else."""
+        low, colon, high = text.partition(":")
+        numbers = [low, high] if colon else [low, low]
+        if not all(part.isdecimal() for part in numbers) or not 1 <= int(numbers[0]) <= int(numbers[1]):
+            raise InputError(f"--workers {text}", allowed="N, or MIN:MAX, 1 or more: 4, 2:8")
+        return cls(int(numbers[0]), int(numbers[1]))
+
+    @property
+    def elastic(self) -> bool:
+        return self.least < self.most
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}" if self.elastic else str(self.least)
+
+
+def allowed_counts(recipe: Any, span: Span) -> list[int]:
+    """The numbers of workers within the span that share the global batch evenly.
+
+    Raises RecipeError where there is none.
+    """
+    from darkroom.train.parallel import check_batch
+
+    if not span.elastic:
+        check_batch(recipe, span.least)
+        return [span.least]
+    counts = []
+    for count in range(span.least, span.most + 1):
+        try:
+            check_batch(recipe, count)
+        except RecipeError:
+            continue
+        counts.append(count)
+    if not counts:
+        raise RecipeError(
+            "train.global_batch",
+            f"{recipe.train.global_batch} (micro_batch {recipe.train.micro_batch}) over {span} processes",
+            mend="choose a number of workers that divides it",
+        )
+    return counts
+
+
+def rounded_down(count: int, counts: Sequence[int]) -> int:
+    """The greatest of the allowed counts that is not above; 0 where there is none."""
+    return max((allowed for allowed in counts if allowed <= count), default=0)
+
+
+def elastic_trainer(counts: Sequence[int], mail: Any, **settings: Any) -> Any:
+    """Ray's TorchTrainer; with several counts allowed, one whose workers come and go, and pause."""
+    from ray.train.torch import TorchTrainer
+
+    if len(counts) == 1:
+        return TorchTrainer(**settings)
+
+    class Trainer(TorchTrainer):  # type: ignore[misc]
+        """As TorchTrainer, but for the two policies."""
+
+        def _initialize_and_run_controller(self, **given: Any) -> Any:
+            given["failure_policy"] = failure_policy(self.run_config.failure_config, mail)
+            given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
+            return super()._initialize_and_run_controller(**given)
+
+    return Trainer(**settings)
+
+
+def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any:
+    """Ray's elastic policy, rounded to allowed counts; instead of cutting workers off it asks for a pause."""
+    import ray
+    from ray.train.v2._internal.execution.scaling_policy import (
+        ElasticScalingPolicy,
+        NoopDecision,
+        ResizeDecision,
+    )
+
+    class Policy(ElasticScalingPolicy):  # type: ignore[misc]
+        """Counts workers that fit on the nodes that live."""
+
+        def _count_possible_workers(self, reserved_resources: Any) -> int:
+            # What Ray reserved for the job may be some seconds old.
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            there = {node: has for node, has in reserved_resources.items() if node in alive}
+            return rounded_down(super()._count_possible_workers(there), counts)
+
+        def make_decision_for_running_worker_group(self, worker_group_state: Any, **status: Any) -> Any:
+            decision = super().make_decision_for_running_worker_group(worker_group_state, **status)
+            if isinstance(decision, ResizeDecision):
+                why = f"there is room for {decision.num_workers} workers"
+                ray.get(mail.ask_pause.remote(f"{why} instead of {worker_group_state.num_workers}"))
+            return NoopDecision()
+
+    return Policy(scaling_config)
+
+
+def failure_policy(failure_config: Any, mail: Any) -> Any:
+    """Ray's policy, for which a pause is no failure."""
+    import ray
+    from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
+
+    class Policy(DefaultFailurePolicy):  # type: ignore[misc]
+        def make_decision(self, training_failed_error: Exception) -> Any:
+            if ray.get(mail.end_pause.remote()):
+                return FailureDecision.RETRY
+            return super().make_decision(training_failed_error)
+
+    return Policy(failure_config)
+
+
+def listening_callback() -> Any:
+    """What has every worker note SIGTERM instead of dying of it."""
+    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+
+    class Listening(WorkerGroupCallback):  # type: ignore[misc]
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            worker_group.execute(note_sigterm)
+
+    return Listening()
+
+
+def note_sigterm() -> None:
+    """In a worker's main thread: the first SIGTERM is noted, a second one ends it."""
+
+    def note(number: int, frame: Any) -> None:
+        if TOLD_TO_END.is_set():
+            os._exit(1)
+        TOLD_TO_END.set()
+
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
+        signal.signal(signal.SIGTERM, note)
+
+
+def why_leave() -> str:
+    """In a worker: why this machine or process is about to go, or nothing."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    if TOLD_TO_END.is_set():
+        return f"rank {os.environ.get('RANK', '?')} was told to end"
+    try:
+        info = get_train_context().preemption_context.preemption_info
+    except (RuntimeError, AttributeError) as error:  # not public: a later Ray may have it elsewhere
+        logging.getLogger(__name__).debug("pre-emption is not looked for: %s", error)
+        return ""
+    return "a machine is about to be taken away" if info is not None else ""

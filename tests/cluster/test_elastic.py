@@ -1,0 +1,188 @@
+"""Workers come and go: the same order, the same loss to a stated bound, and no pause is a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
+
+from darkroom.cluster.elastic import Span, allowed_counts, rounded_down
+from darkroom.cluster.mail import Mail
+from darkroom.cluster.train import Placement, _Room, _workers
+from darkroom.errors import InputError, RecipeError
+from darkroom.recipe import make_recipe
+
+__all__ = ["recipe"]  # the fixture
+
+STEADY = "STEADY"
+NODE: dict[str, Any] = {
+    "num_cpus": 1,
+    "num_gpus": 0,
+    "object_store_memory": 80 * 1024**2,
+    "resources": {f"accelerator_type:{STEADY}": 1},
+}
+BOUND = 1e-6  # of the loss, in the steps right after a change
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines) if "loss" in entry}
+
+
+class Driver:
+    """A training command on a cluster, whose lines can be waited for."""
+
+    def __init__(self, *arguments: Any, out: Path) -> None:
+        self.said: list[str] = []
+        self.process = subprocess.Popen(
+            command(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(out),
+            start_new_session=True,
+        )
+        os.set_blocking(self.process.stdout.fileno(), False)
+
+    def wait_for(self, words: str, timeout_s: float = 100) -> str:
+        """The line that matches, once it came after all that were waited for before."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            line = self.process.stdout.readline()
+            if line:
+                self.said.append(line)
+                if re.search(words, line):
+                    return line
+            elif self.process.poll() is not None:
+                break
+            else:
+                time.sleep(0.02)
+        raise AssertionError(f"'{words}' was not said: " + "".join(self.said[-30:]))
+
+    def end(self, number: int | None = None) -> int:
+        if number is not None:
+            self.process.send_signal(number)
+        os.set_blocking(self.process.stdout.fileno(), True)
+        rest, _ = self.process.communicate(timeout=100)
+        self.said.append(rest)
+        return self.process.returncode
+
+
+@pytest.mark.slow
+def test_a_lost_node_leaves_fewer_workers_and_an_added_one_is_used(cluster, recipe, tmp_path):
+    nodes = [cluster.add_node(**NODE) for _ in range(2)]
+    cluster.wait_for_nodes()
+    out, many = tmp_path / "run", "train.steps=100000"
+    asked = ["--engine", "ray", "--ray-address", cluster.address, "--accelerator", STEADY, "--workers", "1:4"]
+    driver = Driver(recipe, out, *asked, many, "checkpoint.every=5", "train.log_every=1", out=out)
+    try:
+        driver.wait_for("2 processes .ddp")
+        driver.wait_for("step +20/")
+        busy = nodes_of(workers_of(out), nodes)
+        cluster.remove_node(busy[0], allow_graceful=False)
+        driver.wait_for("workers were lost and are started again .1 of at most 3")
+        went_on = driver.wait_for("going on after step ")
+        driver.wait_for("step ")
+        assert len(workers_of(out)) == 1
+        nodes += [cluster.add_node(**NODE) for _ in range(4)]  # five now, but five do not divide eight
+        driver.wait_for("there is room for 4 workers instead of 1: saving, then going on")
+        driver.wait_for("4 processes .ddp")
+        driver.wait_for("step ")
+        assert len(workers_of(out)) == 4
+        assert driver.end(signal.SIGTERM) == 1
+    finally:
+        driver.process.kill()
+        for node in nodes:
+            if node in cluster.worker_nodes:
+                cluster.remove_node(node)
+    assert "saved; the same command goes on" in driver.said[-1]
+    lost_at = int(went_on.split("going on after step ")[1].split()[0].rstrip(",;:."))
+    last = lost_at + 40
+    trained(recipe, tmp_path / "calm", f"train.steps={last}", "train.log_every=1")
+    mine, calm = losses(out), losses(tmp_path / "calm")
+    steps = range(1, last + 1)
+    assert [mine[k] for k in steps] == pytest.approx([calm[k] for k in steps], abs=BOUND)
+    trained(recipe, tmp_path / "other", f"train.steps={last}", "train.log_every=1", "train.seed=1")
+    assert losses(tmp_path / "other")[last] != pytest.approx(calm[last], abs=BOUND)
+
+
+def nodes_of(pids: list[int], nodes: list[Any]) -> list[Any]:
+    """The raylets that these workers belong to."""
+    found = []
+    for pid in pids:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        found += [node for node in nodes if parent in pids_of(node)]
+    assert found
+    return found
+
+
+def pids_of(node: Any) -> list[int]:
+    return [info.process.pid for infos in node.all_processes.values() for info in infos]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_told_to_end_saves_first(recipe, tmp_path):
+    out, longer = tmp_path / "run", "train.steps=300"
+    asked = ["--engine", "ray", "--ray-address", "local", "--workers", "1:2", "--max-failures", "0"]
+    driver = Driver(recipe, out, *asked, longer, "checkpoint.every=1000", out=out)
+    driver.wait_for("step +20/")
+    os.kill(workers_of(out)[-1], signal.SIGTERM)
+    driver.wait_for("was told to end: saving, then going on")
+    step = int(driver.wait_for("going on after step ").split("after step ")[1].split()[0].rstrip(",;:."))
+    assert step >= 20  # no checkpoint was due before the end
+    assert driver.end() == 0, driver.said
+    assert "workers were lost" not in "".join(driver.said)
+    trained(recipe, tmp_path / "calm", longer)
+    assert weights(out) == weights(tmp_path / "calm")
+    bill = json.loads((out / "bill.json").read_text())
+    assert bill["sessions"] == 2
+
+
+def test_a_span_is_read_and_told() -> None:
+    assert Span.parsed("4") == Span(4, 4)
+    assert Span.parsed("2:8") == Span(2, 8)
+    assert (str(Span(4, 4)), str(Span(2, 8))) == ("4", "2:8")
+    for given in ("0", "8:2", "x", "2:", ":2", "-1", "1.5", "0:2"):
+        with pytest.raises(InputError, match=r"allowed: N, or MIN:MAX, 1 or more: 4, 2:8"):
+            Span.parsed(given)
+
+
+def test_only_counts_that_divide_the_batch_are_taken() -> None:
+    eight = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto"])
+    assert allowed_counts(eight, Span(1, 8)) == [1, 2, 4, 8]
+    assert allowed_counts(make_recipe(content(Path("x.lance"))), Span(1, 8)) == [
+        1,
+        2,
+        4,
+    ]  # micro-batches of 2
+    with pytest.raises(RecipeError, match="8 .micro_batch auto. over 5:7 processes"):
+        allowed_counts(eight, Span(5, 7))
+    assert [rounded_down(n, [2, 4, 8]) for n in (1, 2, 3, 7, 100)] == [0, 2, 2, 4, 8]
+    room = _Room(cpus=3, gpus=0, grows=False)
+    assert _workers(eight, Placement(workers=Span(2, 8)), room) == [2, 4, 8]
+    with pytest.raises(InputError, match="4 workers need 4 CPUs, and the cluster's nodes have 3"):
+        _workers(eight, Placement(workers=Span(3, 8)), room)
+
+
+def test_a_pause_is_no_failure_and_is_over_when_the_next_begin() -> None:
+    mail = Mail()
+    assert mail.begin() == (1, 0)
+    assert (mail.stops(), mail.leave(), mail.end_pause()) == (False, False, False)
+    mail.ask_pause("there is room")
+    mail.ask_pause("told to end")
+    assert mail.take() == ["there is room: saving, then going on"]
+    assert (mail.stops(), mail.leave()) == (True, True)
+    assert mail.end_pause()
+    assert (mail.stops(), mail.begin()) == (False, (2, 1))
+    assert not mail.end_pause()  # a worker that is lost now is lost
+    mail.ask_pause("again")
+    mail.ask_stop()
+    assert not mail.leave()  # the user's stop is for good
