@@ -48,7 +48,7 @@ def synthetic(path: Path, fragments: int) -> Store:
     more = []
     for i in range(len(originals), fragments):
         file = originals[i % len(originals)]
-        name = f"{i:08d}{file.path[8:]}"
+        name = f"{i:08d}{file.path}"
         os.link(path / "data" / file.path, path / "data" / name)
         note = Path(file.path).stem
         os.link(path / "_shapes" / f"{note}.json", path / "_shapes" / f"{Path(name).stem}.json")

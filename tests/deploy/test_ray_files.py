@@ -150,6 +150,18 @@ def test_darkroom_is_started_with_flags_that_it_has(name: str) -> None:
         check([*shlex.split(words.replace("recipe.yaml", VALUES["RECIPE"])), "--no-such"])
 
 
+def test_every_command_of_the_page_is_one() -> None:
+    """docs/scale.md from a laptop to a cluster: verbs, options and recipe keys exist."""
+    text = (DEPLOY.parent / "docs" / "scale.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^    darkroom (.*)$", text, re.MULTILINE)
+    assert len(commands) >= 10
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        check([VALUES["RECIPE"] if word == "recipe.yaml" else word for word in words])
+    with pytest.raises(Exception, match="No such option"):
+        check([*shlex.split(commands[0]), "--no-such"])
+
+
 def test_ray_of_the_image_is_ray_of_the_project() -> None:
     lock = (Path(__file__).parents[2] / "requirements.lock").read_text()
     assert f"ray=={ray.__version__}" in lock.replace("[data,train,serve]", "")
