@@ -365,7 +365,8 @@ def draw(rows: Sequence[Measurement], file: Path) -> None:
         right.set(title="Throughput by the number of rated encoders", xlabel="encoders", ylabel="images/s")
         right.set_xlim(0, max(x) + 0.5)
         right.legend(frameon=False, fontsize=8, loc="lower right")
-    for axes in (left, right):
+    for axes, there in ((left, sides), (right, points)):
+        axes.set_visible(bool(there))
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
