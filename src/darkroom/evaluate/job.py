@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -69,52 +69,67 @@ def evaluate(
         "base_pictures": base is not None,
     }
     check_needs(names, there)
-    if num < 1 or class_num < 1:
-        raise InputError(f"{min(num, class_num)} pictures of a prompt", allowed="1 or more")
-    if num < 2 and "div" in names:
-        raise InputError("metric 'div' compares pictures of one prompt", mend="draw 2 or more (--num)")
+    _check_counts(names, num, class_num)
     rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
     rows.compare(
         reference=None if reference is None else open_pictures(reference, filter=reference_filter),
         subject=None if subject is None else open_pictures(subject),
     )
     needs = {need for name in names for need in METRICS[name].needs}
-    by_prompt = draws_prompts(names)
     where = {"model": model_name(model), "model_sha256": rows.model_sha256(model)}
     more: dict[str, Any] = {"seed": seed, "precision": precision_of(model), **(settings or {})}
-    if by_prompt:
-        where |= {"prompts": told.name, "prompts_sha256": told.sha256}
-        more["num"] = num
-    if "class_pictures" in needs:
-        more |= {"class_prompt": f"a photo of a {class_word}", "class_num": class_num}
+    named = {}
     with _folder(keep) as folder:
-
-        def drawn(part: str, by: Model, texts: Sequence[str], count: int) -> FolderPictures:
-            found = draw(
-                generate,
-                by,
-                texts,
-                folder=folder / part,
-                model_sha256=rows.model_sha256(by),
-                num=count,
-                seed=seed,
-                settings=settings,
-                progress=progress,
-            )
-            return replace(found, name=found.name if keep is not None else model_name(by))
-
+        drawing = _Drawing(generate, folder, rows, seed, settings, progress, kept=keep is not None)
         sets = rows.sets(FolderPictures("", ()), ())
-        if by_prompt:
-            sets = rows.sets(drawn("pictures", model, told.texts, num), _repeated(told.plain, num))
+        if draws_prompts(names):
+            where |= {"prompts": told.name, "prompts_sha256": told.sha256}
+            more["num"] = num
+            sets = rows.sets(drawing("pictures", model, told.texts, num), _repeated(told.plain, num))
         if "class_pictures" in needs:
-            drawn_class = drawn("class", model, [more["class_prompt"]], class_num)
-            sets = replace(sets, class_pictures=drawn_class)
-        named = {}
+            more |= {"class_prompt": f"a photo of a {class_word}", "class_num": class_num}
+            drawn = drawing("class", model, [more["class_prompt"]], class_num)
+            sets = replace(sets, class_pictures=drawn)
         if base is not None and "base_pictures" in needs:
-            drawn_base = drawn("class-base", base, [more["class_prompt"]], class_num)
-            sets = replace(sets, base_pictures=drawn_base)
+            drawn = drawing("class-base", base, [more["class_prompt"]], class_num)
+            sets = replace(sets, base_pictures=drawn)
             named["base_pictures"] = model_name(base), rows.model_sha256(base)
         return rows.scores(sets, where, more, named)
+
+
+def _check_counts(names: Sequence[str], num: int, class_num: int) -> None:
+    if num < 1 or class_num < 1:
+        raise InputError(f"{min(num, class_num)} pictures of a prompt", allowed="1 or more")
+    if num < 2 and "div" in names:
+        raise InputError("metric 'div' compares pictures of one prompt", mend="draw 2 or more (--num)")
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """How the sets of one evaluation are drawn."""
+
+    generate: Generate
+    folder: Path
+    rows: _Rows
+    seed: int
+    settings: Mapping[str, Any] | None
+    progress: Progress | None
+    kept: bool
+
+    def __call__(self, part: str, by: Model, texts: Sequence[str], count: int) -> FolderPictures:
+        """`count` pictures of each text, in a folder of their own."""
+        found = draw(
+            self.generate,
+            by,
+            texts,
+            folder=self.folder / part,
+            model_sha256=self.rows.model_sha256(by),
+            num=count,
+            seed=self.seed,
+            settings=self.settings,
+            progress=self.progress,
+        )
+        return replace(found, name=found.name if self.kept else model_name(by))
 
 
 def draws_prompts(metrics: Sequence[str]) -> bool:
