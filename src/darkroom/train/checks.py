@@ -28,11 +28,12 @@ def check_settings(recipe: Recipe) -> None:
     check_tracker(recipe.track)
     check_scores(recipe)
     check_url(recipe.checkpoint.url)
-    if optim.warmup_steps > train.steps:
+    whole = not recipe.phases  # each phase has a length of its own, and is checked as a recipe of its own
+    if whole and optim.warmup_steps > train.steps:
         raise RecipeError(
             "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
         )
-    if train.ema.start_step >= train.steps and train.ema.enabled:
+    if whole and train.ema.start_step >= train.steps and train.ema.enabled:
         raise RecipeError(
             "train.ema.start_step",
             f"{train.ema.start_step} is not before the end ({train.steps} steps)",

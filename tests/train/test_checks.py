@@ -1,0 +1,27 @@
+"""What is checked of a recipe of phases, and what is left to each phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from darkroom.errors import RecipeError
+from darkroom.recipe import read_recipe
+from darkroom.train.checks import check_settings
+from darkroom.train.phases import phase_recipes
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "sd2-two-phases.yaml"
+
+
+def test_lengths_are_each_phases_own():
+    whole = read_recipe(RECIPE)
+    assert whole.optim.warmup_steps > whole.train.steps  # which no phase uses
+    check_settings(whole)
+    for _, phase in phase_recipes(whole, Path("run")):
+        check_settings(phase)
+    with pytest.raises(RecipeError, match="^optim.warmup_steps: 10000 is more than train.steps 1000"):
+        check_settings(read_recipe(RECIPE, ["phases=[]"]))
+    short = read_recipe(RECIPE, ["phases=[{resolution: 256, samples: 4096}]"])
+    with pytest.raises(RecipeError, match="^optim.warmup_steps: 10000 is more than train.steps 2"):
+        check_settings(next(phase_recipes(short, Path("run")))[1])
