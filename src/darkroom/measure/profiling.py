@@ -140,6 +140,7 @@ class _Watched:
         thread = threading.Thread(target=sample, daemon=True)
         thread.start()
         try:
+            self._began = time.perf_counter()
             run()
             self.enter("end")
         finally:
