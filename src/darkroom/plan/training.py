@@ -66,7 +66,12 @@ class _NoStore:
 def _without_store(recipe: Recipe) -> Recipe:
     changes = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
     train = recipe.train.model_copy(update={"align": AlignSettings()})  # its extractor is not opened
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
+    quiet = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
+    word = recipe.model.word
+    if word is None:
+        return quiet
+    plain = word.model_copy(update={"initial": "a"})  # one token of any tokenizer, also of the stand-in
+    return quiet.model_copy(update={"model": recipe.model.model_copy(update={"word": plain})})
 
 
 def encodes(recipe: Recipe) -> bool:
