@@ -120,6 +120,7 @@ def _job(told: dict[str, Any]) -> Any:
         "precision": told["precision"],
         "log_every": told["chunk"],
         "ema": {"enabled": told["ema"]},
+        "channels_last": True if told["channels_last"] else "auto",
         "device": "cpu",
     }
     made = content(Path(told["base"]), Path(told["store"]), **settings)
@@ -202,7 +203,7 @@ def _row(
     told: dict[str, Any], key: tuple[str, str], timings: dict[tuple[str, str], Timing], peak: int
 ) -> Any:
     plain_name, precision = next(iter(SIDES)), key[1]
-    shown = ("batch", "threads", "ema", "chunk", "parameters")
+    shown = ("batch", "threads", "ema", "channels_last", "chunk", "parameters")
     settings = {"precision": precision, "latents": "32x32", **{name: told[name] for name in shown}}
     widest = timings.get((plain_name, "float32"))
     if widest is not None and precision != "float32":
@@ -235,6 +236,7 @@ def main() -> None:
     )
     parser.add_argument("--pictures", type=int, default=128)
     parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--channels-last", action="store_true", help="darkroom with train.channels_last=true")
     parser.add_argument("--out", type=Path, help="CSV that rows are added to")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as temporary:
@@ -245,7 +247,10 @@ def main() -> None:
             "store": str(make_store(folder, base, given.pictures)),
             "parameters": _parameters(base),
             "precisions": given.precision or list(PRECISIONS),
-            **{name: getattr(given, name) for name in ("batch", "threads", "chunk", "pictures", "ema")},
+            **{
+                name: getattr(given, name)
+                for name in ("batch", "threads", "chunk", "pictures", "ema", "channels_last")
+            },
         }
         rows = compare(folder, told, given.rounds)
     for row in rows:
