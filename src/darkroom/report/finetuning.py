@@ -122,14 +122,14 @@ def _memory(rows: Rows, file: Path) -> bool:
             axes.barh(i, peak, color="#cfd6dc", height=0.66, label="peak" if i == 0 else "")
             colour = COLOURS[row.settings["method"]]
             axes.barh(i, state, color=colour, height=0.34, label="")
-            axes.text(peak, i, f" {peak:.3g}, of it {state:.2g}", va="center", fontsize=8)
+            axes.text(peak, i, f" {peak:.3g}, of it {state:.3g}", va="center", fontsize=8)
         axes.set_yticks(range(len(group)), [row.settings["method"] for row in group])
         axes.invert_yaxis()
-        axes.set_xlim(0, axes.get_xlim()[1] * 1.3)
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.4)
         told = group[0].settings
         where = f"{told['model']}, batch {told['batch']}, {told['resolution']} px"
         axes.set_title(f"{title}: {where}", fontsize=9)
-        axes.set_xlabel(f"{unit}; grey: peak, colour: weights, gradients, optimiser state of what is trained")
+        axes.set_xlabel(f"{unit}; grey: whole peak, colour: state of what is trained")
     return _save(figure, file)
 
 
