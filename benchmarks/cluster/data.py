@@ -219,6 +219,9 @@ def opened(one: Any, folder: Path, encoder: Any = None) -> Iterator[Way]:
     with online(one, reserved_cpus=1, encoder=encoder or OnlineEncoder) as feed:
         job = make_job(one, Pinned(folder), feed)
         with job.feed(0) as batches:
+            stream: Any = batches
+            while feed is not None and len(stream.stages.pool.encoders) < int(one.data.online.encoders):
+                time.sleep(0.05)  # nothing is timed while they start
             yield Way(job, batches)
 
 
