@@ -146,6 +146,8 @@ TASKS = {
     "lora": "model: {base: tiny}\ndata: {folder: x, resolution: 64}\nadapter: {targets: attention, rank: 4}",
     "dreambooth": "model: {base: tiny}\ndata: {instance: x, prompt: a photo of sks dog, resolution: 64}",
     "dreambooth-lora": "model: {base: tiny}\ndata: {instance: x, prompt: a photo of sks dog, resolution: 64}",
+    "textual-inversion": "model: {base: tiny, word: {token: <dog>, initial: dog}}\n"
+    "data: {instance: x, resolution: 64}",
 }
 
 

@@ -30,6 +30,8 @@ CPU = torch.device("cpu")
 def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     """Count a recipe's step in a precision (float32, bf16, fp16), as a GPU or a CPU computes it."""
     model = outline(recipe)
+    if recipe.model.word is not None:
+        _fill_tokenizers(model)
     quiet = _without_store(recipe)
     with fakes(*model.modules.values()) as counter:
         # The store is never looked into where everything is encoded inline.
@@ -54,6 +56,12 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             chunks={"inputs": max(1, ENCODED_PIXELS // recipe.data.resolution**2)} if encodes(recipe) else {},
             facts=_facts(recipe, model, step),
         )
+
+
+def _fill_tokenizers(model: Model) -> None:
+    """As many words as the text encoders have: a new one takes the row after the last."""
+    for tokenizer, config in zip(model.tokenizers, text_configs(model), strict=True):
+        tokenizer.add_tokens([f"<filled-{i}>" for i in range(len(tokenizer), config.vocab_size)])
 
 
 class _NoStore:
