@@ -54,6 +54,16 @@ def test_a_case_that_cannot_be_opened_is_a_row(
     assert "DARKROOM_CACHE" in failed.note
 
 
+def test_a_case_may_name_backend_and_optimisations(small: models.Model) -> None:
+    case = "torch bf16,guidance_interval:1-3"
+    rows = list(bench_backends(small, cases=(PLAIN, case), steps=3, repeats=1))
+    drawn = {row.case: row for row in rows if row.benchmark == "backends-picture"}
+    assert drawn[case].settings["max_diff"] > drawn[PLAIN].settings["max_diff"]
+    for wrong in ("torch", "torch fastest", "tensorrt bf16"):
+        with pytest.raises(InputError, match="allowed"):
+            bench_backends(small, cases=(wrong,))
+
+
 def test_what_cannot_be_is_refused(small: models.Model) -> None:
     with pytest.raises(InputError, match="case 'tensorrt'; allowed: torch float32"):
         bench_backends(small, cases=("tensorrt",))

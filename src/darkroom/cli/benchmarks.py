@@ -136,7 +136,8 @@ def bench_import(
 def bench_backends(
     model: Annotated[str, typer.Argument(help="a model folder, a hub id, or a family")],
     cases: Annotated[
-        list[str] | None, typer.Option("--case", help="such as 'openvino bf16'; again for more")
+        list[str] | None,
+        typer.Option("--case", help="such as 'openvino bf16', or BACKEND OPTIMISATIONS; again for more"),
     ] = None,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
     steps: Annotated[int, typer.Option(min=1, help="of the whole picture")] = 20,

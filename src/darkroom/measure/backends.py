@@ -21,6 +21,8 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import PeakMemory
 from darkroom.measure.timing import Measurement, interleave, measurement
 from darkroom.sample import Backend, GenerateSettings, Job, Unet, denoise, generate, open_backend
+from darkroom.sample.backends import BACKENDS
+from darkroom.sample.ladder import parse
 from darkroom.sample.likeness import likeness
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ CASES = {
     "openvino float32": ("openvino", "none"),
     "openvino bf16": ("openvino", "bf16"),
 }
-"""Each case: the backend, and the optimisations it is opened with."""
+"""Each case: the backend, and the optimisations it is opened with. Others are named by both, as
+`openvino bf16,guidance_interval`."""
 DEFAULT_CASES = (PLAIN, "torch bf16", "onnx float32", "openvino bf16")
 PROMPT = "a photo of an astronaut riding a horse"
 GUIDANCE, SOLVER = 7.5, "ddim"
@@ -115,17 +118,27 @@ def _tables(
 
 
 def _check(model: Model, cases: Sequence[str], repeats: int, pictures: int) -> None:
-    unknown = [name for name in cases if name not in CASES]
-    if unknown:
-        raise InputError(f"case '{unknown[0]}'", allowed=", ".join(CASES))
+    for name in cases:
+        _case(name)
     if repeats < 1 or pictures < 0:
         raise InputError(f"repeats {repeats}, pictures {pictures}", allowed="repeats >= 1, pictures >= 0")
     if model.unet is None or next(model.unet.parameters()).dtype != torch.float32:
         raise InputError("a U-Net that is not float32", mend="float32 is what the others are compared with")
 
 
+def _case(name: str) -> tuple[str, str]:
+    """Backend and optimisations of a case by its name; InputError where there is no such."""
+    backend, _, names = name.partition(" ")
+    if name in CASES:
+        return CASES[name]
+    if backend not in BACKENDS or not names:
+        raise InputError(f"case '{name}'", allowed=f"{', '.join(CASES)}; or BACKEND OPTIMISATIONS")
+    parse(names)
+    return backend, names
+
+
 def _opened(model: Model, name: str, given: tuple[torch.Tensor, ...], say: Callable[[str], None]) -> Opened:
-    backend_name, names = CASES[name]
+    backend_name, names = _case(name)
     before, peak = _resident_bytes(), PeakMemory("cpu")
     backend = open_backend(backend_name, model, optimise=names, notice=say)
     start = time.perf_counter()
