@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
     "routing 50 %": {"routing": {"keep": 0.5, "before": 2, "after": 1}},
     "alignment": {"align": {"weight": 0.5, "block": 2, "hidden": 128}},
     "masking 50 %": {"routing": {"keep": 0.5, "before": 1, "after": 0, "loss": "kept"}},
+    "alignment, features free": {"align": {"weight": 0.5, "block": 2, "hidden": 128}},
 }
+FREE = ("alignment, features free",)  # as where features were prepared once: the extractor is not counted
 COLUMNS = ("case", "seed", "step", "images", "flops", "heldout_loss", "wall_s", "settings")
 Row = dict[str, Any]
 
@@ -123,7 +126,7 @@ def flops_of(told: argparse.Namespace, name: str, extractor: Path) -> int:
         columns = next(batches)
     flops = flops_per_image(job.task, job.task.inputs(columns, torch.device("cpu")))
     extras = job.task._extras  # type: ignore[union-attr]
-    if extras is not None and extras.extractor is not None:
+    if extras is not None and extras.extractor is not None and name not in FREE:
         sees = extras.extractor.maps
         flops += count(sees, torch.zeros(1, 3, DATA["resolution"], DATA["resolution"])).flops
     return flops
@@ -133,7 +136,7 @@ def run_case(told: argparse.Namespace, name: str, seed: int, extractor: Path) ->
     """Train a case to its end; a row for each evaluation."""
     each = flops_of(told, name, extractor)
     steps = max(1, round(told.tflop * 1e12 / (each * told.batch)))
-    folder = told.out / f"{name.split(' ')[0]}-{seed}"
+    folder = told.out / f"{re.sub(r'[^a-z]+', '-', name).strip('-')}-{seed}"
     print(f"{name}, seed {seed}: {each / 1e9:.4f} GFLOP a picture, {steps} steps of {told.batch}", flush=True)
     train(make_recipe(content_of(told, name, seed, steps, extractor)), out=folder)
     bill = Run.open(folder).bill()
