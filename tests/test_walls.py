@@ -12,7 +12,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
-    {"errors", "hardware", "count", "progress"},
+    {"errors"},
+    {"hardware", "count", "progress"},
     {"bill", "tidy"},
     {"run"},
     {"models", "data"},

@@ -16,12 +16,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from train.conftest import SIDE, TEXT, UNET, VAE, MakeRecipe
 from darkroom import cli, models, sample
 from darkroom.models.adapters import read_adapter
 from darkroom.recipe import Recipe
 from darkroom.run import Run
 from darkroom.train import train
+from train.conftest import SIDE, TEXT, UNET, VAE, MakeRecipe
 
 DIT = {"num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 8}
 MODEL = {"base": "tiny-dit", "vae": VAE, "unet": DIT, "text_encoder": TEXT}
