@@ -19,7 +19,7 @@ import yaml
 from cluster_material import SMALL, fill, made_store
 from safetensors.torch import load_file
 
-from conftest import NODE
+from cluster.conftest import NODE
 from darkroom.cluster.encoders import QUEUE
 from darkroom.cluster.feed import online
 from darkroom.cluster.keeper import Told

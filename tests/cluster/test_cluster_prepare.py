@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from cluster_material import BATCH, RESOLUTION, SMALL, fill, made_store, on_ray, prepared_columns, tiny
 
-from conftest import NODE
+from cluster.conftest import NODE
 from darkroom import models
 from darkroom.cluster import prepare as cluster_prepare
 from darkroom.cluster.encoders import Bounds

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from conftest import MakeRecipe
 from darkroom.errors import RecipeError
 from darkroom.run import Run
 from darkroom.train import train
@@ -26,6 +25,7 @@ from darkroom.train.optimisers import (
     restore_optimiser,
 )
 from darkroom.train.step import Step, TrainSettings
+from train.conftest import MakeRecipe
 
 KINDS = ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"]
 RATES = {"prodigy": 1.0, "adafactor": 1e-1}

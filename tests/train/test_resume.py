@@ -17,12 +17,12 @@ import torch
 from killing import TrainingServer
 from safetensors.torch import load_file
 
-from conftest import MakeRecipe
 from darkroom.errors import CheckpointError, InputError, RecipeError
 from darkroom.recipe import Recipe
 from darkroom.run import Run
 from darkroom.train import train
 from darkroom.train.checkpoint import checkpoints, load_checkpoint, step_of
+from train.conftest import MakeRecipe
 
 STEPS = 40
 EXACT = ("step", "loss", "lr", "grad_norm", "epoch", "heldout_loss", "heldout_loss_by_timestep")

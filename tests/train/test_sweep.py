@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import MakeRecipe
 from darkroom import cli
 from darkroom.errors import Stopped
 from darkroom.recipe import read_sweep
 from darkroom.run import Run, compare
 from darkroom.train import sweep, train
+from train.conftest import MakeRecipe
 
 
 def recipe_file(recipe_of: MakeRecipe, folder: Path, *overrides: str) -> Path:

@@ -9,11 +9,11 @@ import torch
 from torch.distributions import Normal
 from torch.distributions import kl_divergence as torchs_kl
 
-from conftest import MakeRecipe
 from darkroom.train import Job, Pinned, make_job
 from darkroom.train.micro import activation_bytes, choose_micro_batch, divisors
 from darkroom.train.step import TrainSettings
 from darkroom.train.tasks import distance, edge_distance, kl_divergence
+from train.conftest import MakeRecipe
 
 
 def job_of(recipe_of: MakeRecipe, task: str, *overrides: str) -> Job:

@@ -12,7 +12,6 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
-from conftest import SIDE, MakeRecipe
 from darkroom import models
 from darkroom.data import Store
 from darkroom.errors import (
@@ -30,6 +29,7 @@ from darkroom.run import Run
 from darkroom.train import TrainResult, export, train
 from darkroom.train.checkpoint import checkpoints
 from darkroom.train.tracking import check_tracker
+from train.conftest import SIDE, MakeRecipe
 
 
 def quietly(recipe: Recipe, out: Path, **more: Any) -> TrainResult:
