@@ -312,12 +312,7 @@ def test_another_class_that_is_silent_about_clipping_does_not_clip() -> None:
         ("ddim", {"prediction_type": "flow"}, {}, "prediction_type 'flow'"),
         ("ddim", {"beta_end": 1.5}, {}, "betas must lie in"),
         (None, {"thresholding": True}, {}, "thresholding"),
-        (
-            None,
-            {"_class_name": "FlowMatchEulerDiscreteScheduler"},
-            {},
-            "DiscreteScheduler is not known",
-        ),
+        (None, {"_class_name": "EDMEulerScheduler"}, {}, "EDMEulerScheduler is not known"),
         ("euler", {}, {"eta": 0.5}, "eta is for ddim alone"),
         ("ddim", {}, {"eta": 1.5}, "eta 1.5; allowed: 0"),
         ("ddim", {}, {"karras": True}, "allowed: euler, euler_a, dpmpp_2m"),
