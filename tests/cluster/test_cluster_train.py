@@ -77,7 +77,7 @@ def environment(out: Path) -> dict[str, str]:
 
 def trained(recipe: Path, out: Path, *more: str, code: int = 0) -> str:
     done = subprocess.run(
-        command(recipe, out, *more), capture_output=True, text=True, env=environment(out), timeout=280
+        command(recipe, out, *more), capture_output=True, text=True, env=environment(out), timeout=600
     )
     assert done.returncode == code, done.stderr + done.stdout
     return done.stdout + done.stderr
@@ -130,7 +130,7 @@ def disturbed(recipe: Path, out: Path, disturb: Callable[[int], None], *more: st
             assert time.monotonic() < until, "no checkpoints were made"
             time.sleep(0.02)
         disturb(driver.pid)
-        said, _ = driver.communicate(timeout=200)
+        said, _ = driver.communicate(timeout=400)
     return driver.returncode, said
 
 

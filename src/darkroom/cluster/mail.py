@@ -18,6 +18,7 @@ class Mail:
     pauses: int = 0
     result: dict[str, Any] | None = None
     starts: int = 0
+    told: int = 0  # losses that the console knows of
 
     def say(self, line: str) -> None:
         """A line for the console."""
@@ -32,6 +33,12 @@ class Mail:
         """How often the workers have been started, and after how many pauses; rank 0 counts."""
         self.starts += 1
         return self.starts, self.pauses
+
+    def newly_lost(self) -> int:
+        """How often workers were lost so far, where that grew since it was asked; 0 otherwise."""
+        lost, before = self.starts - 1 - self.pauses, self.told
+        self.told = lost
+        return lost if lost > before else 0
 
     def fail(self, kind: str, exit_code: int, final: bool, message: str) -> None:
         """How a worker ended: the error's kind, its exit code, and whether starting again is of no use."""

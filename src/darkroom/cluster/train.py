@@ -380,8 +380,8 @@ def _trained(job: dict[str, Any], rank: int, mail: Any, say: Say) -> TrainResult
     if torch.cuda.is_available() and recipe.train.device != "cpu":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if rank == 0:
-        starts, pauses = ray.get(mail.begin.remote())
-        if lost := starts - 1 - pauses:
+        starts, _ = ray.get(mail.begin.remote())
+        if lost := ray.get(mail.newly_lost.remote()):
             say(f"workers were lost and are started again ({lost} of at most {job['max_failures']})")
         if starts > 1:
             _wait_for(out)
