@@ -45,12 +45,25 @@ class Waiting:
             time.sleep(0.005)
 
 
+def released_by(steps: threading.Semaphore):
+    """What makes of a U-Net one whose calls wait to be let go one by one."""
+
+    def slow(unet):
+        def call(*given):
+            steps.acquire()
+            return unet(*given)
+
+        return call
+
+    return slow
+
+
 class Running:
     """An engine on a model of its own."""
 
     def __init__(self, model: models.Model, *, folder=None, capacity=12, unet=None, **more) -> None:
-        self.model = model
-        backend = open_backend("torch", model)
+        backend = open_backend("torch", model, optimise="fused_attention,lean")  # as served beside adapters
+        self.model = model = backend.model
         if unet is not None:
             backend.unet = unet(backend.unet)
         self.waiting, metrics = Waiting(), Metrics()
@@ -175,14 +188,7 @@ def test_a_row_that_fails_alone_fails_alone(small):
 def test_cancelled_rows_are_free_at_the_next_step(small):
     steps = threading.Semaphore(0)
 
-    def slow(unet):
-        def call(*given):
-            steps.acquire()
-            return unet(*given)
-
-        return call
-
-    with Running(small, unet=slow, capacity=2) as running:
+    with Running(small, unet=released_by(steps), capacity=2) as running:
         first = running.work("first", PictureRequest(prompt="a horse", seed=1, steps=50))
         second = running.work("second", PictureRequest(prompt="a horse", seed=2, steps=2))
         steps.release(3)
@@ -269,14 +275,7 @@ def test_a_bad_adapter_fails_its_own_job_and_is_refused_by_name_afterwards(small
 def test_a_size_fills_its_own_calls_while_another_one_waits(small):
     steps = threading.Semaphore(0)
 
-    def slow(unet):
-        def call(*given):
-            steps.acquire()
-            return unet(*given)
-
-        return call
-
-    with Running(small, unet=slow, capacity=2) as running:
+    with Running(small, unet=released_by(steps), capacity=2) as running:
         square = [running.work(f"s{i}", PictureRequest(prompt="a", seed=i, steps=99)) for i in range(2)]
         wide = running.work("wide", PictureRequest(prompt="a", seed=9, steps=3, width=48, height=32))
         while wide.started_s is None:  # sizes are admitted between steps
@@ -293,14 +292,7 @@ def test_a_size_fills_its_own_calls_while_another_one_waits(small):
 def test_all_sizes_together_stay_within_a_few_full_calls(small):
     steps = threading.Semaphore(0)
 
-    def slow(unet):
-        def call(*given):
-            steps.acquire()
-            return unet(*given)
-
-        return call
-
-    with Running(small, unet=slow, capacity=2) as running:
+    with Running(small, unet=released_by(steps), capacity=2) as running:
         sizes = [(32, 32), (32, 16), (16, 32), (16, 16), (32, 48), (48, 32), (48, 48)]
         works = [
             running.work(f"{w}x{h}", PictureRequest(prompt="a", seed=1, steps=2, width=w, height=h))

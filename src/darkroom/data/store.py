@@ -7,7 +7,6 @@ compacted and dropped.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import random
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import lance
 import numpy as np
@@ -27,6 +26,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from darkroom.data.chosen import Chosen
+from darkroom.data.complaints import Filtering, no_column, not_opened
 from darkroom.data.sidecars import Sidecars
 from darkroom.errors import StoreError
 
@@ -88,7 +88,7 @@ class Store:
         try:
             dataset = lance.dataset(str(path), version=version)
         except (ValueError, OSError) as error:
-            raise _not_opened(str(path), version, error) from error
+            raise not_opened(str(path), version, error) from error
         missing = [name for name in SCHEMA.names if name not in dataset.schema.names]
         if missing:
             raise StoreError(
@@ -220,10 +220,10 @@ class Store:
     def _check_columns(self, columns: Sequence[str]) -> None:
         for name in columns:
             if name not in self.dataset.schema.names and not name.startswith("_row"):
-                raise _no_column(name, self.dataset.schema.names, "column")
+                raise no_column(name, self.dataset.schema.names, "column")
 
-    def _filtering(self, filter: str | None) -> _Filtering:
-        return _Filtering(filter, self.dataset.schema.names)
+    def _filtering(self, filter: str | None) -> Filtering:
+        return Filtering(filter, self.dataset.schema.names)
 
     # ---- changing
 
@@ -326,7 +326,7 @@ class Store:
     def _delete_source(self, source: str) -> int:
         sources = self.sources()
         if source not in sources:
-            raise _no_column(source, list(sources), "source")
+            raise no_column(source, list(sources), "source")
         self.sidecars.forget_finished(source)
         return self._delete_where(f"source = {_quoted(source)}")
 
@@ -463,46 +463,3 @@ def _make_room(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise StoreError(f"{path} is there already", mend="choose another name, or import into it")
     path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _not_opened(path: str, version: int | None, error: Exception) -> StoreError:
-    if "not found" not in str(error):
-        return StoreError(f"{path} is damaged: {_plain(error)}")
-    if version is not None and "://" not in path and (Path(path) / "_versions").is_dir():
-        return StoreError(f"{path} has no version {version}", mend="it was dropped; pin a version to keep it")
-    return StoreError(f"no picture store at {path}", mend=f"make one with: darkroom import SOURCE {path}")
-
-
-def _no_column(name: str, names: Sequence[str], what: str) -> StoreError:
-    near = difflib.get_close_matches(name.lower(), names, 3, 0.5)
-    mend = f"did you mean {' or '.join(near)}?" if near else ""
-    return StoreError(f"no {what} '{name}'", allowed=", ".join(names), mend=mend)
-
-
-def _plain(error: Exception) -> str:
-    """Lance's message in one line, without the place in its own source."""
-    text = " ".join(str(error).split()).removeprefix("Invalid user input: ")
-    return re.sub(r"(, )?\S*/rust/\S+\.rs:\d+:\d+", "", text)
-
-
-class _Filtering:
-    """Turns what Lance says of a filter into a StoreError of one line."""
-
-    def __init__(self, filter: str | None, names: Sequence[str]) -> None:
-        self._filter, self._names = filter, names
-        for quoted in re.findall(r'"([^"]*)"', filter or ""):
-            if quoted in names:
-                # Lance takes it for a text and would find nothing.
-                raise StoreError(f'filter {filter!r}: "{quoted}" is a text', mend=f"the column is `{quoted}`")
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._filter is None or not isinstance(error, ValueError):
-            return
-        unknown = re.search(r"No field named [\"`]?([^\"`. ]+)", str(error))
-        if unknown:
-            raise _no_column(unknown[1], self._names, "column") from error
-        raise StoreError(
-            f"filter {self._filter!r}: {_plain(error)}", mend="SQL, such as: width >= 512"
-        ) from error
