@@ -62,7 +62,8 @@ class Running:
     """An engine on a model of its own."""
 
     def __init__(self, model: models.Model, *, folder=None, capacity=12, unet=None, **more) -> None:
-        backend = open_backend("torch", model, optimise="fused_attention,lean")  # as served beside adapters
+        rungs = "fused_attention" if model.is_dit else "fused_attention,lean"  # as served beside adapters
+        backend = open_backend("torch", model, optimise=rungs)
         self.model = model = backend.model
         if unet is not None:
             backend.unet = unet(backend.unet)

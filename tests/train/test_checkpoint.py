@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from darkroom.errors import CheckpointError
-from darkroom.train.checkpoint import checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from darkroom.train.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
+from darkroom.train.places import LocalPlace
 
 AWKWARD = {"tenth": 0.1, "third": 1 / 3, "tiny": 5e-324, "large": 1.7976931348623157e308, "n": 2**62 + 1}
 
@@ -24,6 +26,16 @@ def tensors(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
     kernel = torch.randn(8, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last)
     weights = {"unet.conv.weight": kernel, "unet.step": torch.tensor(3.0), "half": torch.ones(3).bfloat16()}
     return {"weights": weights, "ema": {}}
+
+
+def save_checkpoint(folder: Path, step: int, named: Any, scalars: dict[str, Any], *, keep: int) -> Path:
+    """As one process of a run saves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place, token = LocalPlace(folder), str(os.getpid())
+    place.prepare()
+    place.write_share(step, token, 0, 1, named, {})
+    place.complete(step, token, 1, scalars, keep)
+    return folder / f"step-{step:08d}"
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -121,21 +121,6 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 """By what they are (`weights`, `ema`, `optimiser`) and name; an optimiser's are named `<weight>/<key>`."""
 
 
-def save_checkpoint(
-    folder: Path, step: int, tensors: Tensors, scalars: Mapping[str, Any], *, keep: int
-) -> Path:
-    """Write the state after `step` steps into `folder`, and let go of all but the newest `keep`.
-
-    A process killed at any moment leaves the older checkpoints as they were, and at worst a folder
-    `.beside-*` that the next save clears away.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(folder)
-    beside = place_beside(folder, step, str(os.getpid()))
-    write_share(beside, 0, 1, tensors, {})
-    return complete(beside, step, 1, scalars, keep=keep)
-
-
 def place_beside(folder: Path, step: int, token: str) -> Path:
     """Where a checkpoint is written before it counts; `token` is the session's own."""
     return folder / f".beside-{step:08d}-{token}"
