@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from darkroom.errors import InputError
+from darkroom import models
+from darkroom.errors import InputError, ModelError
 from darkroom.models import find_tokenizer, train_tokenizer
 
 CAPTIONS = ["a red circle on a blue background", "a green square on a red background"] * 4
@@ -37,3 +38,25 @@ def test_clips_own_tokenizer_gives_its_ids(shared_data, monkeypatch):
     monkeypatch.setenv("DARKROOM_CLIP_TOKENIZER", str(shared_data / "clip_tokenizer"))
     ids = find_tokenizer()("a photo of sks dog").input_ids
     assert ids == [49406, 320, 1125, 539, 48136, 1929, 49407]
+
+
+def test_a_tokenizer_of_no_words_is_refused_and_a_family_gets_a_stand_in(tmp_path, monkeypatch, caplog):
+    (tmp_path / "vocab.json").write_text('{"<|startoftext|>": 0, "<|endoftext|>": 1}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    monkeypatch.setenv("DARKROOM_CLIP_TOKENIZER", str(tmp_path))
+    with pytest.raises(ModelError, match="DARKROOM_CLIP_TOKENIZER"):
+        find_tokenizer()
+    with pytest.raises(ModelError):
+        models.create("sd2", parts=("tokenizer",))
+    stand_in = models.load("sd2", parts=("tokenizer",)).tokenizers[0]
+    assert "stands in" in caplog.text
+    assert stand_in.pad_token == "!"
+    assert stand_in.model_max_length == 77
+    assert stand_in("dog").input_ids[-1] == stand_in.eos_token_id
+
+
+def test_a_tokenizer_that_does_not_say_its_length_has_clips(shared_data, tmp_path, monkeypatch):
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((shared_data / "clip_tokenizer" / name).read_bytes())
+    monkeypatch.setenv("DARKROOM_CLIP_TOKENIZER", str(tmp_path))
+    assert find_tokenizer().model_max_length == 77

@@ -48,7 +48,9 @@ def bench_train(
     """What the training loop adds to the bare step of a recipe; with --model, each switch's share of a step.
 
     Example: darkroom bench train recipes/emoji.yaml --out results.csv
+
     Example: darkroom bench train --model sd2 --resolution 512 --batch auto --out results.csv
+
     Example: darkroom bench train recipes/emoji.yaml --profile iteration.png
     """
     if (recipe is None) == (model is None):

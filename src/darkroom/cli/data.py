@@ -146,6 +146,7 @@ def prepare(
     """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
 
     Example: darkroom prepare pictures.lance --model runs/vae/model --resolution 64
+
     Example: darkroom prepare pictures.lance --model sd2/ --engine ray --encoders 2:16 --accelerator A10G
     """
     settings = {"resolution": resolution, "text": text, "precision": precision, "bucket_step": buckets}

@@ -28,6 +28,7 @@ def doctor(
     """What this machine, or a cluster, has and lacks, each lack with the line that mends it.
 
     Example: darkroom doctor
+
     Example: darkroom doctor --engine ray --ray-address auto --storage s3://bucket/runs
     """
     flags = {"--ray-address": ray_address, "--accelerator": accelerator, "--storage": storage}

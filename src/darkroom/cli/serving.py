@@ -111,6 +111,7 @@ def serve(
     """A server of pictures: jobs that survive it, OpenAI's dialect, metrics. Ctrl-C drains, twice leaves.
 
     Example: darkroom serve model/ --adapters loras/ --port 8000
+
     Example: darkroom serve model/ --engine ray --replicas 1:4 --jobs postgresql+psycopg://me@db/darkroom
     """
     said = dict(locals())

@@ -179,8 +179,11 @@ def export(
     """Write a run's weights as a model folder, also while it trains; an adapter merged, or as its own file.
 
     Example: darkroom export runs/emoji --to model/ --checkpoint 2000
+
     Example: darkroom export sd15/ --merge sks.safetensors:0.8 --to merged/
+
     Example: darkroom export sks.safetensors --kohya --to sks_comfy.safetensors
+
     Example: darkroom export runs/emoji --single-file --to emoji.safetensors
     """
     from darkroom import models

@@ -22,6 +22,7 @@ from darkroom.models.families import FAMILIES, create
 from darkroom.models.model import PARTS, TRANSFORMER, Model, numbered
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
+from darkroom.models.tokenizer import tokenizer_or_stand_in
 
 # Of a hub's repository only what is opened: no other frameworks' weights, no single files beside the parts.
 HUB_FOLDERS = (
@@ -55,7 +56,8 @@ def load(
 ) -> Model:
     """Open a family's name (random weights), a model folder, a single file or a hub id; safetensors only.
 
-    A folder that has a family's name is opened as `./sd15`.
+    A folder that has a family's name is opened as `./sd15`. Where CLIP's tokenizer cannot be had for a
+    family, one of single letters stands in, with a warning.
 
     `parts` names what must be there (of `unet, vae, text_encoder, tokenizer`); None takes all there is. A
     `transformer` that darkroom wrote stands in the U-Net's place.
@@ -64,7 +66,9 @@ def load(
     """
     with quiet():
         if str(ref) in FAMILIES:
-            model = create(str(ref), parts=parts or PARTS)
+            asked = parts or PARTS
+            reads = "tokenizer" in asked and not FAMILIES[str(ref)].tiny
+            model = create(str(ref), parts=asked, tokenizer=tokenizer_or_stand_in() if reads else None)
         elif (path := Path(ref)).is_dir():
             model = _open(path, parts, variant)
         elif is_single_file(ref):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 START, END = "<|startoftext|>", "<|endoftext|>"
 HUB_ID = "openai/clip-vit-large-patch14"
 ENVIRONMENT = "DARKROOM_CLIP_TOKENIZER"
+NUM_BYTES, MAX_LENGTH = 256, 77
+LOG = logging.getLogger("darkroom")
 
 
 def train_tokenizer(
-    captions: Iterable[str], *, vocab_size: int = 1024, model_max_length: int = 77
+    captions: Iterable[str], *, vocab_size: int = 1024, model_max_length: int = MAX_LENGTH
 ) -> CLIPTokenizer:
     """A tokenizer of CLIP's kind (lower-cased byte-level BPE, `</w>` at a word's end) learned from captions.
 
@@ -68,13 +71,31 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
         raise ModelError(
             f"no tokenizer folder at '{place}'", mend="give a folder with vocab.json and merges.txt"
         )
+    missing = ModelError(
+        f"CLIP's tokenizer could not be loaded from '{place or HUB_ID}'",
+        mend=f"set {ENVIRONMENT} to a folder with vocab.json and merges.txt",
+    )
     try:
-        return CLIPTokenizer.from_pretrained(str(place or HUB_ID))
+        found = CLIPTokenizer.from_pretrained(str(place or HUB_ID))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"CLIP's tokenizer could not be loaded from '{place or HUB_ID}'",
-            mend=f"set {ENVIRONMENT} to a folder with vocab.json and merges.txt",
-        ) from error
+        raise missing from error
+    if len(found) < NUM_BYTES:  # without a network transformers gives one of no words at all
+        raise missing
+    # A folder of vocabulary and merges alone does not say how long a text may be.
+    found.model_max_length = min(found.model_max_length, MAX_LENGTH)
+    return found
+
+
+def tokenizer_or_stand_in() -> CLIPTokenizer:
+    """CLIP's own tokenizer, or where it is not at hand one of single letters, with a warning.
+
+    For models of random weights, whose pictures mean nothing whatever they read.
+    """
+    try:
+        return find_tokenizer()
+    except ModelError as error:
+        LOG.warning("%s; a tokenizer of single letters stands in", error)
+        return train_tokenizer([], vocab_size=2 * NUM_BYTES + 2)
 
 
 def spelled(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> list[str]:
