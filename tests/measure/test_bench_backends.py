@@ -30,6 +30,7 @@ def test_every_case_is_compared_with_diffusers(small: models.Model) -> None:
         *((kind, name) for kind in ("unet", "picture") for name in (DIFFUSERS, PLAIN, "torch bf16")),
         ("overhead", "diffusers loop"),
         ("overhead", "darkroom loop"),
+        ("overhead", "darkroom loop, auto"),
     }
     for (_, name), row in by_name.items():
         compared = name not in (DIFFUSERS, "diffusers loop")

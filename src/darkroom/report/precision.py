@@ -93,7 +93,7 @@ def _strip(pairs: Sequence[Pair], labels: tuple[str, str]) -> str:
                 _frame(difference_picture(pair.first, pair.second, gain=GAIN), f"difference: {_short(pair)}"),
             )
         ),
-        "film",
+        "film three",
     )
 
 
