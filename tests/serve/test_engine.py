@@ -306,3 +306,25 @@ def test_all_sizes_together_stay_within_a_few_full_calls(small):
             most = max(most, running.engine.load)
         running.waiting.wait(len(works))
     assert 2 < most <= 3 * 2
+
+
+@pytest.mark.parametrize("suspects", [0, 2])
+def test_works_that_are_to_be_alone_share_no_step(small, suspects):
+    together: list[int] = []
+
+    def watched(unet):
+        def call(x, *rest):
+            together.append(x.shape[0])
+            time.sleep(0.05)  # time for the next to arrive
+            return unet(x, *rest)
+
+        return call
+
+    with Running(small, unet=watched) as running:
+        for i in range(4):
+            request = PictureRequest(prompt="a horse", seed=i, steps=4, guidance=1.0, width=16, height=16)
+            work = Work(f"{i}", "key", request, shape_of(small, request), running.waiting, alone=i < suspects)
+            running.engine.submit(work)
+        running.waiting.wait(4)
+    assert together[: 4 * suspects] == [1] * 4 * suspects
+    assert max(together) == 4 - suspects if suspects else max(together) > 2

@@ -34,6 +34,9 @@ from darkroom.serve.work import Shape, Work
 
 LOG = logging.getLogger("darkroom.serve")
 SWEEP_S = 15.0
+SUSPECT = 3
+"""A job that was begun so often and never finished is drawn alone: should it be what ends the process, the
+others are not begun with it, and the kills of a bad day do not count against jobs that only stood by."""
 LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
 
 
@@ -276,7 +279,9 @@ class Core:
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
         """Hand an accepted job to the engine."""
-        live = Live(record, Work(record.uid, record.key, request, shape, self._endings, uploads))
+        work = Work(record.uid, record.key, request, shape, self._endings, uploads)
+        work.alone = record.attempts >= SUSPECT
+        live = Live(record, work)
         if self.state == "draining":
             live.kept = True
             return live

@@ -74,6 +74,7 @@ class Engine:
         self._parked: list[Ticket] = []  # admitted, waiting for adapters
         self._finished: list[Ticket] = []  # denoised, to be decoded
         self._through: list[Ticket] = []  # the first of two passes, to be made larger
+        self._suspects: list[Work] = []  # to be computed alone, one after the other, before all else
         self._between: set[Ticket] = set()  # made larger or waiting to, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
         self._buckets: dict[Hashable, Bucket] = {}
@@ -102,6 +103,8 @@ class Engine:
         if self.library is not None and work.adapters:
             self.library.fetch(work.adapters)
         with self._condition:
+            if work.alone:
+                self._suspects.append(work)
             for ticket in work.tickets:
                 self._queue.push(ticket.entry)
             self._condition.notify()
@@ -207,11 +210,17 @@ class Engine:
         or large pictures would wait for ever behind small ones."""
         closed: set[Hashable] = set()
         full = False
+        self._suspects = [work for work in self._suspects if not work.over]
+        suspect = self._suspects[0] if self._suspects else None
 
         def admits(entry: Entry) -> bool:
             nonlocal full
             if full or entry.size in closed:
                 return False
+            if suspect is not None:
+                mine = entry.item.work is suspect
+                if not mine or (suspect.started_s is None and self.load > 0):
+                    return False
             load = _load_of(entry, self.own_pixels)
             there, here = self.load, self._loads.get(entry.size, 0.0)
             full = there > 0 and there + load > FULL_CALLS * self.capacity

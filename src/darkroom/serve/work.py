@@ -80,6 +80,8 @@ class Work:
     shape: Shape
     listener: Listener
     uploads: Uploads | None = None
+    alone: bool = False
+    """It was begun again and again and never finished: nothing else is computed beside it."""
     accepted_s: float = field(default_factory=time.monotonic)
     started_s: float | None = None
     prepared: sample.Job | None = None
