@@ -4,13 +4,15 @@
 
 For each recipe a store of random moments and text states of the recipe's own shapes is read as `darkroom
 train` reads it, shuffled, from the file cache, by one process of this machine. Beside it stands the planned
-rate of one card, so the ratio says how many cards one such process could keep busy.
+rate of one card, so the ratio says how many cards one such process could keep busy. Text states are most of a
+row's bytes; the second row of each recipe reads captions instead, for a text encoder beside the U-Net.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,13 @@ from darkroom.prepare.columns import latents_field, text_field
 from darkroom.recipe import read_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-NAMES = ("sd15-256", "sd2-base-256", "sd2-base-512", "sd2-v-768", "sdxl-256")
+FAMILY = {
+    "sd15-256": "sd15",
+    "sd2-base-256": "sd2",
+    "sd2-base-512": "sd2",
+    "sd2-v-768": "sd2-v",
+    "sdxl-256": "sdxl",
+}
 TOKENS, BATCH, BYTES, CHUNK = 77, 64, 1 << 30, 256
 IDENTITY = "0" * 64
 
@@ -41,7 +49,7 @@ def shapes(family: str, resolution: int) -> tuple[int, int, int]:
     """Side of the latents, width of the text states, and of the pooled ones (0 where there are none)."""
     spec = models.FAMILIES[family]
     side = resolution // 2 ** (len(spec.vae["block_out_channels"]) - 1)
-    widths = [one["hidden_size"] for one in spec.text]
+    widths = [one["hidden_size"] for one in spec.text_encoders]
     return side, sum(widths), widths[-1] if len(widths) > 1 else 0
 
 
@@ -99,18 +107,11 @@ def _chunks(rows: int, shape: tuple[int, int, int], fields: list[pa.Field]) -> I
         yield table
 
 
-def planned(recipe: Path, gpu: str) -> float:
+def planned(recipe: Path, family: str, text: str, gpu: str) -> float:
     """Images/s of one card."""
-    command = [
-        sys.executable,
-        "-m",
-        "darkroom",
-        "plan",
-        str(recipe),
-        "parallel.devices=1",
-        "parallel.mode=none",
-    ]
-    told = subprocess.run([*command, "--gpu", gpu, "--json"], check=True, capture_output=True, text=True)
+    alone = [f"model.base={family}", f"data.text={text}", "parallel.devices=1", "parallel.mode=none"]
+    command = [sys.executable, "-m", "darkroom", "plan", str(recipe), *alone, "--gpu", gpu, "--json"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True)
     return float(json.loads(told.stdout)["plans"][0]["images_per_s"])
 
 
@@ -118,7 +119,7 @@ def main() -> None:
     """Read the command line, run, print, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", default="H200")
-    parser.add_argument("--recipes", nargs="+", default=list(NAMES))
+    parser.add_argument("--recipes", nargs="+", default=list(FAMILY), choices=FAMILY)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--bytes", type=int, default=BYTES, help="of a store")
@@ -126,42 +127,54 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for name in given.recipes:
-        rows.append(one_row(name, given))
-        row = rows[-1]
-        print(f"{name}: {row.images_per_s:,.0f} images/s read, {row.ratio:.0f} of one {given.gpu}'s")
+        for row in both_rows(name, given):
+            rows.append(row)
+            print(f"{row.case}: {row.images_per_s:,.0f} images/s read, {row.ratio:.0f} of one {given.gpu}'s")
     if given.out is not None:
         append_csv(given.out, rows)
 
 
-def one_row(name: str, given: Any) -> Any:
-    """The row of one recipe."""
-    recipe = read_recipe(RECIPES / f"{name}.yaml")
-    resolution = int(recipe.data.resolution)
-    shape = shapes(recipe.model.base, resolution)
-    row_bytes = 2 * (8 * shape[0] ** 2 + TOKENS * shape[1] + shape[2])
+def both_rows(name: str, given: Any) -> Iterator[Any]:
+    """The rows of one recipe: with stored text states, and with captions."""
+    resolution = int(read_recipe(RECIPES / f"{name}.yaml").data.resolution)
+    shape = shapes(FAMILY[name], resolution)
+    text_bytes = 2 * (TOKENS * shape[1] + shape[2])
+    row_bytes = 2 * 8 * shape[0] ** 2 + text_bytes
     number = max(2, given.bytes // row_bytes // CHUNK) * CHUNK
-    rate = planned(RECIPES / f"{name}.yaml", given.gpu)
-    seconds = []
     with tempfile.TemporaryDirectory(prefix="darkroom-rate-") as folder:
-        store, (latents, text) = fill(Path(folder) / "pictures.lance", number, shape, resolution)
-        order = Order(store.fragments, seed=0, global_batch=BATCH)
-        read = ReadSettings(latents=latents, text=text)
-        for _ in range(given.repeats + 1):
-            start = time.perf_counter()
-            with Loader(store, order, read=read, end=number // BATCH, workers=given.workers) as batches:
-                read_rows = sum(len(batch) for batch in batches)
-            seconds.append((time.perf_counter() - start) / read_rows)
-    timing = Timing(name, tuple(seconds[1:]), seconds[0] * read_rows, None)
-    told = {"row_bytes": row_bytes, "rows": number, "batch": BATCH, "workers": given.workers}
-    row = measurement(
-        "pretrain-loader-rate",
-        timing,
-        images=1,
-        settings={**told, "planned_images_per_s": round(rate, 1), "planned_on": given.gpu},
-        note="seconds a row, the loader's start among them; file cache warm; the card's rate is planned",
-    )
-    ratio = (row.images_per_s or 0.0) / rate
-    return row.model_copy(update={"ratio": ratio, "ratio_to": f"one {given.gpu}, planned"})
+        store, (latents, states) = fill(Path(folder) / "pictures.lance", number, shape, resolution)
+        for text, read in (
+            ("stored", ReadSettings(latents=latents, text=states)),
+            ("inline", ReadSettings(latents=latents, caption=True)),
+        ):
+            rate = planned(RECIPES / f"{name}.yaml", FAMILY[name], text, given.gpu)
+            seconds = [_read(store, read, number, given.workers) for _ in range(given.repeats + 1)]
+            told = {
+                "row_bytes": row_bytes - (text_bytes if text == "inline" else 0),
+                "rows": number,
+                "batch": BATCH,
+                "workers": given.workers,
+                "planned_images_per_s": round(rate, 1),
+                "planned_on": given.gpu,
+            }
+            row = measurement(
+                "pretrain-loader-rate",
+                Timing(f"{name}, text {text}", tuple(seconds[1:]), seconds[0] * number, os.getloadavg()[0]),
+                images=1,
+                settings=told,
+                note="seconds a row, with the loader's start; file cache warm; the card's rate is planned",
+            )
+            times = (row.images_per_s or 0.0) / rate
+            yield row.model_copy(update={"ratio": times, "ratio_to": f"one {given.gpu}, planned"})
+
+
+def _read(store: Store, read: ReadSettings, number: int, workers: int) -> float:
+    """Seconds a row of one shuffled epoch."""
+    order = Order(store.fragments, seed=0, global_batch=BATCH)
+    start = time.perf_counter()
+    with Loader(store, order, read=read, end=number // BATCH, workers=workers) as batches:
+        rows = sum(len(batch) for batch in batches)
+    return (time.perf_counter() - start) / rows
 
 
 if __name__ == "__main__":
