@@ -181,13 +181,16 @@ class Engine:
             self._develop()
             self._rest()
             return
-        start = time.perf_counter()
+        taken_s = 0.0
         for key, bucket in list(self._buckets.items()):
+            start = time.perf_counter()
             self._account(bucket.step(self.unet), bucket)
+            taken_s += time.perf_counter() - start
             if not bucket.tickets:
                 del self._buckets[key]
+            self._admit()  # who came meanwhile waits neither for the other sizes nor for what is developed
         self._rounds += 1
-        self.step_s = time.perf_counter() - start
+        self.step_s = taken_s
         self.metrics.step_seconds.observe(self.step_s)
         self._develop()
         self._tell()
