@@ -17,8 +17,8 @@ uptime
 if [ ! -f quickstart/result.json ]; then "$darkroom" quickstart --out quickstart; fi
 "$darkroom" bench train quickstart/runs/pretrain/recipe.yaml train.log_every=20 --out "$out"
 
-# Backends: SD 1.5 at full size takes about 15 GB and half an hour; the tiny model shows the loop's overhead.
-"$darkroom" bench backends sd15 --size 512x512 --steps 20 --out "$out"
+# Backends: SD 1.5 at full size takes up to 22 GB and an hour; the tiny model shows the loop's overhead.
+benchmarks/backends.sh "$out"
 "$darkroom" bench backends tiny --steps 50 --repeats 15 --pictures 15 --out "$out"
 uptime
 "$darkroom" report "$out" --out "$work/report.html"

@@ -39,8 +39,7 @@ SD15 = {
     "data": {"folder": "x", "resolution": 512, "prompt": "a"},
 }
 LORA = {**SD15, "task": "lora", "adapter": {"rank": 8, "targets": "qv"}}
-PICTURES = {"pictures": "sd15", "size": 256}
-
+PICTURES = {"pictures": "sd15", "size": 512}
 TINY_PICTURES = {"pictures": "tiny", "size": 256}
 
 SMALL: dict[str, tuple[dict[str, Any], int]] = {

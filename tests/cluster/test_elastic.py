@@ -8,6 +8,7 @@ import queue
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -119,6 +120,47 @@ def test_a_lost_node_leaves_fewer_workers_and_an_added_one_is_used(cluster, reci
     assert [mine[k] for k in steps] == pytest.approx([calm[k] for k in steps], abs=BOUND)
     trained(recipe, tmp_path / "other", f"train.steps={last}", "train.log_every=1", "train.seed=1")
     assert losses(tmp_path / "other")[last] != pytest.approx(calm[last], abs=BOUND)
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_left_before_it_goes(cluster, recipe, tmp_path):
+    nodes = [cluster.add_node(**NODE) for _ in range(2)]
+    cluster.wait_for_nodes()
+    out, longer = tmp_path / "run", "train.steps=600"
+    asked = ["--engine", "ray", "--ray-address", cluster.address, "--accelerator", STEADY, "--workers", "1:2"]
+    driver = Driver(recipe, out, *asked, "--max-failures", "0", longer, "checkpoint.every=1000", out=out)
+    try:
+        driver.wait_for("2 processes .ddp")
+        driver.wait_for("step +20/")
+        going = nodes_of(workers_of(out), nodes)[0]
+        drain(cluster.address, going.node_id)
+        driver.wait_for("a machine is about to be taken away: saving, then going on")
+        step = int(driver.wait_for("going on after step ").split("after step ")[1].split()[0].rstrip(",;:."))
+        assert step >= 20  # no checkpoint was due before the end
+        driver.wait_for(r"step +\d+/")
+        assert len(workers_of(out)) == 1
+        assert going not in nodes_of(workers_of(out), nodes)
+        cluster.remove_node(going, allow_graceful=False)  # nobody is there any more
+        assert driver.end() == 0, driver.said
+    finally:
+        driver.process.kill()
+        for node in nodes:
+            if node in cluster.worker_nodes:
+                cluster.remove_node(node)
+    assert "workers were lost" not in "".join(driver.said)
+    trained(recipe, tmp_path / "calm", f"train.steps={step + 20}", "train.log_every=1")
+    mine, calm = losses(out), losses(tmp_path / "calm")
+    logged = [k for k in mine if k <= step + 20]
+    assert max(logged) > step
+    assert [mine[k] for k in logged] == pytest.approx([calm[k] for k in logged], abs=BOUND)
+
+
+def drain(address: str, node_id: str) -> None:
+    """As a cloud's notice or an autoscaler would: this node goes in ten minutes."""
+    told = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--node-id", node_id]
+    minutes = ["--deadline-remaining-seconds", "600"]
+    ray = Path(sys.executable).with_name("ray")
+    subprocess.run([ray, "drain-node", "--address", address, *told, *minutes], check=True, timeout=60)
 
 
 def nodes_of(pids: list[int], nodes: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ import torch
 from darkroom import models, sample
 from darkroom.models.bank import Bank
 from darkroom.sample.backends import open_backend
+from darkroom.serve.aside import places_for
 from darkroom.serve.engine import Engine
 from darkroom.serve.library import Library
 from darkroom.serve.metrics import Metrics
@@ -61,7 +62,7 @@ def released_by(steps: threading.Semaphore):
 class Running:
     """An engine on a model of its own."""
 
-    def __init__(self, model: models.Model, *, folder=None, capacity=12, unet=None, **more) -> None:
+    def __init__(self, model: models.Model, *, folder=None, capacity=12, unet=None, lanes=2, **more) -> None:
         rungs = "fused_attention" if model.is_dit else "fused_attention,lean"  # as served beside adapters
         backend = open_backend("torch", model, optimise=rungs)
         self.model = model = backend.model
@@ -70,9 +71,11 @@ class Running:
         self.waiting, metrics = Waiting(), Metrics()
         self.library = None
         if folder is not None:
-            self.bank = Bank(model, slots=3, max_rank=NUM_ADAPTERS)
+            self.bank = Bank(model, slots=3, max_rank=NUM_ADAPTERS, threads=lanes > 1)
             self.library = Library(folder, self.bank, metrics, lambda: self.engine.wake())
-        self.engine = Engine(model, backend, capacity=capacity, metrics=metrics, library=self.library, **more)
+        places = places_for(backend.device, lanes, 1) if lanes else None
+        told = {"capacity": capacity, "metrics": metrics, "library": self.library, "places": places}
+        self.engine = Engine(model, backend, **told, **more)
         self.engine.start()
 
     def work(self, name: str, request: PictureRequest, key: str = "key") -> Work:
@@ -120,11 +123,12 @@ def alone(model: models.Model, request: PictureRequest, folder) -> sample.Pictur
     )[0]
 
 
-def test_200_pictures_of_random_mixes_equal_their_lone_runs(small, adapter_folder):
+@pytest.mark.parametrize("lanes", [2, 0])
+def test_200_pictures_of_random_mixes_equal_their_lone_runs(small, adapter_folder, lanes):
     draw = random.Random(7)
     requests = [mixed_request(draw, i) for i in range(200)]
     before = torch.get_rng_state()
-    with Running(small, folder=adapter_folder) as running:
+    with Running(small, folder=adapter_folder, lanes=lanes) as running:
         works = []
         for i, request in enumerate(requests):
             works.append(running.work(str(i), request, key=f"key{i % 3}"))
@@ -306,6 +310,46 @@ def test_all_sizes_together_stay_within_a_few_full_calls(small):
             most = max(most, running.engine.load)
         running.waiting.wait(len(works))
     assert 2 < most <= 3 * 2
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_as_many_sizes_step_at_once_as_there_are_lanes(small, lanes):
+    inside, most = [], []
+
+    def watched(unet):
+        def call(x, t, text, added):
+            inside.append(None)
+            time.sleep(0.02)  # the others are in by now, or wait
+            most.append(len(inside))
+            made = unet(x, t, text, added)
+            inside.pop()
+            return made
+
+        return call
+
+    with Running(small, unet=watched, lanes=lanes) as running:
+        for i, width in enumerate((16, 24, 32)):
+            running.work(str(i), PictureRequest(prompt="a horse", seed=i, steps=20, width=width, height=16))
+        running.waiting.wait(3)
+        assert set(running.waiting.over.values()) == {None}
+    assert max(most) == lanes
+
+
+def test_who_comes_while_a_step_runs_is_admitted_at_once(small):
+    steps = threading.Semaphore(0)
+    with Running(small, unet=released_by(steps)) as running:
+        first = running.work("first", PictureRequest(prompt="a horse", seed=1, steps=2))
+        while first.started_s is None:
+            time.sleep(0.002)
+        second = running.work("second", PictureRequest(prompt="a horse", seed=2, steps=2))
+        until = time.monotonic() + 20
+        while second.started_s is None and time.monotonic() < until:
+            time.sleep(0.002)
+        assert second.started_s is not None
+        assert not first.steps_done  # its step is still under way
+        steps.release(20)
+        running.waiting.wait(2)
+        assert set(running.waiting.over.values()) == {None}
 
 
 @pytest.mark.parametrize("suspects", [0, 2])

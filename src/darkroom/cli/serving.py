@@ -39,6 +39,8 @@ Rate = Annotated[float, typer.Option(min=0.01, help="new jobs a minute with one 
 Keep = Annotated[float, typer.Option(min=0.001, help="hours that finished jobs are kept")]
 KeepGb = Annotated[float, typer.Option(min=0.001, help="of pictures that are kept; the oldest go first")]
 Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told to stop")]
+LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
+LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
 HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be given again"
 Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
@@ -91,6 +93,7 @@ def serve(
     keep: Keep = 24.0,
     keep_gb: KeepGb = 10.0,
     drain: Drain = 30.0,
+    lanes: LaneCount = None,
     pad: Pad = False,
     hook: Hooks = None,
     usd_per_hour: UsdPerHour = None,

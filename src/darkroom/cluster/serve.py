@@ -104,6 +104,8 @@ def application(settings: ServeSettings, replicas: Replicas) -> Application:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     settings = shared(settings)
+    if settings.lanes is None:  # Ray promised the replica so many cores and no more
+        settings = settings.model_copy(update={"lanes": min(2, max(1, int(replicas.cpus)))})
     kind = serve.deployment(serve.ingress()(Replica))
     return kind.options(
         name="replica",
@@ -143,6 +145,8 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
     from darkroom.serve.guard import is_public
 
     settings = shared(settings)
+    if settings.lanes is None:  # Ray promised the replica so many cores and no more
+        settings = settings.model_copy(update={"lanes": min(2, max(1, int(replicas.cpus)))})
     if settings.key_file is None and is_public(settings.host):
         raise InputError(
             f"--host {settings.host} can be reached from elsewhere",

@@ -12,8 +12,9 @@ O outputs of a layer, L tokens or P pixels.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,35 +51,52 @@ class _Kept:
     nbytes: int = 0
 
 
+@dataclass
+class _Call:
+    """What the rows of a call have; None where no row has an adapter."""
+
+    slots_BK: torch.Tensor | None = None
+    weights_Bs1: torch.Tensor | None = None
+    kept: _Kept | None = None
+
+
+class _CallOfThread(threading.local):
+    """The same, of each thread its own."""
+
+    slots_BK: torch.Tensor | None = None
+    weights_Bs1: torch.Tensor | None = None
+    kept: _Kept | None = None
+
+
 class Rows:
-    """Which adapters the rows of the call now running have; None where no row has one.
+    """Which adapters the rows of the `call` now running have.
 
     The weights are repeated for each rank of an adapter: `s` counts the ranks of a row's adapters, one after
     the other. Matrices gathered for a batch are kept while the batch lives and no slot is written to: from
     step to step the same tensors say who has what.
     """
 
-    def __init__(self, max_rank: int) -> None:
+    def __init__(self, max_rank: int, *, threads: bool = False) -> None:
         self.max_rank = max_rank
         self.width = 0
         """Adapters a row that a call is padded to, so that its shape stays the same; 0 is as they come."""
-        self.slots_BK: torch.Tensor | None = None
-        self.weights_Bs1: torch.Tensor | None = None
-        self._now: _Kept | None = None
+        self.call: _Call | _CallOfThread = _CallOfThread() if threads else _Call()
         self._kept: Any = WeakIdKeyDictionary()
+        self._lock: AbstractContextManager[Any] = threading.Lock() if threads else nullcontext()
 
     @contextmanager
     def applied(self, slots_BK: torch.Tensor | None, weights_BK: torch.Tensor | None) -> Iterator[None]:
         """Calls in here see these rows' adapters; one row [1, K] holds for all rows of a call."""
+        call = self.call
         if slots_BK is not None and weights_BK is not None:
-            self._now = self._kept_for(slots_BK, weights_BK)
+            call.kept = self._kept_for(slots_BK, weights_BK)
             missing = (0, max(0, self.width - slots_BK.shape[1]))
-            self.slots_BK = nn.functional.pad(slots_BK, missing) if missing[1] else slots_BK
-            self.weights_Bs1 = self._now.weights_Bs1 if self._now else self._repeated(weights_BK, missing)
+            call.slots_BK = nn.functional.pad(slots_BK, missing) if missing[1] else slots_BK
+            call.weights_Bs1 = call.kept.weights_Bs1 if call.kept else self._repeated(weights_BK, missing)
         try:
             yield
         finally:
-            self.slots_BK = self.weights_Bs1 = self._now = None
+            call.slots_BK = call.weights_Bs1 = call.kept = None
 
     def _repeated(self, weights_BK: torch.Tensor, missing: tuple[int, int] = (0, 0)) -> torch.Tensor:
         weights = nn.functional.pad(weights_BK, missing) if missing[1] else weights_BK
@@ -90,26 +108,29 @@ class Rows:
         if self.width or slots_BK.is_inference() or weights_BK.is_inference() or _recorded():
             return None
         versions = slots_BK._version, weights_BK._version
-        kept: _Kept | None = self._kept.get(slots_BK)
-        if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
-            kept = _Kept(weights_BK, versions, self._repeated(weights_BK))
-            self._kept[slots_BK] = kept
+        with self._lock:
+            kept: _Kept | None = self._kept.get(slots_BK)
+            if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
+                kept = _Kept(weights_BK, versions, self._repeated(weights_BK))
+                self._kept[slots_BK] = kept
         return kept
 
     def forget(self) -> None:
         """A slot is written to: what was gathered from it no longer holds."""
-        self._kept = WeakIdKeyDictionary()
+        with self._lock:
+            self._kept = WeakIdKeyDictionary()
 
     def matrices(self, down_NrI: torch.Tensor, up_NrO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's matrices of all rows, [B, s, I] and [B, s, O], the weights within the latter."""
-        kept = None if torch.compiler.is_compiling() else self._now
+        call = self.call
+        kept = None if torch.compiler.is_compiling() else call.kept
         if kept is not None and (found := kept.matrices.get(id(down_NrI))) is not None:
             return found[1], found[2]
-        assert self.slots_BK is not None
-        assert self.weights_Bs1 is not None
-        down_BsI = down_NrI[self.slots_BK].flatten(1, 2)
-        up_BsO = up_NrO[self.slots_BK].flatten(1, 2)
-        up_BsO = up_BsO * self.weights_Bs1.to(up_BsO.dtype)
+        assert call.slots_BK is not None
+        assert call.weights_Bs1 is not None
+        down_BsI = down_NrI[call.slots_BK].flatten(1, 2)
+        up_BsO = up_NrO[call.slots_BK].flatten(1, 2)
+        up_BsO = up_BsO * call.weights_Bs1.to(up_BsO.dtype)
         if kept is not None:
             self._keep(kept, down_NrI, down_BsI, up_BsO)
         return down_BsI, up_BsO
@@ -118,9 +139,10 @@ class Rows:
         self, kept: _Kept, down_NrI: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
     ) -> None:
         more = down_BsI.nbytes + up_BsO.nbytes
-        if sum(one.nbytes for one in self._kept.values()) + more <= MOST_KEPT_BYTES:
-            kept.matrices[id(down_NrI)] = down_NrI, down_BsI, up_BsO
-            kept.nbytes += more
+        with self._lock:
+            if sum(one.nbytes for one in self._kept.values()) + more <= MOST_KEPT_BYTES:
+                kept.matrices[id(down_NrI)] = down_NrI, down_BsI, up_BsO
+                kept.nbytes += more
 
 
 def _recorded() -> bool:
@@ -150,7 +172,7 @@ class Banked:
     def forward(self, x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         """The layer's own output, and what the row's adapters add to it."""
         out: torch.Tensor = super().forward(x, *rest, **more)  # type: ignore[misc]
-        slots_BK = self.bank_rows.slots_BK
+        slots_BK = self.bank_rows.call.slots_BK
         if slots_BK is None:
             return out
         if slots_BK.shape[0] not in (1, x.shape[0]):
@@ -215,10 +237,13 @@ class Bank:
     A row may blend up to `most_a_row` adapters. Only layers that some adapter changes hold memory: `load`
     adds them as needed, until `seal` is called (before compiling or capturing), when an adapter that touches
     other layers is refused; `reserve` adds layers beforehand. One call of the U-Net, and one of the text
-    encoders, runs at a time; loading into a slot that no row uses may go on meanwhile.
+    encoders, runs at a time, unless `threads` says that several threads call them at once; loading into a
+    slot that no row uses may go on meanwhile.
     """
 
-    def __init__(self, model: Model, *, slots: int, max_rank: int, most_a_row: int = 4) -> None:
+    def __init__(
+        self, model: Model, *, slots: int, max_rank: int, most_a_row: int = 4, threads: bool = False
+    ) -> None:
         if slots < 1 or max_rank < 1 or most_a_row < 1:
             raise ModelError(
                 f"a bank of {slots} slots, rank {max_rank}, {most_a_row} a row", allowed="1 or more"
@@ -228,7 +253,7 @@ class Bank:
         self._known = adaptable(model)
         self._held: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
-        self._rows = {"unet": Rows(max_rank), "text": Rows(max_rank)}
+        self._rows = {part: Rows(max_rank, threads=threads) for part in ("unet", "text")}
         for name, part in model.modules.items():
             if name != "vae":
                 setattr(part, ROWS, self._rows["unet" if name == "unet" else "text"])

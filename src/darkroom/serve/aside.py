@@ -1,13 +1,15 @@
-"""Work beside the steps (text encoding, decoding): between them on a CPU, in a thread of its own elsewhere.
+"""Where steps are taken, and the work beside them (text encoding, decoding).
 
-On a CPU the cores are shared anyway: a second thread of tensor work makes both slower than one after the
-other. On an accelerator it runs on a stream of its own, so that steps go on meanwhile.
+On a CPU both run in `Lanes`: threads that share the cores among them, so that several sizes step at once and
+nothing takes more threads than there are cores. On an accelerator steps are taken by the engine's own thread,
+and the rest runs in another, on a stream of its own, so that steps go on meanwhile.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -31,10 +33,29 @@ class Aside(Protocol):
         """Run nothing more."""
 
 
+class Steps(Protocol):
+    """Runs steps, several at once if it can. A task must not raise."""
+
+    on_free: Callable[[], None]
+    """Called when one that was not run at once is over."""
+
+    @property
+    def free(self) -> int:
+        """How many more could run now."""
+
+    def put(self, task: Task) -> None:
+        """Run it, now or soon."""
+
+    def close(self) -> None:
+        """Run nothing more."""
+
+
 class Between:
-    """At once, in the thread that asks: between two steps."""
+    """At once, in the thread that asks."""
 
     busy = False
+    free = 1
+    on_free: Callable[[], None] = staticmethod(lambda: None)
 
     def put(self, task: Task) -> None:
         """Run it now."""
@@ -42,6 +63,87 @@ class Between:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class Lanes:
+    """Threads for steps, each with so many threads of its own within an operation."""
+
+    def __init__(self, count: int, threads: int) -> None:
+        self.count = count
+        self.on_free: Callable[[], None] = lambda: None
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(threads,), name=f"darkroom-lane-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def free(self) -> int:
+        """How many more could run now."""
+        return max(0, self.count - self._taken)
+
+    def put(self, task: Task) -> None:
+        """Run it in the next lane that is free."""
+        with self._lock:
+            self._taken += 1
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """Run nothing more."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(timeout=10)
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            finally:
+                with self._lock:
+                    self._taken -= 1
+            self.on_free()
+
+
+class Among:
+    """In the lanes, one task after the other: each before the steps that are not yet begun."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._tasks: deque[Task] = deque()
+        self._running = False
+        self._lock = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is waiting or under way."""
+        return self._running
+
+    def put(self, task: Task) -> None:
+        """Run it after those before it."""
+        with self._lock:
+            self._tasks.append(task)
+            if self._running:
+                return
+            self._running = True
+        self._lanes.put(self._next)
+
+    def close(self) -> None:
+        """The lanes end it."""
+
+    def _next(self) -> None:
+        try:
+            self._tasks.popleft()()
+        finally:
+            with self._lock:
+                self._running = bool(self._tasks)
+            if self._running:
+                self._lanes.put(self._next)
 
 
 class Beside:
@@ -98,6 +200,9 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
     stream.synchronize()
 
 
-def aside_for(device: torch.device) -> Aside:
-    """What is best on a device."""
-    return Between() if device.type == "cpu" else Beside(device)
+def places_for(device: torch.device, lanes: int, threads: int) -> tuple[Steps, Aside]:
+    """Where to take steps, and where to do what stands beside them; `lanes` and `threads` are of a CPU."""
+    if device.type != "cpu":
+        return Between(), Beside(device)
+    steps = Lanes(lanes, threads)
+    return steps, Among(steps)

@@ -1,9 +1,11 @@
-"""The engine: a thread that owns the model and, step after step, packs whatever rows are on their way.
+"""The engine: a thread that packs whatever rows are on their way and has them stepped, again and again.
 
-Between two steps it lets go of rows that are done, cancelled or failed, and admits waiting pictures while
-their load fits: load is U-Net evaluations a call, counted in pictures of the model's own size. Each size has
-its own calls, and so its own room. Text encoding and decoding are done aside (`aside`). A picture does not
-depend on who shares its steps.
+Between two steps of a size it lets go of rows that are done, cancelled or failed, and takes aboard what came;
+pictures that wait are admitted while their load fits: load is U-Net evaluations a call, counted in pictures
+of the model's own size. Each size has its own calls, and so its own room. On a CPU the steps are taken in
+lanes, several sizes at once, and the engine's thread is free meanwhile; on an accelerator it takes them
+itself. Text encoding and decoding are done aside (`aside`). A picture does not depend on who shares its
+steps.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from darkroom.errors import DarkroomError
 from darkroom.sample.backends import Backend
-from darkroom.serve.aside import Aside, aside_for
+from darkroom.serve.aside import Aside, Between, Steps
 from darkroom.serve.fairness import Admits, Entry, FairQueue
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.packing import Bucket, Stepped, bucket_of, padded
@@ -52,7 +55,7 @@ class Engine:
         on_stop: Callable[[], None] = lambda: None,
         library: Library | None = None,
         pad_to: Sequence[int] = (),
-        aside: Aside | None = None,
+        places: tuple[Steps, Aside] | None = None,
     ) -> None:
         self.capacity = float(capacity)
         self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
@@ -60,12 +63,13 @@ class Engine:
         self.own_pixels = model.sample_size**2
         self.studio = Studio(model, backend)
         self.unet = padded(backend.unet, pad_to) if pad_to else backend.unet
-        self.aside = aside if aside is not None else aside_for(backend.device)
+        self.steps, self.aside = places or (Between(), Between())
+        self.steps.on_free = self.wake
         self.trouble: str | None = None
         """Why the device answers no more; then every job is kept as it stands."""
         self.watchers = 0
         self.step_s = 0.0
-        """A whole round of steps, as measured lately."""
+        """The latest step of a size."""
         self._work_done, self._work_s = 0.0, 0.0
         self._condition = threading.Condition()
         self._queue = FairQueue()
@@ -77,10 +81,11 @@ class Engine:
         self._suspects: list[Work] = []  # to be computed alone, one after the other, before all else
         self._between: set[Ticket] = set()  # made larger or waiting to, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
-        self._buckets: dict[Hashable, Bucket] = {}
+        self._buckets: dict[Hashable, Bucket] = {}  # those stepped longest ago first
+        self._stepping: set[Hashable] = set()  # buckets that a lane has; nobody else touches them
+        self._stepped: list[tuple[Hashable, Stepped | Exception]] = []
         self._loads: defaultdict[Hashable, float] = defaultdict(float)
-        self._rounds = 0
-        self._prune, self._stopping = False, False
+        self._prune, self._stopping, self._called = False, False, False
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
 
     # ---- from other threads
@@ -93,10 +98,11 @@ class Engine:
         """Take no more steps; what is on its way stays as it is."""
         with self._condition:
             self._stopping = True
-            self._condition.notify()
+            self._call()
         if self._thread.is_alive():
             self._thread.join(timeout=30)
         self.aside.close()
+        self.steps.close()
 
     def submit(self, work: Work) -> None:
         """Put a work's pictures in the queue."""
@@ -107,21 +113,22 @@ class Engine:
                 self._suspects.append(work)
             for ticket in work.tickets:
                 self._queue.push(ticket.entry)
-            self._condition.notify()
+            self._call()
 
     def drop(self, work: Work) -> None:
         """Have no more of a work computed: out of the queue now, its rows free at the next step."""
         with self._condition:
-            work.over, work.dropped_round = True, self._rounds
+            work.over = True
             for ticket in work.tickets:
+                ticket.dropped_at = ticket.step
                 self._queue.remove(ticket.entry)
             self._prune = True
-            self._condition.notify()
+            self._call()
 
     def wake(self) -> None:
-        """Look again: adapters have arrived."""
+        """Look again: adapters have arrived, or a lane is free."""
         with self._condition:
-            self._condition.notify()
+            self._call()
 
     def waiting(self, key: str | None = None) -> int:
         """Pictures in the queue, of one key or of all."""
@@ -173,40 +180,54 @@ class Engine:
             self.trouble = f"the device answers no more: {type(error).__name__}"
             self.on_stop()
 
+    def _call(self) -> None:
+        """Something has come for the engine's thread to see; the condition is held."""
+        self._called = True
+        self._condition.notify()
+
     def _round(self) -> None:
+        self._collect()
         self._admit()
         self._board()
         self._let_go()
-        if not self._buckets:
-            self._develop()
-            self._rest()
-            return
-        taken_s = 0.0
-        for key, bucket in list(self._buckets.items()):
-            start = time.perf_counter()
-            self._account(bucket.step(self.unet), bucket)
-            taken_s += time.perf_counter() - start
-            if not bucket.tickets:
-                del self._buckets[key]
+        begun: set[Hashable] = set()
+        while self.steps.free and (waiting := self._buckets.keys() - self._stepping - begun):
+            key = next(key for key in self._buckets if key in waiting)
+            begun.add(key)
+            self._stepping.add(key)
+            self.steps.put(partial(self._step_aside, key, self._buckets[key]))
+            self._collect()
             self._admit()  # who came meanwhile waits neither for the other sizes nor for what is developed
-        self._rounds += 1
-        self.step_s = taken_s
-        self.metrics.step_seconds.observe(self.step_s)
         self._develop()
         self._tell()
-
-    def _rest(self) -> None:
-        """Nothing to step: wait until something comes."""
-        self._tell()
         with self._condition:
-            if not (
-                self._stopping
-                or self._prune
-                or self._arrived
-                or self._failed
-                or self._queue.head(self._room())
-            ):
+            steps_on = self.steps.free and self._buckets.keys() - self._stepping
+            if not (self._called or self._stopping or steps_on):
                 self._condition.wait(IDLE_S)
+            self._called = False
+
+    def _step_aside(self, key: Hashable, bucket: Bucket) -> None:
+        stepped: Stepped | Exception
+        try:
+            stepped = bucket.step(self.unet)
+        except Exception as error:
+            stepped = error
+        with self._condition:
+            self._stepped.append((key, stepped))
+
+    def _collect(self) -> None:
+        """Take the buckets back whose step is over."""
+        with self._condition:
+            back, self._stepped = self._stepped, []
+        for key, stepped in back:
+            if isinstance(stepped, Exception):
+                raise stepped
+            at_once = len(self._stepping)
+            self._stepping.discard(key)
+            bucket = self._buckets.pop(key)
+            self._account(stepped, bucket, at_once)
+            if bucket.tickets:
+                self._buckets[key] = bucket
 
     def _room(self) -> Admits:
         """Tells for which pictures there is room. A size that lacks it for one has none for the next either,
@@ -277,7 +298,7 @@ class Engine:
             self._failed += failed
             for ticket in tickets:
                 self._arrived.append(ticket)
-            self._condition.notify()
+            self._call()
 
     def _board(self) -> None:
         """Rows that are ready go aboard; works that could not be prepared fail."""
@@ -286,6 +307,7 @@ class Engine:
             failed, self._failed = self._failed, []
         for work, error in failed:
             self._fail(work, error)
+        early = []
         for ticket in arrived:
             if ticket.work.over:
                 self._release(ticket)
@@ -297,17 +319,24 @@ class Engine:
                 self._fail(ticket.work, error)
                 continue
             assert ticket.row is not None
-            self._buckets.setdefault(bucket_of(ticket.row), Bucket()).add(ticket)
+            if (key := bucket_of(ticket.row)) in self._stepping:
+                early.append(ticket)
+            else:
+                self._buckets.setdefault(key, Bucket()).add(ticket)
+        with self._condition:
+            self._arrived = early + self._arrived
 
     def _let_go(self) -> None:
         """The rows of works that are over leave."""
         if not self._prune:
             return
-        self._prune = False
+        self._prune = bool(self._stepping)
         for key, bucket in list(self._buckets.items()):
+            if key in self._stepping:
+                continue
             gone = bucket.drop_over()
             for ticket in gone:
-                self.metrics.cancel_rounds.observe(self._rounds - ticket.work.dropped_round)
+                self.metrics.cancel_steps.observe(ticket.step - ticket.dropped_at)
             self._release(*gone)
             if not bucket.tickets:
                 del self._buckets[key]
@@ -331,12 +360,14 @@ class Engine:
         if self._loads[size] < 1e-6:
             del self._loads[size]
 
-    def _account(self, stepped: Stepped, bucket: Bucket) -> None:
-        """Note what a step cost, and pass on what it finished."""
+    def _account(self, stepped: Stepped, bucket: Bucket, at_once: int) -> None:
+        """Note what a step cost, one of so `at_once`, and pass on what it finished."""
         gone = [*stepped.finished, *(ticket for ticket, _ in stepped.failed)]
         first = (gone or bucket.tickets)[0].shape
         self._work_done = MEMORY * self._work_done + stepped.evaluations * first.pixels
-        self._work_s = MEMORY * self._work_s + stepped.wall_s
+        self._work_s = MEMORY * self._work_s + stepped.wall_s / at_once
+        self.step_s = stepped.wall_s
+        self.metrics.step_seconds.observe(stepped.wall_s)
         self.metrics.evaluations.observe(stepped.evaluations)
         self.metrics.steps.inc(len(bucket.tickets) + len(gone))
         self._part(gone)
@@ -366,7 +397,7 @@ class Engine:
             for ticket in tickets:
                 if ticket.earlier_steps and not ticket.work.over:
                     self._queue.push(ticket.entry)
-            self._condition.notify()
+            self._call()
 
     def _develop(self) -> None:
         """Decode what is finished, all of it together, unless the last lot is still under way."""
@@ -383,13 +414,14 @@ class Engine:
         failed = self.studio.finish([ticket for ticket in tickets if not ticket.work.over])
         with self._condition:
             self._failed += failed
-            self._condition.notify()
         for work in dict.fromkeys(ticket.work for ticket in tickets):
             if not work.over and len(work.pictures) == len(work.tickets):
                 work.over = True
                 work.listener.made(work)
         for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
             ticket.work.previews.append(Preview(ticket.index, index, ticket.step, image))
+        with self._condition:
+            self._call()
 
     def _fail(self, work: Work, error: BaseException) -> None:
         if work.over:

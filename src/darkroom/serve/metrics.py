@@ -30,7 +30,7 @@ class Metrics:
             registry=at,
         )
         self.step_seconds = Histogram(
-            "darkroom_step_seconds", "A round of steps, all sizes", buckets=STEP_BUCKETS, registry=at
+            "darkroom_step_seconds", "A step of one size", buckets=STEP_BUCKETS, registry=at
         )
         self.queue_seconds = Histogram(
             "darkroom_queue_wait_seconds",
@@ -44,9 +44,9 @@ class Metrics:
             buckets=WAIT_BUCKETS,
             registry=at,
         )
-        self.cancel_rounds = Histogram(
+        self.cancel_steps = Histogram(
             "darkroom_cancel_steps",
-            "Steps that ended between a job's being stopped and its row's being free",
+            "Steps of a row that ended after its job was stopped, until it was free",
             buckets=CANCEL_BUCKETS,
             registry=at,
         )

@@ -13,8 +13,11 @@ from PIL import Image
 
 from darkroom import models, sample
 from darkroom.count import count
+from darkroom.errors import InputError
+from darkroom.hardware.machine import usable_cores
 from darkroom.sample.backends import Backend, open_backend
 from darkroom.sample.checks import repaints
+from darkroom.serve.aside import places_for
 from darkroom.serve.engine import Engine
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import ServeSettings
@@ -30,6 +33,8 @@ MOST_ROWS = {"cpu": 16, "cuda": 32}
 SMALL_ROW_BYTES = 2**20
 # What the rows' activations may take of the memory that is free once the model is there.
 SHARE = 0.6
+# Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
+PLAIN = {"none", "auto", "lean", "fused_attention"}
 PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -64,8 +69,10 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
     first_job(model, backend)  # refuses what cannot be
-    capacity = settings.capacity or rows_for_memory(model, backend)
-    library = _open_library(settings, model, metrics, hooks.wake)
+    row_bytes = _row_bytes(model, backend)
+    lanes = _lanes(settings, backend, optimise, row_bytes)
+    capacity = settings.capacity or rows_for_memory(backend, row_bytes, lanes)
+    library = _open_library(settings, model, metrics, hooks.wake, lanes)
     _first_step(model, backend)
     engine = Engine(
         model,
@@ -76,8 +83,11 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         on_stop=hooks.on_stop,
         library=library,
         pad_to=PAD_TO if settings.pad else (),
+        places=places_for(backend.device, lanes, _threads_each(lanes)),
     )
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
+    if lanes > 1:
+        LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
     return Opened(model, engine, library)
 
 
@@ -92,20 +102,40 @@ def _optimisations(settings: ServeSettings, model: Model) -> str:
     return "fused_attention" if settings.backend == "compile" or model.is_dit else "fused_attention,lean"
 
 
+def _lanes(settings: ServeSettings, backend: Backend, optimise: str, row_bytes: int | None) -> int:
+    """How many sizes are stepped at once. Calls of a small model gain little from a second core."""
+    plain = settings.backend == "torch" and set(optimise.split(",")) <= PLAIN
+    shares = plain and backend.device.type == "cpu"
+    if settings.lanes is not None:
+        if settings.lanes > 1 and not shares:
+            allowed = "1; more with backend torch on a CPU, without lossy optimisations"
+            raise InputError(f"--lanes {settings.lanes}", allowed=allowed)
+        return settings.lanes
+    small = row_bytes is not None and row_bytes <= SMALL_ROW_BYTES
+    return 2 if shares and small and usable_cores() >= 2 else 1
+
+
+def _threads_each(lanes: int) -> int:
+    """Threads within an operation: the lanes share the cores."""
+    return max(1, min(torch.get_num_threads(), int(usable_cores() // lanes)))
+
+
 def _open_library(
-    settings: ServeSettings, model: Model, metrics: Metrics, wake: Callable[[], None]
+    settings: ServeSettings, model: Model, metrics: Metrics, wake: Callable[[], None], lanes: int
 ) -> Library | None:
     if settings.adapters is None:
         return None
     from darkroom.models.bank import Bank
     from darkroom.serve.library import Library
 
-    return Library(
-        settings.adapters,
-        Bank(model, slots=settings.slots, max_rank=settings.max_rank, most_a_row=settings.limits.adapters),
-        metrics,
-        wake,
+    bank = Bank(
+        model,
+        slots=settings.slots,
+        max_rank=settings.max_rank,
+        most_a_row=settings.limits.adapters,
+        threads=lanes > 1,
     )
+    return Library(settings.adapters, bank, metrics, wake)
 
 
 def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Job:
@@ -128,18 +158,24 @@ def _first_step(model: Model, backend: Backend) -> None:
     job.finish(0, [row])
 
 
-def rows_for_memory(model: Model, backend: Backend) -> int:
-    """U-Net evaluations that fit at once at the model's own size: counted on fake tensors, for two sizes."""
-    most = MOST_ROWS.get(backend.device.type, 8)
+def _row_bytes(model: Model, backend: Backend) -> int | None:
+    """What one more U-Net evaluation takes at the model's own size, counted on fake tensors."""
     try:
         one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
     except Exception as error:  # a backend that cannot be counted
         LOG.info("capacity is not counted: %s", error)
+        return None
+    return max(1, (three - one) // 2)
+
+
+def rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
+    """U-Net evaluations that fit in a call, at the model's own size."""
+    most = MOST_ROWS.get(backend.device.type, 8)
+    if row_bytes is None:
         return most
-    each = max(1, (three - one) // 2)
-    if backend.device.type == "cpu" and each <= SMALL_ROW_BYTES:
+    if backend.device.type == "cpu" and row_bytes <= SMALL_ROW_BYTES:
         most *= 2
-    return max(2, min(most, int(SHARE * _free_bytes(backend.device)) // each))
+    return max(2, min(most, int(SHARE * _free_bytes(backend.device)) // (row_bytes * lanes)))
 
 
 def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:

@@ -50,6 +50,9 @@ class ServeSettings(BaseModel):
     capacity: int | None = Field(
         None, ge=1, le=4096, description="U-Net evaluations a step, at the model's own size; None: by memory"
     )
+    lanes: int | None = Field(
+        None, ge=1, le=256, description="on a CPU, sizes stepped at once; None: 2 for a small model, else 1"
+    )
     pad: bool = Field(False, description="only batches of 1, 2, 4, 8, 12, 16, 24, ... rows")
     device: str = "auto"
     precision: str = "float32"

@@ -92,8 +92,6 @@ class Work:
     previews: list[Preview] = field(default_factory=list)
     watchers: int = 0
     device_s: float = 0.0
-    dropped_round: int = 0
-    """Which of the engine's rounds was under way when it was stopped."""
     over: bool = False
     """Cancelled, failed or finished: nothing of it is to be computed any more."""
 
@@ -140,6 +138,8 @@ class Ticket:
     """What it takes of the room of its size; 0 while it waits."""
     earlier_steps: int = 0
     """Of the first pass, once it is in the second."""
+    dropped_at: int = 0
+    """Steps taken when its work was stopped."""
 
     def __post_init__(self) -> None:
         self._enter()

@@ -20,6 +20,9 @@ from darkroom.errors import CheckpointError
 if TYPE_CHECKING:
     from darkroom.train.checkpoint import Saved
 
+MANY_KEYS = 1024
+"""Attention over this many keys or more is the quicker one in bf16."""
+
 
 class Weights:
     """Trained modules in float32: their own parameters are the masters.
@@ -212,9 +215,6 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
 def device_of(module: nn.Module) -> torch.device:
     """Where a module's weights are."""
     return next(module.parameters()).device
-
-
-MANY_KEYS = 1024
 
 
 def attend_in_float32(module: nn.Module) -> None:
