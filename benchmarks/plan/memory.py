@@ -66,15 +66,19 @@ def measure(content: dict[str, Any], rows: int) -> dict[str, int]:
     from darkroom.hardware import PeakMemory, resident_bytes
 
     ready = (_pictures if "pictures" in content else _training)(content, rows)
-    _warm_up()
+    _warm_up(content)
     peak, before = PeakMemory(), resident_bytes()
     ready()
     return {"measured": peak.bytes() - before}
 
 
-def _warm_up() -> None:
-    """Load what a first convolution, product and backward pass load."""
+def _warm_up(content: dict[str, Any]) -> None:
+    """Load what a first convolution, product and backward pass load; of pictures, what a small one loads."""
     import torch
+
+    if "pictures" in content:
+        _pictures({**content, "pictures": "tiny", "size": 64}, 1)()
+        return
 
     layers = torch.nn.Sequential(
         torch.nn.Conv2d(4, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Linear(6, 6)

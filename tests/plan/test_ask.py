@@ -78,6 +78,27 @@ def test_more_devices_take_less_time_and_more_device_hours(capsys, recipe):
     assert plans[0]["step_s"]["communication"] == 0
 
 
+def test_advice_is_the_best_of_what_was_looked_at(capsys, recipe):
+    asked = [recipe, "data.resolution=256", "train.global_batch=512", "--gpu", "A100-80", "--count", "8"]
+    _, out, _ = told(capsys, *asked, "--advise", "--json")
+    advice = json.loads(out)
+    cheapest, fastest = advice["cheapest"], advice["fastest"]
+    assert cheapest["usd"] <= fastest["usd"]
+    assert fastest["hours"] <= cheapest["hours"]
+    for chosen in (f"train.gradient_checkpointing={v}" for v in ("true", "false")):
+        _, out, _ = told(capsys, *asked[:1], chosen, *asked[1:], "data.encode=inline", "--json")
+        assert json.loads(out)["plans"][0]["cost"]["usd"] >= cheapest["usd"]
+    assert advice["break_even_epochs"] > 0
+    code, out, _ = told(capsys, *asked, "--advise")
+    assert code == 0
+    assert f"encoding beforehand pays from {advice['break_even_epochs']:.2g} epochs on" in out
+    assert "against USD" in out
+    # Of a job that trains nothing, cards and numbers are searched alone.
+    code, out, _ = told(capsys, "generate", "--gpu", "all", "--advise")
+    assert code == 0
+    assert "encoding" not in out
+
+
 def test_a_price_of_ones_own(capsys, recipe):
     _, out, _ = told(capsys, recipe, "--gpu", "H200", "--price", "2", "--json")
     cost = json.loads(out)["plans"][0]["cost"]

@@ -156,8 +156,7 @@ def _with_encoding(option: Option, asked: Asked, target: Target) -> Option:
     encode, settings = option.settings["encode"], asked.settings
     if encode not in ("stored", "online") or settings["task"] != "pretrain":
         return option
-    samples = settings["steps"] * settings["global_batch"]
-    pictures = min(settings["rows"] or samples, samples)
+    samples, pictures = _samples(asked)
     if encode == "stored":
         beside = _encoding(asked, option.plan.device, pictures, target, option.plan.count)
         note = f"encoding {pictures:,} pictures first: {hours(beside.hours)}, {usd(beside.cost.usd or 0.0)}"
@@ -203,9 +202,9 @@ def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:
 
 def _break_even(best: Option, options: Sequence[Option], asked: Asked) -> float | None:
     """Epochs from which encoding once is cheaper than at each step, on the cheapest plan's device."""
-    rows = asked.settings.get("rows")
-    if not rows:
+    if not asked.settings:
         return None
+    samples, pictures = _samples(asked)
     alike = [o for o in options if (o.plan.device, o.plan.count) == (best.plan.device, best.plan.count)]
     cheapest = {
         encode: min(
@@ -216,6 +215,11 @@ def _break_even(best: Option, options: Sequence[Option], asked: Asked) -> float 
     inline, stored = cheapest["inline"], cheapest["stored"]
     if inline is None or stored is None:
         return None
-    epochs = asked.settings["steps"] * asked.settings["global_batch"] / rows
-    saved = (inline.usd - (stored.usd - stored.more_usd)) / epochs
-    return stored.more_usd / saved if saved > 0 else None
+    saved = (inline.usd - (stored.usd - stored.more_usd)) / samples
+    return stored.more_usd / pictures / saved if saved > 0 else None
+
+
+def _samples(asked: Asked) -> tuple[int, int]:
+    """Pictures trained on, and how many of them differ: all, where the store is not there yet."""
+    samples = asked.settings["steps"] * asked.settings["global_batch"]
+    return samples, min(asked.settings["rows"] or samples, samples)

@@ -58,7 +58,11 @@ def _bars(axes: Sequence[object], found: Sequence[Plan]) -> None:
         axis.barh(names, values, color=colours)  # type: ignore[attr-defined]
         axis.set_xlabel(label)  # type: ignore[attr-defined]
         axis.tick_params(axis="y", labelsize=7)  # type: ignore[attr-defined]
+        axis.margins(y=0.01)  # type: ignore[attr-defined]
         _tidy(axis)
+    for place, plan in enumerate(found[::-1]):
+        if plan.cost.usd is None:
+            axes[0].text(0, place, " no price", va="center", size=7, color=GREY)  # type: ignore[attr-defined]
 
 
 def _tidy(axis: object) -> None:
