@@ -55,7 +55,7 @@ class Sizes:
     rounds: int = 5
     pictures: int = 256
     unet: tuple[int, ...] = (32, 64)
-    vae: int = 32  # first width; with it encoders take the published share of an inline step
+    vae: int = 24  # first width; with it encoders take the published share of an inline step
     encoders: tuple[int, ...] = (1, 2, 3, 4, 6)
 
 

@@ -39,7 +39,7 @@ def recipe(place: Path, steps: int) -> Path:
     content = {
         "task": "pretrain",
         "model": {"base": "tiny", "vae": VAE, "unet": UNET, "text_encoder": TEXT},
-        "data": {"store": fill(place / "pictures.lance", 1, 64, 4 * SIDE), "resolution": 4 * SIDE},
+        "data": {"store": fill(place / "pictures.lance", 1, 64, 2 * SIDE), "resolution": 2 * SIDE},
         "optim": {"lr": 1e-4},
         "parallel": {"mode": "ddp", "devices": 2},
         "train": {

@@ -113,7 +113,9 @@ def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> N
         "configure_logging": True,
     }
     if address == LOCAL:
-        # Ray takes an address from the environment even where none is asked for.
+        # Ray would put its workers behind every other process of the machine.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        # It takes an address from the environment even where none is asked for.
         settings |= {"include_dashboard": dashboard, "dashboard_host": "127.0.0.1", "num_cpus": num_cpus}
         try:
             ray.init(address=LOCAL, **settings)

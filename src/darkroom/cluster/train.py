@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from darkroom.train import TrainResult
 
 Say = Callable[[str], None]
-TICK_S = 0.2  # how often the driver and the workers look for news
+TICK_S = 0.5  # how often the driver and the workers look for news
 LET_GO_S = 60.0  # how long a killed worker may hold the run
 # Set before ray.train is imported: workers stay in the driver's folder, and Ray's own records are not kept.
 SETTINGS = {
