@@ -72,7 +72,7 @@ class Round(BaseModel):
     wall_s: float
     calm_s: float = Field(description="median of the undisturbed jobs of this call")
     lost_s: float = Field(description="wall less calm")
-    lost_steps: int | None = Field(description="steps that were made again; none of preparing")
+    lost_steps: int | None = Field(None, description="steps that were made again; none of preparing")
     seed: int
     date: str
     note: str

@@ -59,7 +59,7 @@ for subject in "$@"; do
       --extractor dino="$out/$subject/likeness/model" --extractor clip="$shared/words/model" \
       --resolution 64 --resolutions 64 --batch 4 --rank 8 --targets conv "${costs[@]}" \
       --steps 480 --every 80 --num 2 --draw-steps 12 --guidance 2 --class-images 12 \
-      --lr full=5e-4 --lr dreambooth=5e-4 --lr lora=5e-3 --lr dreambooth-lora=5e-3 --memory 900MB --repeats 3
+      --lr full=5e-4 --lr dreambooth=5e-4 --lr lora=5e-3 --lr dreambooth-lora=5e-3 --memory 1300MB --repeats 3
   fi
   costs=(--batches 4 --ranks 8 --sweep "" --planned none)
 done

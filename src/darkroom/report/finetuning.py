@@ -89,7 +89,7 @@ def _fidelity(rows: Rows, best: Rows, file: Path) -> bool:
                       color="#888888", fontsize=7.5)  # fmt: skip
     left.set(title="Subject fidelity (dino)", xlabel="step")
     middle.set(title="Prompt fidelity (clip-t)", xlabel="step")
-    star = "; star: chosen, with its step" if chosen else ""
+    star = "; star: chosen" if chosen else ""
     right.set(title=f"One against the other{star}", xlabel="prompt fidelity", ylabel="subject fidelity")
     middle.legend(frameon=False, fontsize=7.5)
     return _save(figure, file)
