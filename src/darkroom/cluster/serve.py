@@ -104,8 +104,8 @@ def application(settings: ServeSettings, replicas: Replicas) -> Application:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     settings = shared(settings)
-    if settings.lanes is None:  # Ray promised the replica so many cores and no more
-        settings = settings.model_copy(update={"lanes": min(2, max(1, int(replicas.cpus)))})
+    if settings.lanes is None and replicas.cpus < 2:  # Ray promised no second core
+        settings = settings.model_copy(update={"lanes": 1})
     kind = serve.deployment(serve.ingress()(Replica))
     return kind.options(
         name="replica",
@@ -145,8 +145,6 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
     from darkroom.serve.guard import is_public
 
     settings = shared(settings)
-    if settings.lanes is None:  # Ray promised the replica so many cores and no more
-        settings = settings.model_copy(update={"lanes": min(2, max(1, int(replicas.cpus)))})
     if settings.key_file is None and is_public(settings.host):
         raise InputError(
             f"--host {settings.host} can be reached from elsewhere",

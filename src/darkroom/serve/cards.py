@@ -58,7 +58,7 @@ class Status:
     capacity: float = 0.0
     """U-Net evaluations a step at the model's own size."""
     step_s: float = 0.0
-    """A round of steps, lately."""
+    """A step of one size, lately."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Pictures on their way: job, key, picture, size, step, of."""
 

@@ -37,7 +37,7 @@ function tell(status, metrics) {
     ["Pictures made", whole(now.pictures)],
     ["On their way", status.rows.length, `of load ${short(status.load)} / ${short(status.capacity)}`],
     ["Waiting", status.waiting],
-    ["A round of steps", seconds(status.step_s)],
+    ["A step of one size", seconds(status.step_s)],
     ["Rows a step", short(mean("step_evaluations")), "mean"],
     ["Wait in the queue", seconds(mean("queue_wait_seconds")), "mean"],
     ["From asked to stored", seconds(mean("job_seconds")), "mean"],
