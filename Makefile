@@ -13,10 +13,10 @@ quickstart: setup  ## pictures -> model -> pictures -> report, in minutes on a C
 	$(BIN)/darkroom quickstart
 
 test: setup lint  ## lint, types and every test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
 
 check: setup lint  ## lint, types and the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 .PHONY: lint
 lint: setup

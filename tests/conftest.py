@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
+# Before torch is imported: two thread counts differ in last bits, and two tests at once share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import darkroom  # noqa: F401 - sets the OpenMP spin count
 
 PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from numpy.typing import NDArray
 
 from darkroom.data.chosen import Chosen
 from darkroom.data.complaints import Filtering, no_column, not_opened
+from darkroom.data.races import patiently
 from darkroom.data.sidecars import Sidecars
 from darkroom.errors import StoreError
 
@@ -51,7 +50,6 @@ SCHEMA = pa.schema(
 ROWS_PER_FRAGMENT = 16_384
 READ_BUFFER_BYTES = 64 * 1024**2
 SELECT_ROWS = 65_536
-COMMIT_TRIES = 20
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
 WIDENED = "_widened_"
@@ -86,7 +84,7 @@ class Store:
     def open(cls, path: str | Path, *, version: int | None = None) -> Self:
         """The store at its newest version, or at the one asked for; StoreError where there is none."""
         try:
-            dataset = lance.dataset(str(path), version=version)
+            dataset = patiently(lambda: lance.dataset(str(path), version=version))
         except (ValueError, OSError) as error:
             raise not_opened(str(path), version, error) from error
         missing = [name for name in SCHEMA.names if name not in dataset.schema.names]
@@ -112,7 +110,7 @@ class Store:
 
     def refresh(self) -> None:
         """Move on to the newest version, which another process may have made."""
-        self._move_to(lance.dataset(self.path))
+        self._move_to(patiently(lambda: lance.dataset(self.path)))
 
     def _move_to(self, dataset: lance.LanceDataset) -> None:
         self.dataset, self._fragments = dataset, None
@@ -248,25 +246,25 @@ class Store:
 
     def commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         """Commit, trying again from the newest version where another process was quicker."""
-        for tries_left in reversed(range(COMMIT_TRIES)):
-            try:
-                self._move_to(commit())
-                return
-            except OSError as error:
-                if "conflict" not in str(error).lower() or not tries_left:
-                    raise
-                time.sleep(random.uniform(0.02, 0.1))
-                self.refresh()
 
-    def _change(self, change: Callable[[lance.LanceDataset], object]) -> None:
+        def committed() -> lance.LanceDataset:
+            try:
+                return commit()
+            except OSError:
+                self.refresh()
+                raise
+
+        self._move_to(patiently(committed))
+
+    def change(self, change: Callable[[lance.LanceDataset], object]) -> None:
         """Change the newest version in place, trying again as `commit` does."""
 
-        def changed() -> lance.LanceDataset:
+        def changed() -> None:
             self.refresh()
             change(self.dataset)
-            return lance.dataset(self.path)
 
-        self.commit(changed)
+        patiently(changed)
+        self.refresh()
 
     def add_columns(self, fields: Iterable[pa.Field]) -> None:
         """Add columns that are null in all rows; nothing is rewritten."""
@@ -278,7 +276,7 @@ class Store:
                 dataset.add_columns(pa.schema(new))
 
         if wanted:
-            self._change(add)
+            self.change(add)
 
     def widen(self, types: Mapping[str, pa.DataType]) -> None:
         """Change columns to types that hold all they have: whole numbers to fractions, any to text."""
@@ -290,8 +288,8 @@ class Store:
                     [widened(batch.column(name), type_)], [to]
                 )
             )
-            self._change(methodcaller("add_columns", converted, read_columns=[name]))
-            self._change(methodcaller("drop_columns", [name]))
+            self.change(methodcaller("add_columns", converted, read_columns=[name]))
+            self.change(methodcaller("drop_columns", [name]))
             self.mend()
 
     def mend(self) -> None:
@@ -299,9 +297,9 @@ class Store:
         for temporary in [n for n in self.dataset.schema.names if n.startswith(WIDENED)]:
             name = temporary.removeprefix(WIDENED)
             if name in self.dataset.schema.names:
-                self._change(methodcaller("drop_columns", [temporary]))
+                self.change(methodcaller("drop_columns", [temporary]))
             else:
-                self._change(methodcaller("alter_columns", {"path": temporary, "name": name}))
+                self.change(methodcaller("alter_columns", {"path": temporary, "name": name}))
 
     def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> int:
         """Delete rows by id or source for good; returns their number.
@@ -332,7 +330,7 @@ class Store:
 
     def _delete_where(self, where: str) -> int:
         counted: list[int] = []
-        self._change(lambda dataset: counted.append(dataset.delete(where)["num_deleted_rows"]))
+        self.change(lambda dataset: counted.append(dataset.delete(where)["num_deleted_rows"]))
         return sum(counted)
 
     def name_source(self, path: Path) -> str:
@@ -349,7 +347,7 @@ class Store:
                 break
             name = f"{parent.name}/{name}"
         if known.get(SOURCE_KEY + name) != str(place):
-            self._change(methodcaller("update_config", {SOURCE_KEY + name: str(place)}))
+            self.change(methodcaller("update_config", {SOURCE_KEY + name: str(place)}))
         return name
 
     def sources(self) -> dict[str, int]:
@@ -388,7 +386,7 @@ class Store:
                 num_threads=1,
             )
 
-        self._change(rewrite)
+        self.change(rewrite)
         self.drop_old_versions()
 
     # ---- versions
@@ -415,8 +413,9 @@ class Store:
 
     def drop_old_versions(self, *, older_than_s: float = 0.0) -> int:
         """Drop versions older than given, the newest and pinned ones excepted; returns the bytes freed."""
-        stats = self.dataset.cleanup_old_versions(
-            older_than=timedelta(seconds=older_than_s), error_if_tagged_old_versions=False
+        age = timedelta(seconds=older_than_s)
+        stats = patiently(
+            lambda: self.dataset.cleanup_old_versions(older_than=age, error_if_tagged_old_versions=False)
         )
         return int(stats.bytes_removed)
 

@@ -14,31 +14,29 @@ directly streams at any fragment size, and can be finished, noted and committed 
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import lance
 
 from darkroom import models
+from darkroom.data.races import patiently
 from darkroom.data.store import Store
 from darkroom.prepare.columns import Layout, check_made_alike
 from darkroom.prepare.fragments import FragmentFile, Piece, encode_piece, read_pieces
 from darkroom.prepare.making import Column, columns_to_make
 from darkroom.prepare.notes import Note, Notes
 
-COMMIT_TRIES = 40
 COMMIT_EVERY_S = 20.0
 READY_THREADS = 4
 TOMBSTONE = -2  # Lance's mark for a field that a file no longer answers for
 
 Progress = Callable[[int, int | None], None]
-T = TypeVar("T")
 
 
 @dataclass
@@ -177,11 +175,11 @@ class _Job:
         self._report.columns.append(name)
         self._report.encoded[name] = self._report.done_before[name] = 0
         with Notes(self._store.path, name) as notes:
-            _patiently(self._add_column)
-            _patiently(partial(self._commit, notes))  # what a killed job had finished
-            missing = sum(count for _, count in _patiently(self._pending))
+            patiently(self._add_column)
+            patiently(partial(self._commit, notes))  # what a killed job had finished
+            missing = sum(count for _, count in patiently(self._pending))
             self._done_rows = self._report.done_before[name] = self._store.num_rows - missing
-            while _patiently(partial(self._pass, notes)):
+            while patiently(partial(self._pass, notes)):
                 pass
 
     def _pass(self, notes: Notes) -> bool:
@@ -248,27 +246,24 @@ class _Job:
     def _commit(self, notes: Notes) -> int:
         """Add finished files to the fragments of the store as it is now; returns the rows that they
         encode."""
-        for attempt in range(COMMIT_TRIES):
+
+        def commit() -> list[Note]:
             self._store.refresh()
             usable = [note for note in notes.all() if self._still_fits(notes, note)]
-            if not usable:
-                return 0
             for note in usable:
                 notes.place(note)
-            try:
+            if usable:
                 lance.LanceDataset.commit(
                     self._store.dataset, self._operation(usable), read_version=self._store.version
                 )
-            except OSError as error:
-                if "conflict" not in str(error).lower() or attempt == COMMIT_TRIES - 1:
-                    raise
-                time.sleep(random.uniform(0.02, 0.1) * min(attempt + 1, 10))
-                continue
+            return usable
+
+        committed = patiently(commit)
+        if committed:
             self._store.refresh()
-            for note in usable:
-                notes.drop(note)
-            return sum(note.rows for note in usable)
-        return 0
+        for note in committed:
+            notes.drop(note)
+        return sum(note.rows for note in committed)
 
     def _still_fits(self, notes: Notes, note: Note) -> bool:
         """Whether a file belongs to the fragment of that number; a joined or already served one is
@@ -295,15 +290,3 @@ class _Job:
             metadata.files = [*kept, lance.fragment.DataFile.create(self._store.dataset, note.file)]
             updated.append(metadata)
         return lance.LanceOperation.Update(updated_fragments=updated, fields_modified=sorted(layout.leaves))
-
-
-def _patiently(call: Callable[[], T]) -> T:
-    """Call again when files vanish under it: another process joined fragments and dropped the old ones."""
-    for _ in range(COMMIT_TRIES):
-        try:
-            return call()
-        except (OSError, ValueError) as error:
-            if "not found" not in str(error).lower():
-                raise
-            time.sleep(random.uniform(0.02, 0.1))
-    return call()

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import torch
@@ -126,15 +126,7 @@ def _add_masks(recipe: Recipe, store: Store, folder: Path) -> int:
         raise RecipeError("data.mask", f"alpha, but no picture in '{folder}' is transparent anywhere")
     if count:
         table = pa.table({COLUMN: pa.array(masks, pa.large_binary())})
-
-        def commit() -> Any:
-            import lance
-
-            dataset = lance.dataset(store.path)
-            dataset.add_columns(table.to_reader())
-            return lance.dataset(store.path)
-
-        store.commit(commit)
+        store.change(lambda dataset: dataset.add_columns(table.to_reader()))
     return count
 
 
