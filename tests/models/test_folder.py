@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,24 @@ def test_diffusers_opens_it_and_runs_the_same_weights(tiny, folder):
     picture = pipe("a red circle", num_inference_steps=2, output_type="np").images
     assert picture.shape == (1, 32, 32, 3)
     assert np.isfinite(picture).all()
+
+
+def test_a_guidance_scale_is_noted_and_diffusers_does_not_mind(tiny, tmp_path, capfd):
+    models.save(replace(tiny, guidance=1.5), tmp_path / "told")
+    models.save(tiny, tmp_path / "untold")
+    assert models.load(tmp_path / "told", parts=("unet",)).guidance == 1.5
+    assert models.load(tmp_path / "untold", parts=("unet",)).guidance is None
+    capfd.readouterr()
+    StableDiffusionPipeline.from_pretrained(tmp_path / "told")
+    assert "darkroom" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("noted", ['"seven"', "-1", "true", "1e9", '{"guidance": 2}'])
+def test_a_damaged_note_of_guidance_is_none(folder, noted):
+    index = folder / "model_index.json"
+    note = '"_darkroom": {"guidance": ' + noted + "},"
+    index.write_text(index.read_text().replace("{", "{" + note, 1))
+    assert models.load(folder, parts=("unet",)).guidance is None
 
 
 def test_identity_sees_one_changed_weight_but_not_its_type(tiny):

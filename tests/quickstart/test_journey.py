@@ -32,6 +32,7 @@ def test_it_leaves_pictures_report_model_and_bill(done):
     assert len(list(result.pictures.glob("*.png"))) == TOY.num_prompts
     assert result.report.read_text().startswith("<!doctype html>") or "<html" in result.report.read_text()
     assert (result.model / "model_index.json").is_file()
+    assert models.load(result.model, parts=("unet",)).guidance == 1.5
     with Image.open(out / "gallery.png") as sheet:
         assert sheet.width > 8 * 128
     assert 0 < result.run_wall_s == result.bill.wall_s

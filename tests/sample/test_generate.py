@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,18 @@ def test_same_picture_as_the_diffusers_pipeline(tiny: Model, solver: str, guidan
     latents, pixels = apart(pictures, theirs(tiny, solver, **settings))
     assert latents <= 1e-4
     assert pixels <= 2
+
+
+def test_a_model_is_drawn_with_its_own_guidance_unless_told_otherwise(tiny: Model) -> None:
+    model = copy.copy(tiny)
+    model.guidance = 1.5
+    draw = partial(generate, model, PROMPTS[0], steps=3)
+    (silent,), (told,), (usual,) = draw(), draw(guidance=1.5), generate(tiny, PROMPTS[0], steps=3)
+    assert silent.parameters["guidance"] == 1.5
+    assert usual.parameters["guidance"] == 7.5
+    assert torch.equal(silent.latents, told.latents)
+    assert not torch.equal(silent.latents, usual.latents)
+    assert draw(solver="lcm")[0].parameters["guidance"] == 1.0
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])

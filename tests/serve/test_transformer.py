@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,6 +66,9 @@ def test_its_card_names_its_own_solvers(transformer: models.Model) -> None:
     assert card.solvers == ("flow_euler", "flow_heun", "flow_dpmpp_2m")
     assert card.solver == "flow_euler"
     assert card.size_step == 8
+    assert card.guidance == 7.5
+    told = replace(transformer, guidance=2.0)
+    assert model_card(told, ServeSettings(model="runs/some/model")).guidance == 2.0
 
 
 @pytest.mark.slow

@@ -49,7 +49,9 @@ def evaluate(
     class_num: Annotated[int, typer.Option(min=1, help="pictures of the plain class")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="picture i has seed + i")] = 0,
     steps: Annotated[int | None, typer.Option(help="solver steps; 30 if not said")] = None,
-    guidance: Annotated[float | None, typer.Option(help="above 1 is on; 7.5 if not said")] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="above 1 is on; the model's own or 7.5 if not said")
+    ] = None,
     solver: Annotated[str | None, typer.Option(help="the model's own if not said")] = None,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
     negative: Annotated[str | None, typer.Option(help="what to steer away from")] = None,

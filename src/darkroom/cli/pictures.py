@@ -39,7 +39,9 @@ def generate(
         int, typer.Option(min=0, help="last text layers left out; A1111's 'Clip skip: 2' is 1")
     ] = 0,
     steps: Annotated[int | None, typer.Option(help="solver steps; 30 if not said")] = None,
-    guidance: Annotated[float | None, typer.Option(help="above 1 is on; 7.5 if not said")] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="above 1 is on; the model's own or 7.5 if not said")
+    ] = None,
     solver: Annotated[str | None, typer.Option(help="the model's own if not said")] = None,
     guidance_rescale: Annotated[float, typer.Option(help="0 to 1, against burnt contrast")] = 0.0,
     eta: Annotated[float, typer.Option(help="noise of ddim, 0 to 1")] = 0.0,

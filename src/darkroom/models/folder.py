@@ -42,6 +42,8 @@ TOLD_BY = {
 """What tells families apart."""
 DIT_PIPELINE = "DarkroomDiTPipeline"
 """What `model_index.json` says of a model with a `DiT`: no class of diffusers, which has none for it."""
+OWN = "_darkroom"
+"""The key of `model_index.json` under which darkroom notes what diffusers has no place for."""
 HUB_VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema_only*", "*openvino*"]
 
 
@@ -112,7 +114,7 @@ def _without_token(text: str) -> str:
 
 def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model:
     wanted = _wanted(path, parts)
-    model = Model(family="custom", scheduler=_scheduler(path), path=str(path))
+    model = Model("custom", scheduler=_scheduler(path), guidance=_guidance(path), path=str(path))
     if "unet" in wanted:
         folder = path / denoiser_of(path)
         model.unet = _weights(denoiser_class(folder), folder, variant)
@@ -203,6 +205,16 @@ def _scheduler(path: Path) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = json.loads(file.read_text())
     return config
+
+
+def _guidance(path: Path) -> float | None:
+    """The guidance scale that was noted with a model; what is no number is none."""
+    file = path / "model_index.json"
+    noted = json.loads(file.read_text()).get(OWN, {}) if file.is_file() else {}
+    scale = noted.get("guidance") if isinstance(noted, dict) else None
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale <= 1000:
+        return None
+    return float(scale)
 
 
 def _family_of(path: Path) -> str:
@@ -307,6 +319,8 @@ def _index(model: Model) -> dict[str, Any]:
         "_class_name": DIT_PIPELINE if model.is_dit else pipeline,
         "_diffusers_version": diffusers.__version__,
     }
+    if model.guidance is not None:
+        index[OWN] = {"guidance": model.guidance}
     if not sdxl and not model.is_dit:
         index |= {
             "feature_extractor": [None, None],

@@ -30,7 +30,8 @@ class Model:
     asks `needs_unet` first.
 
     `text_encoders` and `tokenizers` hold one each, two for SDXL. `scheduler` is the content of
-    `scheduler/scheduler_config.json`, with its `_class_name`.
+    `scheduler/scheduler_config.json`, with its `_class_name`. `guidance` is the scale that it is drawn with
+    unless told otherwise; None: what is usual.
     """
 
     family: str
@@ -39,6 +40,7 @@ class Model:
     text_encoders: list[nn.Module] = field(default_factory=list)
     tokenizers: list[CLIPTokenizer] = field(default_factory=list)
     scheduler: dict[str, Any] = field(default_factory=dict)
+    guidance: float | None = None
     path: str | None = None
 
     @property

@@ -195,7 +195,7 @@ class Job:
             strength = DEFAULT_STRENGTH if self.mask is None else 1.0
             settings = settings.model_copy(update={"strength": strength})
         self.table = table_for(model, settings)
-        self.settings = settings.resolved(self.table.solver)
+        self.settings = settings.resolved(self.table.solver, model.guidance)
         self.size = checked_size(model, settings.size, self.image)
         self.first = Pass(model, self.table, self.size)
         self.hires = second_pass(model, self.settings, self.size)

@@ -58,7 +58,11 @@ class GenerateSettings(BaseModel):
     )
     steps: int | None = Field(None, ge=1, le=MAX_STEPS, description="None: 30, with lcm 4")
     guidance: float | None = Field(
-        None, ge=0, le=1000, allow_inf_nan=False, description="above 1 is on; None: 7.5, with lcm 1"
+        None,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="above 1 is on; None: the model's own, else 7.5, with lcm 1",
     )
     solver: str | None = Field(None, description="None: the scheduler in the model's folder")
     guidance_rescale: float = Field(
@@ -91,16 +95,15 @@ class GenerateSettings(BaseModel):
         """The settings, with a user's mistake told as an InputError in one line."""
         return checked(cls, given)
 
-    def resolved(self, solver: str) -> GenerateSettings:
-        """With the defaults of a solver in place of None."""
+    def resolved(self, solver: str, own: float | None = None) -> GenerateSettings:
+        """With the defaults of a solver in place of None, and with the model's `own` guidance scale."""
         is_lcm = solver == "lcm"
+        usual = LCM_GUIDANCE if is_lcm else DEFAULT_GUIDANCE if own is None else own
         return self.model_copy(
             update={
                 "solver": solver,
                 "steps": self.steps or (LCM_STEPS if is_lcm else DEFAULT_STEPS),
-                "guidance": (LCM_GUIDANCE if is_lcm else DEFAULT_GUIDANCE)
-                if self.guidance is None
-                else self.guidance,
+                "guidance": usual if self.guidance is None else self.guidance,
             }
         )
 

@@ -29,6 +29,8 @@ class ModelCard:
     solvers: tuple[str, ...]
     solver: str
     """The one it uses unless told otherwise."""
+    guidance: float
+    """The scale it draws with unless told otherwise."""
     precision: str
     created_s: int
     """When this server was started."""
@@ -67,6 +69,7 @@ def model_card(model: Model, settings: ServeSettings) -> ModelCard:
     """The card of a loaded model."""
     from darkroom import sample
 
+    solver = sample.default_solver(model.scheduler)[0]
     return ModelCard(
         name=settings.model.rstrip("/").rsplit("/", 1)[-1],
         family=model.family,
@@ -74,7 +77,8 @@ def model_card(model: Model, settings: ServeSettings) -> ModelCard:
         height=model.sample_size,
         size_step=model.size_unit,
         solvers=sample.solvers_of(model.scheduler),
-        solver=sample.default_solver(model.scheduler)[0],
+        solver=solver,
+        guidance=sample.GenerateSettings().resolved(solver, model.guidance).guidance or 0.0,
         precision=settings.precision,
         created_s=int(STARTED_S),
     )

@@ -52,7 +52,11 @@ class PictureRequest(_Strict):
     height: int | None = Field(None, ge=8, le=8192, description="pixels; None: the model's own")
     steps: int | None = Field(None, ge=1, le=1000, description="None: 30, with lcm 4")
     guidance: float | None = Field(
-        None, ge=0, le=1000, allow_inf_nan=False, description="above 1 is on; None: 7.5, with lcm 1"
+        None,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="above 1 is on; None: the model's own, else 7.5, with lcm 1",
     )
     solver: str | None = Field(None, max_length=40, description="None: the scheduler in the model's folder")
     guidance_rescale: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="less contrast")

@@ -59,7 +59,7 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
         settings = settings.model_copy(update={"strength": 1.0})
     table = table_for(model, settings)
     width, height = checked_size(model, settings.size, image)
-    guidance = settings.resolved(table.solver).guidance or 0.0
+    guidance = settings.resolved(table.solver, model.guidance).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
     evaluations = 2 if guidance > 1 and not distilled else 1
     larger = _larger(model, settings, (width, height), evaluations)

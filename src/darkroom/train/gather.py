@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 DATA = "data"
 NOTE = ".darkroom.json"  # in a folder of class pictures: what they were generated with
-CLASS_STEPS, CLASS_GUIDANCE = 30, 7.5
+CLASS_STEPS = 30
 NO_MASKS = f"key NOT LIKE '%{ENDING}'"
 
 
@@ -183,7 +183,6 @@ def _generate(recipe: Recipe, model: Model, folder: Path, there: int, dtype: tor
                 seed=some[0],
                 size=(side, side),
                 steps=CLASS_STEPS,
-                guidance=CLASS_GUIDANCE,
                 notice=lambda _: None,
             )
         for i, picture in zip(some, pictures, strict=True):

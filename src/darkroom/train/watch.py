@@ -35,7 +35,12 @@ class SampleSettings(BaseModel):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="picture i has seed + i")
     steps: int = Field(default=30, gt=0, le=1000, description="solver steps")
-    guidance: float = Field(default=7.5, ge=0, le=100, description="guidance scale; 1 is none")
+    guidance: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description="guidance scale, noted with the model; 1 is none; null: the model's own, else 7.5",
+    )
     solver: str | None = Field(default=None, description="a solver's name; null: the model's own")
 
 

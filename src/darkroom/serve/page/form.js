@@ -31,6 +31,7 @@ export class Form {
     $("solver").value = model.solver;
     $("steps").max = Math.min(limits.steps, 100);
     $("guidance").max = Math.min(limits.guidance, 20);
+    $("guidance").value = model.guidance;
     $("num").max = limits.pictures;
     for (const id of ["width", "height"]) {
       Object.assign($(id), { min: model.size_step, max: limits.side_pixels, step: model.size_step });
@@ -90,7 +91,7 @@ export class Form {
 
   tellSlides() {
     $("steps-told").textContent = $("steps").value;
-    $("guidance-told").textContent = Number($("guidance").value) > 1 ? Number($("guidance").value).toFixed(1) : "off";
+    $("guidance-told").textContent = Number($("guidance").value) > 1 ? Number($("guidance").value).toFixed(2).replace(/0$/, "") : "off";
     $("strength-told").textContent = `${Math.round($("strength").value * 100)} %`;
     const size = `${$("width").value}x${$("height").value}`;
     for (const one of $("shapes").children) one.setAttribute("aria-pressed", String(one.size === size));
