@@ -47,6 +47,7 @@ class Span:
 
     @property
     def elastic(self) -> bool:
+        """Whether the number of workers may change."""
         return self.least < self.most
 
     def __str__(self) -> str:

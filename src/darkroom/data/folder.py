@@ -61,9 +61,17 @@ class Tree(Protocol):
 
     label: str
 
-    def names(self) -> Iterator[str]: ...
-    def find(self, name: str) -> Found | None: ...
-    def lines(self, name: str) -> Iterator[str]: ...
+    def names(self) -> Iterator[str]:
+        """The names of all files, hidden ones and stores left out."""
+        ...
+
+    def find(self, name: str) -> Found | None:
+        """The file of a name; None where there is none."""
+        ...
+
+    def lines(self, name: str) -> Iterator[str]:
+        """The lines of a text file."""
+        ...
 
 
 class FolderTree:

@@ -97,6 +97,7 @@ class Sidecars:
 
     @property
     def rejected_path(self) -> str:
+        """Where `rejected.jsonl` is, or would be; empty for a store without sidecars."""
         return str(self.root / REJECTED) if self.root is not None else ""
 
     def rejected_before(self) -> Seen:
@@ -112,6 +113,7 @@ class Sidecars:
         return dict(Counter(str(told.get("reason")) for told in self._lines(REJECTED)).most_common())
 
     def add_rejected(self, lines: Iterable[str]) -> None:
+        """Append lines of JSON to `rejected.jsonl`."""
         if self.root is not None:
             append_lines(self.root / REJECTED, lines)
 
@@ -166,6 +168,7 @@ class Sidecars:
             yield
 
     def deleted_ids(self) -> set[str]:
+        """Ids of the rows that were deleted by id."""
         path = self.root / "deleted.txt" if self.root is not None else None
         return set(path.read_text().split()) if path is not None and path.is_file() else set()
 

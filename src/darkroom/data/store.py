@@ -117,10 +117,12 @@ class Store:
 
     @property
     def version(self) -> int:
+        """The number of the version that is open; every change makes the next."""
         return int(self.dataset.version)
 
     @property
     def num_rows(self) -> int:
+        """Rows that are not deleted."""
         return sum(fragment.num_rows for fragment in self.fragments)
 
     @property

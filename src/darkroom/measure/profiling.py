@@ -58,6 +58,7 @@ class Iteration:
 
     @property
     def seconds(self) -> float:
+        """When its last span ended."""
         return self.spans[-1].end_s
 
     def of(self, part: str) -> float:

@@ -50,6 +50,7 @@ def bucket_step(recipe: Recipe, store: Store, column: str) -> int:
 
 
 def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+    """The order of a run's rows: by size where pictures lie in buckets, by weight where stores are mixed."""
     train, data = recipe.train, recipe.data
     if isinstance(store, MixedStore):
         assert isinstance(rows, MixedRows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,16 +124,7 @@ def make_job(
         cast(model.unet, models.precision(precision))  # never trained: no float32 copy of it is needed
     for module in model.modules.values():
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
-    stores = [store]
-    if recipe.data.class_prompt is not None:
-        if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
-            dtype = models.precision(precision)
-            ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
-        stores.append(Store.open(class_store_path(pinned.run)))
-    if has_own_store(recipe) and caches_latents(recipe):
-        ranks.in_turn(lambda: _prepare_own(recipe, model, stores, device, say))
-        for one in stores:
-            one.refresh()
+    stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
     task = make_task(recipe, model, store, device)
     rest(_seldom_run(model, task), pinned.run)
     if recipe.task in FINE_TUNING:
@@ -140,11 +132,11 @@ def make_job(
         notes.append(f"{trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)")
     heldout = _heldout(recipe, task, store, held_rows, device)
     calibration = _calibration(recipe, task, store, train_rows, device)
+    one_row = partial(_one_row, task, store, train_rows, device)
     micro, told = _micro_batch(recipe, task, store, train_rows, device, pinned, ranks)
     step = bare_step(task, recipe, micro, models.precision(precision), ranks)
     if told.startswith(ESTIMATED) and device.type == "cuda" and not ranks.sharded:
-        inputs = task.inputs(read_once(store, train_rows, 1, task.read), device)
-        micro, told = try_micro_batches(step, task, recipe, inputs, ranks)
+        micro, told = try_micro_batches(step, task, recipe, one_row(), ranks)
     notes.append(f"micro-batch {micro} of {recipe.train.global_batch}: {told}")
     if ranks.size > 1:
         share = recipe.train.global_batch // ranks.size
@@ -156,7 +148,7 @@ def make_job(
         feed = feed.bound(recipe, task, stores, order, device, ranks) if online else None
     flops = None
     if ranks.sharded and device.type == "cuda":  # cut weights cannot be counted with
-        flops = flops_per_image(task, task.inputs(read_once(store, train_rows, 1, task.read), device))
+        flops = flops_per_image(task, one_row())
     return Job(
         recipe=recipe,
         task=task,
@@ -175,6 +167,28 @@ def make_job(
         notes=notes,
         ranks=ranks,
     )
+
+
+def _made_ready(
+    recipe: Recipe, model: Model, store: Store, pinned: Pinned, precision: str, say: Say, ranks: Ranks
+) -> list[Store]:
+    """The run's store and that of the class; class pictures drawn, latents cached, if asked."""
+    stores = [store]
+    if recipe.data.class_prompt is not None:
+        if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
+            dtype = models.precision(precision)
+            ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
+        stores.append(Store.open(class_store_path(pinned.run)))
+    if has_own_store(recipe) and caches_latents(recipe):
+        ranks.in_turn(lambda: _prepare_own(recipe, model, stores, _device(recipe, ranks), say))
+        for one in stores:
+            one.refresh()
+    return stores
+
+
+def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
+    """The inputs of one picture, to try a step with."""
+    return task.inputs(read_once(store, rows, 1, task.read), device)
 
 
 def _device(recipe: Recipe, ranks: Ranks) -> torch.device:
@@ -451,7 +465,7 @@ def _micro_batch(
         return 1, "one picture a step"
     if recipe.task == "extractor":
         return settings.global_batch, "pictures are told from all others of a batch"
-    inputs = task.inputs(read_once(store, rows, 1, task.read), device)
+    inputs = _one_row(task, store, rows, device)
     micro, why = choose_micro_batch(settings, task, inputs, device, share)
     micro = ranks.smallest(micro)
     if recipe.optim.fused_backward and micro < settings.global_batch:
