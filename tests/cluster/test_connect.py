@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from darkroom.cluster.connect import Cluster, _refused, _too_slow, worker_environment
@@ -37,6 +38,11 @@ def told_by(address: str | None, accelerator: str | None = None, **environment: 
     return made.stdout.strip()
 
 
+def clusters_here() -> int:
+    """How many clusters' head processes run on this machine, those of other tests included."""
+    return sum("gcs_server" in process.info["name"] for process in psutil.process_iter(["name"]))
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -47,7 +53,10 @@ def told_by(address: str | None, accelerator: str | None = None, **environment: 
     ],
 )
 def test_a_missing_cluster_is_one_clear_line(address, said, tmp_path):
+    others = clusters_here()
     told = told_by(address, RAY_TMPDIR=str(tmp_path))
+    if address == "auto" and (others or clusters_here()):
+        pytest.skip("another Ray cluster runs on this machine: 'auto' may find it")
     assert told.startswith("refused 2 ")
     assert said in told
 
