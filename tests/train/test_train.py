@@ -107,6 +107,7 @@ def test_a_unet_learns_from_prepared_latents(unet_run: Path) -> None:
     assert bill is not None
     assert bill.images == 80 * 8
     assert {"train", "wait", "evaluate", "sample", "checkpoint"} <= bill.parts.keys()
+    assert models.load(unet_run / "model", parts=("unet",)).guidance == 2  # as the samples were drawn
 
 
 def test_diffusers_opens_the_finished_model(unet_run: Path) -> None:
@@ -272,6 +273,24 @@ def test_a_loss_that_is_not_finite_stops_with_the_checkpoint_kept(
     rows = Run.open(tmp_path / "run").metrics()
     assert all(np.isfinite(row["loss"]) for row in rows)
     assert checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_pictures_that_take_long_are_told_of(
+    recipe_of: MakeRecipe, prepared: Path, vae_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = pretrain_of(recipe_of, vae_run, "train.steps=2", "sample.prompts=[a,b]", "sample.steps=4")
+
+    def lines(name: str) -> list[str]:
+        said: list[str] = []
+        train(recipe, out=tmp_path / name, console=said.append)
+        return [line for line in said if line.startswith("drawing")]
+
+    assert lines("quick") == []
+    monkeypatch.setattr("darkroom.train.looking.TOLD_EVERY_S", 0.0)
+    told = lines("slow")
+    assert [line.split(",")[0] for line in told] == [
+        f"drawing pictures at step 2: {n} %" for n in (25, 50, 75)
+    ]
 
 
 def test_tensorboard_shows_what_metrics_hold(recipe_of: MakeRecipe, tmp_path: Path) -> None:

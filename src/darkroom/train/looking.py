@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from darkroom.bill import Meter
+from darkroom.bill import Meter, format_seconds
 from darkroom.run import Run
 from darkroom.train.job import Job, Say
 from darkroom.train.ranks import Watch
@@ -17,6 +18,10 @@ from darkroom.train.watch import heldout_metrics, reconstruction_grid, sample_gr
 
 if TYPE_CHECKING:
     from darkroom.train.stopping import StopRequest
+
+
+TOLD_EVERY_S = 15.0
+"""Between two lines about pictures that take long to draw."""
 
 
 class Abandoned(Exception):
@@ -135,10 +140,16 @@ class Looking:
         return self._ranks.first or self._ranks.sharded
 
     def _drawing(self, k: int) -> Callable[[int, int], None]:
-        """A progress callback that ends the work when a stop was asked for."""
+        """A progress callback that tells of long waits and ends the work when a stop was asked for."""
+        began = told = time.monotonic()
 
         def drawn(done: int, total: int) -> None:
+            nonlocal told
             self._watch.note(k, "sample")
+            if (now := time.monotonic()) - told >= TOLD_EVERY_S and done < total and self._ranks.first:
+                told = now
+                left = format_seconds((now - began) / done * (total - done))
+                self._say(f"drawing pictures at step {k}: {100 * done / total:.0f} %, {left} left")
             if self._stop.asked and not self._ranks.sharded:  # the others need this rank's part
                 raise Abandoned
 
