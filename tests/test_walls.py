@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
-    {"errors"},
+    {"errors", "hush"},
     {"hardware", "count", "progress"},
     {"bill", "tidy"},
     {"run"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ import typer
 
 import darkroom
 from darkroom.errors import DarkroomError
+from darkroom.hush import hush
 
 app = typer.Typer(
     name="darkroom",
@@ -37,10 +37,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
-    for library in ("DIFFUSERS", "TRANSFORMERS"):  # their hints are for those who call them directly
-        os.environ.setdefault(f"{library}_VERBOSITY", "error")
-    for library in ("torchao", "torch.utils._pytree"):  # torchao, where it is, tells of kernels it lacks
-        logging.getLogger(library).setLevel(logging.ERROR)
+    hush()
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:

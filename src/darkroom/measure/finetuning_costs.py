@@ -12,6 +12,7 @@ from typing import Any
 
 from darkroom.hardware import PeakMemory
 from darkroom.hardware.memory import resident_bytes
+from darkroom.hush import hush
 from darkroom.measure.drawing import is_out_of_memory
 from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Say, row
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
@@ -79,7 +80,7 @@ def largest_rows(
 def alone(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Call in a fresh process, and wait for what it returns."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=hush) as pool:
         return pool.submit(call, *arguments).result()
 
 

@@ -84,9 +84,8 @@ def _fidelity(rows: Rows, best: Rows, file: Path) -> bool:
                 )
     own = rows[0].settings.get("photographs_with_each_other")
     if own is not None:
-        left.axhline(own, color="#888888", ls=":", lw=1)
-        left.annotate("photographs with each other", (0, own), xytext=(2, -10), textcoords="offset points",
-                      color="#888888", fontsize=7.5)  # fmt: skip
+        line = left.axhline(own, color="#888888", ls=":", lw=1)
+        left.legend([line], ["photographs with each other"], frameon=False, fontsize=7.5, loc="lower right")
     left.set(title="Subject fidelity (dino)", xlabel="step")
     middle.set(title="Prompt fidelity (clip-t)", xlabel="step")
     star = "; star: chosen" if chosen else ""
