@@ -62,6 +62,23 @@ def test_a_damaged_note_of_guidance_is_none(folder, noted):
     assert models.load(folder, parts=("unet",)).guidance is None
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("runs/first/model", "first"),
+        ("runs/first/model/", "first"),
+        ("model", "model"),
+        ("./model", "model"),
+        ("/srv/base", "base"),
+        ("models/sd15.safetensors", "sd15.safetensors"),
+        ("stable-diffusion-v1-5/stable-diffusion-v1-5", "stable-diffusion-v1-5"),
+        (None, "tiny"),
+    ],
+)
+def test_a_model_has_the_name_of_its_place(path, name):
+    assert models.Model("tiny", path=path).name == name
+
+
 def test_identity_sees_one_changed_weight_but_not_its_type(tiny):
     before = models.identity(tiny.vae)
     other = models.create("tiny", seed=1).vae

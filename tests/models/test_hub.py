@@ -105,6 +105,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_a_gated_model_is_opened_with_the_token_and_nothing_more_is_fetched(hub: Hub) -> None:
     model = models.load("me/tiny", revision="release")
     assert models.identity(model.unet) == models.identity(models.create("tiny", seed=1).unet)
+    assert (model.path, model.name) == ("me/tiny", "tiny")
     assert any(path.startswith("/api/models/me/tiny/revision/release") for path in hub.asked)
     assert "unet/diffusion_pytorch_model.safetensors" in hub.fetched
     assert not [name for name in hub.fetched if "fp16" in name or name.endswith(".bin") or "pruned" in name]

@@ -77,6 +77,7 @@ def load(
             model = load_single_file(ref, parts)
         else:
             model = _open(_from_hub(str(ref), revision, variant), parts, variant)
+            model.path = str(ref)  # not the hash under which the hub's cache keeps it
         return model.to(device, dtype)
 
 

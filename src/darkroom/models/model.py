@@ -31,7 +31,7 @@ class Model:
 
     `text_encoders` and `tokenizers` hold one each, two for SDXL. `scheduler` is the content of
     `scheduler/scheduler_config.json`, with its `_class_name`. `guidance` is the scale that it is drawn with
-    unless told otherwise; None: what is usual.
+    unless told otherwise; None: what is usual. `path` is the folder, file or hub id that it was opened from.
     """
 
     family: str
@@ -42,6 +42,12 @@ class Model:
     scheduler: dict[str, Any] = field(default_factory=dict)
     guidance: float | None = None
     path: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The last part of its path, or the run's name where that is `model`; without a path its family."""
+        parts = [part for part in (self.path or self.family).split("/") if part not in ("", ".")]
+        return parts[-2] if parts[-1:] == ["model"] and len(parts) > 1 else parts[-1]
 
     @property
     def latent_channels(self) -> int:

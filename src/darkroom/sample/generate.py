@@ -428,7 +428,7 @@ class Job:
             "eta": settings.eta,
             "karras": self.table.karras,
             "spacing": self.table.spacing,
-            "model": model.path.rstrip("/").rsplit("/", 1)[-1] if model.path else model.family,
+            "model": model.name,
             "precision": self.backend.precision,
             "backend": self.backend.name,
             "optimise": list(self.backend.optimised),

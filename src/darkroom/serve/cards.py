@@ -71,7 +71,7 @@ def model_card(model: Model, settings: ServeSettings) -> ModelCard:
 
     solver = sample.default_solver(model.scheduler)[0]
     return ModelCard(
-        name=settings.model.rstrip("/").rsplit("/", 1)[-1],
+        name=model.name,
         family=model.family,
         width=model.sample_size,
         height=model.sample_size,
