@@ -7,8 +7,8 @@ import lance
 import pytest
 from material import rows
 
-from darkroom.data.races import patiently
 from darkroom.data.store import Store
+from darkroom.errors import StoreError
 
 
 def test_appends_beside_one_who_joins_fragments_lose_nothing(tmp_path):
@@ -53,31 +53,69 @@ def test_appends_beside_one_who_joins_fragments_lose_nothing(tmp_path):
     assert sorted(found) == [*range(10), *range(1000, 1040), *range(2000, 2040)]
 
 
-def test_what_is_no_race_is_told_at_once(tmp_path):
-    calls = []
-
-    def open_nothing() -> lance.LanceDataset:
-        calls.append(1)
-        return lance.dataset(tmp_path / "data" / "none.lance")
-
-    with pytest.raises(ValueError, match="not found"):
-        patiently(open_nothing)
-    assert len(calls) == 1
+@pytest.fixture
+def waits(monkeypatch) -> list[int]:
+    """Each wait for other writers."""
+    waited: list[int] = []
+    for room in ("races", "store"):
+        monkeypatch.setattr(f"darkroom.data.{room}.wait", waited.append)
+    return waited
 
 
-def test_a_version_that_was_dropped_is_tried_again(tmp_path):
+def test_what_is_missing_is_told_at_once(tmp_path, waits):
+    store = Store.create(tmp_path / "conflict" / "pictures.lance")
+    store.append(rows(3))
+    with pytest.raises(StoreError, match="no version 99"):
+        Store.open(store.path, version=99)
+    for name in ("data/none.lance", "conflict.lance"):
+        with pytest.raises(StoreError, match="no picture store"):
+            Store.open(tmp_path / name)
+    with pytest.raises(OSError, match="broken"):
+        store.patiently(lambda: broken(f"{tmp_path}/conflict is broken"))
+    assert waits == []
+
+
+def broken(text: str) -> None:
+    raise OSError(text)
+
+
+def test_what_the_newest_version_lacks_too_is_tried_once(tmp_path, waits):
     store = Store.create(tmp_path / "pictures.lance")
     store.append(rows(3))
-    late = lance.dataset(store.path)
-    store.append(rows(3, 10))
-    store.drop_old_versions()
+    for file in (tmp_path / "pictures.lance" / "data").iterdir():
+        file.unlink()
     tries = []
 
-    def read() -> int:
+    def read() -> list[object]:
         tries.append(1)
-        return lance.dataset(store.path, version=late.version if len(tries) == 1 else None).count_rows()
+        return list(store.scan(["id"]))
 
-    with pytest.raises((OSError, ValueError), match="not found"):  # without patience
-        lance.dataset(store.path, version=late.version)
-    assert patiently(read) == 6
-    assert len(tries) == 2
+    with pytest.raises((OSError, ValueError), match="Not found"):
+        store.patiently(read)
+    assert (len(tries), len(waits)) == (1, 1)
+
+
+def test_a_version_that_was_dropped_is_left_for_the_newest(tmp_path, waits):
+    store = Store.create(tmp_path / "pictures.lance")
+    store.append(rows(3))
+    other = Store.open(store.path)
+    other.append(rows(3, 10))
+    other.compact()
+    with pytest.raises((OSError, ValueError), match="Not found"):  # without patience
+        list(store.scan(["id"]))
+    counts = []
+
+    def commit() -> lance.LanceDataset:
+        counts.append(sum(batch.num_rows for batch in store.scan(["id"])))
+        return store.dataset
+
+    store.commit(commit)
+    assert counts == [6]
+    assert len(waits) == 1
+
+
+def test_writers_who_are_never_quick_enough_give_up_in_a_line(tmp_path, waits):
+    store = Store.create(tmp_path / "pictures.lance")
+    with pytest.raises(StoreError, match="changed by others all the time"):
+        store.patiently(lambda: store.patiently(lambda: broken("Commit conflict for version 3")))
+    assert len(waits) == 40

@@ -67,15 +67,22 @@ def test_a_damaged_note_of_guidance_is_none(folder, noted):
     [
         ("runs/first/model", "first"),
         ("runs/first/model/", "first"),
-        ("model", "model"),
-        ("./model", "model"),
-        ("/srv/base", "base"),
-        ("models/sd15.safetensors", "sd15.safetensors"),
+        ("../first/model", "first"),
+        ("plain/model", "model"),
+        ("plain", "plain"),
+        (".", "here"),
+        ("sd15.safetensors", "sd15.safetensors"),
         ("stable-diffusion-v1-5/stable-diffusion-v1-5", "stable-diffusion-v1-5"),
+        ("/", "tiny"),
         (None, "tiny"),
     ],
 )
-def test_a_model_has_the_name_of_its_place(path, name):
+def test_a_model_has_the_name_of_its_place(path, name, tmp_path, monkeypatch):
+    for folder in ("here/runs/first/model", "first/model", "here/plain/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    for run in ("here/runs/first", "first"):
+        (tmp_path / run / "recipe.yaml").touch()
+    monkeypatch.chdir(tmp_path / "here")
     assert models.Model("tiny", path=path).name == name
 
 

@@ -89,6 +89,14 @@ def test_a_round_trip_is_equal_to_the_bit(written: tuple[Model, Path]) -> None:
     assert models.identity(other.vae) != models.identity(back.vae)
 
 
+def test_its_guidance_scale_comes_along(tmp_path: Path) -> None:
+    model = models.create("tiny")
+    for name, scale in (("none", None), ("told", 2.5)):
+        model.guidance = scale
+        models.save_single_file(model, tmp_path / f"{name}.safetensors")
+        assert models.load(tmp_path / f"{name}.safetensors", parts=("unet",)).guidance == scale
+
+
 def test_it_draws_the_same_picture(written: tuple[Model, Path]) -> None:
     from darkroom.sample import generate
 

@@ -1,4 +1,4 @@
-"""A store beside other writers: what is tried again because another was quicker."""
+"""What Lance says when another writer was quicker, and a second look where files vanish under the first."""
 
 from __future__ import annotations
 
@@ -10,24 +10,35 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TRIES = 40
-LOST = re.compile(
-    r"conflict|not found.*/(_versions/[^/,]+\.manifest|data/[^/,]+\.lance,|_deletions/|_transactions/)", re.I
+LOOKS = 10
+VANISHED = re.compile(
+    r"not found.*/(_versions/[^/,]+\.manifest|data/[^/,]+\.lance,|_deletions/|_transactions/)", re.I
 )
+PATH = re.compile(r"\S*/\S*")
 
 
-def patiently(call: Callable[[], T]) -> T:
-    """What `call` returns, called again where another writer was quicker.
+def conflicted(error: Exception) -> bool:
+    """Whether a commit conflicts with one that came before it."""
+    return "conflict" in PATH.sub("", str(error)).lower()
 
-    So it is when a commit conflicts with one that came before it, and when files vanish: another process
-    joined fragments or dropped the version that was being read. `call` begins from the newest version each
-    time; what still fails after 40 tries, in about 20 s, is raised.
-    """
-    for attempt in range(TRIES - 1):
+
+def vanished(error: Exception) -> bool:
+    """Whether a file of a store's version is gone: the version was dropped, or the store is damaged."""
+    return VANISHED.search(str(error)) is not None
+
+
+def wait(attempt: int) -> None:
+    """Let the others go first: 20 to 100 ms, up to ten times as long after many attempts."""
+    time.sleep(random.uniform(0.02, 0.1) * min(attempt + 1, 10))
+
+
+def look(call: Callable[[], T]) -> T:
+    """What `call` returns, called up to ten times where what it listed is gone before it is read."""
+    for _ in range(LOOKS - 1):
         try:
             return call()
         except (OSError, ValueError) as error:
-            if not LOST.search(str(error)):
+            if not vanished(error):
                 raise
-            time.sleep(random.uniform(0.02, 0.1) * min(attempt + 1, 10))
+            wait(0)
     return call()

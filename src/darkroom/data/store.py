@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import lance
 import numpy as np
@@ -25,9 +26,11 @@ from numpy.typing import NDArray
 
 from darkroom.data.chosen import Chosen
 from darkroom.data.complaints import Filtering, no_column, not_opened
-from darkroom.data.races import patiently
+from darkroom.data.races import conflicted, look, vanished, wait
 from darkroom.data.sidecars import Sidecars
 from darkroom.errors import StoreError
+
+T = TypeVar("T")
 
 SCHEMA = pa.schema(
     [
@@ -50,6 +53,7 @@ SCHEMA = pa.schema(
 ROWS_PER_FRAGMENT = 16_384
 READ_BUFFER_BYTES = 64 * 1024**2
 SELECT_ROWS = 65_536
+COMMIT_TRIES = 40
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
 WIDENED = "_widened_"
@@ -84,7 +88,8 @@ class Store:
     def open(cls, path: str | Path, *, version: int | None = None) -> Self:
         """The store at its newest version, or at the one asked for; StoreError where there is none."""
         try:
-            dataset = patiently(lambda: lance.dataset(str(path), version=version))
+            opened = partial(lance.dataset, str(path), version=version)
+            dataset = look(opened) if version is None else opened()
         except (ValueError, OSError) as error:
             raise not_opened(str(path), version, error) from error
         missing = [name for name in SCHEMA.names if name not in dataset.schema.names]
@@ -110,7 +115,7 @@ class Store:
 
     def refresh(self) -> None:
         """Move on to the newest version, which another process may have made."""
-        self._move_to(patiently(lambda: lance.dataset(self.path)))
+        self._move_to(look(lambda: lance.dataset(self.path)))
 
     def _move_to(self, dataset: lance.LanceDataset) -> None:
         self.dataset, self._fragments = dataset, None
@@ -246,26 +251,37 @@ class Store:
         self.commit(lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version))
         return sum(sizes.values())
 
+    def patiently(self, call: Callable[[], T]) -> T:
+        """What `call` returns, called again from the newest version where another writer was quicker.
+
+        So it is when a commit conflicts with one that came before it, and when files vanish because another
+        process joined fragments and dropped the version at hand. A file that the newest version lacks too is
+        an error at once. StoreError where others are quicker 40 times, for some 20 s.
+        """
+        for attempt in range(COMMIT_TRIES):
+            began = self.version
+            try:
+                return call()
+            except (OSError, ValueError) as error:
+                gone = vanished(error)
+                if not gone and not conflicted(error):
+                    raise
+                wait(attempt)
+                self.refresh()
+                if gone and self.version == began:
+                    raise
+        raise StoreError(
+            f"{self.path} is changed by others all the time", mend="run it again when they are done"
+        )
+
     def commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         """Commit, trying again from the newest version where another process was quicker."""
-
-        def committed() -> lance.LanceDataset:
-            try:
-                return commit()
-            except OSError:
-                self.refresh()
-                raise
-
-        self._move_to(patiently(committed))
+        self._move_to(self.patiently(commit))
 
     def change(self, change: Callable[[lance.LanceDataset], object]) -> None:
         """Change the newest version in place, trying again as `commit` does."""
-
-        def changed() -> None:
-            self.refresh()
-            change(self.dataset)
-
-        patiently(changed)
+        self.refresh()
+        self.patiently(lambda: change(self.dataset))
         self.refresh()
 
     def add_columns(self, fields: Iterable[pa.Field]) -> None:
@@ -416,7 +432,7 @@ class Store:
     def drop_old_versions(self, *, older_than_s: float = 0.0) -> int:
         """Drop versions older than given, the newest and pinned ones excepted; returns the bytes freed."""
         age = timedelta(seconds=older_than_s)
-        stats = patiently(
+        stats = look(
             lambda: self.dataset.cleanup_old_versions(older_than=age, error_if_tagged_old_versions=False)
         )
         return int(stats.bytes_removed)

@@ -77,7 +77,10 @@ def evaluate(
     )
     needs = {need for name in names for need in METRICS[name].needs}
     where = {"model": model_name(model), "model_sha256": rows.model_sha256(model)}
-    more: dict[str, Any] = {"seed": seed, "precision": precision_of(model), **(settings or {})}
+    settings = {**(settings or {})}
+    if settings.get("guidance") is None and model.guidance is not None and settings.get("solver") != "lcm":
+        settings["guidance"] = model.guidance  # of the base too, and kept with what was drawn
+    more: dict[str, Any] = {"seed": seed, "precision": precision_of(model), **settings}
     named = {}
     with _folder(keep) as folder:
         drawing = _Drawing(generate, folder, rows, seed, settings, progress, kept=keep is not None)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError
 from darkroom.models.families import FAMILIES, create
-from darkroom.models.model import PARTS, TRANSFORMER, Model, numbered
+from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
 from darkroom.models.tokenizer import tokenizer_or_stand_in
@@ -210,12 +210,10 @@ def _scheduler(path: Path) -> dict[str, Any]:
 
 def _guidance(path: Path) -> float | None:
     """The guidance scale that was noted with a model; what is no number is none."""
-    file = path / "model_index.json"
-    noted = json.loads(file.read_text()).get(OWN, {}) if file.is_file() else {}
-    scale = noted.get("guidance") if isinstance(noted, dict) else None
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale <= 1000:
+    try:
+        return noted_guidance(json.loads((path / "model_index.json").read_text())[OWN])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return float(scale)
 
 
 def _family_of(path: Path) -> str:

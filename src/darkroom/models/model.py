@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +46,13 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The last part of its path, or the run's name where that is `model`; without a path its family."""
-        parts = [part for part in (self.path or self.family).split("/") if part not in ("", ".")]
-        return parts[-2] if parts[-1:] == ["model"] and len(parts) > 1 else parts[-1]
+        """The last part of what it was opened from, the run's where that is its `model`; else its family."""
+        place = Path(self.path or "")
+        if self.path and place.exists():
+            place = place.resolve()
+            if place.name == "model" and (place.parent / "recipe.yaml").is_file():
+                place = place.parent
+        return place.name or self.family
 
     @property
     def latent_channels(self) -> int:
@@ -134,6 +139,14 @@ class Model:
         for module in self.modules.values():
             module.to(device=device, dtype=dtype)
         return self
+
+
+def noted_guidance(note: Any) -> float | None:
+    """The guidance scale in a note about a model; what is no scale is none."""
+    scale = note.get("guidance") if isinstance(note, Mapping) else None
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale <= 1000:
+        return None
+    return float(scale)
 
 
 def is_flow(scheduler: Mapping[str, Any]) -> bool:

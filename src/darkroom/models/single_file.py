@@ -21,7 +21,7 @@ from torch import nn
 from darkroom.errors import ModelError
 from darkroom.models import original
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
-from darkroom.models.model import PARTS, Model
+from darkroom.models.model import PARTS, Model, noted_guidance
 from darkroom.models.original import UNET, VAE, Weights
 from darkroom.models.tensor_file import write_tensors
 
@@ -95,7 +95,7 @@ def _read(path: Path, file: Any, parts: Sequence[str] | None) -> Model:
         parts=wanted,
         device="meta",
     )
-    model.path = str(path)
+    model.path, model.guidance = str(path), noted_guidance(told)
     if model.unet is not None:
         _fill(path, model.unet, _Unet(prefixes["unet"]), file, keys)
     if model.vae is not None:
@@ -365,6 +365,8 @@ def _metadata(model: Model) -> dict[str, str]:
         else:
             configs[name] = {key: value for key, value in dict(config).items() if key[0] != "_"}
     told: dict[str, Any] = {"family": family, "configs": configs}
+    if model.guidance is not None:
+        told["guidance"] = model.guidance
     if model.tokenizers and len(model.tokenizers[0]) != CLIP_VOCABULARY:
         told["tokenizer"] = _written(model.tokenizers[0])
     prediction = model.scheduler.get("prediction_type", "epsilon").removesuffix("_prediction")

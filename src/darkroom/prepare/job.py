@@ -25,7 +25,6 @@ from typing import Any
 import lance
 
 from darkroom import models
-from darkroom.data.races import patiently
 from darkroom.data.store import Store
 from darkroom.prepare.columns import Layout, check_made_alike
 from darkroom.prepare.fragments import FragmentFile, Piece, encode_piece, read_pieces
@@ -175,11 +174,11 @@ class _Job:
         self._report.columns.append(name)
         self._report.encoded[name] = self._report.done_before[name] = 0
         with Notes(self._store.path, name) as notes:
-            patiently(self._add_column)
-            patiently(partial(self._commit, notes))  # what a killed job had finished
-            missing = sum(count for _, count in patiently(self._pending))
+            self._add_column()
+            self._commit(notes)  # what a killed job had finished
+            missing = sum(count for _, count in self._store.patiently(self._pending))
             self._done_rows = self._report.done_before[name] = self._store.num_rows - missing
-            while patiently(partial(self._pass, notes)):
+            while self._store.patiently(partial(self._pass, notes)):
                 pass
 
     def _pass(self, notes: Notes) -> bool:
@@ -258,7 +257,7 @@ class _Job:
                 )
             return usable
 
-        committed = patiently(commit)
+        committed = self._store.patiently(commit)
         if committed:
             self._store.refresh()
         for note in committed:

@@ -52,8 +52,6 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
         latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
         model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
         check_resolution(recipe.data.resolution, model)
-        if recipe.sample.guidance is not None:
-            model.guidance = recipe.sample.guidance
     return model
 
 

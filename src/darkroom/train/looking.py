@@ -73,7 +73,9 @@ class Looking:
             return {}
         with self._meter.part("evaluate"), self.averaged():
             try:
-                return scores(self._task.model, self._run.path, self._drawing(k), scores=self._ranks.first)
+                return scores(
+                    self._task.model, self._run.path, self._drawing(k, tells=False), scores=self._ranks.first
+                )
             except Abandoned:
                 return {}
 
@@ -139,14 +141,15 @@ class Looking:
         """Whether this rank draws: rank 0, and all of them where each holds a part of the weights."""
         return self._ranks.first or self._ranks.sharded
 
-    def _drawing(self, k: int) -> Callable[[int, int], None]:
+    def _drawing(self, k: int, *, tells: bool = True) -> Callable[[int, int], None]:
         """A progress callback that tells of long waits and ends the work when a stop was asked for."""
         began = told = time.monotonic()
 
         def drawn(done: int, total: int) -> None:
             nonlocal told
             self._watch.note(k, "sample")
-            if (now := time.monotonic()) - told >= TOLD_EVERY_S and done < total and self._ranks.first:
+            now = time.monotonic()
+            if tells and now - told >= TOLD_EVERY_S and done < total and self._ranks.first:
                 told = now
                 left = format_seconds((now - began) / done * (total - done))
                 self._say(f"drawing pictures at step {k}: {100 * done / total:.0f} %, {left} left")

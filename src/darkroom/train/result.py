@@ -42,6 +42,7 @@ def write_results(
         write_words(values, recipe.model.word, run / WORDS)
         write_whole_model(recipe, values, measured, run, run / "model")
     else:
+        _note_guidance(recipe, model)
         write_model(model, values, measured, run / "model")
 
 
@@ -87,7 +88,14 @@ def write_whole_model(
         values = {}
     elif recipe.model.word is not None:
         add_word(model, recipe.model.word)
+    _note_guidance(recipe, model)
     write_model(model, values, measured, target)
+
+
+def _note_guidance(recipe: Recipe, model: Model) -> None:
+    """What the run's samples were drawn with is what its model is drawn with."""
+    if recipe.sample.guidance is not None:
+        model.guidance = recipe.sample.guidance
 
 
 def _extractor(recipe: Recipe) -> Model:

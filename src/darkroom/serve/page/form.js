@@ -30,7 +30,7 @@ export class Form {
     $("solver").replaceChildren(...model.solvers.map((name) => make("option", { value: name }, solverName(name))));
     $("solver").value = model.solver;
     $("steps").max = Math.min(limits.steps, 100);
-    $("guidance").max = Math.min(limits.guidance, 20);
+    $("guidance").max = Math.min(limits.guidance, Math.max(20, model.guidance));
     $("guidance").value = model.guidance;
     $("num").max = limits.pictures;
     for (const id of ["width", "height"]) {
@@ -39,7 +39,7 @@ export class Form {
     }
     $("shapes").replaceChildren(...SHAPES.map((shape) => this.shapeButton(...shape)));
     this.listAdapters(model.adapters);
-    this.restore(kept.get("form", {}));
+    this.restore(kept.get(`form of ${model.name}`, {}));
   }
 
   shapeButton(name, across, down) {
@@ -98,9 +98,10 @@ export class Form {
   }
 
   keep() {
+    if (!this.model) return;
     this.tellSlides();
     const told = Object.fromEntries(PLAIN.map((id) => [id, $(id).value]));
-    kept.set("form", { ...told, adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })) });
+    kept.set(`form of ${this.model.name}`, { ...told, adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })) });
   }
 
   /** Take up settings: of a picture, or of the last visit. What they do not say stays. */
