@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import lance
 import pytest
@@ -14,40 +15,27 @@ from darkroom.errors import StoreError
 def test_appends_beside_one_who_joins_fragments_lose_nothing(tmp_path):
     path = tmp_path / "pictures.lance"
     Store.create(path).append(rows(10))
-    errors: list[BaseException] = []
     done = threading.Event()
-
-    def thread(work: Callable[[], object]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-
-        made = threading.Thread(target=run)
-        made.start()
-        return made
 
     def append(start: int) -> None:
         mine = Store.open(path)
         for i in range(20):
             mine.append(rows(2, start + 2 * i))
 
-    def again(work: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            while not done.is_set():
-                work()
+    def again(work: Callable[[], object]) -> None:
+        while not done.is_set():
+            work()
 
-        return run
-
-    appending = [thread(lambda n=n: append(1000 * n)) for n in (1, 2)]
-    others = [thread(again(lambda: Store.open(path).compact())), thread(again(lambda: Store.open(path)))]
-    for one in appending:
-        one.join()
-    done.set()
-    for one in others:
-        one.join()
-    assert errors == []
+    with ThreadPoolExecutor() as pool:
+        others = [
+            pool.submit(again, lambda: Store.open(path).compact()),
+            pool.submit(again, lambda: Store.open(path)),
+        ]
+        appending = [pool.submit(append, 1000 * n) for n in (1, 2)]
+        wait(appending)
+        done.set()
+    for one in (*appending, *others):
+        one.result()
     store = Store.open(path)
     found = store.take(store.select(None), ["phash"])["phash"].to_pylist()
     assert sorted(found) == [*range(10), *range(1000, 1040), *range(2000, 2040)]

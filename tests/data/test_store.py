@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 from collections import Counter
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import lance
 import numpy as np
@@ -160,33 +159,22 @@ def fill(store: Store, name: str) -> None:
 def test_writers_that_race_lose_nothing(store):
     """Appends, columns that are added and filled, and a deletion, all at once."""
     store.add_columns([pa.field("filled", pa.int32())])
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-
-        return threading.Thread(target=run)
 
     def append(start: int) -> None:
         mine = Store.open(store.path)
         for i in range(4):
             mine.append(rows(3, start + 3 * i))
 
-    threads = [guarded(lambda n=n: append(100 * n)) for n in (1, 2, 3)]
-    threads += [
-        guarded(lambda n=n: Store.open(store.path).add_columns([pa.field(n, pa.int32())])) for n in "ab"
-    ]
-    threads += [guarded(lambda: fill(Store.open(store.path), "filled"))]
-    threads += [guarded(lambda: Store.open(store.path).delete(ids=[f"{7:032x}"]) and None)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    def add(name: str) -> None:
+        Store.open(store.path).add_columns([pa.field(name, pa.int32())])
+
+    with ThreadPoolExecutor(7) as pool:
+        works = [pool.submit(append, 100 * n) for n in (1, 2, 3)]
+        works += [pool.submit(add, name) for name in "ab"]
+        works += [pool.submit(lambda: fill(Store.open(store.path), "filled"))]
+        works += [pool.submit(lambda: Store.open(store.path).delete(ids=[f"{7:032x}"]))]
+    for work in works:
+        work.result()
     store.refresh()
     expected = [*(i for i in range(50) if i != 7), *(100 * n + i for n in (1, 2, 3) for i in range(12))]
     found = store.take(store.select(None), ["phash", "filled"]).to_pylist()

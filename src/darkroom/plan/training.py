@@ -19,6 +19,7 @@ from darkroom.plan.profile import Profile
 from darkroom.train import build, job
 from darkroom.train.extras import AlignSettings
 from darkroom.train.objective import scheduler_config
+from darkroom.train.stored import caches_latents
 from darkroom.train.tasks import ENCODED_PIXELS
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def encodes(recipe: Recipe) -> bool:
     data = recipe.data
     if recipe.task == "autoencoder" or data.encode == "stored":
         return False
-    return data.encode == "inline" or not job.caches_latents(recipe)
+    return data.encode == "inline" or not caches_latents(recipe)
 
 
 def _reads_text(recipe: Recipe, task: Any) -> bool:

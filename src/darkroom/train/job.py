@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,19 @@ from torch import Tensor, nn
 from darkroom import hardware, models
 from darkroom.data import Store
 from darkroom.data.loader import ReadSettings
-from darkroom.data.mixing import parts_of, versions_of
+from darkroom.data.mixing import versions_of
 from darkroom.data.order import Rows
 from darkroom.errors import RecipeError
 from darkroom.models import Model
-from darkroom.prepare import TextEncoder, VaeEncoder, latents_column, prepare, text_column
+from darkroom.prepare import VaeEncoder
 from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model
 from darkroom.train.checks import check_settings, select_rows
 from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS
 from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.extras import make_extras
-from darkroom.train.feed import Feed, bucket_step, inline_step, make_feed, make_order, read_once
+from darkroom.train.feed import Feed, bucket_step, make_feed, make_order, read_once
 from darkroom.train.gather import class_store_path, gather, gather_class, has_own_store, open_store
-from darkroom.train.masks import COLUMN, Masks
 from darkroom.train.micro import ESTIMATED, choose_micro_batch, try_micro_batches
 from darkroom.train.objective import make_objective
 from darkroom.train.online import OpenFeed
@@ -39,6 +38,7 @@ from darkroom.train.resume import exactness
 from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
+from darkroom.train.stored import caches_latents, prepare_own, stored_latents, stored_masks, stored_text
 from darkroom.train.tasks import Autoencoder, Diffusion, Task
 from darkroom.train.weights import cast
 from darkroom.train.words import add_word
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
-PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pictures of 512 px
 FROZEN_UNET = (*ADAPTER_TASKS, "textual-inversion")
 SCENES = ("{} in the snow", "{} on the beach")
 
@@ -180,7 +179,7 @@ def _made_ready(
             ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
     if has_own_store(recipe) and caches_latents(recipe):
-        ranks.in_turn(lambda: _prepare_own(recipe, model, stores, _device(recipe, ranks), say))
+        ranks.in_turn(lambda: prepare_own(recipe, model, stores, _device(recipe, ranks), say))
         for one in stores:
             one.refresh()
     return stores
@@ -258,14 +257,15 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     encode = None
     extras = make_extras(recipe, model, device)
     sees = extras is not None and extras.extractor is not None
-    column = _latents_column(recipe, model, store)
+    column = stored_latents(recipe, model, store)
     if column is not None:
         bucket_step(recipe, store, column)
         read = read.model_copy(update={"latents": column, "pixels": read.pixels if sees else None})
     else:
-        encode = VaeEncoder(_vae(model), device=device).encode
-    text = _text_column(recipe, model, store)
-    masks = _masks(recipe, model, store)
+        assert model.vae is not None
+        encode = VaeEncoder(model.vae, device=device).encode
+    text = stored_text(recipe, model, store)
+    masks = stored_masks(recipe, model, store)
     read = read.model_copy(
         update={
             "text": text,
@@ -322,105 +322,10 @@ def _trained(recipe: Recipe, model: Model, device: torch.device) -> dict[str, nn
     return parts
 
 
-def _captions_of(recipe: Recipe) -> tuple[str, ...]:
-    """What is said of pictures by the recipe itself."""
-    if recipe.model.word is not None:
-        return recipe.data.prompts or recipe.model.word.prompts
-    return recipe.data.prompts
-
-
-def caches_latents(recipe: Recipe) -> bool:
-    """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
-    data = recipe.data
-    return data.encode not in ("inline", "online") and data.crop == "centre" and not data.flip
-
-
-def _prepare_own(
-    recipe: Recipe, model: Model, stores: Sequence[Store], device: torch.device, say: Say
-) -> None:
-    side = recipe.data.resolution
-    for store in stores:
-        store.refresh()
-        report = prepare(
-            store,
-            replace(model, unet=None, text_encoders=[], tokenizers=[]),
-            resolution=side,
-            bucket_step=inline_step(side, model) if recipe.data.buckets else 0,
-            batch_rows=max(1, PREPARED_PIXELS // side**2),
-            device=str(device),
-        )
-        made = sum(report.encoded.values())
-        if made:
-            say(f"latents of {made} pictures made, kept in {store.path} ({report.wall_s:.1f} s)")
-
-
-def _latents_column(recipe: Recipe, model: Model, store: Store) -> str | None:
-    """The prepared column to read, or None to encode pictures at each step."""
-    data = recipe.data
-    if data.encode in ("inline", "online"):
-        return None
-    if data.encode == "auto":
-        made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "latents"]
-        if not caches_latents(recipe) or not any(
-            meta.get("darkroom.resolution") == str(data.resolution) for meta in made
-        ):
-            return None
-    identity = models.identity(_vae(model))
-    columns = {latents_column(one, data.resolution, identity) for one in parts_of(store)}
-    return _shared(store, columns)
-
-
-def _shared(store: Store, columns: set[str]) -> str:
-    """A prepared column that all of a mixture's stores have alike."""
-    column: str = columns.pop()
-    if columns or column not in store.columns():
-        raise RecipeError(
-            "data.stores",
-            f"their columns {', '.join(sorted({column, *columns}))} are not alike",
-            mend="prepare all of them with the same settings (square, or --buckets)",
-        )
-    return column
-
-
-def _masks(recipe: Recipe, model: Model, store: Store) -> Masks | None:
-    """What reads the masks, where there are any; RecipeError for a column that is missing."""
-    given = recipe.data.mask
-    column = COLUMN if has_own_store(recipe) and given in (None, "alpha") else given
-    if column is None or (given is None and column not in store.columns()):
-        return None
-    if column not in store.columns():
-        raise RecipeError(
-            "data.mask", f"the store has no column '{column}'", allowed=", ".join(store.columns())
-        )
-    return Masks(column, factor=model.vae_factor, floor=recipe.objective.unmasked_weight)
-
-
 def _train(*modules: nn.Module | None) -> None:
     for module in modules:
         assert module is not None
         module.requires_grad_(True)
-
-
-def _vae(model: Model) -> nn.Module:
-    vae: nn.Module | None = model.vae
-    assert vae is not None
-    return vae
-
-
-def _text_column(recipe: Recipe, model: Model, store: Store) -> str | None:
-    """The prepared text column to read, or None to encode captions at each step."""
-    asked, data = recipe.data.text, recipe.data
-    trains = recipe.model.train_text_encoder or (recipe.adapter is not None and recipe.adapter.text_encoder)
-    says = recipe.task == "textual-inversion" or data.prompts or data.shuffle_tags
-    if trains or asked == "inline" or (says and asked == "auto"):
-        return None
-    made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "text"]
-    if asked == "auto" and not made:
-        return None
-    identity = TextEncoder(model.text_encoders, model.tokenizers).identity
-    if asked == "auto" and all(meta.get("darkroom.encoder") != identity for meta in made):
-        return None  # what is there is another model's
-    return _shared(store, {text_column(one, identity) for one in parts_of(store)})
 
 
 def _heldout(
@@ -476,6 +381,13 @@ def _micro_batch(
             mend=f"set train.global_batch={micro}",
         )
     return micro, why
+
+
+def _captions_of(recipe: Recipe) -> tuple[str, ...]:
+    """What is said of pictures by the recipe itself."""
+    if recipe.model.word is not None:
+        return recipe.data.prompts or recipe.model.word.prompts
+    return recipe.data.prompts
 
 
 def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:

@@ -1,0 +1,108 @@
+"""What a run reads from its store instead of computing it: latents, text states and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from darkroom import models
+from darkroom.data import Store
+from darkroom.data.mixing import parts_of
+from darkroom.errors import RecipeError
+from darkroom.models import Model
+from darkroom.prepare import TextEncoder, latents_column, prepare, text_column
+from darkroom.train.feed import inline_step
+from darkroom.train.gather import has_own_store
+from darkroom.train.masks import COLUMN, Masks
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pictures of 512 px
+
+
+def caches_latents(recipe: Recipe) -> bool:
+    """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
+    data = recipe.data
+    return data.encode not in ("inline", "online") and data.crop == "centre" and not data.flip
+
+
+def prepare_own(
+    recipe: Recipe, model: Model, stores: Sequence[Store], device: torch.device, say: Callable[[str], None]
+) -> None:
+    """Make the latents of a run's own stores, where they are not there yet, and tell how many."""
+    side = recipe.data.resolution
+    for store in stores:
+        store.refresh()
+        report = prepare(
+            store,
+            replace(model, unet=None, text_encoders=[], tokenizers=[]),
+            resolution=side,
+            bucket_step=inline_step(side, model) if recipe.data.buckets else 0,
+            batch_rows=max(1, PREPARED_PIXELS // side**2),
+            device=str(device),
+        )
+        made = sum(report.encoded.values())
+        if made:
+            say(f"latents of {made} pictures made, kept in {store.path} ({report.wall_s:.1f} s)")
+
+
+def stored_latents(recipe: Recipe, model: Model, store: Store) -> str | None:
+    """The prepared column to read, or None to encode pictures at each step."""
+    data = recipe.data
+    if data.encode in ("inline", "online"):
+        return None
+    if data.encode == "auto":
+        made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "latents"]
+        if not caches_latents(recipe) or not any(
+            meta.get("darkroom.resolution") == str(data.resolution) for meta in made
+        ):
+            return None
+    assert model.vae is not None
+    identity = models.identity(model.vae)
+    columns = {latents_column(one, data.resolution, identity) for one in parts_of(store)}
+    return _shared(store, columns)
+
+
+def _shared(store: Store, columns: set[str]) -> str:
+    """A prepared column that all of a mixture's stores have alike."""
+    column: str = columns.pop()
+    if columns or column not in store.columns():
+        raise RecipeError(
+            "data.stores",
+            f"their columns {', '.join(sorted({column, *columns}))} are not alike",
+            mend="prepare all of them with the same settings (square, or --buckets)",
+        )
+    return column
+
+
+def stored_text(recipe: Recipe, model: Model, store: Store) -> str | None:
+    """The prepared text column to read, or None to encode captions at each step."""
+    asked, data = recipe.data.text, recipe.data
+    trains = recipe.model.train_text_encoder or (recipe.adapter is not None and recipe.adapter.text_encoder)
+    says = recipe.task == "textual-inversion" or data.prompts or data.shuffle_tags
+    if trains or asked == "inline" or (says and asked == "auto"):
+        return None
+    made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "text"]
+    if asked == "auto" and not made:
+        return None
+    identity = TextEncoder(model.text_encoders, model.tokenizers).identity
+    if asked == "auto" and all(meta.get("darkroom.encoder") != identity for meta in made):
+        return None  # what is there is another model's
+    return _shared(store, {text_column(one, identity) for one in parts_of(store)})
+
+
+def stored_masks(recipe: Recipe, model: Model, store: Store) -> Masks | None:
+    """What reads the masks, where there are any; RecipeError for a column that is missing."""
+    given = recipe.data.mask
+    column = COLUMN if has_own_store(recipe) and given in (None, "alpha") else given
+    if column is None or (given is None and column not in store.columns()):
+        return None
+    if column not in store.columns():
+        raise RecipeError(
+            "data.mask", f"the store has no column '{column}'", allowed=", ".join(store.columns())
+        )
+    return Masks(column, factor=model.vae_factor, floor=recipe.objective.unmasked_weight)
