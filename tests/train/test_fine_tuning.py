@@ -430,7 +430,6 @@ REFUSED = [
     ),
     ("lora", ("optim.name=prodigy", "optim.fused_backward=true"), r"optim.fused_backward: true, but Prodigy"),
     ("lora", ("optim.name=schedule-free", "optim.decay=cosine"), r"optim.decay: cosine with schedule-free"),
-    ("lora", ("data.mask=alpha", "data.flip=true"), r"data.mask: given, but masks are cut at the centre"),
     ("lora", ("evaluate.patience=2",), r"evaluate.patience: given, but evaluate.every is 0"),
     ("textual-inversion", ("model.word=null",), r"model.word: missing; say the new word"),
     (

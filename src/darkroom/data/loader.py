@@ -85,7 +85,8 @@ class Batch:
     `columns` holds what was asked for: `moments` float16 [B, 2, C, h, w] (mean and standard deviation, not
     scaled), `pixels` uint8 [B, 3, H, W], `caption` list[str], `text` float16 [B, L, D], `pooled` float16
     [B, P], `dropped` bool [B] where captions are dropped (caption, text and pooled are the empty caption's
-    there), and the draws. `wait_s` is how long the caller stood still for this batch.
+    there), and the draws. Of pixels, `cut_at` float64 [B, 2] says where each is cut (u, v), if at random, and
+    `mirrored` bool [B] which are, if half. `wait_s` is how long the caller stood still for this batch.
     """
 
     k: int
@@ -269,7 +270,10 @@ class Assembler:
         for name in blocks[0].values:
             parts = [block.values[name] for block in blocks]
             if name == "picture":
-                batch.columns["pixels"] = self._pixels(rows, _rows_of(parts, picks))
+                at = self._cut_at(rows)
+                batch.columns["pixels"] = self._pixels(rows, _rows_of(parts, picks), at)
+                if self._read.crop == "random":
+                    batch.columns["cut_at"] = torch.from_numpy(at)
             else:
                 batch.columns[name] = _stack(parts, picks, len(rows), self._pin)
         self._flip(batch)
@@ -281,13 +285,15 @@ class Assembler:
     def _uniform(self, batch: Batch | BatchRows, purpose: Purpose) -> Array:
         return draws.uniform(self._read.seed, batch.epochs_B, batch.positions_B, purpose)
 
-    def _pixels(self, rows: BatchRows, pictures: list[memoryview]) -> torch.Tensor:
+    def _cut_at(self, rows: BatchRows) -> Array:
+        """Where each picture is cut [B, 2]: the share of the overhang left out on the left and at the top."""
+        if self._read.crop != "random":
+            return np.full((len(rows), 2), 0.5)
+        return np.stack([self._uniform(rows, p) for p in (Purpose.CROP_X, Purpose.CROP_Y)], axis=1)
+
+    def _pixels(self, rows: BatchRows, pictures: list[memoryview], at: Array) -> torch.Tensor:
         width, height = rows.size or (self._read.pixels or 0,) * 2
         out = _empty((len(rows), 3, height, width), torch.uint8, self._pin)
-        at: Array = np.full((len(rows), 2), 0.5)
-        if self._read.crop == "random":
-            at[:, 0] = self._uniform(rows, Purpose.CROP_X)
-            at[:, 1] = self._uniform(rows, Purpose.CROP_Y)
         for target, picture, (u, v) in zip(out.numpy(), pictures, at.tolist(), strict=True):
             target[:] = pixels_of(picture, (width, height), background=self._read.background, at=(u, v))
         return out
@@ -296,6 +302,7 @@ class Assembler:
         if self._read.flip and "pixels" in batch:
             flips = torch.from_numpy(self._uniform(batch, Purpose.FLIP) < 0.5)
             batch["pixels"][flips] = batch["pixels"][flips].flip(-1)
+            batch.columns["mirrored"] = flips
 
     def _say_captions(self, batch: Batch) -> None:
         read = self._read

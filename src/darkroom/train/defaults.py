@@ -246,10 +246,6 @@ def _check_word(recipe: Recipe) -> None:
 
 def _check_masks(recipe: Recipe) -> None:
     data = recipe.data
-    if data.mask is not None and (data.flip or data.crop == "random"):
-        raise RecipeError(
-            "data.mask", "given, but masks are cut at the centre", mend="set data.crop=centre data.flip=false"
-        )
     if data.mask == "alpha" and data.store:
         raise RecipeError(
             "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"

@@ -22,7 +22,10 @@ ENDING = ".mask.png"
 
 
 class Masks:
-    """Reads a batch's masks [B, 1, h, w]: 1 where they are white, `floor` where black; 1 without one."""
+    """Reads a batch's masks [B, 1, h, w]: 1 where they are white, `floor` where black; 1 without one.
+
+    They are cut and mirrored as the batch says of its pictures.
+    """
 
     def __init__(self, column: str, *, factor: int, floor: float) -> None:
         self.column, self._factor, self._floor = column, factor, floor
@@ -30,10 +33,21 @@ class Masks:
 
     def __call__(self, columns: Mapping[str, Any], size: Sequence[int]) -> Tensor:
         height, width = size
-        rows = [self._read(picture, height, width) for picture in columns[self.column]]
-        return torch.stack(rows)
+        pictures, places = columns[self.column], columns.get("cut_at")
+        if places is None:
+            rows = [self._read(picture, height, width) for picture in pictures]
+        else:  # each time at another place: nothing to be kept
+            pairs = zip(pictures, places.tolist(), strict=True)
+            rows = [self._decoded(picture, height, width, (u, v)) for picture, (u, v) in pairs]
+        masks_B1hw = torch.stack(rows)
+        if "mirrored" in columns:
+            mirrored = columns["mirrored"]
+            masks_B1hw[mirrored] = masks_B1hw[mirrored].flip(-1)
+        return masks_B1hw
 
-    def _decoded(self, picture: bytes | None, height: int, width: int) -> Tensor:
+    def _decoded(
+        self, picture: bytes | None, height: int, width: int, at: tuple[float, float] = (0.5, 0.5)
+    ) -> Tensor:
         if picture is None:
             return torch.ones(1, height, width)
         from darkroom.data.pictures import resize_crop
@@ -43,7 +57,7 @@ class Masks:
         except (UnidentifiedImageError, OSError) as error:
             raise StoreError(f"column {self.column} holds what is no picture: {error}") from error
         # Cut as the picture is, then a latent pixel's mean.
-        whole = resize_crop(image, (width * self._factor, height * self._factor))
+        whole = resize_crop(image, (width * self._factor, height * self._factor), crop=at)
         grey_hw = np.asarray(whole.convert("L").resize((width, height), Image.Resampling.BOX), np.float32)
         return torch.from_numpy(self._floor + (1 - self._floor) * grey_hw / 255)[None]
 
