@@ -171,16 +171,19 @@ def make_job(
 def _made_ready(
     recipe: Recipe, model: Model, store: Store, pinned: Pinned, precision: str, say: Say, ranks: Ranks
 ) -> list[Store]:
-    """The run's store and that of the class; class pictures drawn, latents cached, if asked."""
-    stores = [store]
+    """The run's store and that of the class; class pictures drawn, latents made of a run's own, if read."""
+    stores, makes, column = [store], has_own_store(recipe) and caches_latents(recipe), None
     if recipe.data.class_prompt is not None:
+        if not makes:
+            column = stored_latents(recipe, model, store)
         if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
             dtype = models.precision(precision)
             ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
-    if has_own_store(recipe) and caches_latents(recipe):
-        ranks.in_turn(lambda: prepare_own(recipe, model, stores, _device(recipe, ranks), say))
-        for one in stores:
+    own = stores if makes else stores[1:] if column else []
+    if own:
+        ranks.in_turn(lambda: prepare_own(recipe, model, own, _device(recipe, ranks), say))
+        for one in own:
             one.refresh()
     return stores
 
