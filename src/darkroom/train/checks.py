@@ -50,12 +50,6 @@ def check_settings(recipe: Recipe) -> None:
             f"{getattr(data, named)}, but prepared latents are of pictures as they are, cut at the centre",
             mend="set data.encode=inline",
         )
-    if recipe.model.train_text_encoder and data.text == "stored":
-        raise RecipeError(
-            "data.text",
-            "stored, but a text encoder that is trained cannot be read from a column",
-            mend="set data.text=inline",
-        )
 
 
 def _check_autoencoder(recipe: Recipe) -> None:

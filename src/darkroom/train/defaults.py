@@ -120,7 +120,9 @@ def check_together(recipe: Recipe) -> None:
     _check_sources(recipe)
     _check_adapter(recipe)
     _check_subject(recipe)
+    _check_prior(recipe)
     _check_word(recipe)
+    _check_text(recipe)
     _check_masks(recipe)
     _check_optimiser(recipe)
     check_parallel(recipe)
@@ -197,25 +199,43 @@ def _check_subject(recipe: Recipe) -> None:
             raise RecipeError(
                 "data.prompt", "missing", mend="say it with a rare word: data.prompt='a photo of sks dog'"
             )
-    elif data.class_prompt is not None or data.class_images is not None:
-        key = "class_prompt" if data.class_prompt is not None else "class_images"
+    elif key := "class_prompt" if data.class_prompt is not None else _said_of_prior(recipe):
         raise RecipeError(
             f"data.{key}", f"given with the task {recipe.task}", allowed=f"with {' or '.join(SUBJECT_TASKS)}"
         )
-    if data.class_images is not None and data.class_prompt is None:
+
+
+def _check_prior(recipe: Recipe) -> None:
+    data = recipe.data
+    if data.class_prompt is None and (said := _said_of_prior(recipe)):
         raise RecipeError(
-            "data.class_prompt", "missing beside data.class_images", mend="such as 'a photo of a dog'"
+            "data.class_prompt", f"missing beside data.{said}", mend="such as 'a photo of a dog'"
         )
     if data.class_prompt is not None and data.class_prompt == data.prompt:
         raise RecipeError(
             "data.class_prompt", f"'{data.class_prompt}' is data.prompt too", mend="leave its rare word out"
         )
+    if data.class_prompt is not None and data.encode == "online":
+        raise RecipeError("data.encode", "online with data.class_prompt", allowed="stored, inline or auto")
     if data.class_prompt is not None and data.buckets:
         raise RecipeError(
             "data.buckets",
             "true, but class pictures, which are square, go beside the subject's",
             mend="leave data.class_prompt out, or set data.buckets=false",
         )
+
+
+def _said_of_prior(recipe: Recipe) -> str | None:
+    """A setting of prior preservation that was said beside no class prompt."""
+    data = recipe.data
+    if data.class_images is not None:
+        return "class_images"
+    for name in ("num_class_images", "prior_weight"):
+        # A run's own recipe says every setting, the missing prompt too.
+        said = name in data.model_fields_set and "class_prompt" not in data.model_fields_set
+        if said or getattr(data, name) != type(data).model_fields[name].default:
+            return name
+    return None
 
 
 def _check_word(recipe: Recipe) -> None:
@@ -241,6 +261,28 @@ def _check_word(recipe: Recipe) -> None:
             "data.prompt",
             f"'{missing[0]}' lacks the word {word.token}",
             mend=f"such as 'a photo of {word.token}'",
+        )
+
+
+def _check_text(recipe: Recipe) -> None:
+    """Stored text states are of the store's captions, by an encoder that stays as it is."""
+    data = recipe.data
+    if data.text != "stored":
+        return
+    against = {
+        "model.train_text_encoder": recipe.model.train_text_encoder,
+        "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
+        "model.word": recipe.model.word is not None,
+        "data.prompt": bool(data.prompts),
+        "data.shuffle_tags": data.shuffle_tags,
+        "data.folder": data.folder is not None,
+        "data.instance": data.instance is not None,
+    }
+    if given := next((key for key, is_so in against.items() if is_so), None):
+        raise RecipeError(
+            "data.text",
+            f"stored, but with {given} the store's text states are not what is trained on",
+            mend="set data.text=inline",
         )
 
 
