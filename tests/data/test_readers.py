@@ -19,6 +19,7 @@ from material import encoded, noise_picture
 
 from darkroom.data import Store, import_pictures
 from darkroom.data.importers import find_kind
+from darkroom.data.source import pictures_below
 from darkroom.errors import InputError
 
 PICTURES = {f"{i:03d}": encoded(noise_picture(i)) for i in range(6)}
@@ -340,6 +341,23 @@ def test_a_picture_with_several_captions_is_several_rows(tmp_path):
     )
     import_pictures(tmp_path / "a", tmp_path / "s.lance")
     assert [row["caption"] for row in rows_of(tmp_path / "s.lance", ["caption"])] == ["one", "two"]
+
+
+def test_masks_are_no_pictures(tmp_path):
+    """NAME.mask.png belongs to NAME, in folders, zips and tars."""
+    names = {"a.mask.png": "000", "a.png": "001", "in/b.MASK.PNG": "002", "in/b.png": "003"}
+    folder = tmp_path / "folder"
+    (folder / "in").mkdir(parents=True)
+    for name, picture in names.items():
+        (folder / name).write_bytes(PICTURES[picture])
+    with tarfile.open(tmp_path / "made.tar", "w") as archive:
+        for name, picture in names.items():
+            add(archive, name.lower(), PICTURES[picture])
+    for i, source in enumerate((folder, zip_of(folder, tmp_path / "made.zip"), tmp_path / "made.tar")):
+        store = tmp_path / f"{i}.lance"
+        import_pictures(source, store, on_missing_caption="keep")
+        assert {row["picture"] for row in rows_of(store, ["picture"])} == {PICTURES["001"], PICTURES["003"]}
+    assert [path.name for path in pictures_below(folder)] == ["a.png", "b.png"]
 
 
 def test_what_img2dataset_writes_comes_along(tmp_path):

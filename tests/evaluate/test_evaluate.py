@@ -121,6 +121,8 @@ def test_a_store_and_its_folder_are_the_same_reference(painted, small_folder, tm
 def test_subject_fidelity_is_the_mean_cosine_over_all_pairs(painted, small_folder, tmp_path):
     subject = paint(tmp_path / "subject", 5, seed=9)
     found = open_extractor(small_folder)
+    (subject / "000.mask.png").write_bytes((subject / "001.png").read_bytes())
+    assert len(FolderPictures.of(subject)) == 5  # a mask is no photograph
     (score,) = evaluate_folder(painted, ["dino"], extractors={"dino": found}, subject=subject)
     drawn, real = (found.pictures(images(FolderPictures.of(folder))) for folder in (painted, subject))
     expected = statistics.cosine_to_set(drawn, real).mean()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from PIL import Image
 from subjects import SIDE, recipe_for
 
 from darkroom.data import Store
 from darkroom.data.importers import import_pictures
+from darkroom.errors import RecipeError
 from darkroom.prepare import prepare
-from darkroom.train import Pinned, make_job, train
+from darkroom.train import Pinned, make_job, sweep, train
 
 
 def test_masks_are_cut_and_mirrored_with_their_pictures(base: Path, tmp_path: Path) -> None:
@@ -51,3 +54,40 @@ def test_class_pictures_beside_a_prepared_store(base: Path, photos: Path, tmp_pa
     recipe = recipe_for("dreambooth-lora", base, photos, *settings)
     assert train(recipe, out=tmp_path / "run", console=said.append).steps == 2
     assert next(line for line in said if line.startswith("latents of")).startswith("latents of 2 pictures")
+
+
+def test_own_class_pictures_are_counted_as_they_are_imported(
+    base: Path, photos: Path, tmp_path: Path
+) -> None:
+    """In subfolders too, and masks not."""
+    folder = tmp_path / "dogs"
+    shutil.copytree(photos, folder / "mine")
+    for path in sorted((folder / "mine").glob("*.png"))[:3]:
+        shutil.copy(path, path.with_suffix(".mask.png"))
+    before = sorted(folder.rglob("*"))
+    settings = ("data.class_prompt=a photo of a dog", f"data.class_images={folder}")
+    said: list[str] = []
+    enough = recipe_for("dreambooth-lora", base, photos, *settings, "data.num_class_images=5")
+    make_job(enough, Pinned(tmp_path / "run"), say=said.append)
+    assert f"5 class pictures in {folder}, 5 are used" in said
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_runs_share_class_pictures_that_are_alike(base: Path, photos: Path, tmp_path: Path) -> None:
+    prior = ("data.class_prompt=a photo of a dog", "data.num_class_images=1", "train.steps=1")
+    told = [{"data.resolution": side, "optim.lr": lr} for side, lr in ((32, 1e-3), (32, 2e-3), (64, 1e-3))]
+    recipes = [
+        (one, recipe_for("dreambooth-lora", base, photos, *prior, *(f"{k}={v}" for k, v in one.items())))
+        for one in told
+    ]
+    sweep(recipes, out=tmp_path / "sweep", console=lambda _: None)
+    sides = sorted(Image.open(path).width for path in (tmp_path / "sweep").glob("class-*/*.png"))
+    assert sides == [32, 64]
+    # As many as are wanted are there, but of another size.
+    folder = next(path.parent for path in (tmp_path / "sweep").glob("class-*/*.png"))
+    side = 96 - Image.open(next(folder.glob("*.png"))).width
+    other = (*prior, f"data.class_images={folder}", f"data.resolution={side}")
+    with pytest.raises(
+        RecipeError, match=r"data.class_images: the pictures in .* with another side \(\d\d\)"
+    ):
+        make_job(recipe_for("dreambooth-lora", base, photos, *other), Pinned(tmp_path / "run"))

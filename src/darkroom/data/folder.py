@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from darkroom.data.pictures import EXTENSIONS
+from darkroom.data.pictures import EXTENSIONS, is_picture
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.source import (
     CAPTION_NAMES,
@@ -149,7 +149,7 @@ class FolderSource:
         for tree in self._trees:
             before = self.total
             for name in tree.names():
-                self.total += _is_picture(name)
+                self.total += is_picture(name)
                 if posixpath.basename(name).lower() in METADATA or name == _only(path):
                     self._metadata.append((tree, name))
             if self.total > before:
@@ -164,7 +164,7 @@ class FolderSource:
             yield from self._listed(tree, name, listed)
         for tree in self._with_pictures:
             for name in tree.names():
-                if _is_picture(name) and short_id(tree.label + name) not in listed:
+                if is_picture(name) and short_id(tree.label + name) not in listed:
                     found = tree.find(name)
                     if found is not None:
                         yield _sample(found, _caption_beside(tree, name), {})
@@ -223,10 +223,6 @@ def _trees(path: Path) -> list[Tree]:
     root = path if path.is_dir() else path.parent
     zips = sorted(file for file in root.glob("*.[zZ][iI][pP]") if not is_hidden(file.name))
     return [FolderTree(root), *(ZipTree(z, f"{z.name}/" if len(zips) > 1 else "") for z in zips)]
-
-
-def _is_picture(name: str) -> bool:
-    return posixpath.splitext(name)[1].lower() in EXTENSIONS
 
 
 def _caption_beside(tree: Tree, name: str) -> str | None:

@@ -29,6 +29,7 @@ EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib", ".tif", ".tiff"}
     | {".jp2", ".j2k", ".jpx", ".avif", ".ppm", ".pgm", ".pbm", ".ico"}
 )
+MASK_ENDING = ".mask.png"
 MAX_PIXELS = 178_000_000
 PILLOW_MAX_PIXELS = 178_956_970  # Pillow itself refuses more
 LARGE_PIXELS = 16_000_000
@@ -57,6 +58,12 @@ class Facts:
     height: int
     format: str
     phash: int
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file is a picture by its name. NAME.mask.png is none: it says where NAME's counts."""
+    lowered = name.lower()
+    return lowered.endswith(tuple(EXTENSIONS)) and not lowered.endswith(MASK_ENDING)
 
 
 def decode(data: bytes, *, background: str = "white", max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from darkroom.data.pictures import EXTENSIONS, is_picture
 from darkroom.errors import InputError
 
 IMAGE_NAMES = (
@@ -87,6 +88,11 @@ def paths_below(root: Path, endings: tuple[str, ...]) -> list[Path]:
     if root.is_file():
         return [root] if root.name.lower().endswith(endings) else []
     return [Path(folder, name) for folder, name in files_below(root) if name.lower().endswith(endings)]
+
+
+def pictures_below(root: Path) -> list[Path]:
+    """The pictures below a folder, as an import finds them; masks are none."""
+    return [path for path in paths_below(root, tuple(EXTENSIONS)) if is_picture(path.name)]
 
 
 def part_name(path: Path, root: Path) -> str:

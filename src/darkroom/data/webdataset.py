@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from darkroom.data.pictures import EXTENSIONS
+from darkroom.data.pictures import is_picture
 from darkroom.data.source import (
     CAPTION_NAMES,
     MAX_PICTURE_BYTES,
@@ -76,7 +76,7 @@ class WebdatasetSource:
 
     def _sample(self, key: str, files: dict[str, bytes | None]) -> Iterator[Item]:
         wanted = self._columns.image
-        name = wanted if wanted in files else next((e for e in files if _ends_in(e, EXTENSIONS)), None)
+        name = wanted if wanted in files else next((e for e in files if is_picture(f".{e}")), None)
         if name is None:
             if files:
                 yield Problem(key, "no-picture", f"only {', '.join(files)}")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from darkroom.data.pictures import EXTENSIONS, PictureError, decode
-from darkroom.data.source import paths_below
+from darkroom.data.source import pictures_below
 from darkroom.data.store import Store
 from darkroom.errors import InputError
 
@@ -62,11 +62,11 @@ class FolderPictures:
 
     @classmethod
     def of(cls, folder: str | Path) -> FolderPictures:
-        """All pictures below a folder but contact sheets (`grid-*.png`); InputError where there are none."""
+        """All pictures below a folder but masks and contact sheets (`grid-*.png`); InputError for none."""
         path = Path(folder)
         if not path.is_dir():
             raise InputError(f"no folder '{folder}'")
-        files = [f for f in paths_below(path, tuple(EXTENSIONS)) if not f.name.startswith(GRID)]
+        files = [file for file in pictures_below(path) if not file.name.startswith(GRID)]
         if not files:
             raise InputError(f"no pictures in '{folder}'", allowed=", ".join(sorted(EXTENSIONS)))
         return cls(str(folder), tuple(files))

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from darkroom.data.pictures import EXTENSIONS
+from darkroom.data.source import pictures_below
 from darkroom.errors import InputError
 from darkroom.hardware import machine, versions
 from darkroom.measure.timing import Measurement, _commit
@@ -97,7 +97,7 @@ class Finetuning:
         for method in (*self.methods, *self.rates, self.sweep_method):
             if method not in METHODS:
                 raise InputError(f"method '{method}'", allowed=", ".join(METHODS))
-        if not self.photos.is_dir() or not num_photos(self.photos):
+        if not self.photos.is_dir() or not pictures_below(self.photos):
             raise InputError(
                 f"no photographs in '{self.photos}'", allowed="a folder with 3 to 30 of one subject"
             )
@@ -165,11 +165,6 @@ class Finetuning:
     def recipe(self, case: Case, **changes: Any) -> Recipe:
         """A case's recipe, checked."""
         return make_recipe(self.content(case, **changes))
-
-
-def num_photos(folder: Path) -> int:
-    """Pictures that lie in a folder."""
-    return sum(file.suffix.lower() in EXTENSIONS for file in folder.iterdir())
 
 
 def row(benchmark: str, case: str, settings: Mapping[str, Any], **columns: Any) -> Measurement:

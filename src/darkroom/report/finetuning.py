@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
 
-from darkroom.data.pictures import EXTENSIONS
+from darkroom.data.source import pictures_below
 from darkroom.measure import Measurement
 from darkroom.measure.finetuning import BEST, FIDELITY, LARGEST, PLANNED, RATES, STEP, Finetuning
 from darkroom.report.page import write_report
@@ -242,8 +242,7 @@ def _save(figure: Figure, file: Path) -> bool:
 
 
 def _photos(bench: Finetuning) -> list[Image.Image]:
-    files = sorted(file for file in bench.photos.iterdir() if file.suffix.lower() in EXTENSIONS)
-    return [_tile(file) for file in files]
+    return [_tile(file) for file in pictures_below(bench.photos)]
 
 
 def _tile(file: Path) -> Image.Image:

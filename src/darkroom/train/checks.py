@@ -10,7 +10,6 @@ from darkroom.data.order import Rows
 from darkroom.errors import RecipeError
 from darkroom.train.defaults import check_together
 from darkroom.train.extractor import check_extractor
-from darkroom.train.gather import NO_MASKS, has_own_store
 from darkroom.train.micro import check_micro_batch
 from darkroom.train.places import check_url
 from darkroom.train.scores import check_scores
@@ -85,9 +84,7 @@ def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
 def _matching(store: Store, recipe: Recipe) -> Rows:
     """The rows of one store that the recipe's filter lets through; RecipeError where there are none."""
     given = recipe.data.filter
-    own = NO_MASKS if has_own_store(recipe) else None
-    wanted = " AND ".join(f"({part})" for part in (given, own) if part)
-    rows = Rows.of(store.choose(wanted) if wanted else store.num_rows)
+    rows = Rows.of(store.choose(given) if given else store.num_rows)
     if len(rows):
         return rows
     of = f" of '{store.path}'" if recipe.data.stores else ""

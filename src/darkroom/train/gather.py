@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -19,10 +19,11 @@ import torch
 from darkroom.data import Store
 from darkroom.data.importers import ImportReport, import_pictures
 from darkroom.data.mixing import MixedStore
-from darkroom.data.pictures import EXTENSIONS
+from darkroom.data.pictures import EXTENSIONS, MASK_ENDING
+from darkroom.data.source import pictures_below
 from darkroom.errors import RecipeError
 from darkroom.run import write_whole
-from darkroom.train.masks import COLUMN, ENDING, alpha_of
+from darkroom.train.masks import COLUMN, alpha_of
 
 if TYPE_CHECKING:
     from darkroom.models import Model
@@ -32,7 +33,6 @@ Say = Callable[[str], None]
 DATA = "data"
 NOTE = ".darkroom.json"  # in a folder of class pictures: what they were generated with
 CLASS_STEPS = 30
-NO_MASKS = f"key NOT LIKE '%{ENDING}'"
 
 
 def has_own_store(recipe: Recipe) -> bool:
@@ -70,14 +70,13 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
     path = Path(store_path(recipe, run))
     report = _imported(folder, path, f"data.{key}", kind="auto" if key == "folder" else "folder")
     store = Store.open(path)
-    rows = len(store.select(NO_MASKS))
-    if not rows:
+    if not store.num_rows:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.rejected.items())
         told = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
         raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
     _check_captions(recipe, store, key)
     masks = _add_masks(recipe, store, folder)
-    say(f"{rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
+    say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
     if report.rejected:
         say(f"set aside: {report.rejected}; see {report.rejected_file}")
 
@@ -102,11 +101,11 @@ def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder") -> Im
 def _check_captions(recipe: Recipe, store: Store, key: str) -> None:
     if recipe.data.prompts or recipe.task == "textual-inversion":
         return
-    bare = len(store.select(f"caption = '' AND {NO_MASKS}"))
+    bare = len(store.select("caption = ''"))
     if bare:
         raise RecipeError(
             "data.prompt",
-            f"missing, and {bare} of {len(store.select(NO_MASKS))} pictures in data.{key} have no caption",
+            f"missing, and {bare} of {store.num_rows} pictures in data.{key} have no caption",
             mend="put a NAME.txt beside each picture, or say data.prompt for all of them",
         )
 
@@ -116,7 +115,7 @@ def _add_masks(recipe: Recipe, store: Store, folder: Path) -> int:
     keys: list[str] = store.take(range(store.num_rows), ["key"])["key"].to_pylist()
     masks: list[bytes | None] = []
     for i, key in enumerate(keys):
-        beside = folder / f"{Path(key).with_suffix('')}{ENDING}"
+        beside = folder / f"{Path(key).with_suffix('')}{MASK_ENDING}"
         if recipe.data.mask == "alpha":
             masks.append(alpha_of(store.take([i], ["picture"])["picture"].to_pylist()[0]))
         else:
@@ -142,28 +141,33 @@ def gather_class(recipe: Recipe, model: Model, run: Path, dtype: torch.dtype, sa
     data = recipe.data
     folder = Path(data.class_images) if data.class_images else run / DATA / "class"
     folder.mkdir(parents=True, exist_ok=True)
-    there = [path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS]
+    there = pictures_below(folder)
+    if there:
+        _check_note(recipe, folder)
     if len(there) < data.num_class_images:
-        _check_note(recipe, folder, bool(there))
+        write_whole(folder / NOTE, json.dumps(class_note(recipe), indent=1) + "\n")
         _generate(recipe, model, folder, len(there), dtype, say)
     else:
         say(f"{len(there)} class pictures in {folder}, {data.num_class_images} are used")
     _imported(folder, class_store_path(run), "data.class_images")
 
 
-def _check_note(recipe: Recipe, folder: Path, some: bool) -> None:
-    """Note what the pictures are drawn with; RecipeError where those there were drawn otherwise."""
-    note = {"prompt": recipe.data.class_prompt, "model": recipe.model.base, "side": recipe.data.resolution}
-    file = folder / NOTE
+def class_note(recipe: Recipe) -> dict[str, Any]:
+    """What class pictures are drawn with."""
+    return {"prompt": recipe.data.class_prompt, "model": recipe.model.base, "side": recipe.data.resolution}
+
+
+def _check_note(recipe: Recipe, folder: Path) -> None:
+    """RecipeError where the pictures in a folder were drawn otherwise; a user's own have no note."""
+    note, file = class_note(recipe), folder / NOTE
     before = json.loads(file.read_text()) if file.is_file() else note
-    if some and before != note:
+    if before != note:
         odd = next(key for key in note if before.get(key) != note[key])
         raise RecipeError(
             "data.class_images",
             f"the pictures in '{folder}' were drawn with another {odd} ({before.get(odd)})",
-            mend="choose another folder",
+            mend=f"choose another folder, or remove its {NOTE} to take them as they are",
         )
-    write_whole(file, json.dumps(note, indent=1) + "\n")
 
 
 def _generate(recipe: Recipe, model: Model, folder: Path, there: int, dtype: torch.dtype, say: Say) -> None:

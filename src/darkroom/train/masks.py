@@ -18,7 +18,6 @@ from torch import Tensor
 from darkroom.errors import StoreError
 
 COLUMN = "mask"
-ENDING = ".mask.png"
 
 
 class Masks:

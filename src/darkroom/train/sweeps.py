@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from darkroom.bill import Bill
 from darkroom.errors import Stopped
 from darkroom.run import Run
 from darkroom.train.defaults import SUBJECT_TASKS
+from darkroom.train.gather import class_note
 from darkroom.train.phases import with_address
 from darkroom.train.start import train
 
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
     from darkroom.train.trainer import TrainResult
 
 Say = Callable[[str], None]
-CLASS = "class"
 
 
 def sweep(
@@ -30,7 +32,8 @@ def sweep(
 ) -> list[TrainResult]:
     """Train every recipe as `OUT/NAME-0`, `OUT/NAME-1`, ...; the same call again goes on where it stopped.
 
-    The recipes' budget is that of all runs together. Class pictures are drawn once for all.
+    The recipes' budget is that of all runs together. Class pictures are drawn once for all that
+    draw the same ones.
     """
     out = Path(out)
     folders = [out / f"{out.name}-{i}" for i in range(len(recipes))]
@@ -54,8 +57,14 @@ def _within(recipe: Recipe, out: Path, others: Sequence[Path]) -> Recipe:
         raise Stopped(f"{recipe.budget.spent(used)} is spent by the sweep; say a larger one to go on")
     content = recipe.model_dump(mode="json") | {"budget": left.model_dump()}
     if recipe.task in SUBJECT_TASKS and recipe.data.class_prompt and not recipe.data.class_images:
-        content["data"]["class_images"] = str(out / CLASS)
+        content["data"]["class_images"] = str(out / _class_folder(recipe))
     return type(recipe).model_validate(content)
+
+
+def _class_folder(recipe: Recipe) -> str:
+    """The folder of class pictures that all runs with the same model, prompt and size share."""
+    note = json.dumps(class_note(recipe), sort_keys=True)
+    return f"class-{hashlib.sha256(note.encode()).hexdigest()[:8]}"
 
 
 def _bill(folder: Path) -> Bill:
