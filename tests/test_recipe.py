@@ -36,6 +36,22 @@ def test_overrides_go_by_path_and_the_last_wins(recipe_file):
     assert (recipe.optim.lr, recipe.train.steps, recipe.train.ema.decay) == (2e-4, 8, 0.9)
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("a photo of sks dog #1", "a photo of sks dog #1"),
+        ("note: a dog, sitting", "note: a dog, sitting"),
+        ("yes", "yes"),
+        ("'quoted #1'", "quoted #1"),
+        ("[a dog, a cat]", ("a dog", "a cat")),
+        ("null", None),
+        ("", None),
+    ],
+)
+def test_prompts_are_taken_as_they_are_said(recipe_file, given, taken):
+    assert read_recipe(recipe_file, [f"data.prompt={given}"]).data.prompt == taken
+
+
 def test_a_resolved_recipe_reads_back_the_same(recipe_file, tmp_path):
     recipe = read_recipe(recipe_file, ["data.filter=width >= 64", "model.unet={layers_per_block: 2}"])
     (tmp_path / "resolved.yaml").write_text(recipe.dump())

@@ -39,7 +39,7 @@ from darkroom.train.watch import EvaluateSettings, SampleSettings
 from darkroom.train.words import WordSettings
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
-"""Settings whose commas are part of what is said."""
+"""Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
 
 
 class ModelSettings(BaseModel):
@@ -278,9 +278,15 @@ def _override(content: dict[str, Any], override: str) -> None:
             raise RecipeError(path, f"'{key}' holds a value, so it has no '{last}'")
         content = inner
     try:
-        content[last] = yaml.load(value, Loader=_Loader)
+        content[last] = value.strip() if _is_literal(path, value) else yaml.load(value, Loader=_Loader)
     except yaml.YAMLError as error:
         raise RecipeError(path, f"not readable as YAML: {value}") from error
+
+
+def _is_literal(path: str, value: str) -> bool:
+    """Whether a value is text as it stands, and neither quoted, a list nor null."""
+    plain = value.strip()
+    return path in TEXTS and plain not in ("", "~", "null") and plain[0] not in "[{\"'"
 
 
 def _told(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
