@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from subjects import recipe_for
 
 from darkroom import sample
-from darkroom.data import Store
+from darkroom.data import Store, import_pictures
 from darkroom.errors import RecipeError
 from darkroom.evaluate import evaluate_folder
 from darkroom.evaluate.seen import Seen
@@ -67,6 +68,30 @@ def test_scores_come_by_pictures_and_can_be_taken_again(recipe_of, extractor, tm
     page = write_report([result.run], tmp_path / "report.html").read_text()
     assert "Held-out FID" in page
     assert "Held-out CLIP" in page
+
+
+def test_a_subject_is_scored_by_the_recipes_prompt(base, photos, extractor, tmp_path, monkeypatch):
+    drawn: list[str] = []
+
+    def generate(model, prompts, **settings):
+        drawn.extend([prompts] if isinstance(prompts, str) else prompts)
+        return real(model, prompts, **settings)
+
+    real = sample.generate
+    monkeypatch.setattr(sample, "generate", generate)
+    asked = ("data.holdout=2", "evaluate.every_images=1", "evaluate.num=2", "sample.steps=1", "train.steps=1")
+    own = ("evaluate.scores=[fid,clip]", f"evaluate.extractors={{all: {extractor}}}")
+    train(recipe_for("dreambooth-lora", base, photos, *asked, *own), out=tmp_path / "run", **SILENT)
+    assert drawn == ["a photo of sks dog"] * 2
+
+
+def test_pictures_without_captions_have_no_clip_score(recipe_of, photos, extractor, tmp_path):
+    store = tmp_path / "bare.lance"
+    import_pictures(photos, store, on_missing_caption="keep")
+    asked = ("data.holdout=2", "evaluate.every_images=16", f"data.store={store}", "sample.steps=1")
+    own = f"evaluate.extractors={{all: {extractor}}}"
+    with pytest.raises(RecipeError, match="evaluate.scores: .clip., but 2 of 2 held-out pictures have no"):
+        train(recipe_of("pretrain", *asked, own), out=tmp_path / "run", **SILENT)
 
 
 def recipe_rows(recipe, store) -> np.ndarray:

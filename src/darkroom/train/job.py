@@ -160,7 +160,7 @@ def make_job(
         environment=exactness(device, precision, micro, ranks),
         store={"version": versions_of(store), "rows": store.num_rows},
         heldout=heldout,
-        scores=_scores(recipe, store, held_rows, device, ranks),
+        scores=_scores(recipe, task, store, held_rows, device, ranks),
         calibration=calibration,
         prompts=_prompts(recipe, store, held_rows if len(held_rows) else train_rows),
         notes=notes,
@@ -343,11 +343,13 @@ def _heldout(
     return task.inputs(columns, device)
 
 
-def _scores(recipe: Recipe, store: Store, held: Rows, device: torch.device, ranks: Ranks) -> Scores | None:
+def _scores(
+    recipe: Recipe, task: Task, store: Store, held: Rows, device: torch.device, ranks: Ranks
+) -> Scores | None:
     """What scores drawn pictures, where it is asked for, on the ranks that draw."""
     if not recipe.evaluate.every_images or not (ranks.first or ranks.sharded):
         return None
-    return Scores(recipe, store, held, device)
+    return Scores(recipe, task.read, store, held, device)
 
 
 def _calibration(

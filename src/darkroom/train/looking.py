@@ -67,7 +67,7 @@ class Looking:
         return bool(every) and k * batch // every > (k - 1) * batch // every
 
     def score(self, k: int) -> dict[str, Any]:
-        """Scores of pictures drawn from held-out captions; nothing where the job is asked to stop."""
+        """Scores of pictures drawn with held-out prompts; nothing where the job is asked to stop."""
         scores = self._job.scores
         if scores is None or not self._draws():
             return {}

@@ -1,13 +1,13 @@
 """Scores of drawn pictures while training goes on: FID, KID, CLIP score against the held-out pictures.
 
-The prompts are held-out captions, the reference is their pictures, and the seeds are fixed: a score differs
-from the one before by the weights alone.
+The prompts are what training says of held-out pictures, the reference is the pictures, and the seeds are
+fixed: a score differs from the one before by the weights alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from darkroom.data import Store
+from darkroom.data.loader import ReadSettings
 from darkroom.data.order import Ints, Rows
 from darkroom.errors import RecipeError
+from darkroom.train.feed import read_once
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor
@@ -97,10 +99,15 @@ class HeldOut:
 
 
 class Scores:
-    """Draws the held-out captions' pictures and scores them; the reference's features are taken once."""
+    """Draws the held-out prompts' pictures and scores them; the reference's features are taken once."""
 
-    def __init__(self, recipe: Recipe, store: Store, held: Rows, device: torch.device) -> None:
-        """Opens the extractors; RecipeError, InputError or ModelError where that cannot be."""
+    def __init__(
+        self, recipe: Recipe, read: ReadSettings, store: Store, held: Rows, device: torch.device
+    ) -> None:
+        """Opens the extractors; `read` says what is said of pictures, as in training.
+
+        Raises RecipeError, InputError or ModelError where that cannot be.
+        """
         from darkroom.evaluate.job import open_extractors
 
         settings = self._settings = recipe.evaluate
@@ -113,7 +120,8 @@ class Scores:
         self._side = recipe.data.resolution
         index = np.unique(np.linspace(0, len(held) - 1, count).round().astype(np.int64))
         self._reference = HeldOut(store, held.positions(index))
-        self._prompts = tuple(self._reference.column("caption"))
+        self._prompts = _prompts(read, store, held, count)
+        _check_prompts(settings.scores, self._prompts)
         self._extractors: dict[str, Extractor] = open_extractors(
             settings.scores, settings.extractors, device=device
         )
@@ -159,3 +167,21 @@ class Scores:
             told[name] = {**interval, "n": len(one.pictures), "extractor": extractor.sha256}
         values = {f"heldout_{name.replace('-', '_')}": one.interval.value for name, one in found.items()}
         return {**values, "scores": told}
+
+
+def _prompts(read: ReadSettings, store: Store, held: Rows, count: int) -> tuple[str, ...]:
+    """What is said of held-out pictures: their captions, or the recipe's prompts."""
+    alone = {"latents": None, "text": None, "pixels": None, "caption": True, "columns": (), "draws": ()}
+    return tuple(read_once(store, held, count, read.model_copy(update=alone))["caption"])
+
+
+def _check_prompts(scores: Sequence[str], prompts: Sequence[str]) -> None:
+    from darkroom.evaluate.metrics import METRICS
+
+    reads = next((name for name in scores if METRICS[name].reads_text), None)
+    if reads is not None and (bare := prompts.count("")):
+        raise RecipeError(
+            "evaluate.scores",
+            f"'{reads}', but {bare} of {len(prompts)} held-out pictures have no caption",
+            mend="leave it out, or take captioned pictures alone: data.filter=\"caption <> ''\"",
+        )

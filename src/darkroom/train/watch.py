@@ -67,7 +67,7 @@ class EvaluateSettings(BaseModel):
         description="the networks they need: inception, clip, dino, coca or all, each a folder or a hub id",
     )
     num: int = Field(
-        default=256, ge=2, description="held-out captions drawn for scores, as `sample` says how"
+        default=256, ge=2, description="held-out pictures' prompts drawn for scores, as `sample` says how"
     )
     patience: int | None = Field(
         default=None,
