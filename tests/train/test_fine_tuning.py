@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -476,27 +475,3 @@ def test_a_pattern_that_names_nothing_and_a_folder_without_pictures(
     assert (
         quietly(recipe_for("dreambooth-lora", base, photos), tmp_path / "run").steps == 6
     )  # it is free still
-
-
-# ---- early end
-
-
-def test_training_ends_where_the_heldout_loss_stands_still(base: Path, photos: Path, tmp_path: Path) -> None:
-    overrides = (
-        "optim.lr=0.5",
-        "train.steps=60",
-        "evaluate.every=2",
-        "evaluate.patience=3",
-        "data.holdout=1",
-    )
-    said: list[str] = []
-    recipe = recipe_for("lora", base, photos, *overrides, "optim.clip_norm=null")
-    result = train(recipe, out=tmp_path / "run", console=said.append)
-    assert 6 <= result.steps < 60
-    assert any("has not got better for 3 evaluations" in line for line in said)
-    assert json.loads((tmp_path / "run" / "ended.json").read_text()) == {"step": result.steps}
-    rows = [row["heldout_loss"] for row in Run.open(result.run).metrics() if "heldout_loss" in row]
-    assert min(rows) == rows[-4]
-    again: list[str] = []
-    train(recipe, out=tmp_path / "run", console=again.append)
-    assert again == [f"'{tmp_path / 'run'}' is finished: it ended early, after step {result.steps}"]

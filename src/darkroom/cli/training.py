@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -163,7 +164,9 @@ def export(
         list[str] | None,
         typer.Option(help="FILE[:WEIGHT], an adapter to merge into a model; may be given again"),
     ] = None,
-    checkpoint: Annotated[int | None, typer.Option(help="the step; the newest if not said")] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option(help="the step; if not said, the newest, or with evaluate.patience the best")
+    ] = None,
     ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
     kohya: Annotated[
         bool, typer.Option("--kohya", help="an adapter in the keys of ComfyUI and A1111")
@@ -189,12 +192,14 @@ def export(
     from darkroom import models
 
     if not single_file:
-        made = _exported(source, to, merge, checkpoint, ema, kohya, precision)
+        made = _exported(source, to, merge, checkpoint, ema, kohya, precision, console(as_json))
     elif not merge and models.is_model(source):
         made = models.export_model(source, to, single_file=True, dtype=_precision(precision))
     else:
         with TemporaryDirectory(prefix=".export-", dir=to.parent if to.parent.is_dir() else None) as beside:
-            folder = _exported(source, Path(beside) / "model", merge, checkpoint, ema, False, None)
+            folder = _exported(
+                source, Path(beside) / "model", merge, checkpoint, ema, False, None, console(as_json)
+            )
             made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
     kind = "adapter" if models.is_adapter(made) else "model"
     show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
@@ -214,6 +219,7 @@ def _exported(
     ema: bool,
     kohya: bool,
     precision: str | None,
+    say: Callable[[str], None],
 ) -> Path:
     """A run's, a model's or an adapter's weights in the form they have."""
     from darkroom import models, sample, train
@@ -228,7 +234,7 @@ def _exported(
         return models.export_model(source, to, dtype=dtype)
     if precision is not None:
         raise InputError("--precision with a run", allowed="with --merge, --single-file, or an adapter")
-    return train.export(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya)
+    return train.export(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya, say=say)
 
 
 @app.command()

@@ -299,6 +299,7 @@ def _result(made: dict[str, Any]) -> TrainResult:
         model=Path(made["run"]) / "model",
         outputs=[Path(path) for path in made["outputs"]],
         steps=made["steps"],
+        results_step=made["results_step"],
         loss=made["loss"],
         heldout_loss=made["heldout_loss"],
         bill=Bill.model_validate(made["bill"]),

@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
-"""By what they are (`weights`, `ema`, `optimiser`) and name; an optimiser's are named `<weight>/<key>`."""
+"""By what they are (`weights`, `ema`, `optimiser`, `best`) and name; of an optimiser `<weight>/<key>`."""
 
 
 def place_beside(folder: Path, step: int, token: str) -> Path:

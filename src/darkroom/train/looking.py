@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,27 +80,30 @@ class Looking:
             except Abandoned:
                 return {}
 
-    def stands_still(self, k: int, newest: float | None = None) -> bool:
-        """Whether the held-out loss has not got better for `evaluate.patience` evaluations; said aloud."""
+    def standing(self, k: int, newest: float | None = None) -> tuple[int, bool]:
+        """The step of the best held-out loss so far, and whether it is `evaluate.patience` evaluations ago.
+
+        The latter is said aloud.
+        """
         patience = self._job.recipe.evaluate.patience
-        if patience is None:
-            return False
-        rows: list[tuple[int, float]] = self._ranks.tell(self._heldout_losses)
-        rows += [] if newest is None else [(k, newest)]
-        if not rows:
-            return False
+        rows: list[tuple[int, float]] = self._ranks.tell(lambda: self._heldout_losses(k, newest))
+        if patience is None or not rows:
+            return k, False
         best_step, best = min(rows, key=lambda row: row[1])
         since = sum(step > best_step for step, _ in rows)
         if since < patience:
-            return False
+            return best_step, False
         self._say(
             f"held-out loss has not got better for {since} evaluations (best {best:.4g} at step "
             f"{best_step}): training ends here"
         )
-        return True
+        return best_step, True
 
-    def _heldout_losses(self) -> list[tuple[int, float]]:
-        return [(row["step"], row["heldout_loss"]) for row in self._run.metrics() if "heldout_loss" in row]
+    def _heldout_losses(self, k: int, newest: float | None) -> list[tuple[int, float]]:
+        """Those of all evaluations by step; what is no number is worse than any."""
+        rows = [(row["step"], row["heldout_loss"]) for row in self._run.metrics() if "heldout_loss" in row]
+        rows += [] if newest is None else [(k, newest)]
+        return [(step, math.inf if loss is None or math.isnan(loss) else loss) for step, loss in rows]
 
     # ---- pictures
 

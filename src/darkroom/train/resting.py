@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -37,14 +37,27 @@ def rest(modules: Iterable[nn.Module], folder: Path) -> int:
     except OSError:
         return 0  # a full or read-only disk: they stay where they are
     for tensor, start in zip(tensors, places, strict=True):
-        view = mapped[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        tensor.data = view
+        tensor.data = _view(mapped, tensor, start)
     for part in parts:
         for runs in _what_runs(part):
             runs.register_forward_hook(lambda *_: _let_go(mapped))
     _let_go(mapped)
     _trim()
     return mapped.nbytes
+
+
+def laid_aside(named: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Copies of tensors in a file in `folder`, in memory only while they are read; else in memory."""
+    try:
+        mapped, places = _written(list(named.values()), folder)
+    except OSError:  # a full or read-only disk
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+    pairs = zip(named.items(), places, strict=True)
+    return {name: _view(mapped, tensor, start) for (name, tensor), start in pairs}
+
+
+def _view(mapped: Tensor, like: Tensor, start: int) -> Tensor:
+    return mapped[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _frozen(part: nn.Module) -> list[Tensor]:
@@ -62,7 +75,7 @@ def _written(tensors: list[Tensor], folder: Path) -> tuple[Tensor, list[int]]:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))
             places.append(file.tell())
-            file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         return torch.from_file(file.name, shared=True, size=file.tell(), dtype=torch.uint8), places
 

@@ -13,8 +13,9 @@ from darkroom import hardware
 from darkroom.data.mixing import parts_of
 from darkroom.errors import InputError, RecipeError
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
+from darkroom.train.best import KIND as BEST
 from darkroom.train.build import keep_tokenizer
-from darkroom.train.checkpoint import Checkpoint, load_checkpoint
+from darkroom.train.checkpoint import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checks import check_settings
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, open_store, store_path
@@ -244,6 +245,7 @@ def export(
 ) -> Path:
     """Write a run's model as a folder that diffusers opens, from a checkpoint (the newest unless said).
 
+    Of a run with `evaluate.patience` the newest one's best weights so far, unless `checkpoint` is said.
     Of a run that trained an adapter the folder holds the base with the adapter merged in, and `to` may be a
     `.safetensors` file for the adapter itself (with `kohya` in the keys of ComfyUI and A1111). With `ema` the
     averaged weights, else the trained ones. InputError names the checkpoints there are.
@@ -258,11 +260,23 @@ def export(
     if kohya and not as_file:
         raise InputError(f"--kohya with the folder '{to}'", allowed="--to FILE.safetensors")
     state = _state(source, recipe, checkpoint, say)
-    values = (state.tensors.get("ema") if ema else None) or state.tensors["weights"]
+    values, measured = _exported(recipe, state, newest=checkpoint is None, ema=ema, say=say)
     if as_file:
         return write_adapter_file(recipe, values, target, name=target.stem, kohya=kohya)
-    write_whole_model(recipe, values, state.scalars["measured"], source.path, target)
+    write_whole_model(recipe, values, measured, source.path, target)
     return target
+
+
+def _exported(
+    recipe: Recipe, state: Checkpoint, *, newest: bool, ema: bool, say: Say
+) -> tuple[Saved, dict[str, float]]:
+    """The weights to export, with what was measured: the best ones of a run that looks for them."""
+    best: dict[str, Any] | None = state.scalars.get(BEST)
+    if best is not None and recipe.evaluate.patience is not None and newest and ema:
+        say(f"the weights after step {best['step']}, of the best held-out loss; --checkpoint takes others")
+        return state.tensors[BEST], best["measured"]
+    averaged = state.tensors.get("ema") if ema else None
+    return averaged or state.tensors["weights"], state.scalars["measured"]
 
 
 def _state(run: Run, recipe: Recipe, step: int | None, say: Say) -> Checkpoint:

@@ -19,6 +19,8 @@ from darkroom.bill import Bill, Meter, format_seconds, format_usd
 from darkroom.count import UncountedOperation
 from darkroom.errors import CheckpointError, DarkroomError, Stopped
 from darkroom.run import BILL, ENDED, Run, write_whole
+from darkroom.train.best import KIND as BEST
+from darkroom.train.best import Best
 from darkroom.train.checkpoint import Checkpoint
 from darkroom.train.job import Job, Say
 from darkroom.train.looking import Looking
@@ -39,12 +41,17 @@ BILL_EVERY_S = 10.0  # what a killed process's bill may lack
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run. `model` is there unless the run made an adapter; `outputs` are what it made."""
+    """A finished run. `model` is there unless the run made an adapter; `outputs` are what it made.
+
+    They are the weights after step `results_step`, the last one unless `evaluate.patience` is set;
+    `heldout_loss` is theirs.
+    """
 
     run: Path
     model: Path
     outputs: list[Path]
     steps: int
+    results_step: int
     loss: float | None
     heldout_loss: float | None
     bill: Bill
@@ -56,6 +63,7 @@ class TrainResult:
             "model": str(self.model) if self.model in self.outputs else None,
             "outputs": [str(path) for path in self.outputs],
             "steps": self.steps,
+            "results_step": self.results_step,
             "loss": self.loss,
             "heldout_loss": self.heldout_loss,
             "bill": self.bill.model_dump(mode="json"),
@@ -93,6 +101,7 @@ class Trainer:
         self._look = Looking(job, run, meter=meter, watch=watch, stop=stop, tracker=tracker, say=say)
         self._odd = OddBatches(run.path, job.rows_of)
         self._flops, self._prior, self._began_at = job.flops, run.bill(), 0
+        self._best: Best | None = None  # kept where patience is set
         self._ended = False  # before the last step, because the held-out loss stands still
         self._billed = time.perf_counter()
         self._inputs: Mapping[str, torch.Tensor] = {}
@@ -110,6 +119,7 @@ class Trainer:
         if scaler := checkpoint.scalars.get("scaler"):
             step.scaler.load_state_dict(scaler)
         self.k = checkpoint.step
+        self._best = Best.from_checkpoint(checkpoint, step.weights, self.run.path)
 
     def save(self) -> None:
         """Save the state after step k; metrics up to it are on the disk before."""
@@ -117,7 +127,7 @@ class Trainer:
         if self.ranks.first:
             self.run.sync()
         step = self.step
-        tensors = {
+        tensors: dict[str, Mapping[str, torch.Tensor]] = {
             "weights": step.weights.masters,
             "optimiser": optimiser_tensors(step.optimiser, step.weights.masters),
             "ema": step.averaged() if step.averages else {},
@@ -132,6 +142,8 @@ class Trainer:
             "optimiser": optimiser_numbers(step.optimiser, step.weights.masters),
             "measured": self._measure(),
         }
+        if self._best is not None:
+            tensors[BEST], scalars[BEST] = self._best.values, self._best.scalars
         with self.meter.part("checkpoint"):
             self.saver.save(self.k, tensors, scalars, step.weights.parts)
         self._save_bill()
@@ -188,7 +200,7 @@ class Trainer:
         steps, device = self.recipe.train.steps, self.job.device
         if self.k == 0 and (before := self._evaluate()):
             self._write({"step": 0, **before})
-        self._ended = self._look.stands_still(self.k)  # a run that was killed at its early end
+        self._ended = self._look.standing(self.k)[1]  # a run that was killed at its early end
         self._look.sample_if_missing(self.k)
         self._window = _Window()
         if self.k < steps and not self._ended:
@@ -377,33 +389,40 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, Any]:
         found = self._look.evaluate(self.k)
-        if "heldout_loss" in found:
-            self._ended = self._look.stands_still(self.k, found["heldout_loss"])
-        return found
+        if self.recipe.evaluate.patience is None or "heldout_loss" not in found:
+            return found
+        best_step, self._ended = self._look.standing(self.k, found["heldout_loss"])
+        if best_step == self.k:
+            self._best = Best.of(self.k, self.step.averaged(), self._measure(), self.run.path)
+        return found | ({} if self._best is None else {"best_step": self._best.step})
 
     # ---- the end
 
     def _finish(self) -> TrainResult:
         self.saver.finish()
         self._watch.note(self.k, "results")
-        measured = self._measure()
+        best = None if self.recipe.evaluate.patience is None else self._best
+        measured = self._measure() if best is None else best.measured
+        if best is not None:
+            self.say(f"the results are the weights after step {best.step}, of the best held-out loss")
         if self.ranks.first:
             if self._ended:
                 write_whole(self.run.path / ENDED, json.dumps({"step": self.k}) + "\n")
             with self.meter.part("checkpoint"):
-                self._write_results(measured)
+                self._write_results(best, measured)
         self._save_bill()
         self.ranks.meet()
         return result_of(self.run)
 
-    def _write_results(self, measured: Mapping[str, float]) -> None:
+    def _write_results(self, best: Best | None, measured: Mapping[str, float]) -> None:
         if not self.ranks.sharded:
-            write_results(self.recipe, self.task.model, self.step.averaged(), measured, self.run.path)
+            values = self.step.averaged() if best is None else best.values
+            write_results(self.recipe, self.task.model, values, measured, self.run.path)
             return
         # No rank holds the whole model: the last checkpoint does.
         place = self.saver.place
         tensors = place.load(place.kept()[-1]).tensors
-        values = tensors.get("ema") or tensors["weights"]
+        values = tensors[BEST] if best is not None else tensors.get("ema") or tensors["weights"]
         write_whole_model(self.recipe, values, measured, self.run.path, self.run.model)
 
     def _save_bill(self) -> None:
@@ -417,15 +436,17 @@ def result_of(run: Run) -> TrainResult:
     """What a finished run came to."""
     rows = run.metrics()
     last = rows[-1] if rows else {}
-    bill = run.bill() or Bill()
+    step = last.get("step", 0)
+    written = last.get("best_step", step)
     return TrainResult(
-        run.path,
-        run.model,
-        run.outputs,
-        last.get("step", 0),
-        last.get("loss"),
-        last.get("heldout_loss"),
-        bill,
+        run=run.path,
+        model=run.model,
+        outputs=run.outputs,
+        steps=step,
+        results_step=written,
+        loss=last.get("loss"),
+        heldout_loss=next((row.get("heldout_loss") for row in rows if row["step"] == written), None),
+        bill=run.bill() or Bill(),
     )
 
 

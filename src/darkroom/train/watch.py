@@ -72,7 +72,8 @@ class EvaluateSettings(BaseModel):
     patience: int | None = Field(
         default=None,
         gt=0,
-        description="evaluations without a better loss after which training ends; null: never",
+        description="evaluations without a better loss after which training ends; the results are then the "
+        "weights of the best evaluation; null: never, and they are the last ones",
     )
 
 
