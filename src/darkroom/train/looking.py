@@ -86,8 +86,10 @@ class Looking:
         The latter is said aloud.
         """
         patience = self._job.recipe.evaluate.patience
+        if patience is None:
+            return k, False
         rows: list[tuple[int, float]] = self._ranks.tell(lambda: self._heldout_losses(k, newest))
-        if patience is None or not rows:
+        if not rows:
             return k, False
         best_step, best = min(rows, key=lambda row: row[1])
         since = sum(step > best_step for step, _ in rows)
