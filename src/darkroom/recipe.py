@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
@@ -123,7 +123,11 @@ class DataSettings(BaseModel):
     )
     crop: Literal["centre", "random"] = Field(default="centre", description="of pictures encoded inline")
     flip: bool = Field(default=False, description="mirror half of the pictures that are encoded inline")
-    repeats: int = Field(default=1, ge=1, le=10_000, description="times each picture comes in an epoch")
+    repeats: Annotated[int, Field(ge=1, le=10_000)] | Literal["folders"] = Field(
+        default=1,
+        description="folders: each picture in `10_sks dog/` comes ten times as often as one in `1_more/` or "
+        "in no such folder; a number changes nothing but what the metrics count as an epoch",
+    )
     shuffle_tags: bool = Field(
         default=False, description="deal a caption's tags (between commas) anew each time"
     )

@@ -424,6 +424,11 @@ REFUSED = [
     ("textual-inversion", ("data.text=stored",), r"data.text: stored, but with model.word"),
     ("lora", ("data.text=stored", "adapter.text_encoder=true"), r"data.text: .* with adapter.text_encoder"),
     ("lora", ("data.text=stored", "data.prompt=null"), r"data.text: stored, but with data.folder"),
+    (
+        "lora",
+        ("data.folder=null", "data.store=a.lance", "data.repeats=folders"),
+        r"data.repeats: folders with a store; allowed: with a folder",
+    ),
     ("lora", ("data.store=a.lance",), r"data: store and folder are both given; allowed: one of them"),
     ("pretrain", (), r"data.folder: a folder with the task pretrain; import it into a store first"),
     ("lora", ("optim.text_encoder_lr=1e-5",), r"text_encoder_lr: given, but .*set adapter.text_encoder=true"),

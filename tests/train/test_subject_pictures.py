@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,26 @@ def test_runs_share_class_pictures_that_are_alike(base: Path, photos: Path, tmp_
         RecipeError, match=r"data.class_images: the pictures in .* with another side \(\d\d\)"
     ):
         make_job(recipe_for("dreambooth-lora", base, photos, *other), Pinned(tmp_path / "run"))
+
+
+def test_folders_say_how_often_their_pictures_come(base: Path, photos: Path, tmp_path: Path) -> None:
+    files = sorted(photos.glob("*.png"))
+    for name, some in (("5_sks dog", files[:2]), ("1_more", files[2:4]), ("others", files[4:])):
+        (tmp_path / "kohya" / name).mkdir(parents=True)
+        for file in some:
+            shutil.copy(file, tmp_path / "kohya" / name)
+    recipe = recipe_for("lora", base, tmp_path / "kohya", "data.repeats=folders")
+    job = make_job(recipe, Pinned(tmp_path / "run"))
+    assert job.rows == 5 * 2 + 1 * 3  # pictures an epoch
+    assert job.rows_of is not None
+    keys = Store.open(tmp_path / "run" / "data" / "pictures.lance").take(range(5), ["key"])["key"].to_pylist()
+    came = Counter(keys[row] for k in range(13 * 5) for row in job.rows_of(k))  # ten epochs
+    assert {key: count for key, count in came.items() if key.startswith("5_")} == pytest.approx(
+        {f"5_sks dog/{file.name}": 50 for file in files[:2]}, abs=2
+    )
+    assert sum(came.values()) == 130
+    assert max(count for key, count in came.items() if not key.startswith("5_")) <= 12
+    with job.feed(0) as batches:
+        assert job.task.inputs(next(batches), job.device)["latents"].shape[0] == 2
+    with pytest.raises(RecipeError, match="data.repeats: folders, but no folder is named like '10_sks dog'"):
+        make_job(recipe_for("lora", base, photos, "data.repeats=folders"), Pinned(tmp_path / "none"))

@@ -143,6 +143,9 @@ def _check_sources(recipe: Recipe) -> None:
     if len(said) > 1:
         raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
     _check_mixture(recipe)
+    if data.repeats == "folders" and said.keys() & {"store", "stores"}:
+        mend = "weigh several stores in data.stores"
+        raise RecipeError("data.repeats", "folders with a store", allowed="with a folder", mend=mend)
     if not fine and not said.keys() & {"store", "stores"}:
         raise RecipeError(
             f"data.{next(iter(said))}",

@@ -20,6 +20,7 @@ from darkroom.errors import RecipeError
 from darkroom.models import Model
 from darkroom.train.build import size_unit
 from darkroom.train.ranks import ALONE, Ranks
+from darkroom.train.repeats import repeated
 from darkroom.train.tasks import Columns, Task
 
 if TYPE_CHECKING:
@@ -50,30 +51,36 @@ def bucket_step(recipe: Recipe, store: Store, column: str) -> int:
 
 
 def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
-    """The order of a run's rows: by size where pictures lie in buckets, by weight where stores are mixed."""
+    """The order of a run's rows: by size where pictures lie in buckets, by weight where they are mixed."""
     train, data = recipe.train, recipe.data
     if isinstance(store, MixedStore):
         assert isinstance(rows, MixedRows)
-        return _mixed_order(recipe, task, store, rows)
+        weights = [one.weight for one in data.stores]
+        return _mixed_order(recipe, task, store.stores, rows.parts, rows.offsets, weights)
+    if len(times := repeated(recipe, store, rows)) > 1:
+        shares = [float(n * len(some)) for n, some in times.items()]
+        parts = [Rows.of(some) for some in times.values()]
+        return _mixed_order(recipe, task, [store] * len(parts), parts, [0] * len(parts), shares)
     if not data.buckets:
         return Order(rows, seed=train.seed, global_batch=train.global_batch)
     by_size = _by_size(recipe, task, store, rows)
     return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
 
 
-def _mixed_order(recipe: Recipe, task: Task, store: MixedStore, rows: MixedRows) -> SampleOrder:
-    """The order of several stores' rows, by the recipe's weights."""
-    train = recipe.train
-    weights = [one.weight for one in recipe.data.stores]
+def _mixed_order(
+    recipe: Recipe,
+    task: Task,
+    stores: Sequence[Store],
+    parts: Sequence[Rows],
+    offsets: Sequence[int],
+    weights: Sequence[float],
+) -> SampleOrder:
+    """The order of rows of several stores, or of several parts of one, by weight."""
+    seed, batch = recipe.train.seed, recipe.train.global_batch
     if not recipe.data.buckets:
-        return MixedOrder(
-            rows.parts, weights, offsets=rows.offsets, seed=train.seed, global_batch=train.global_batch
-        )
-    parts = zip(store.stores, rows.parts, strict=True)
-    sizes = [_by_size(recipe, task, one, some) for one, some in parts]
-    return MixedBucketOrder(
-        sizes, weights, offsets=rows.offsets, seed=train.seed, global_batch=train.global_batch
-    )
+        return MixedOrder(parts, weights, offsets=offsets, seed=seed, global_batch=batch)
+    sizes = [_by_size(recipe, task, one, some) for one, some in zip(stores, parts, strict=True)]
+    return MixedBucketOrder(sizes, weights, offsets=offsets, seed=seed, global_batch=batch)
 
 
 def _by_size(recipe: Recipe, task: Task, store: Store, rows: Rows) -> Mapping[tuple[int, int], Any]:

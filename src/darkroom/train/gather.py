@@ -24,6 +24,7 @@ from darkroom.data.source import pictures_below
 from darkroom.errors import RecipeError
 from darkroom.run import write_whole
 from darkroom.train.masks import COLUMN, alpha_of
+from darkroom.train.repeats import check_repeats
 
 if TYPE_CHECKING:
     from darkroom.models import Model
@@ -75,6 +76,7 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
         told = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
         raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
     _check_captions(recipe, store, key)
+    check_repeats(recipe, store.take(range(store.num_rows), ["key"])["key"].to_pylist())
     masks = _add_masks(recipe, store, folder)
     say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
     if report.rejected:

@@ -33,6 +33,7 @@ from darkroom.train.objective import make_objective
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.ranks import ALONE, Ranks
+from darkroom.train.repeats import rows_an_epoch
 from darkroom.train.resting import rest
 from darkroom.train.resume import exactness
 from darkroom.train.scores import Scores
@@ -156,7 +157,7 @@ def make_job(
         rows_of=None if foreign else lambda k: order.batch(k).positions_B.tolist(),
         flops=flops,
         device=device,
-        rows=len(train_rows) * recipe.data.repeats,
+        rows=rows_an_epoch(recipe, store, train_rows),
         environment=exactness(device, precision, micro, ranks),
         store={"version": versions_of(store), "rows": store.num_rows},
         heldout=heldout,
