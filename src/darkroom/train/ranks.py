@@ -215,7 +215,7 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            if not _is_broken_link(error):
+            if not is_broken_link(error):
                 raise
             raise RankLost(
                 self._told(f"the connection broke ({str(error).splitlines()[0][:120]})")
@@ -292,7 +292,7 @@ class Watch:
         os._exit(LOST)
 
 
-def _is_broken_link(error: RuntimeError) -> bool:
+def is_broken_link(error: RuntimeError) -> bool:
     """Whether a collective failed because of another process."""
     told = str(error).lower()
     return any(word in told for word in ("gloo", "nccl", "connection", "socket", "timed out"))
