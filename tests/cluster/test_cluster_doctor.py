@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from darkroom.cluster import doctor as room
-from darkroom.cluster.doctor import Node, doctor
+from darkroom.cluster.doctor import Node, doctor, refuses_strangers
 from darkroom.cluster.probe import About
 from darkroom.errors import InputError
 from darkroom.hardware import Check
@@ -52,6 +54,7 @@ def test_a_cluster_that_is_well_is_measured(cluster, tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
     assert not found["authentication"].ok
     assert found["authentication"].optional
+    assert found["authentication"].detail.startswith("off: whoever reaches")
     missing = by_name(doctor(cluster.address, storage=str(tmp_path / "nowhere")))
     assert not missing["storage"].ok
     assert "nowhere: cannot be written by" in missing["storage"].detail
@@ -136,6 +139,27 @@ def test_clocks_that_differ_and_streams_that_do_not_arrive(cluster) -> None:
         one.ip = here
     assert room._rate(nodes[1], nodes[0])[1] == ""
     assert room._rate(nodes[0], nodes[1])[1] == "what was sent did not arrive"
+
+
+class Refusing(grpc.GenericRpcHandler):
+    """Answers every call as a cluster with token authentication does."""
+
+    def service(self, details: Any) -> Any:
+        def refuse(request: bytes, context: Any) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid or missing authentication token")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def test_the_cluster_is_asked_whether_it_takes_strangers() -> None:
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Refusing()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert refuses_strangers(f"127.0.0.1:{port}") is True
+    finally:
+        server.stop(None).wait()
+    assert refuses_strangers(f"127.0.0.1:{port}") is None
 
 
 def test_an_address_that_nobody_knows() -> None:

@@ -18,7 +18,8 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from darkroom.cluster.train import Placement, _Room, _target, _why, _workers
+from darkroom.cluster.room import Room
+from darkroom.cluster.train import Placement, _target, _uses_gpus, _why, _workers
 from darkroom.data import Store
 from darkroom.data.importers import import_pictures
 from darkroom.errors import InputError, RecipeError, Stopped
@@ -191,6 +192,16 @@ def test_a_stop_saves_and_is_told(recipe, tmp_path):
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name.startswith(f"step-{step:08d}")
 
 
+@pytest.mark.slow
+def test_an_error_that_nobody_foresaw_is_told_by_its_type_and_last_line(recipe, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    ray = ("--engine", "ray", "--ray-address", "local", "--max-failures", "0")
+    said = trained(recipe, tmp_path / "file" / "run", *ray, code=1)
+    assert "NotADirectoryError: [Errno 20]" in said, said
+    assert "--max-failures is 0" in said
+    assert "Traceback" not in said
+
+
 def test_a_missing_cluster_is_exit_2(recipe, tmp_path):
     said = trained(recipe, tmp_path / "run", "--engine", "ray", "--ray-address", "127.0.0.1:1", code=2)
     assert "no Ray cluster answers at 127.0.0.1:1" in said
@@ -203,17 +214,32 @@ def test_a_missing_cluster_is_exit_2(recipe, tmp_path):
 def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
     two = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
     one = make_recipe(content(Path("x.lance")), ["parallel.mode=none", "parallel.devices=auto"])
-    room = _Room(cpus=4, gpus=0, grows=False)
+    room = Room(((2, 0), (2, 0)))
     assert _workers(two, Placement(), room) == [2]
     assert _workers(two, Placement(workers=4), room) == [4]
     assert _workers(one, Placement(), room) == [1]
-    assert _workers(two, Placement(workers=8), _Room(4, 0, grows=True)) == [8]
-    with pytest.raises(InputError, match="8 workers need 8 CPUs, and the cluster's nodes have 4"):
+    assert _workers(two, Placement(workers=8), Room((), grows=True)) == [8]
+    with pytest.raises(InputError, match="8 workers of 1 CPUs each: the cluster's nodes have room for 4"):
         _workers(two, Placement(workers=8), room)
+    with pytest.raises(InputError, match="2 workers of 4 CPUs each: .* room for 0, the largest has 2 CPUs"):
+        _workers(two, Placement(cpus=4), room)
     with pytest.raises(RecipeError, match="parallel.mode: none, with 2 workers"):
         _workers(one, Placement(workers=2), room)
     with pytest.raises(RecipeError, match="train.global_batch: 8 over 3 processes"):
         _workers(two, Placement(workers=3), room)
+
+
+def test_an_accelerator_that_is_still_to_come_is_one_of_gpus():
+    recipe = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
+    on_cpus = make_recipe(content(Path("x.lance")), ["train.micro_batch=1", "train.device=cpu"])
+    later, none_up = Placement(accelerator="H100"), Room((), grows=True)
+    assert _uses_gpus(recipe, later, none_up)
+    assert not _uses_gpus(on_cpus, later, none_up)
+    assert not _uses_gpus(recipe, later, Room(((8, 0),), grows=True))  # nodes of that type have none
+    assert not _uses_gpus(recipe, Placement(), none_up)
+    automatic = make_recipe(content(Path("x.lance")), ["train.micro_batch=1", "parallel.devices=auto"])
+    with pytest.raises(InputError, match="no GPU is up to count; give --workers"):
+        _workers(automatic, later, none_up)
 
 
 def test_a_new_run_is_placed_once(tmp_path):
@@ -231,5 +257,7 @@ def test_the_first_final_error_is_the_one_told():
     mine = ("RecipeError", 2, True, "optim.lr: is wrong")
     assert (_why(None, [lost, mine], 3).exit_code, str(_why(None, [lost, mine], 3))) == (2, mine[3])
     assert isinstance(_why(None, [("Stopped", 1, True, "stopped after step 3")], 3), Stopped)
+    odd = ("OSError", 1, False, "OSError: [Errno 5] Input/output error")
+    assert str(_why(None, [odd, lost], 0)).startswith("OSError: [Errno 5] Input/output error, and --max-f")
     told = str(_why(None, [lost], 2))
     assert told.startswith("the connection broke, after 2 new starts (--max-failures)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -101,6 +102,10 @@ def test_an_accelerator_must_be_there_or_be_planned():
     cluster.require("H100")
     with pytest.raises(InputError, match="'A100' is not in the cluster; allowed: H100, T4"):
         cluster.require("A100")
+    growing = replace(cluster, planned=frozenset(), grows=True)
+    growing.require("A100")
+    assert growing.waits_for("A100") == "waits for nodes of type A100: none is up"
+    assert growing.waits_for("T4") == growing.waits_for(None) == ""
 
 
 def test_workers_get_settings_and_no_secrets(monkeypatch):

@@ -20,7 +20,8 @@ from test_cluster_train import command, content, environment, recipe, trained, w
 
 from darkroom.cluster.elastic import Span, allowed_counts, rounded_down
 from darkroom.cluster.mail import Mail
-from darkroom.cluster.train import Placement, _Room, _workers
+from darkroom.cluster.room import Room
+from darkroom.cluster.train import Placement, _workers
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
 
@@ -215,10 +216,20 @@ def test_only_counts_that_divide_the_batch_are_taken() -> None:
     with pytest.raises(RecipeError, match="8 .micro_batch auto. over 5:7 processes"):
         allowed_counts(eight, Span(5, 7))
     assert [rounded_down(n, [2, 4, 8]) for n in (1, 2, 3, 7, 100)] == [0, 2, 2, 4, 8]
-    room = _Room(cpus=3, gpus=0, grows=False)
+    room = Room(((3, 0),))
     assert _workers(eight, Placement(workers=Span(2, 8)), room) == [2, 4, 8]
-    with pytest.raises(InputError, match="4 workers need 4 CPUs, and the cluster's nodes have 3"):
+    with pytest.raises(InputError, match="4 workers of 1 CPUs each: the cluster's nodes have room for 3"):
         _workers(eight, Placement(workers=Span(3, 8)), room)
+
+
+def test_counts_share_the_batch_of_every_phase() -> None:
+    phases = "phases=[{resolution: 16, samples: 80}, {resolution: 32, samples: 60, global_batch: 6}]"
+    two = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto", phases])
+    assert allowed_counts(two, Span(1, 8)) == [1, 2]  # 4 and 8 do not share 6
+    with pytest.raises(RecipeError, match="6 over 4 processes"):
+        allowed_counts(two, Span(4, 4))
+    with pytest.raises(RecipeError, match="train.global_batch: 8 and 6"):
+        allowed_counts(two, Span(4, 8))
 
 
 def test_a_pause_is_no_failure_and_is_over_when_the_next_begin() -> None:

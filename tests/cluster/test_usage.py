@@ -50,6 +50,15 @@ def test_training_that_keeps_up_is_told_from_training_that_waits() -> None:
     assert "raise data.online.encoders above 2, or data.online.fraction" in full.bottleneck()
 
 
+def test_a_stage_whose_places_change_is_busy_by_the_time_that_each_was_there() -> None:
+    use = Use(2, begun=True)
+    use.tick(5, 1, 0)
+    use.cpu_workers = 6
+    use.tick(5, 1, 0)
+    use.add(Seconds(ready_s=20))
+    assert use.shares()["cpu"] == pytest.approx(0.5)  # of 5 * 2 + 5 * 6
+
+
 def test_ranks_that_share_encoders_fill_them_together() -> None:
     """Each of two ranks keeps two encoders half busy: both together all of them."""
     one = use_of(10, 9.5, words=ONLINE)

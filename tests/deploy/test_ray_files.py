@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,16 @@ def test_nothing_is_exposed_and_the_token_is_asked_for(cluster) -> None:
     assert head.count("RAY_AUTH_MODE=token") == worker.count("RAY_AUTH_MODE=token") == 1
     assert "~/.ray/auth_token" in cluster["file_mounts"]
     kube = (DEPLOY / "kuberay.yaml").read_text()
-    raycluster, _ = read("kuberay.yaml")
+    raycluster, policy, job = read("kuberay.yaml")
+    # The dashboard listens for the whole pod network there: who reaches it is the policy's to say.
+    labels = {"matchLabels": {"ray.io/cluster": raycluster["metadata"]["name"]}}
+    assert (policy["kind"], policy["spec"]["podSelector"]) == ("NetworkPolicy", labels)
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    own, others = policy["spec"]["ingress"]
+    assert own == {"from": [{"podSelector": labels}]}
+    names = [list(one["podSelector"]["matchLabels"].values()) for one in others["from"]]
+    assert names == [[job["metadata"]["name"]], ["kuberay-operator"]]
+    assert others["ports"] == [{"port": 8265}]
     assert raycluster["spec"]["authOptions"] == {"mode": "token"}
     assert raycluster["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
     assert not re.search("type: LoadBalancer|kind: Ingress|type: NodePort|AWS_SECRET", kube)
@@ -116,12 +127,67 @@ def test_the_environment_for_the_network_reaches_the_workers(cluster) -> None:
     worker = " ".join(cluster["worker_start_ray_commands"])
     large = read("kuberay.yaml")[0]["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]
     names = {entry["name"] for entry in large["env"]}
-    assert names == {"FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"}
-    assert all(name.startswith(CARRIED_BEGIN) and f"{name}=" in worker for name in names)
+    ours = "RAY_worker_niceness"
+    assert names == {"FI_PROVIDER", "FI_EFA_USE_DEVICE_RDMA", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", ours}
+    assert all(name.startswith(CARRIED_BEGIN) and f"{name}=" in worker for name in names - {ours})
+
+
+def test_rays_workers_have_the_priority_of_any_other_process(cluster) -> None:
+    """Ray's own default costs a tenth of a step beside a busy driver."""
+    for lines in ("head_start_ray_commands", "worker_start_ray_commands"):
+        assert " RAY_worker_niceness=0" in " ".join(cluster[lines])
+    spec = read("kuberay.yaml")[0]["spec"]
+    for group in [spec["headGroupSpec"], *spec["workerGroupSpecs"]]:
+        [container] = group["template"]["spec"]["containers"]
+        assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"]
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """A machine's metadata, with a notice once `noticed` is set."""
+
+    noticed = False
+
+    def do_PUT(self) -> None:
+        self._answer(200, "a-token")
+
+    def do_GET(self) -> None:
+        there = self.noticed and self.headers["X-aws-ec2-metadata-token"] == "a-token"
+        self._answer(200 if there else 404, '{"action": "terminate"}')
+
+    def _answer(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_spot_notice_drains_the_node_with_what_the_image_has(cluster, monkeypatch) -> None:
+    """The image is Python's slim one, which has no curl."""
+    from ray.scripts.scripts import cli
+
+    from darkroom.cluster.notice import drain_command, noticed
+
+    worker = " ".join(cluster["worker_start_ray_commands"])
+    assert "python -m darkroom.cluster.notice --address $RAY_HEAD_IP:6379" in worker
+    assert "curl" not in worker
+    with HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert not noticed(address)
+        monkeypatch.setattr(Metadata, "noticed", True)
+        assert noticed(address)
+        server.shutdown()
+    assert not noticed("http://127.0.0.1:9")
+    hook = read("kuberay.yaml")[0]["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]
+    told = hook["lifecycle"]["preStop"]["exec"]["command"][2].partition(";")[0]
+    for _, verb, *given in (drain_command("head:6379"), shlex.split(told)):
+        with cli.commands[verb].make_context(verb, list(given)) as context:
+            assert context.params["reason"] == "DRAIN_NODE_REASON_PREEMPTION"
 
 
 def test_kuberay_gets_only_fields_that_it_knows() -> None:
-    raycluster, job = read("kuberay.yaml")
+    raycluster, _, job = read("kuberay.yaml")
     assert (raycluster["apiVersion"], raycluster["kind"]) == ("ray.io/v1", "RayCluster")
     spec = raycluster["spec"]
     assert set(spec) <= CLUSTER_FIELDS

@@ -141,6 +141,9 @@ def prepare(
     cpu_workers: Annotated[
         int | None, typer.Option(min=1, help="ray: tasks that read and decode; all CPUs left if not said")
     ] = None,
+    grows: Annotated[
+        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
@@ -156,6 +159,7 @@ def prepare(
         "--accelerator": accelerator,
         "--fraction": fraction,
         "--cpu-workers": cpu_workers,
+        "--grows": grows or None,
     }
     if engine not in ("local", "ray"):
         raise InputError(f"--engine {engine}", allowed="local, ray")
@@ -178,6 +182,7 @@ def prepare(
                 address=ray_address,
                 bounds=bounds,
                 cpu_workers=cpu_workers,
+                grows=grows,
                 progress=progress,
                 say=console(as_json),
                 **settings,

@@ -59,6 +59,9 @@ def train(
     max_failures: Annotated[
         int, typer.Option(min=0, help="ray: how often lost workers are started again")
     ] = 3,
+    grows: Annotated[
+        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
     as_json: Json = False,
 ) -> None:
@@ -90,10 +93,10 @@ def train(
         from darkroom.cluster.train import train as train_on_ray
 
         span = Span.parsed(workers) if workers is not None else None
-        placed = Placement(ray_address, span, accelerator, cpus, max_failures)
+        placed = Placement(ray_address, span, accelerator, cpus, max_failures, grows)
         made = train_on_ray(recipes[0][1], out=place, placement=placed, resume=resume, console=said)
         return _show_run(made, as_json)
-    if asked := _only_ray(ray_address, workers, accelerator):
+    if asked := _only_ray(ray_address, workers, accelerator, grows or None):
         raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
@@ -126,9 +129,14 @@ def _show_run(result: TrainResult, as_json: bool) -> None:
     show(result.to_dict(), as_json, lambda: [*made, f"bill: {result.bill.line()}"])
 
 
-def _only_ray(address: str | None, workers: str | None, accelerator: str | None) -> str:
+def _only_ray(address: str | None, workers: str | None, accelerator: str | None, grows: bool | None) -> str:
     """Which flags were given that mean nothing without a cluster."""
-    flags = {"--ray-address": address, "--workers": workers, "--accelerator": accelerator}
+    flags = {
+        "--ray-address": address,
+        "--workers": workers,
+        "--accelerator": accelerator,
+        "--grows": grows,
+    }
     return ", ".join(name for name, value in flags.items() if value is not None)
 
 

@@ -41,6 +41,12 @@ class Cluster:
     ray: str = ""
     python: str = ""
     local: bool = False  # started for this process alone
+    grows: bool = False  # told so: nodes come when they are asked for
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether nodes that are not there may still come."""
+        return self.grows or bool(self.planned)
 
     def line(self) -> str:
         """One line for the console."""
@@ -53,14 +59,21 @@ class Cluster:
 
     def require(self, accelerator: str | None) -> None:
         """InputError unless a node has this accelerator, or an autoscaler may bring one."""
-        if accelerator is None or accelerator in self.accelerators or accelerator in self.planned:
+        if self.grows or accelerator is None or accelerator in {*self.accelerators, *self.planned}:
             return
         there = sorted({*self.accelerators, *self.planned})
         raise InputError(
             f"accelerator '{accelerator}' is not in the cluster",
             allowed=", ".join(there) if there else "none: no node names an accelerator",
-            mend="start nodes of that type, or ask for another (--accelerator)",
+            mend="start nodes of that type, ask for another (--accelerator), or say --grows where an "
+            "autoscaler brings them",
         )
+
+    def waits_for(self, accelerator: str | None) -> str:
+        """One line where no node has this accelerator yet; else nothing."""
+        if accelerator is None or accelerator in self.accelerators:
+            return ""
+        return f"waits for nodes of type {accelerator}: none is up"
 
 
 def require_ray() -> Any:
@@ -81,23 +94,25 @@ def connected(
     accelerator: str | None = None,
     dashboard: bool = False,
     num_cpus: int | None = None,
+    grows: bool = False,
 ) -> Iterator[Cluster]:
     """Within, this process drives a Ray cluster; `ray` may be used.
 
     `address`: `auto` or HOST:PORT joins the one there is, `local` starts one of this machine (with
     `num_cpus`, and its dashboard on localhost if asked); None takes $RAY_ADDRESS, and without it `local`.
     A connection that is there already is used and left open. InputError where no cluster answers, where
-    it has another Ray or Python, or lacks the accelerator.
+    it has another Ray or Python, or lacks the accelerator, unless it `grows`: an autoscaler brings nodes.
     """
     ray = require_ray()
     if ray.is_initialized():
-        cluster = describe()
+        cluster = describe(grows=grows)
         cluster.require(accelerator)
         yield cluster
         return
     _join(ray, address or os.environ.get("RAY_ADDRESS") or LOCAL, dashboard=dashboard, num_cpus=num_cpus)
     try:
-        cluster = describe(local=(address or os.environ.get("RAY_ADDRESS") or LOCAL) == LOCAL)
+        local = (address or os.environ.get("RAY_ADDRESS") or LOCAL) == LOCAL
+        cluster = describe(local=local, grows=grows)
         cluster.require(accelerator)
         yield cluster
     finally:
@@ -188,7 +203,7 @@ def _refused(ray: Any, address: str, error: Exception) -> InputError:
     )
 
 
-def describe(*, local: bool = False) -> Cluster:
+def describe(*, local: bool = False, grows: bool = False) -> Cluster:
     """The cluster that this process is connected to."""
     import ray
 
@@ -210,11 +225,15 @@ def describe(*, local: bool = False) -> Cluster:
         ray=ray.__version__,
         python=".".join(map(str, sys.version_info[:3])),
         local=local,
+        grows=grows,
     )
 
 
 def _planned() -> frozenset[str]:
-    """Accelerators of the node groups that an autoscaler may start; none where there is no autoscaler."""
+    """Accelerators of the node groups that an autoscaler may start, where it has told Ray.
+
+    None of open-source Ray's autoscalers does: there `grows` says it.
+    """
     import ray
 
     config = ray._private.state.state.get_cluster_config()

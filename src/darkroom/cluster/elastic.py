@@ -16,7 +16,9 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from darkroom.errors import InputError, RecipeError
@@ -55,29 +57,44 @@ class Span:
 
 
 def allowed_counts(recipe: Any, span: Span) -> list[int]:
-    """The numbers of workers within the span that share the global batch evenly.
+    """The numbers of workers within the span that share the global batch evenly, in every phase.
 
     Raises RecipeError where there is none.
     """
-    from darkroom.train.parallel import check_batch
-
     if not span.elastic:
-        check_batch(recipe, span.least)
+        _check_batches(recipe, span.least)
         return [span.least]
     counts = []
     for count in range(span.least, span.most + 1):
-        try:
-            check_batch(recipe, count)
-        except RecipeError:
-            continue
-        counts.append(count)
+        with suppress(RecipeError):
+            _check_batches(recipe, count)
+            counts.append(count)
     if not counts:
         raise RecipeError(
             "train.global_batch",
-            f"{recipe.train.global_batch} (micro_batch {recipe.train.micro_batch}) over {span} processes",
+            f"{_batches(recipe)} (micro_batch {recipe.train.micro_batch}) over {span} processes",
             mend="choose a number of workers that divides it",
         )
     return counts
+
+
+def _check_batches(recipe: Any, count: int) -> None:
+    """RecipeError unless so many share the global batch of the recipe, or that of each of its phases."""
+    from darkroom.train.parallel import check_batch
+
+    for one in _parts(recipe):
+        check_batch(one, count)
+
+
+def _batches(recipe: Any) -> str:
+    return " and ".join(dict.fromkeys(str(one.train.global_batch) for one in _parts(recipe)))
+
+
+def _parts(recipe: Any) -> list[Any]:
+    """The recipe, or those of its phases."""
+    from darkroom.train.phases import phase_recipes
+
+    return [one for _, one in phase_recipes(recipe, Path())] or [recipe]
 
 
 def rounded_down(count: int, counts: Sequence[int]) -> int:

@@ -192,19 +192,31 @@ def last_line(error: BaseException) -> str:
     return (lines[-1] if lines else type(error).__name__)[:300]
 
 
-def check_room(bounds: Bounds, cpus: Sequence[dict[str, float]], words: Words = PREPARE) -> None:
-    """InputError when encoders on CPUs would leave none to read and decode with.
+def check_room(bounds: Bounds, nodes: Sequence[dict[str, float]], words: Words = PREPARE) -> None:
+    """InputError when encoders find no room, each whole on one node, or would leave no CPU to decode with.
 
-    `cpus` are the resources of the nodes.
+    `nodes` are their resources.
     """
     name = None if bounds.accelerator is None else TYPE + bounds.accelerator
-    fitting = [node for node in cpus if name is None or name in node]
-    if not fitting or any(node.get("GPU", 0) for node in fitting):
-        return  # their nodes are still to come, or they have accelerators of their own
-    total = sum(node.get("CPU", 0.0) for node in cpus)
-    if bounds.least * bounds.fraction > total - 1:
+    fitting = [node for node in nodes if name is None or name in node]
+    if not fitting:
+        return  # their nodes are still to come
+    kind = "GPU" if any(node.get("GPU", 0) for node in fitting) else "CPU"
+    room, left = sum(_whole(node.get(kind, 0.0), bounds.fraction) for node in fitting), ""
+    if kind == "CPU":
+        total = sum(node.get("CPU", 0.0) for node in nodes)
+        room, left = max(0, min(room, int((total - 1) // bounds.fraction))), " with one CPU left to decode"
+    if bounds.least > room:
+        largest = max(node.get(kind, 0.0) for node in fitting)
         raise InputError(
-            f"{bounds.least} encoders of {bounds.fraction:g} CPUs each, and the cluster has {total:g}",
-            allowed=f"at most {max(0, int((total - 1) // bounds.fraction))}, so that one is left to decode",
+            f"{bounds.least} encoders of {bounds.fraction:g} {kind}s each: the nodes have room for "
+            f"{room}{left}, the largest has {largest:g} {kind}s",
             mend=f"ask for fewer ({words.encoders}) or less of each ({words.fraction}), or add nodes",
         )
+
+
+def _whole(has: float, fraction: float) -> int:
+    """How many such shares a node has; a GPU is not shared out in parts of two."""
+    if fraction < 1:
+        return int(1 / fraction + 1e-6) * int(has)
+    return max(0, int(has / fraction))

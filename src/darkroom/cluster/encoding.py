@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from darkroom.cluster.encoders import device_here
+from darkroom.cluster.stages import check_here
 from darkroom.cluster.usage import Seconds
 from darkroom.data import Store
 from darkroom.data.loader import Assembler, ReadSettings, row_assembler
@@ -74,6 +75,7 @@ def asked(source: Source, rows: BatchRows, most: int) -> list[OnlineAsk]:
 @lru_cache(maxsize=4)
 def _assembler(source: Source) -> Assembler:
     """One a worker and source: the store is opened once."""
+    check_here(source.store)
     store = Store.open(source.store, version=source.version)
     return row_assembler(store, source.read.model_copy(update={"draws": ()}))
 

@@ -13,6 +13,7 @@ started again, and all ranks share them.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from darkroom.cluster.connect import describe
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room
 from darkroom.cluster.encoding import OnlineEncoder, Parts, Source, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
-from darkroom.cluster.stages import Stages
+from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import ONLINE, Use
 from darkroom.data.loader import Assembler, Batch
 from darkroom.errors import InputError, LoaderError
@@ -52,11 +53,13 @@ def online(
     reserved_cpus: float = 0.0,
     say: Say = lambda _: None,
     encoder: Callable[..., Any] = OnlineEncoder,
+    grows: bool = False,
 ) -> Iterator[OnlineFeed | None]:
     """Within, encoders stand ready for a recipe with data.encode=online; for any other there is no feed.
 
     To be called on the driver while it is connected to a cluster. The feed may be handed to workers. CPUs
-    that training needs are `reserved_cpus`. InputError where the cluster lacks what is asked.
+    that training needs are `reserved_cpus`. InputError where the cluster lacks what is asked, unless it
+    `grows`.
     """
     import ray
 
@@ -65,8 +68,11 @@ def online(
         return
     settings = recipe.data.online
     bounds = Bounds.parsed(str(settings.encoders), settings.accelerator, settings.fraction)
-    describe().require(bounds.accelerator)
-    cpus = _spare_cpus(bounds, reserved_cpus)
+    cluster = describe(grows=grows)
+    cluster.require(bounds.accelerator)
+    if waits := cluster.waits_for(bounds.accelerator):
+        say(waits)
+    cpus = math.inf if cluster.may_grow else _spare_cpus(bounds, reserved_cpus)
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
@@ -205,8 +211,8 @@ class Stream:
         self._over = False
         self._changed = threading.Condition()
         bounds = Bounds.parsed(str(self._settings.encoders), None, 1.0)
-        cpu_workers = max(1, self._settings.cpu_workers // job.ranks.size)
-        read: Any = ray.remote(read_rows).options(num_cpus=1, num_returns=2, max_retries=-1)
+        cpu_workers = share_of(self._settings.cpu_workers, job.ranks)
+        read: Any = ray.remote(read_rows).options(num_cpus=1, num_returns=2, max_retries=MOST_TRIES)
         tokenizers = ray.put(job.tokenizers)
         use = Use(cpu_workers, job.cpus, ONLINE)
         self._pool = SharedPool(job.keeper, job.ranks.rank, bounds, use)
@@ -322,6 +328,12 @@ class Stream:
             batch.columns[name] = _joined([part[name] for part in parts], self._job.pin)
         self._assembler.add_draws(batch)
         return batch.columns
+
+
+def share_of(cpu_workers: int, ranks: Ranks) -> int:
+    """How many of all CPU tasks are this rank's: the first ranks have one more; each has one at least."""
+    each, over = divmod(cpu_workers, ranks.size)
+    return max(1, each + (ranks.rank < over))
 
 
 def _joined(parts: list[Any], pin: bool) -> Any:

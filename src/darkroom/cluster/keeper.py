@@ -28,6 +28,7 @@ class Told:
     waiting: int = 0  # blocks that are ready and find no free encoder
     calls: dict[int, int] = field(default_factory=dict)  # how many blocks each encoder has of it
     dead: list[int] = field(default_factory=list)  # encoders that it found dead
+    made: int = 0  # blocks since it last told
     use: Use | None = None
     at: float = 0.0  # by the keeper's clock
 
@@ -58,6 +59,8 @@ class Keeper:
         pool, now = self._pool, time.monotonic()
         if pool is None:
             return []
+        if told.made:
+            pool.made()
         for number in told.dead:
             pool.lose(number)
         told.at = now
@@ -96,6 +99,7 @@ class SharedPool(Pool):
         self.bounds, self.encoders, self.lost = bounds, {}, 0
         self._keeper, self._rank, self._use = keeper, rank, use
         self._dead: list[int] = []
+        self._made = 0
         self._asked: Any = None
         self._asked_at = -math.inf
 
@@ -108,7 +112,7 @@ class SharedPool(Pool):
         return least if least is not None and len(least.calls) < QUEUE else None
 
     def made(self) -> None:
-        pass
+        self._made += 1
 
     def lose(self, number: int) -> None:
         if self.encoders.pop(number, None) is not None:
@@ -135,7 +139,8 @@ class SharedPool(Pool):
         """Tell the keeper how things are; a reference of the encoders that are up."""
         calls = {number: len(encoder.calls) for number, encoder in self.encoders.items()}
         dead, self._dead = self._dead, []
-        return self._keeper.state.remote(self._rank, Told(waiting, calls, dead, self._use))
+        made, self._made = self._made, 0
+        return self._keeper.state.remote(self._rank, Told(waiting, calls, dead, made, self._use))
 
     def _take(self, there: list[tuple[int, Any]]) -> None:
         dead = {*self._dead}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ class Mail:
     result: dict[str, Any] | None = None
     starts: int = 0
     told: int = 0  # losses that the console knows of
+    heard_at: float = -math.inf  # when a worker last asked whether it is to stop
 
     def say(self, line: str) -> None:
         """A line for the console."""
@@ -57,8 +60,13 @@ class Mail:
         self.stop = True
 
     def stops(self) -> bool:
-        """Whether the workers are to save and stop."""
+        """Whether the workers are to save and stop; each of them asks all the time."""
+        self.heard_at = time.monotonic()
         return self.stop or bool(self.pause)
+
+    def silent_s(self) -> float:
+        """For how long no worker has asked anything: without end where none has run yet."""
+        return time.monotonic() - self.heard_at
 
     def ask_pause(self, why: str) -> None:
         """Have them save and leave, so that others go on."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -26,8 +27,9 @@ import pyarrow as pa
 
 from darkroom import models
 from darkroom.cluster.connect import connected
-from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here
-from darkroom.cluster.stages import Stages
+from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, options_of
+from darkroom.cluster.room import waiting
+from darkroom.cluster.stages import MOST_TRIES, Stages, check_here
 from darkroom.cluster.usage import Seconds, Use
 from darkroom.errors import DarkroomError, StoreError
 from darkroom.prepare.columns import Layout
@@ -40,6 +42,8 @@ BLOCK_BYTES = 32 * 1024**2  # of ready values
 BLOCK_ROWS = 4096
 JOINING = 2  # fragments whose parts are joined at a time
 SAY_EVERY_S = 15.0
+SIZE_EVERY_S = 5.0  # how often the CPU stage is fitted to the nodes that are there
+ASKED_AHEAD = 8  # CPU tasks more than there are CPUs where the cluster grows: what it grows for
 PARTS = "parts"
 
 Say = Callable[[str], None]
@@ -82,22 +86,28 @@ def prepare_on_ray(
     address: str | None = None,
     bounds: Bounds | None = None,
     cpu_workers: int | None = None,
+    grows: bool = False,
     progress: Progress | None = None,
     say: Say = lambda _: None,
     **options: Any,
 ) -> ClusterReport:
     """`prepare` with its encoding on a Ray cluster; `options` are prepare's own.
 
-    `cpu_workers` is how many tasks read and cut at once: all CPUs that encoders leave, unless said. Raises
-    what prepare does, and InputError where the cluster is missing or lacks what is asked.
+    `cpu_workers` is how many tasks read and cut at once: all CPUs that encoders leave, as nodes come and go,
+    unless said. A cluster that `grows` has an autoscaler: what it lacks is waited for. Raises what prepare
+    does, and InputError where the cluster is missing or lacks what is asked.
     """
     bounds = bounds or Bounds()
     if "://" in str(store):
         raise StoreError(f"{store} is no folder", mend="prepare a store in a folder that every node sees")
-    with connected(address, accelerator=bounds.accelerator) as cluster:
+    with connected(address, accelerator=bounds.accelerator, grows=grows) as cluster:
         say(cluster.line())
-        spare = _spare_cpus(bounds, cluster.cpus)
-        engine = _Engine(bounds, Use(cpu_workers or spare, spare), say)
+        if waits := cluster.waits_for(bounds.accelerator):
+            say(waits)
+        if not cluster.may_grow:
+            check_room(bounds, _nodes())
+        sized = _Sized(bounds, cpu_workers, cluster.may_grow)
+        engine = _Engine(bounds, sized, say)
         place = Path(store).resolve()
         report = prepare(place, model, progress=progress, engine=engine, device="cpu", **options)
         for column in report.columns:
@@ -105,14 +115,30 @@ def prepare_on_ray(
         return ClusterReport(**vars(report), cluster=cluster.line(), **engine.told())
 
 
-def _spare_cpus(bounds: Bounds, cpus: float) -> int:
-    """CPUs that encoders leave; InputError where they leave none."""
+def _nodes() -> list[dict[str, float]]:
     import ray
 
-    check_room(bounds, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    gpus = ray.cluster_resources().get("GPU", 0)
-    taken = 0.1 * bounds.least if gpus else bounds.least * bounds.fraction
-    return max(1, int(cpus - taken))
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """How many CPU tasks there are at once: as many as said, or as the nodes have CPUs that encoders leave.
+
+    Where the cluster grows some more are asked for, so that it sees that they are wanted.
+    """
+
+    bounds: Bounds
+    said: int | None = None
+    grows: bool = False
+
+    def fit(self, use: Use, encoders: int) -> None:
+        """Set how many, while so many encoders are up."""
+        each = 0.1 if options_of(self.bounds).get("num_gpus") else self.bounds.fraction
+        total = sum(node.get("CPU", 0.0) for node in _nodes())
+        spare = max(1, int(total - each * max(encoders, self.bounds.least)))
+        more = max(ASKED_AHEAD, spare // 2) if self.grows else 0
+        use.cpu_workers, use.cpus = self.said or spare + more, spare
 
 
 # ---- on the driver
@@ -121,8 +147,8 @@ def _spare_cpus(bounds: Bounds, cpus: float) -> int:
 class _Engine:
     """Encodes a work's fragments on the cluster; see `darkroom.prepare.job.Engine`."""
 
-    def __init__(self, bounds: Bounds, use: Use, say: Say) -> None:
-        self._bounds, self._use, self._say = bounds, use, say
+    def __init__(self, bounds: Bounds, sized: _Sized, say: Say) -> None:
+        self._bounds, self._sized, self._say = bounds, sized, say
         self._lost = self._repeated = 0
         self._longest_s = 0.0
         self._told: dict[str, Any] = {}
@@ -146,12 +172,12 @@ class _Engine:
         light = ray.put(replace(work.column, encode=Elsewhere()))
         encoder: Any = ray.remote(BlockEncoder)
         pool = Pool(self._bounds, lambda options: encoder.options(**options).remote(column))
-        cut: Any = ray.remote(cut_block).options(num_cpus=1, num_returns=2, max_retries=-1)
-        use = replace(self._use, busy=Seconds())
+        cut: Any = ray.remote(cut_block).options(num_cpus=1, num_returns=2, max_retries=MOST_TRIES)
+        use = Use(1)
         stages = Stages(pool, lambda ask: tuple(cut.remote(ask, light)), use)
         fragments = _Fragments(work)
         try:
-            yield from _Run(work, fragments, stages, light, self._say).notes()
+            yield from _Run(work, fragments, stages, light, self._sized, self._say).notes()
         finally:
             self._count(use, pool.lost)
             pool.close()
@@ -160,14 +186,19 @@ class _Engine:
 class _Run:
     """One pass over the fragments of a work: blocks through the stages, finished fragments joined."""
 
-    def __init__(self, work: Work, fragments: _Fragments, stages: Stages, column: Any, say: Say) -> None:
+    def __init__(
+        self, work: Work, fragments: _Fragments, stages: Stages, column: Any, sized: _Sized, say: Say
+    ) -> None:
         import ray
 
         self._work, self._fragments, self._stages = work, fragments, stages
+        self._sized, self._sized_at = sized, -math.inf
         self._say, self._said = say, time.monotonic()
-        join: Any = ray.remote(join_parts).options(num_cpus=1, max_retries=-1)
+        stages.look = self._look
+        join: Any = ray.remote(join_parts).options(num_cpus=1, max_retries=MOST_TRIES)
         self._join: Callable[[Fragment], Any] = lambda whole: join.remote(whole, column, str(work.folder))
-        self._left: dict[int, int] = {}  # blocks that a fragment still lacks
+        self._begun: dict[int, Fragment] = {}  # those of which blocks are on their way
+        self._left: dict[int, int] = {}  # blocks that such a fragment still lacks
         self._joining: dict[Any, Fragment] = {}
 
     def notes(self) -> Iterator[Note]:
@@ -175,7 +206,6 @@ class _Run:
         for (number, rows), _ in self._stages.run(self._blocks()):
             self._left[number] -= 1
             self._work.advance(rows)
-            self._tell()
             if not self._left[number]:
                 yield from self._finish(number)
         yield from self._joined(most=0)
@@ -186,11 +216,13 @@ class _Run:
             fragment = self._fragments.find(number)
             if fragment is None:
                 continue
+            Path(fragment.folder).mkdir(parents=True, exist_ok=True)
             missing = [ask for ask in fragment.asks if not Path(ask.part).is_file()]
-            self._left[number] = len(missing)
             there = sum(ask.count for ask in fragment.asks) - sum(ask.count for ask in missing)
             self._work.advance(there)
-            if not missing:
+            if missing:
+                self._begun[number], self._left[number] = fragment, len(missing)
+            else:
                 self._whole(fragment)
             for ask in missing:
                 yield (number, ask.count), ask, ask.count
@@ -199,8 +231,8 @@ class _Run:
         self._joining[self._join(fragment)] = fragment
 
     def _finish(self, number: int) -> Iterator[Note]:
-        fragment = self._fragments.of[number]
-        self._whole(fragment)
+        del self._left[number]
+        self._whole(self._begun.pop(number))
         yield from self._joined(most=JOINING)
 
     def _joined(self, most: int) -> Iterator[Note]:
@@ -217,15 +249,31 @@ class _Run:
             except ray.exceptions.RayTaskError as error:
                 cause = error.cause
                 raise (cause if isinstance(cause, BaseException) else error) from None
+            except ray.exceptions.RayError as error:
+                number = self._joining[done[0]].number
+                raise DarkroomError(
+                    f"fragment {number} was lost {MOST_TRIES} times with the worker that joined its parts "
+                    f"({type(error).__name__}); is there enough memory?"
+                ) from error
             fragment = self._joining.pop(done[0])
             yield note
             shutil.rmtree(fragment.folder, ignore_errors=True)  # after it was noted
 
-    def _tell(self) -> None:
-        if time.monotonic() - self._said < SAY_EVERY_S:
+    def _look(self) -> None:
+        """Fit the CPU stage to the nodes, and say how it goes, each from time to time."""
+        now, use, up = time.monotonic(), self._stages.use, len(self._stages.pool.up)
+        if now - self._sized_at > SIZE_EVERY_S:
+            self._sized_at = now
+            self._sized.fit(use, up)
+        if now - self._said < SAY_EVERY_S:
             return
-        self._said, use = time.monotonic(), self._stages.use
-        self._say(f"{use.rows_per_s():,.1f} rows/s; {use.bottleneck()}")
+        self._said = now
+        if up:
+            self._say(f"{use.rows_per_s():,.1f} rows/s; {use.bottleneck()}")
+            return
+        bounds, asked = self._sized.bounds, options_of(self._sized.bounds)
+        needs = asked["num_cpus"], asked["num_gpus"]
+        self._say(waiting(f"{bounds.least} encoders", *needs, bounds.accelerator))
 
 
 @dataclass(frozen=True)
@@ -240,39 +288,33 @@ class Fragment:
 
 
 class _Fragments:
-    """The fragments of a work, cut into blocks; folders of parts that belong to none of them are dropped."""
+    """Cuts the fragments of a work into blocks; folders of parts that belong to none of them are dropped."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._version = work.store.version
         self._dataset = lance.dataset(work.store.path, version=self._version)
         self._layout = Layout.of(self._dataset, work.column.name, work.column.source)
-        self.of: dict[int, Fragment] = {}
-        for number in work.numbers:
-            self._cut(number)
         # Beside the notes, which clear away whatever they do not know.
-        root = parts_folder(work.folder)
-        known = {Path(fragment.folder).name for fragment in self.of.values()}
+        root, wanted = parts_folder(work.folder), set(work.numbers)
         for path in root.iterdir() if root.is_dir() else ():
-            if path.name not in known:
+            number = path.name.partition("-")[0]
+            fragment = self.find(int(number)) if number.isdecimal() and int(number) in wanted else None
+            if fragment is None or Path(fragment.folder) != path:
                 shutil.rmtree(path, ignore_errors=True)
 
     def find(self, number: int) -> Fragment | None:
-        """A fragment by number; None where it is gone."""
-        return self.of.get(number)
-
-    def _cut(self, number: int) -> None:
+        """A fragment by number, cut anew each time; None where it is gone."""
         found = self._dataset.get_fragment(number)
         if found is None:
-            return
+            return None
         column, metadata = self._work.column, found.metadata
         rows, size = block_rows(column), int(metadata.num_rows)
         kept = self._layout.file(metadata)
         identity = [metadata.physical_rows, size, self._layout.base(metadata), kept, rows, column.batch_rows]
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         folder = parts_folder(self._work.folder) / f"{number}-{digest}"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.of[number] = Fragment(
+        return Fragment(
             self._work.store.path,
             self._version,
             number,
@@ -319,6 +361,7 @@ class Elsewhere:
 @lru_cache(maxsize=4)
 def _opened(path: str, version: int) -> lance.LanceDataset:
     """A version of a store, opened once a worker: at billions of rows its manifest is large."""
+    check_here(path)
     return lance.dataset(path, version=version)
 
 

@@ -11,15 +11,17 @@ and in its own order, and the time that each stage is busy must be known. That i
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from darkroom.cluster.encoders import QUEUE, Encoder, Pool
 from darkroom.cluster.usage import Use
-from darkroom.errors import DarkroomError
+from darkroom.errors import DarkroomError, StoreError
 
 MOST_TRIES = 8
 
@@ -45,6 +47,8 @@ class Stages:
     def __init__(self, pool: Pool, start: Start, use: Use, *, encode: str = "encode") -> None:
         self.pool, self._start, self._encode = pool, start, encode
         self.use = use
+        self.look: Callable[[], None] = lambda: None
+        """Called at every step, also while nothing is done."""
         self._queue: deque[Block] = deque()
         self._ready: deque[Block] = deque()
         self._on_cpu: dict[Any, Block] = {}
@@ -79,6 +83,7 @@ class Stages:
         """Move blocks along; returns those that are done: (key, reference of the result)."""
         import ray
 
+        self.look()
         self.pool.poll(len(self._ready))
         self._fill()
         refs = [*self._on_cpu, *self._at_encoder, *self.pool.starting]
@@ -185,3 +190,12 @@ def _cause(error: Any) -> BaseException:
     """What a worker raised, as if it had been raised here."""
     cause = error.cause
     return cause if isinstance(cause, BaseException) else DarkroomError(str(error).splitlines()[-1])
+
+
+def check_here(store: str) -> None:
+    """StoreError where a store's folder is not on this machine."""
+    if "://" not in store and not Path(store).is_dir():
+        raise StoreError(
+            f"{store} is not on the machine {socket.gethostname()}",
+            mend="keep the store in a folder that every node mounts at the same place",
+        )

@@ -8,32 +8,31 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from darkroom.cluster.connect import TYPE, Cluster, connected
+from darkroom.cluster.connect import connected
 from darkroom.cluster.elastic import (
     MONITOR_S,
-    Paused,
     Span,
     allowed_counts,
     elastic_trainer,
     listening_callback,
     rounded_down,
-    why_leave,
 )
 from darkroom.cluster.feed import online
 from darkroom.cluster.mail import Mail
+from darkroom.cluster.room import WAIT_SAID_S, Room, room_of, waiting
+from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
     from darkroom.train import TrainResult
 
 Say = Callable[[str], None]
-TICK_S = 0.5  # how often the driver and the workers look for news
-LET_GO_S = 60.0  # how long a killed worker may hold the run
+SILENT_S = 15.0  # workers of which nothing is heard for so long do not run
 # Set before ray.train is imported: workers stay in the driver's folder, and Ray's own records are not kept.
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -61,6 +59,7 @@ class Placement:
     accelerator: str | None = None  # the type of their nodes, as Ray names it
     cpus: int = 1  # each worker's share, and its threads unless OMP_NUM_THREADS says
     max_failures: int = 3  # how often lost workers are started again
+    grows: bool = False  # the cluster has an autoscaler: what it lacks is waited for
     monitor_s: float = MONITOR_S  # how often it is looked whether more or fewer workers fit
 
 
@@ -91,9 +90,11 @@ def train(
     os.environ.update(SETTINGS)
     # Ray forks only to start another program.
     warnings.filterwarnings("ignore", message="lance is not fork-safe", category=UserWarning)
-    with connected(placement.address, accelerator=placement.accelerator) as cluster:
+    with connected(placement.address, accelerator=placement.accelerator, grows=placement.grows) as cluster:
         console(cluster.line())
-        room = _room(cluster, placement.accelerator)
+        if waits := cluster.waits_for(placement.accelerator):
+            console(waits)
+        room = room_of(cluster, placement.accelerator)
         counts = _workers(recipe, placement, room)
         target = _target(recipe, Path(out).absolute(), resume)
         return _run(recipe, target, resume, counts, placement, room, console)
@@ -102,28 +103,15 @@ def train(
 # ---- where
 
 
-@dataclass(frozen=True)
-class _Room:
-    """What the nodes have that workers may go to."""
-
-    cpus: float
-    gpus: float
-    grows: bool  # an autoscaler may add nodes
-
-
-def _room(cluster: Cluster, accelerator: str | None) -> _Room:
-    import ray
-
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = [has for has in nodes if accelerator is None or f"{TYPE}{accelerator}" in has]
-    cpus, gpus = (sum(has.get(name, 0.0) for has in fit) for name in ("CPU", "GPU"))
-    return _Room(cpus, gpus, grows=bool(cluster.planned))
-
-
-def _workers(recipe: Recipe, placement: Placement, room: _Room) -> list[int]:
+def _workers(recipe: Recipe, placement: Placement, room: Room) -> list[int]:
     """How many workers there may be; InputError where the recipe or the cluster does not allow any."""
-    parallel = recipe.parallel
-    gpus = int(room.gpus) if _uses_gpus(recipe, room) else 0
+    parallel, on_gpus = recipe.parallel, _uses_gpus(recipe, placement, room)
+    counted = placement.workers is None and parallel.devices == "auto" and parallel.mode != "none"
+    if counted and on_gpus and not room.gpus:
+        raise InputError(
+            "--workers is not said, and no GPU is up to count", mend="give --workers N or MIN:MAX"
+        )
+    gpus = int(room.gpus) if on_gpus else 0
     asked = max(1, gpus) if parallel.devices == "auto" else parallel.devices * parallel.nodes
     given = placement.workers or (1 if parallel.mode == "none" else asked)
     span = given if isinstance(given, Span) else Span(given, given)
@@ -132,19 +120,24 @@ def _workers(recipe: Recipe, placement: Placement, room: _Room) -> list[int]:
     if span.most > 1 and parallel.mode == "none":
         raise RecipeError("parallel.mode", f"none, with {span} workers", mend="set parallel.mode=ddp or fsdp")
     counts = allowed_counts(recipe, span)
-    least = counts[0]
-    kind, has, each = ("GPUs", room.gpus, 1) if gpus else ("CPUs", room.cpus, placement.cpus)
-    if least * each > has and not room.grows:
+    holds = room.holds(placement.cpus, 1 if on_gpus else 0)
+    if counts[0] > holds and not room.grows:
         of = f" of type {placement.accelerator}" if placement.accelerator else ""
+        each = f"{placement.cpus} CPUs" + (" and a GPU" if on_gpus else "")
         raise InputError(
-            f"{least} workers need {least * each} {kind}, and the cluster's nodes{of} have {has:g}",
-            mend="ask for fewer with --workers, or add nodes",
+            f"{counts[0]} workers of {each} each: the cluster's nodes{of} have room for {holds}, "
+            f"the largest has {room.largest}",
+            mend="ask for fewer with --workers or less with --cpus, add nodes, or say --grows where an "
+            "autoscaler brings them",
         )
     return counts
 
 
-def _uses_gpus(recipe: Recipe, room: _Room) -> bool:
-    return room.gpus >= 1 and recipe.train.device != "cpu"
+def _uses_gpus(recipe: Recipe, placement: Placement, room: Room) -> bool:
+    """Whether workers get a GPU each: where nodes have some, or will: an accelerator still to come is one."""
+    device = recipe.train.device
+    comes = room.grows and (device == "cuda" or (placement.accelerator is not None and not room.nodes))
+    return device != "cpu" and (room.gpus >= 1 or comes)
 
 
 def _target(recipe: Recipe, out: Path, resume: str) -> Path:
@@ -166,7 +159,7 @@ def _target(recipe: Recipe, out: Path, resume: str) -> Path:
 
 
 def _run(
-    recipe: Recipe, out: Path, resume: str, counts: list[int], placement: Placement, room: _Room, say: Say
+    recipe: Recipe, out: Path, resume: str, counts: list[int], placement: Placement, room: Room, say: Say
 ) -> TrainResult:
     import ray
 
@@ -183,38 +176,53 @@ def _run(
         "max_failures": placement.max_failures,
         "token": uuid.uuid4().hex[:12],
         "elastic": len(counts) > 1,
+        "stores": _seen(recipe),
     }
+    gpus = 1 if _uses_gpus(recipe, placement, room) else 0
+
+    def waits() -> str:
+        return waiting(f"{counts[0]} workers", placement.cpus, gpus, placement.accelerator)
+
     with (
         TemporaryDirectory(prefix="darkroom-ray-") as records,
         online(
-            recipe, reserved_cpus=_at_once(recipe, counts, placement, room) * placement.cpus, say=say
+            recipe,
+            reserved_cpus=_at_once(recipe, counts, placement, room) * placement.cpus,
+            say=say,
+            grows=placement.grows,
         ) as job["feed"],
     ):
-        failure = _followed(_trainer(job, recipe, counts, placement, room, records), mail, say)
+        failure = _followed(_trainer(job, recipe, counts, placement, room, records), mail, waits, say)
     made = ray.get(mail.what_was_made.remote())
-    if failure is None and made is not None:
+    if made is not None and (failure is None or isinstance(failure, Stopped)):
         return _result(made)
     raise _why(failure, ray.get(mail.failed.remote()), placement.max_failures) from failure
 
 
-def _at_once(recipe: Recipe, counts: list[int], placement: Placement, room: _Room) -> int:
+def _seen(recipe: Recipe) -> list[str]:
+    """The folders of the recipe's stores that this machine sees, which the workers' must see too."""
+    stores = [recipe.data.store, *(one.store for one in recipe.data.stores)]
+    return [str(Path(store).absolute()) for store in stores if store and Path(store).is_dir()]
+
+
+def _at_once(recipe: Recipe, counts: list[int], placement: Placement, room: Room) -> int:
     """How many workers the nodes there are have room for."""
-    fit = room.gpus if _uses_gpus(recipe, room) else room.cpus // placement.cpus
-    return rounded_down(int(fit), counts) or counts[0]
+    gpus = 1 if _uses_gpus(recipe, placement, room) else 0
+    return rounded_down(room.holds(placement.cpus, gpus), counts) or counts[0]
 
 
 def _trainer(
-    job: dict[str, Any], recipe: Recipe, counts: list[int], placement: Placement, room: _Room, records: str
+    job: dict[str, Any], recipe: Recipe, counts: list[int], placement: Placement, room: Room, records: str
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
 
-    gpus = _uses_gpus(recipe, room)
+    gpus = _uses_gpus(recipe, placement, room)
     resources = {"CPU": float(placement.cpus), **({"GPU": 1.0} if gpus else {})}
     return elastic_trainer(
         counts,
         job["mail"],
-        train_loop_per_worker=_work,
+        train_loop_per_worker=work,
         train_loop_config=job,
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
@@ -236,10 +244,11 @@ def _trainer(
     )
 
 
-def _followed(trainer: Any, mail: Any, say: Say) -> Exception | None:
+def _followed(trainer: Any, mail: Any, waits: Callable[[], str], say: Say) -> Exception | None:
     """Run to the end, saying what workers say; the error that Ray Train ended with, if any.
 
     Ray Train waits in a thread of its own: in the main one it would answer Ctrl-C by killing the workers.
+    While no worker runs, `waits` tells what for, and a stop ends at once.
     """
     import ray
 
@@ -252,15 +261,22 @@ def _followed(trainer: Any, mail: Any, say: Say) -> Exception | None:
             ended.append(error)
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+    said = time.monotonic()
     try:
         with _asked_to_stop() as asked:
             thread.start()
             while thread.is_alive():
                 thread.join(TICK_S)
+                silent_s = ray.get(mail.silent_s.remote())
                 if asked.is_set():
                     ray.get(mail.ask_stop.remote())
+                    if silent_s > SILENT_S:
+                        return Stopped("stopped while no worker ran; the same command goes on")
                 for line in ray.get(mail.take.remote()):
                     say(line)
+                if min(silent_s, time.monotonic() - said) > WAIT_SAID_S:
+                    say(waits())
+                    said = time.monotonic()
         for line in ray.get(mail.take.remote()):
             say(line)
     except ray.exceptions.RayError as error:
@@ -311,11 +327,14 @@ def _why(failure: Exception | None, told: list[tuple[str, int, bool, str]], retr
     for kind, code, final, message in told:
         if final:
             return Stopped(message) if kind == Stopped.__name__ else WorkersFailed(message, code)
+    if isinstance(failure, Stopped):
+        return failure
     again = f"after {retries} new starts (--max-failures)" if retries else "and --max-failures is 0"
     go_on = "the same command goes on from the last checkpoint"
     if lost := _lost(failure):
         return DarkroomError(f"{lost}, {again}; {go_on}")
-    cause = told[-1][3] if told else " ".join(str(failure).split())[:300]
+    causes = [message for kind, _, _, message in told if kind != LOST] or [end[3] for end in told]
+    cause = causes[-1] if causes else " ".join(str(failure).split())[:300]
     return DarkroomError(f"{cause}, {again}; {go_on}")
 
 
@@ -329,135 +348,3 @@ def _lost(failure: Exception | None) -> str:
         return ""
     names = f"rank {gone[0]} was" if len(gone) == 1 else f"ranks {', '.join(map(str, sorted(gone)))} were"
     return f"{names} lost: the process was killed or its machine is gone (was memory short?)"
-
-
-# ---- a worker
-
-
-def _work(job: dict[str, Any]) -> None:
-    """What each worker does: join the others, train, and tell the driver how it ended."""
-    import ray
-
-    mail = job["mail"]
-    rank = int(os.environ["RANK"])
-
-    def say(line: str) -> None:
-        mail.say.remote(line)
-
-    if ray.get(mail.over.remote()):
-        return
-    try:
-        with _stopping(mail, why_leave if job["elastic"] else lambda: ""):
-            made = _trained(job, rank, mail, say)
-    except DarkroomError as error:
-        if isinstance(error, Stopped) and ray.get(mail.leave.remote()):
-            _together()  # before any ends: the others would be killed where they are
-            raise Paused(str(error)) from None
-        final = isinstance(error, InputError | Stopped) or type(error) is DarkroomError
-        ray.get(mail.fail.remote(type(error).__name__, error.exit_code, final, str(error)))
-        raise RuntimeError(str(error)) from None  # darkroom's own errors do not survive being pickled
-    if rank == 0:
-        ray.get(mail.made.remote(made.to_dict()))
-
-
-def _together() -> None:
-    """Wait until all workers are here."""
-    import torch
-    import torch.distributed as dist
-
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        with suppress(RuntimeError):  # one is gone
-            dist.all_reduce(torch.zeros(1))
-
-
-def _trained(job: dict[str, Any], rank: int, mail: Any, say: Say) -> TrainResult:
-    import ray
-    import torch
-
-    from darkroom.train import train as train_here
-
-    out, recipe, resume = Path(job["out"]), job["recipe"], job["resume"]
-    _go_to(job["folder"])
-    if torch.cuda.is_available() and recipe.train.device != "cpu":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if rank == 0:
-        starts, _ = ray.get(mail.begin.remote())
-        if lost := ray.get(mail.newly_lost.remote()):
-            say(f"workers were lost and are started again ({lost} of at most {job['max_failures']})")
-        if starts > 1:
-            _wait_for(out)
-    _check_shared(job, out, rank)
-    resume = "auto" if resume == "never" or (out / "recipe.yaml").is_file() else resume
-    return train_here(recipe, out=out, resume=resume, feed=job["feed"], console=say)
-
-
-def _go_to(folder: str) -> None:
-    """To the driver's folder, so that a recipe's paths mean the same."""
-    if not Path(folder).is_dir():
-        raise InputError(
-            f"'{folder}' is not on the machine {socket.gethostname()}",
-            mend="start the command in a folder that all machines share",
-        )
-    os.chdir(folder)
-
-
-def _wait_for(out: Path) -> None:
-    """Until workers that were killed have let the run go; after a while it is another job's."""
-    from darkroom.run import Run
-
-    until = time.monotonic() + LET_GO_S
-    while time.monotonic() < until and any(Run(path).is_running() for path in (out, *out.glob("phase-*"))):
-        time.sleep(TICK_S)
-
-
-def _check_shared(job: dict[str, Any], out: Path, rank: int) -> None:
-    """InputError unless all workers see one folder for the run, or checkpoints go to an address."""
-    if int(os.environ["WORLD_SIZE"]) == 1 or job["recipe"].checkpoint.url is not None:
-        return
-    import torch
-    import torch.distributed as dist
-
-    mark = out.parent / f".{out.name}.{job['token']}"
-    if rank == 0:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    dist.all_reduce(torch.zeros(1))
-    missing = torch.tensor([0 if mark.exists() else 1])
-    dist.all_reduce(missing)
-    if rank == 0:
-        mark.unlink(missing_ok=True)
-    if int(missing):
-        raise InputError(
-            f"--out {out} is not one folder for all machines: {int(missing)} of "
-            f"{os.environ['WORLD_SIZE']} workers do not see it",
-            mend="choose a folder that they share, or set checkpoint.url",
-        )
-
-
-@contextmanager
-def _stopping(mail: Any, leaving: Callable[[], str]) -> Iterator[None]:
-    """Within, a stop that the driver was asked for reaches the training loop, which saves.
-
-    `leaving` tells why this worker must go, if it must: all of them pause then.
-    """
-    import ray
-
-    from darkroom.train.stopping import STOP
-
-    over = threading.Event()
-
-    def look() -> None:
-        with suppress(ray.exceptions.RayError):  # the driver is gone, and Ray ends this worker
-            while not over.wait(TICK_S):
-                if why := leaving():
-                    ray.get(mail.ask_pause.remote(why))
-                if ray.get(mail.stops.remote()):
-                    STOP.set()
-
-    thread = threading.Thread(target=look, name="stop", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

@@ -56,6 +56,7 @@ class Use:
     rows: int = 0
     blocks: int = 0
     encoder_s: float = 0.0  # summed over the encoders while they were up
+    place_s: float = 0.0  # summed over the places of the CPU stage, where their number changed
     slot_s: float = 0.0  # summed over CPU tasks, from when they were asked for
     waited_s: float = 0.0  # that training stood still for batches
     repeated: int = 0  # blocks made again because somebody died
@@ -66,6 +67,7 @@ class Use:
         if self.begun:
             self.wall_s += seconds
             self.encoder_s += seconds * encoders
+            self.place_s += seconds * self.cpu_workers
             self.slot_s += seconds * on_cpu
 
     def add(self, part: Seconds) -> None:
@@ -81,7 +83,7 @@ class Use:
 
     def shares(self) -> dict[str, float]:
         """The share of its time that each stage was busy, from 0 to 1."""
-        cpu = (self.busy.read_s + self.busy.ready_s) / max(self.wall_s * self.cpu_workers, 1e-9)
+        cpu = (self.busy.read_s + self.busy.ready_s) / self._places()
         encode = (self.busy.encode_s + self.busy.write_s) / max(self.encoder_s, 1e-9)
         return {"cpu": min(cpu, 1.0), "encode": min(encode, 1.0)}
 
@@ -108,7 +110,10 @@ class Use:
         return f"{told}: {words.idle}"
 
     def _slots(self) -> float:
-        return self.slot_s / max(self.wall_s * self.cpu_workers, 1e-9)
+        return self.slot_s / self._places()
+
+    def _places(self) -> float:
+        return max(self.place_s or self.wall_s * self.cpu_workers, 1e-9)
 
     def _starving(self, shares: dict[str, float]) -> str:
         if shares["cpu"] < self._slots() / WAITING:
@@ -132,6 +137,7 @@ def together(uses: Sequence[Use]) -> Use:
     for use in uses:
         whole.busy += use.busy
         whole.slot_s += use.slot_s
+        whole.place_s += use.place_s
         whole.rows += use.rows
         whole.blocks += use.blocks
         whole.repeated += use.repeated

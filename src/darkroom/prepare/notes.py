@@ -47,10 +47,16 @@ class Notes:
         self._lock = (self.folder / "lock").open("a+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             self._lock.close()
             raise StoreError(
                 f"another process is preparing {self.column}", mend="wait for it, or stop it"
+            ) from None
+        except OSError as error:
+            self._lock.close()
+            raise StoreError(
+                f"the file system of {self.folder} has no file locks ({error.strerror})",
+                mend="mount it with them (Lustre: -o flock), or keep the store on another",
             ) from None
         notes = self.all()
         kept = {"lock"} | {note.file for note in notes} | {f"{note.fragment}.json" for note in notes}

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from darkroom.train.ranks import ALONE, Ranks
+
 FILE = "odd_batches.jsonl"
 MOST_ROLLBACKS = 10  # from one checkpoint: then it is not the batches
 
@@ -28,15 +30,19 @@ def is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) ->
 class OddBatches:
     """The odd batches of a run, and the steps that are passed over since."""
 
-    def __init__(self, run: Path, rows_of: Callable[[int], Sequence[int]] | None) -> None:
+    def __init__(
+        self, run: Path, rows_of: Callable[[int], Sequence[int]] | None, ranks: Ranks = ALONE
+    ) -> None:
         self._file, self._rows_of = run / FILE, rows_of
         self.passed: set[int] = set()
         self._rollbacks: dict[int, int] = {}
-        if self._file.exists():
-            for line in self._file.read_text().splitlines():
-                told = json.loads(line)
-                if told["done"] == "rollback":
-                    self._note(told["step"], told["to"])
+        for line in ranks.tell(self._noted):  # other machines need not see the run's folder
+            told = json.loads(line)
+            if told["done"] == "rollback":
+                self._note(told["step"], told["to"])
+
+    def _noted(self) -> list[str]:
+        return self._file.read_text().splitlines() if self._file.exists() else []
 
     def _note(self, step: int, to: int) -> None:
         self.passed.add(step)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from darkroom.errors import DarkroomError, RecipeError
+from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.train.parallel import ParallelSettings
 
 LOST = 75  # the exit code of a process that ends because another one hangs
@@ -51,19 +51,34 @@ class Ranks:
         return f"rank {self.rank} of {self.size}"
 
     def tell(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 decides, known to all: plain JSON values."""
+        """What rank 0 decides, known to all: plain JSON values. A mistake that it finds is raised on all."""
         if self.size == 1:
             return decide()
+        mistake: InputError | None = None
+        told: dict[str, Any] = {}
+        if self.first:
+            try:
+                told = {"decided": decide()}
+            except InputError as error:
+                mistake, told = error, {"mistake": str(error)}
+        told = self._from_first(told)
+        if "mistake" in told:
+            raise mistake or InputError(told["mistake"])
+        return told["decided"]
+
+    def _from_first(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's value on all ranks."""
         import torch.distributed as dist
 
-        told = json.dumps(decide()).encode() if self.first else b""
+        told = json.dumps(value).encode() if self.first else b""
         length = torch.tensor([len(told)])
         dist.broadcast(length, 0)
         text = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else None
         if text is None:
             text = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(text, 0)
-        return json.loads(text.numpy().tobytes())
+        found: dict[str, Any] = json.loads(text.numpy().tobytes())
+        return found
 
     def in_turn(self, work: Callable[[], None]) -> None:
         """Let rank 0 do what must be done once before the others go on."""
@@ -200,7 +215,7 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            if not _is_broken_link(error):
+            if not is_broken_link(error):
                 raise
             raise RankLost(
                 self._told(f"the connection broke ({str(error).splitlines()[0][:120]})")
@@ -277,7 +292,7 @@ class Watch:
         os._exit(LOST)
 
 
-def _is_broken_link(error: RuntimeError) -> bool:
+def is_broken_link(error: RuntimeError) -> bool:
     """Whether a collective failed because of another process."""
     told = str(error).lower()
     return any(word in told for word in ("gloo", "nccl", "connection", "socket", "timed out"))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom import hardware
-from darkroom.data.mixing import parts_of
 from darkroom.errors import InputError, RecipeError
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.best import KIND as BEST
@@ -18,11 +17,12 @@ from darkroom.train.build import keep_tokenizer
 from darkroom.train.checkpoint import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checks import check_settings
 from darkroom.train.feed import Feed
-from darkroom.train.gather import forget, has_own_store, open_store, store_path
+from darkroom.train.gather import forget, has_own_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
 from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.phases import train_phases
+from darkroom.train.pinning import let_go, settled
 from darkroom.train.places import Place, RemotePlace, newest, place_of, take_records
 from darkroom.train.ranks import ALONE, Ranks, joined, started_together
 from darkroom.train.result import write_adapter_file, write_whole_model
@@ -104,7 +104,7 @@ def _place(ranks: Ranks, out: Path, resume: str, recipe: Recipe, say: Say) -> _P
     """Rank 0 looks, so that what it makes a moment later misleads nobody."""
     if resume == "auto":
         there = ranks.tell(lambda: (out / "recipe.yaml").is_file() or _fetch_run(recipe, out, say))
-        return _Place(out, Run.open(out) if there else None)
+        return _Place(out, Run(out) if there else None)  # other machines may not have the folder yet
     free = Path(ranks.tell(lambda: str(numbered_folder(out))))
     if resume == "never":
         return _Place(free)
@@ -146,11 +146,9 @@ def _begin(
         )
     for note in recipe.derived:
         say(note)
-    try:
-        job = make_job(recipe, Pinned(place.path), feed, say, ranks)
-    except InputError:
-        forget(place.path)
-        raise
+    version = ranks.tell(lambda: settled(recipe, place.path, None, say))
+    with _undone(recipe, place.path, ranks):
+        job = make_job(recipe, Pinned(place.path, version), feed, say, ranks)
     environment = {**hardware.environment(), "store": dict(job.store)}
     if ranks.first:
         Run.create(place.path, recipe.dump(), environment)
@@ -158,13 +156,25 @@ def _begin(
     with _held(run, ranks):
         if ranks.first:
             keep_tokenizer(recipe.model, job.task.model, run.path)
-            _pin_store(recipe, job, run, say)
         trainer = _trainer(job, run, say, first_step=0)
         if place.start is not None:
             trainer.restore(place.start)
             trainer.save()  # from now on the run stands on its own
             say(f"starting from {place.start.path} (step {place.start.step})")
         return trainer.train()
+
+
+@contextmanager
+def _undone(recipe: Recipe, run: Path, ranks: Ranks) -> Iterator[None]:
+    """What was settled and gathered for a run is let go where something within ends it."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks.first:
+            let_go(recipe, run)
+        if isinstance(error, InputError):
+            forget(run)
+        raise
 
 
 def _places(run: Run, *recipes: Recipe) -> list[Place]:
@@ -186,7 +196,9 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
     ranks.in_turn(run.tidy)
     micro = checkpoint.scalars["micro_batch"] if checkpoint else None
     here = not has_own_store(recipe) or Path(store_path(recipe, run.path)).exists()
-    version = ranks.tell(lambda: store.get("version") if here else None)
+    known = store.get("version") if here else None
+    anew = checkpoint is None or isinstance(place, RemotePlace)
+    version = ranks.tell(lambda: settled(recipe, run.path, known, say) if anew else known)
     pinned = Pinned(run.path, version, store.get("rows"), micro)
     job = make_job(recipe, pinned, feed, say, ranks)
     if checkpoint:
@@ -197,8 +209,6 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
         run.set_recipe(recipe.dump())
         run.add_session({**hardware.environment(), "store": dict(job.store)})
         keep_tokenizer(recipe.model, job.task.model, run.path)
-        if checkpoint is None or isinstance(place, RemotePlace):
-            _pin_store(recipe, job, run, say)
 
     ranks.in_turn(prepare_run)
     trainer = _trainer(job, run, say, first_step=step)
@@ -217,21 +227,6 @@ def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
         say(note)
     tracker = make_tracker(job.recipe.track, run.path, first_step + 1) if job.ranks.first else NoTracker()
     return Trainer(job, run, tracker=tracker, say=say)
-
-
-def _pin_store(recipe: Recipe, job: Job, run: Run, say: Say) -> None:
-    """Keep the store's version while the run may need it. The folder's whole path makes the name its own."""
-    if has_own_store(recipe):
-        return
-    mixed = open_store(recipe, run.path, job.store["version"])
-    for store in parts_of(mixed):
-        try:
-            store.pin(f"run {run.path.resolve()}")
-        except OSError as error:
-            say(
-                f"the store cannot be written ({error}): resuming works while its version {store.version} "
-                "is kept"
-            )
 
 
 def export(

@@ -99,7 +99,7 @@ class Trainer:
         self._stop = StopRequest()
         watch, meter, stop = self._watch, self.meter, self._stop
         self._look = Looking(job, run, meter=meter, watch=watch, stop=stop, tracker=tracker, say=say)
-        self._odd = OddBatches(run.path, job.rows_of)
+        self._odd = OddBatches(run.path, job.rows_of, ranks)
         self._flops, self._prior, self._began_at = job.flops, run.bill(), 0
         self._best: Best | None = None  # kept where patience is set
         self._ended = False  # before the last step, because the held-out loss stands still

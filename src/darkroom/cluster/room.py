@@ -1,0 +1,60 @@
+"""What a cluster's nodes have room for, node by node, and what is said while a job waits for more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from darkroom.cluster.connect import TYPE, Cluster
+
+WAIT_SAID_S = 15.0  # how often it is said that a job waits
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the nodes that workers may go to have: (CPUs, GPUs) of each."""
+
+    nodes: tuple[tuple[float, float], ...]
+    grows: bool = False  # more nodes come when they are asked for
+
+    @property
+    def cpus(self) -> float:
+        """Of all nodes."""
+        return sum(cpus for cpus, _ in self.nodes)
+
+    @property
+    def gpus(self) -> float:
+        """Of all nodes."""
+        return sum(gpus for _, gpus in self.nodes)
+
+    def holds(self, cpus: float, gpus: float) -> int:
+        """How many workers of so many CPUs and GPUs fit, each whole on one node."""
+        return sum(int(min(has[0] // cpus, has[1] // gpus if gpus else has[0] // cpus)) for has in self.nodes)
+
+    @property
+    def largest(self) -> str:
+        """The node with the most GPUs, then CPUs, as words."""
+        cpus, gpus = max(self.nodes, key=lambda has: has[::-1], default=(0.0, 0.0))
+        return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+
+
+def room_of(cluster: Cluster, accelerator: str | None) -> Room:
+    """The nodes that live, of a type where one is asked for."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fit = [has for has in nodes if accelerator is None or f"{TYPE}{accelerator}" in has]
+    return Room(tuple((has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in fit), cluster.may_grow)
+
+
+def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str:
+    """That a job waits for workers or encoders: what each needs, and what is free."""
+    import ray
+
+    total, left = ray.cluster_resources(), ray.available_resources()
+    needs = [f"{amount:g} {kind}s" for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount]
+    free = [f"{left.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU")]
+    of = ""
+    if accelerator is not None:
+        there = sum(f"{TYPE}{accelerator}" in node["Resources"] for node in ray.nodes() if node["Alive"])
+        of = f" on a node of type {accelerator} ({there} up)"
+    return f"waiting for {what}: each needs {' and '.join(needs)}{of}; free: {', '.join(free)}"

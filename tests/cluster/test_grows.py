@@ -1,0 +1,48 @@
+"""A cluster that has nothing yet of what is asked for: with --grows a job waits, and uses what comes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+from test_cluster_train import recipe, trained
+from test_elastic import Driver
+
+__all__ = ["recipe"]  # the fixture
+
+LATE = "LATE"
+NODE: dict[str, Any] = {
+    "num_cpus": 2,
+    "num_gpus": 0,
+    "object_store_memory": 80 * 1024**2,
+    "resources": {f"accelerator_type:{LATE}": 1},
+}
+
+
+@pytest.mark.slow
+def test_a_job_waits_for_a_type_of_nodes_that_comes_later(cluster, recipe, tmp_path):
+    asked = ("--engine", "ray", "--ray-address", cluster.address, "--accelerator", LATE)
+    refused = trained(recipe, tmp_path / "run", *asked, code=2)
+    assert f"accelerator '{LATE}' is not in the cluster" in refused
+    assert "or say --grows" in refused
+
+    asked += ("--grows", "train.device=cpu")
+    waits = rf"waiting for 2 workers: each needs 1 CPUs on a node of type {LATE} \(0 up\); free: "
+    stopped = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
+    stopped.wait_for(f"waits for nodes of type {LATE}")
+    stopped.wait_for(waits)
+    began = time.monotonic()
+    assert stopped.end(signal.SIGTERM) == 1
+    assert time.monotonic() - began < 60
+    assert "stopped while no worker ran; the same command goes on" in "".join(stopped.said)
+
+    driver = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
+    driver.wait_for(waits)
+    node = cluster.add_node(**NODE)
+    try:
+        driver.wait_for("step 12/12")
+        assert driver.end() == 0
+    finally:
+        cluster.remove_node(node)
