@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,18 @@ def test_the_recipes_are_found():
         *("sd15-dreambooth", "sd15-dreambooth-lora", "sd15-lora", "sd15-textual-inversion"),
         *("sdxl-dreambooth-lora", "sd2-finetune"),
     }
+
+
+@pytest.mark.parametrize("path", FINE, ids=lambda path: path.stem)
+def test_another_optimiser_takes_a_rate_of_its_own_scale(path):
+    task = read_recipe(path).task
+    told = re.search(r"lr(?: unsaid)?: ([\d.e-]+)", path.read_text())
+    assert told is not None
+    assert read_recipe(path, ["optim.name=adamw8bit"]).optim.lr == float(told[1])
+    adafactor = {"finetune": 5e-4, "dreambooth": 2.5e-4}.get(task, 1e-2)
+    assert read_recipe(path, ["optim.name=adafactor"]).optim.lr == adafactor
+    assert read_recipe(path, ["optim.name=prodigy"]).optim.lr == 1
+    assert read_recipe(path, ["optim.name=prodigy", "optim.lr=0.5"]).optim.lr == 0.5
 
 
 @pytest.fixture(scope="session")
