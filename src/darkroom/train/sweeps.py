@@ -80,9 +80,16 @@ def sweep(
 
 
 def _tried(recipe: Recipe, folder: Path, settings: Mapping[str, Any], resume: str, console: Say) -> Tried:
-    """Train one; what is wrong with its settings alone is noted, everything else raised."""
+    result, failure = attempted(lambda: train(recipe, out=folder, resume=resume, console=console))
+    if failure:
+        console(f"warning: {folder.name}: {failure}")
+    return Tried(folder, settings, result, failure)
+
+
+def attempted(training: Callable[[], TrainResult]) -> tuple[TrainResult | None, str]:
+    """What a training made, or None and why where its settings diverge or find no memory."""
     try:
-        return Tried(folder, settings, train(recipe, out=folder, resume=resume, console=console))
+        return training(), ""
     except Exception as error:
         failure = _failure(error)
         if not failure:
@@ -90,8 +97,7 @@ def _tried(recipe: Recipe, folder: Path, settings: Mapping[str, Any], resume: st
     gc.collect()  # here, where the error no longer holds the run's tensors
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    console(f"warning: {folder.name}: {failure}")
-    return Tried(folder, settings, None, failure)
+    return None, failure
 
 
 def _failure(error: Exception) -> str:
