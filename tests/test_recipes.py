@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from safetensors import safe_open
 
 from darkroom import cli, models
 from darkroom.data import Store
@@ -52,6 +54,18 @@ def test_the_recipes_are_found():
         *("sd15-dreambooth", "sd15-dreambooth-lora", "sd15-lora", "sd15-textual-inversion"),
         *("sdxl-dreambooth-lora", "sd2-finetune"),
     }
+
+
+@pytest.mark.parametrize("path", FINE, ids=lambda path: path.stem)
+def test_another_optimiser_takes_a_rate_of_its_own_scale(path):
+    task = read_recipe(path).task
+    told = re.search(r"lr(?: unsaid)?: ([\d.e-]+)", path.read_text())
+    assert told is not None
+    assert read_recipe(path, ["optim.name=adamw8bit"]).optim.lr == float(told[1])
+    adafactor = {"finetune": 5e-4, "dreambooth": 2.5e-4}.get(task, 1e-2)
+    assert read_recipe(path, ["optim.name=adafactor"]).optim.lr == adafactor
+    assert read_recipe(path, ["optim.name=prodigy"]).optim.lr == 1
+    assert read_recipe(path, ["optim.name=prodigy", "optim.lr=0.5"]).optim.lr == 0.5
 
 
 @pytest.fixture(scope="session")
@@ -137,6 +151,29 @@ def test_a_fine_tuning_recipe_runs_at_toy_size(path, bases, photos, tmp_path, ca
         assert read_adapter(tmp_path / "run" / "adapter.safetensors").rank == recipe.adapter.rank
         merged = told(capsys, "export", tmp_path / "run", "--to", tmp_path / "merged")["model"]
         assert models.load(merged).is_sdxl == path.stem.startswith("sdxl")
+
+
+def test_an_adapters_header_says_what_the_trained_model_is(bases, photos, tmp_path, capsys):
+    """Of self-attention alone, which names no base: on a model built like SDXL, and on one that learns v."""
+    toy = [f"data.instance={photos / 'plain'}", "data.prompt=a photo of sks dog", "data.resolution=32"]
+    toy += ["train.steps=1", "train.precision=float32", "sample.every=0", "adapter.targets=['*.attn1.*']"]
+    headers = {}
+    for recipe, name, more in (("sdxl", "sdxl", "train.seed=0"), ("sd15", "sd", "objective.prediction=v")):
+        path = ROOT / "recipes" / f"{recipe}-dreambooth-lora.yaml"
+        told(capsys, "train", path, *toy, f"model.base={bases / name}", more, "--out", tmp_path / name)
+        kohya = tmp_path / f"{name}.safetensors"
+        told(capsys, "export", tmp_path / name, "--to", kohya, "--kohya")
+        headers[name] = []
+        for file in (tmp_path / name / "adapter.safetensors", kohya):
+            with safe_open(file, framework="pt") as opened:
+                headers[name].append(opened.metadata() | {"first": min(opened.keys())})
+    assert [one["modelspec.prediction_type"] for one in headers["sd"]] == ["v", "v"]
+    assert all("modelspec.architecture" not in one for one in headers["sd"])  # of no published shape
+    for one in headers["sdxl"]:
+        assert one["modelspec.architecture"] == "stable-diffusion-xl-v1-base/lora"
+        assert one["ss_base_model_version"] == "sdxl_base_v1-0"
+        assert one["modelspec.prediction_type"] == "epsilon"
+    assert headers["sdxl"][1]["first"].startswith("lora_unet_input_blocks_")
 
 
 @pytest.fixture(scope="session")

@@ -114,6 +114,8 @@ def test_numbered_folders(tmp_path: Path) -> None:
     assert numbered_folder(tmp_path / "run") == tmp_path / "run-2"
     (tmp_path / "run-2").mkdir()
     assert numbered_folder(tmp_path / "run-2") == tmp_path / "run-3"
+    (tmp_path / "rates-lr-1e-5").mkdir()
+    assert numbered_folder(tmp_path / "rates-lr-1e-5") == tmp_path / "rates-lr-1e-5-2"
 
 
 def test_what_a_killed_process_left_is_cleared_and_no_hindrance(tmp_path: Path) -> None:

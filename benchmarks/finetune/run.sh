@@ -53,7 +53,6 @@ for subject in "$@"; do
   "$root/.venv/bin/python" "$here/margin.py" "$out/$subject/likeness/model" "$photos" "$subject" \
     --out "$out/$subject/margin.csv"
   if [ ! -f "$out/$subject/report.html" ]; then
-    rm -f "$out/$subject"/{measurements,scores}.csv
     "$darkroom" bench finetune "$shared/base/model" "$photos/$subject" --class-word "$class" \
       --out "$out/$subject" --prompts "$here/prompts.txt" \
       --extractor dino="$out/$subject/likeness/model" --extractor clip="$shared/words/model" \

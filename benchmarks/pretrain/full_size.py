@@ -42,6 +42,7 @@ def overrides(store: Path, given: Any) -> list[str]:
         "data.encode=inline",
         "data.holdout=0",
         f"optim.name={given.optimiser}",
+        *(["optim.lr=0.01"] if given.optimiser == "adafactor" else []),  # the recipe's is AdamW's
         "optim.warmup_steps=0",
         f"train.steps={given.steps}",
         f"train.global_batch={given.batch}",

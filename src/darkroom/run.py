@@ -262,11 +262,15 @@ def is_free(path: Path) -> bool:
 
 
 def numbered_folder(path: Path) -> Path:
-    """The folder itself if it is free, or the first free of `name-2`, `name-3`, ..."""
+    """The folder itself if it is free, or the first free of `name-2`, `name-3`, ...
+
+    A number at a name's end counts on where the name without it is there: `rank-8` is followed by `rank-8-2`.
+    """
     if not path.exists():
         return path
     taken = {found.name for found in path.parent.iterdir()}
     stem = re.sub(r"-\d+$", "", path.name)
+    stem = stem if stem in taken else path.name
     number = 2
     while f"{stem}-{number}" in taken:
         number += 1

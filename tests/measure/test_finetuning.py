@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +11,31 @@ import pytest
 from PIL import Image
 
 from darkroom import models
-from darkroom.errors import InputError
-from darkroom.measure import append_csv, read_csv
+from darkroom.errors import DarkroomError, InputError
+from darkroom.evaluate import Prompts, read_scores
+from darkroom.measure import append_csv, finetuning_costs, finetuning_quality, read_csv
 from darkroom.measure.finetuning import (
     BEST,
     FIDELITY,
     METHODS,
     PLANNED,
+    RATES,
     STEP,
     Finetuning,
     parameter_rows,
     planned_rows,
     row,
 )
-from darkroom.measure.finetuning_costs import largest, search, weigh
-from darkroom.measure.finetuning_quality import Followed, balance, best_rows
+from darkroom.measure.finetuning_costs import (
+    alone_if_it_fits,
+    largest,
+    largest_rows,
+    search,
+    step_rows,
+    weigh,
+)
+from darkroom.measure.finetuning_quality import Followed, Judging, balance, best_rows, follow_rates
+from darkroom.measure.growing import Growing
 
 SIDE = 32
 
@@ -127,6 +138,71 @@ def test_the_search_on_a_cpu_stops_at_its_budget(root):
     assert search(content, budget_bytes=2**40)["batch"] == 4
 
 
+def weighed(content, repeats):
+    """What `weigh` finds, made up; at batch 2 memory ends, as it does in a process."""
+    if content["train"]["global_batch"] == 2:
+        return bytearray(2**62)
+    return {
+        "seconds": [0.5] * repeats, "warmup_s": 1.0, "load": 0.0, "peak_bytes": 10**9, "device": "cpu",
+        "above_start_bytes": 1, "trained_state_bytes": 160, "trained": 10, "total": 1000, "rows": 1,
+        "precision": "float32", "threads": 1,
+    }  # fmt: skip
+
+
+def test_a_case_that_finds_no_memory_is_a_row_and_what_is_kept_is_not_measured_again(
+    root, tmp_path, monkeypatch
+):
+    asked = []
+
+    def alone(call, content, *arguments):
+        asked.append(content)
+        if call is search:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")
+        return weighed(content, *arguments)
+
+    monkeypatch.setattr(finetuning_costs, "alone", alone)
+    bench = bench_of(root, methods=("full", "lora"), ranks=(2,))
+    for _ in range(2):  # once measured, once read from the table
+        table = Growing(tmp_path / "rows.csv")
+        rows = step_rows(bench, table=table)
+        rows += largest_rows(bench, budget_bytes=1, table=table)
+        assert [(r.settings["batch"], r.note) for r in rows if r.images_per_s is None] == [
+            (2, "out of memory"),
+            (2, "out of memory"),
+            (0, "out of memory"),
+            (0, "out of memory"),
+        ]
+        assert [r.images_per_s for r in rows if r.images_per_s] == [2.0, 2.0]
+        assert len(asked) == 6
+        assert [r.case for r in read_csv(tmp_path / "rows.csv")] == [r.case for r in rows]
+    assert parameter_rows(rows)[0].settings["trained"] == 10
+
+
+def test_a_process_without_memory_is_told_from_one_with_a_mistake():
+    assert alone_if_it_fits(bytearray, 2**62) == (None, "out of memory")
+    found, why = alone_if_it_fits(os._exit, 9)
+    assert found is None
+    assert "killed" in why
+    with pytest.raises(ZeroDivisionError):
+        alone_if_it_fits(divmod, 1, 0)
+
+
+def test_a_rate_that_diverges_is_a_row_without_scores(root, tmp_path, monkeypatch):
+    def diverges(recipe, **_):
+        raise DarkroomError(f"the loss of step 3 is nan at {recipe.optim.lr:g}; the checkpoint is kept")
+
+    monkeypatch.setattr(finetuning_quality, "train", diverges)
+    bench, table = bench_of(root, sweep=(9.0, 8.0)), Growing(tmp_path / "rows.csv")
+    found = follow_rates(bench, Judging({}, Prompts.of("one", ["a"], "sks")), table)
+    assert [(r.case, r.note) for r in found.rows] == [
+        ("lr 9", "the loss of step 3 is nan at 9"),
+        ("lr 8", "the loss of step 3 is nan at 8"),
+    ]
+    assert best_rows(found, bench) == []
+    monkeypatch.setattr(finetuning_quality, "train", None)  # what is kept is not tried again
+    assert follow_rates(bench, Judging({}, Prompts.of("one", ["a"], "sks")), table).rows == found.rows
+
+
 def planner(recipe):
     batch = recipe.train.global_batch
     adapter = recipe.adapter is not None
@@ -179,8 +255,12 @@ def test_rows_go_through_a_table(root, tmp_path):
     assert read_csv(append_csv(tmp_path / "rows.csv", rows))[0].settings == rows[0].settings
 
 
+def no_such_thing(*_):
+    raise DarkroomError("the machine went away")
+
+
 @pytest.mark.slow
-def test_the_whole_command(root, tmp_path, capsys):
+def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
     from darkroom.cli import main
     from darkroom.data import Store
     from darkroom.data.importers import import_pictures
@@ -206,13 +286,29 @@ def test_the_whole_command(root, tmp_path, capsys):
     )
     more = f"--resolutions {SIDE} --resolution {SIDE} --sweep 1e-3 --sweep-batch 1 --num 1 --draw-steps 2"
     rest = f"--memory 1KB --planned none --repeats 1 --json --extractor all={tmp_path}/extractor/model"
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "finetune", str(root / "base"), str(root / "photos"), "--out", str(tmp_path / "out"),
-              *flags.split(), *more.split(), *rest.split()])  # fmt: skip
-    told = capsys.readouterr()
-    assert ended.value.code == 0, told.err
-    found = json.loads(told.out)
+
+    def command(*others: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "finetune", str(root / "base"), str(root / "photos"), "--out",
+                  str(tmp_path / "out"), *flags.split(), *more.split(), *rest.split(), *others])  # fmt: skip
+        told = capsys.readouterr()
+        return ended.value.code, told.out, told.err
+
+    with monkeypatch.context() as cut_short:
+        cut_short.setattr(finetuning_costs, "search", no_such_thing)
+        assert command()[0] == 1
+    kept = read_csv(tmp_path / "out" / "measurements.csv")
+    assert {one.benchmark for one in kept} == {STEP, FIDELITY, RATES, BEST}
+    code, out, said = command("--num", "2")
+    assert code == 2
+    assert "was measured with another num (1); choose another --out" in said
+    code, out, said = command()
+    assert code == 0, said
+    assert len(said.splitlines()) == 2  # the largest batch of two methods: all else was there
+    found = json.loads(out)
     rows = read_csv(found["measurements"])
+    assert [one.date for one in rows[: len(kept)]] == [one.date for one in kept]
+    assert len(read_scores(found["scores"])) == 2 * len([one for one in rows if "step" in one.settings]) - 4
     assert {one.benchmark for one in rows} >= {STEP, FIDELITY, BEST}
     base = [one for one in rows if one.benchmark == FIDELITY and one.settings["step"] == 0]
     assert len({one.settings["subject_fidelity"] for one in base}) == 1  # one base, drawn once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,84 @@ def test_the_header_says_what_other_tools_show(tiny: Model, tmp_path: Path) -> N
     assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("2", "1")
     assert header["ss_base_model_version"] == "sd_v1"
     assert "lora_adapter_metadata" not in header  # diffusers refuses a file that has both kinds of alpha
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd2", "sd2-v", "sdxl"])
+def test_an_adapter_of_self_attention_alone_names_its_base(family: str, tmp_path: Path) -> None:
+    """Nothing in its layers tells the base: the model it was trained on does."""
+    model = models.create(family, parts=("unet",), device="meta")
+    name = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    adapter = Adapter("it", {name: Layer(torch.randn(2, 1280), torch.randn(1280, 2))})
+    assert adapter.base is None
+    model.family = "custom"  # as of a folder or a hub id whose prediction is another
+    told = {"family": models.base_family(model), "prediction": model.prediction}
+    assert told["family"] == family
+    written = write_adapter(adapter, tmp_path / "a.safetensors", kohya=True, **told)
+    with safe_open(written, "pt") as file:
+        header, keys = file.metadata(), list(file.keys())
+    architecture, version, v2 = {
+        "sd15": ("stable-diffusion-v1", "sd_v1", "False"),
+        "sd2": ("stable-diffusion-v2-512", "sd_v2", "True"),
+        "sd2-v": ("stable-diffusion-v2-768-v", "sd_v2_v", "True"),
+        "sdxl": ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0", "False"),
+    }[family]
+    assert header["modelspec.architecture"] == f"{architecture}/lora"
+    assert (header["ss_base_model_version"], header["ss_v2"]) == (version, v2)
+    assert header["modelspec.prediction_type"] == ("v" if family == "sd2-v" else "epsilon")
+    stem = "middle_block_1" if family == "sdxl" else "mid_block_attentions_0"
+    assert f"lora_unet_{stem}_transformer_blocks_0_attn1_to_q.lora_down.weight" in keys
+    again = read_adapter(written)
+    assert (again.base, list(again.layers)) == (family, [name])
+    both = {**adapter.layers, name.replace("attn1.to_q", "attn2.to_k"): Layer(*cross(model))}
+    wide = write_adapter(Adapter("both", both), tmp_path / "b.safetensors", **told)
+    assert read_adapter(wide).base == family
+
+
+def cross(model: Model) -> tuple[torch.Tensor, torch.Tensor]:
+    width = model.unet.config.cross_attention_dim  # type: ignore[union-attr]
+    return torch.randn(2, width), torch.randn(1280, 2)
+
+
+def test_a_model_that_predicts_otherwise_keeps_its_family(tmp_path: Path) -> None:
+    model = models.create("sd15", parts=("unet",), device="meta")
+    model.scheduler = {**model.scheduler, "prediction_type": "v_prediction"}
+    assert (models.base_family(model), model.prediction) == ("sd15", "v_prediction")
+    model = models.create("sd2", parts=("unet",), device="meta")
+    model.scheduler = {**model.scheduler, "prediction_type": "v_prediction"}
+    assert models.base_family(model) == "sd2-v"
+    assert models.base_family(models.create("tiny", parts=("vae",), device="meta")) is None
+
+
+def test_doras_magnitudes_have_the_sides_of_their_weight_in_kohyas_keys(tiny: Model, tmp_path: Path) -> None:
+    lora = made(tiny, 8, where=lambda path: path.endswith(("attn1.to_q", "resnets.0.conv1")))
+    layers = {
+        name: replace(layer, magnitude=torch.rand(len(layer.up))) for name, layer in lora.layers.items()
+    }
+    adapter = Adapter("it", layers, kind="dora")
+    kohya = write_adapter(adapter, tmp_path / "1.safetensors", kohya=True)
+    sides = {t.ndim: t.shape for key, t in load_file(kohya).items() if key.endswith("dora_scale")}
+    assert sides.keys() == {2, 4}
+    assert all(shape[0] > 1 and set(shape[1:]) == {1} for shape in sides.values())
+    # What was written with two sides for convolutions too is read alike, and written anew as it should be.
+    flat = {k: t.reshape(-1, 1) if k.endswith("dora_scale") else t for k, t in load_file(kohya).items()}
+    older = read_adapter(saved(flat, tmp_path / "2.safetensors"))
+    again = write_adapter(older, tmp_path / "3.safetensors", kohya=True)
+    assert all(torch.equal(t, load_file(again)[key]) for key, t in load_file(kohya).items())
+    back = load_file(write_adapter(read_adapter(kohya), tmp_path / "4.safetensors"))
+    first = load_file(write_adapter(adapter, tmp_path / "5.safetensors"))
+    assert all(torch.equal(back[key], t) for key, t in first.items())
+    by_inputs = {
+        name: replace(one, magnitude=torch.rand(1, one.down.shape[1])) for name, one in layers.items()
+    }
+    inputs = write_adapter(Adapter("i", by_inputs, kind="dora"), tmp_path / "6.safetensors", kohya=True)
+    shapes = [t.shape for key, t in load_file(inputs).items() if key.endswith("dora_scale")]
+    assert {(len(shape), shape[0]) for shape in shapes} == {(2, 1), (4, 1)}
+    merged = []
+    for file in (kohya, tmp_path / "2.safetensors", tmp_path / "5.safetensors"):
+        model = models.create("tiny", seed=1)
+        merge(model, read_adapter(file))
+        merged.append(model.unet.state_dict())  # type: ignore[union-attr]
+    assert all(torch.equal(merged[0][key], one[key]) for one in merged[1:] for key in merged[0])
 
 
 def test_published_counts_of_query_and_value_adapters(sd15: Model) -> None:

@@ -443,6 +443,21 @@ REFUSED = [
         r"train.micro_batch: 1 with optim.fused_backward",
     ),
     ("lora", ("optim.name=prodigy", "optim.fused_backward=true"), r"optim.fused_backward: true, but Prodigy"),
+    (
+        "lora",
+        ("optim.name=prodigy", "optim.lr=1e-4"),
+        r"optim.lr: 0.0001 with optim.name=prodigy: next to nothing.*0.05 or more; set optim.lr=1 \(Prodigy",
+    ),
+    (
+        "finetune",
+        ("optim.name=adafactor", "optim.lr=1e-5"),
+        r"optim.lr: 1e-05 with optim.name=adafactor.*set optim.lr=0.0005",
+    ),
+    (
+        "lora",
+        ("optim.name=adafactor", "adapter.text_encoder=true", "optim.text_encoder_lr=5e-6"),
+        r"optim.text_encoder_lr: 5e-06 with optim.name=adafactor.*set optim.text_encoder_lr=0.01",
+    ),
     ("lora", ("optim.name=schedule-free", "optim.decay=cosine"), r"optim.decay: cosine with schedule-free"),
     ("lora", ("evaluate.patience=2",), r"evaluate.patience: given, but evaluate.every is 0"),
     ("textual-inversion", ("model.word=null",), r"model.word: missing; say the new word"),

@@ -11,6 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
+from darkroom.recipe import make_recipe
 from darkroom.run import Run
 from darkroom.train import train
 from darkroom.train.checkpoint import checkpoints, load_checkpoint
@@ -80,6 +81,26 @@ def test_a_state_saved_as_tensors_and_json_goes_on_to_the_bit(name: str) -> None
     assert not torch.equal(params["unet.m"], forgetful["unet.m"])
     if name == "adamw8bit":
         assert {value.dtype for key, value in tensors.items() if key.endswith(".codes")} == {torch.uint8}
+
+
+def test_adafactors_rate_for_all_weights_moves_them_about_as_far_as_adamws() -> None:
+    def moved(name: str, lr: float) -> float:
+        torch.manual_seed(0)
+        start = torch.randn(64, 128) * 0.02
+        param, settings = start.clone().requires_grad_(), OptimSettings(name=name, lr=lr)
+        optimiser = make_optimiser([{"params": [param], "lr": lr, "weight_decay": 0.0}], settings)
+        slope = torch.randn(64, 128)
+        for _ in range(10):
+            param.grad = slope + 0.5 * torch.randn(64, 128)
+            optimiser.step()
+        return (param.detach() - start).square().mean().sqrt().item()
+
+    data = {"finetune": {"folder": "a"}, "dreambooth": {"instance": "a", "prompt": "a photo of sks dog"}}
+    for task, one in data.items():
+        content = {"task": task, "model": {"base": "tiny"}, "data": one}
+        plain, relative = (make_recipe(content, [f"optim.name={n}"]).optim.lr for n in ("adamw", "adafactor"))
+        assert moved("adafactor", relative) == pytest.approx(moved("adamw", plain), rel=0.5), task
+    assert moved("adafactor", 1e-5) < 0.05 * moved("adamw", 1e-5)
 
 
 class Quadratic:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from darkroom import cli
-from darkroom.errors import Stopped
-from darkroom.recipe import read_sweep
+from darkroom.errors import InputError, RecipeError, Stopped
+from darkroom.recipe import Recipe, read_sweep
 from darkroom.run import Run, compare
-from darkroom.train import sweep, train
+from darkroom.train import TrainResult, sweep, sweeps, train
+from darkroom.train.sweeps import run_names
 from train.conftest import MakeRecipe
 
 
@@ -44,8 +47,12 @@ def test_a_sweep_from_the_command_line(recipe_of: MakeRecipe, tmp_path: Path, ca
         cli.main(arguments)
     assert left.value.code == 0
     told = json.loads(capsys.readouterr().out)
-    assert [run["run"] for run in told] == [str(out / "rates-0"), str(out / "rates-1")]
-    runs = [out / "rates-0", out / "rates-1"]
+    runs = [out / "rates-lr-1e-3", out / "rates-lr-2e-3"]
+    assert [run["run"] for run in told] == [str(run) for run in runs]
+    assert [(run["settings"], run["failure"]) for run in told] == [
+        ({"optim.lr": "1e-3"}, ""),
+        ({"optim.lr": "2e-3"}, ""),
+    ]
     assert [Run.open(run).recipe["optim"]["lr"] for run in runs] == [1e-3, 2e-3]
     third = train(recipe_of("pretrain", "train.steps=2", "optim.lr=4e-3"), out=tmp_path / "c", console=print)
     side_by_side = compare(*runs, third.run)
@@ -55,6 +62,59 @@ def test_a_sweep_from_the_command_line(recipe_of: MakeRecipe, tmp_path: Path, ca
         cli.main(["runs", "compare", *map(str, runs), str(third.run)])
     assert left.value.code == 0
     assert "0.001, 0.002, 0.004" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_or_finds_no_memory_is_noted_and_the_others_are_made(
+    recipe_of: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = recipe_file(recipe_of, tmp_path, "train.steps=3"), tmp_path / "rates"
+    whole = sweeps.train
+
+    def short_of_memory(recipe: Recipe, **given: Any) -> TrainResult:
+        if recipe.optim.lr == 3e-3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return whole(recipe, **given)
+
+    monkeypatch.setattr(sweeps, "train", short_of_memory)
+
+    def swept(rates: str) -> tuple[int, str, list[dict[str, Any]]]:
+        arguments = ["train", str(file), f"optim.lr={rates}", "train.on_nan=stop", "optim.clip_norm=null"]
+        with pytest.raises(SystemExit) as left:
+            cli.main([*arguments, "--out", str(out), "--json"])
+        printed = capsys.readouterr()
+        return left.value.code, printed.err, json.loads(printed.out)
+
+    code, said, told = swept("10,3e-3,1e-3")
+    assert code == 0
+    assert [one["failure"].partition(" of step")[0] for one in told] == ["the loss", "out of memory", ""]
+    assert "warning: rates-lr-3e-3: out of memory" in said
+    assert [Path(one["run"]).name for one in told] == ["rates-lr-10", "rates-lr-3e-3", "rates-lr-1e-3"]
+    assert Run.open(told[2]["run"]).outputs == [out / "rates-lr-1e-3" / "model"]
+    assert Run.open(told[0]["run"]).recipe["optim"]["lr"] == 10
+    # Without the bad value the others are where they were.
+    assert swept("2e-3,1e-3")[1].count("is finished") == 1
+    code, said, told = swept("10,3e-3")
+    assert code == 1
+    assert said.endswith("darkroom: none of 2 runs got to its end\n")
+
+
+def test_names_of_a_sweeps_runs(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    one = [{"optim.lr": "1e-5", "train.seed": 3}, {"optim.lr": 0.5, "train.seed": True}]
+    assert run_names(one) == ["lr-1e-5_seed-3", "lr-0.5_seed-true"]
+    assert run_names([{"model.seed": 1, "train.seed": 2}]) == ["model.seed-1_train.seed-2"]
+    long = run_names([{"model.base": end * 150} for end in "ab"])
+    assert [len(name) for name in long] == [100, 100]
+    assert len(set(run_names([{"model.base": "a" * 150 + end} for end in "ab"]))) == 2
+    file = recipe_file(recipe_of, tmp_path)
+    with pytest.raises(InputError, match=r"the sweep has lr-1e-5 twice"):
+        sweep(read_sweep(file, ["optim.lr=1e-5,1e-5"]), out=tmp_path / "s")
+
+
+def test_a_mistake_in_one_run_is_found_before_the_first_begins(recipe_of: MakeRecipe, tmp_path: Path) -> None:
+    file, out = recipe_file(recipe_of, tmp_path), tmp_path / "s"
+    with pytest.raises(RecipeError, match="optim.warmup_steps: 900 is more than train.steps"):
+        sweep(read_sweep(file, ["optim.warmup_steps=0,900"]), out=out, console=lambda _: None)
+    assert not out.exists()
 
 
 def test_a_budget_stops_with_the_state_saved_and_more_goes_on(recipe_of: MakeRecipe, tmp_path: Path) -> None:

@@ -313,6 +313,8 @@ def bench_finetune(
 ) -> None:
     """One subject, every method: memory, speed, cost, likeness by steps, and the best recipes.
 
+    What finds no memory or diverges is a row that says so. The same command goes on where it stopped.
+
     Example: darkroom bench finetune model/ photos/ --class-word dog --extractor all=ext/ --out dog/
     """
     from darkroom.cli.finetuning import Asked, report, split

@@ -80,38 +80,38 @@ def report(
     repeats: int,
     say: Callable[[str], None],
 ) -> Reported:
-    """Measure, plan, follow, and write `measurements.csv`, `scores.csv`, PNGs and `report.html`."""
-    from darkroom.evaluate import append_scores
-    from darkroom.measure import append_csv
+    """Measure, plan, follow, and write `measurements.csv`, `scores.csv`, PNGs and `report.html`. Rows are
+    kept as they come: the same call again goes on.
+    """
     from darkroom.measure.finetuning import parameter_rows, planned_rows
     from darkroom.measure.finetuning_costs import largest_rows, step_rows
     from darkroom.measure.finetuning_quality import Judging, best_rows, follow_methods, follow_rates
+    from darkroom.measure.growing import Growing, check_same
     from darkroom.plan.finetuning import planner
     from darkroom.report.finetuning import write_finetuning
     from darkroom.sample.memory import parse_bytes
 
-    table, scores = out / "measurements.csv", out / "scores.csv"
-    for file in (table, scores):
-        if file.exists():
-            mend = "choose another --out; --work keeps what was trained"
-            raise InputError(f"'{file}' is there already", mend=mend)
+    asked = asdict(bench) | {"photos": bench.photos.resolve(), "work": bench.work.resolve()}
+    asked |= {"extractors": extractors, "prompts": prompts, "num": num, "draw": draw, "memory": memory}
+    asked |= {"planned": planned, "gpu": gpu, "cards": cards, "repeats": repeats}
+    file, scores = out / "measurements.csv", out / "scores.csv"
     budget = parse_bytes(memory)
-    judging = Judging.of(bench, extractors, prompts, num=num, seed=bench.seed, draw=draw)
+    judging = Judging.of(bench, extractors, prompts, num=num, seed=bench.seed, draw=draw, keep=scores)
     ask = None if planned == "none" else planner(gpu, cards)
     for method in bench.methods:
         bench.recipe(bench.case(method))  # InputError before any work
-    found = follow_methods(bench, judging, say)
-    found.add(follow_rates(bench, judging, say))
-    rows = [*found.rows, *best_rows(found, bench, planner=ask, base=planned)]
-    best = [r for r in rows if r.benchmark == "finetune-best"]
-    rows += step_rows(bench, repeats=repeats, say=say)
-    rows += largest_rows(bench, budget_bytes=budget, say=say)
+    check_same(out / "asked.json", file, asked)
+    table = Growing(file)
+    found = follow_methods(bench, judging, table, say)
+    found.add(follow_rates(bench, judging, table, say))
+    best = best_rows(found, bench, planner=ask, base=planned, table=table)
+    step_rows(bench, repeats=repeats, table=table, say=say)
+    largest_rows(bench, budget_bytes=budget, table=table, say=say)
     if ask is not None:
         large = replace(bench, resolution=512, resolutions=(256, 512, 768), checkpointing=True)
-        rows += planned_rows(large, ask, base=planned, step_counts=(50, 200, 400, 1000), say=say)
-    rows += parameter_rows(rows)
-    append_csv(table, rows)
-    append_scores(scores, found.scores)
-    plots, page = write_finetuning(rows, found.pictures, bench, out)
+        planned_rows(large, ask, base=planned, step_counts=(50, 200, 400, 1000), table=table, say=say)
+    for one in parameter_rows(table.rows):
+        table.add(one)
+    plots, page = write_finetuning(table.rows, found.pictures, bench, out)
     shown = [{name: one.settings.get(name) for name in BEST_SHOWN} for one in best]
-    return Reported(str(page), str(table), str(scores), [str(plot) for plot in plots], shown)
+    return Reported(str(page), str(file), str(scores), [str(plot) for plot in plots], shown)

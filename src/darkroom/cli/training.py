@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from darkroom.cli.door import Json, Out, app, columns, console, show, table
-from darkroom.errors import InputError
+from darkroom.errors import DarkroomError, InputError
 
 if TYPE_CHECKING:
     from darkroom.train import TrainResult
+    from darkroom.train.sweeps import Tried
 
 
 @app.command()
@@ -68,6 +69,7 @@ def train(
     """Train what a recipe says; the same command goes on where it was stopped.
 
     Several values, as in optim.lr=1e-5,5e-5,1e-4, make a run of each in one folder, under one budget.
+    One that diverges or finds no memory is noted, the others are made; exit code 1 if none got to its end.
 
     Example: darkroom train recipes/emoji.yaml train.steps=2000 --out runs/emoji
     """
@@ -103,25 +105,30 @@ def train(
         launch([*arguments, "--engine", "local", *(["--json"] if as_json else [])], recipes[0][1])
         return None
     if len(recipes) > 1:
-        results = sweep(recipes, out=place, resume=resume, console=said)
-        if not is_first():
-            return None
-        rows = [
-            {
-                "run": str(one.run),
-                **settings,
-                "loss": one.loss,
-                "held out": one.heldout_loss,
-                "usd": one.bill.usd,
-            }
-            for (settings, _), one in zip(recipes, results, strict=True)
-        ]
-        show([one.to_dict() for one in results], as_json, lambda: columns(rows))
-        return None
+        tried = sweep(recipes, out=place, resume=resume, console=said)
+        return _show_sweep(tried, as_json) if is_first() else None
     result = run(recipes[0][1], out=place, resume=resume, console=said)
     if not is_first():
         return None
     return _show_run(result, as_json)
+
+
+def _show_sweep(tried: list[Tried], as_json: bool) -> None:
+    """A line for each run; DarkroomError where none got to its end."""
+    rows = [
+        {
+            "run": str(one.run),
+            **one.settings,
+            "loss": one.result.loss if one.result else None,
+            "held out": one.result.heldout_loss if one.result else None,
+            "usd": one.bill.usd,
+            "note": one.failure.partition(";")[0],
+        }
+        for one in tried
+    ]
+    show([one.to_dict() for one in tried], as_json, lambda: columns(rows))
+    if all(one.failure for one in tried):
+        raise DarkroomError(f"none of {len(tried)} runs got to its end")
 
 
 def _show_run(result: TrainResult, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from darkroom.data.source import pictures_below
 from darkroom.errors import InputError
 from darkroom.hardware import machine, versions
+from darkroom.measure.growing import Growing
 from darkroom.measure.timing import Measurement, _commit
 from darkroom.recipe import Recipe, make_recipe
 
@@ -190,30 +191,32 @@ def planned_rows(
     base: str,
     samples: int = 1000,
     step_counts: Sequence[int] = (),
+    table: Growing | None = None,
     say: Say = lambda _: None,
 ) -> list[Measurement]:
     """Memory, parameters, speed, largest batch and cost of each case on a model that is not run.
 
     `samples` pictures are what methods and batches are compared over; `step_counts` what steps cost.
     """
-    rows: list[Measurement] = []
-    for case in bench.cases():
-        say(f"plan {base}: {case.name}")
-        found = planner(bench.recipe(case, base=base))
-        rows.append(_planned(PLANNED, case.name, case, found, base, samples))
-    for steps in step_counts:
-        for method in bench.methods:
-            case = bench.case(method)
+    rows, table = [], table or Growing()
+    asked: list[tuple[Case, int | None]] = [(case, None) for case in bench.cases()]
+    asked += [(bench.case(method), steps) for steps in step_counts for method in bench.methods]
+    for case, steps in asked:
+        name = case.name if steps is None else f"{case.name} {steps} steps"
+        one = table.find(PLANNED, name)
+        if one is None:
+            say(f"plan {base}: {name}")
             found = planner(bench.recipe(case, base=base, steps=steps))
-            made = _planned(PLANNED, f"{case.name} {steps} steps", case, found, base, steps * case.batch)
-            rows.append(made.model_copy(update={"settings": {**made.settings, "steps": steps}}))
+            one = table.add(_planned(name, case, found, base, samples, steps))
+        rows.append(one)
     return rows
 
 
 def _planned(
-    benchmark: str, name: str, case: Case, found: Mapping[str, Any], base: str, samples: int
+    name: str, case: Case, found: Mapping[str, Any], base: str, samples: int, steps: int | None
 ) -> Measurement:
     usd = found.get("usd_per_image")
+    samples = samples if steps is None else steps * case.batch
     more = {
         "model": base,
         "source": "planned",
@@ -225,9 +228,9 @@ def _planned(
         "usd": None if usd is None else round(usd * samples, 5),
     }
     return row(
-        benchmark,
+        PLANNED,
         name,
-        case.settings() | more,
+        case.settings() | more | ({} if steps is None else {"steps": steps}),
         peak_memory_bytes=int(found["memory_bytes"]),
         images_per_s=found["images_per_s"],
         usd_per_image=usd,

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,39 @@ from darkroom.hardware.memory import resident_bytes
 from darkroom.hush import hush
 from darkroom.measure.drawing import is_out_of_memory
 from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Say, row
+from darkroom.measure.growing import Growing
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 
 WARMUP = 1
 
 
-def step_rows(bench: Finetuning, *, repeats: int = 5, say: Say = lambda _: None) -> list[Measurement]:
-    """Time of a step and peak memory of every case, measured on the bench's own model."""
-    rows = []
+def step_rows(
+    bench: Finetuning, *, repeats: int = 5, table: Growing | None = None, say: Say = lambda _: None
+) -> list[Measurement]:
+    """Time of a step and peak memory of every case, measured on the bench's own model; of a case that finds
+    no memory a row that says so.
+    """
+    rows, table = [], table or Growing()
     for case in bench.cases():
-        found = alone(weigh, bench.content(case), repeats)
-        rows.append(_step_row(bench, case, found))
-        last = rows[-1]
-        peak = (last.peak_memory_bytes or 0) / 1e6
-        say(f"{case.name}: {last.images_per_s:.3g} images/s, peak {peak:.0f} MB")
+        one = table.find(STEP, case.name)
+        if one is None:
+            found, failure = alone_if_it_fits(weigh, bench.content(case), repeats)
+            one = table.add(_step_row(bench, case, found) if found else _failed_row(bench, case, failure))
+            say(_told(one))
+        rows.append(one)
     return rows
+
+
+def _told(one: Measurement) -> str:
+    if one.images_per_s is None:
+        return f"{one.case}: {one.note}"
+    peak = (one.peak_memory_bytes or 0) / 1e6
+    return f"{one.case}: {one.images_per_s:.3g} images/s, peak {peak:.0f} MB"
+
+
+def _failed_row(bench: Finetuning, case: Case, failure: str) -> Measurement:
+    settings = case.settings() | {"model": Path(bench.base).name, "source": "measured"}
+    return row(STEP, case.name, settings, note=failure)
 
 
 def _step_row(bench: Finetuning, case: Case, found: Mapping[str, Any]) -> Measurement:
@@ -50,31 +69,58 @@ def _step_row(bench: Finetuning, case: Case, found: Mapping[str, Any]) -> Measur
 
 
 def largest_rows(
-    bench: Finetuning, *, budget_bytes: int, most: int = 1024, say: Say = lambda _: None
+    bench: Finetuning,
+    *,
+    budget_bytes: int,
+    most: int = 1024,
+    table: Growing | None = None,
+    say: Say = lambda _: None,
 ) -> list[Measurement]:
     """The largest batch of each method and resolution, found by search: until memory ends on a card, or
     until the process holds `budget_bytes`.
     """
-    rows = []
+    rows, table = [], table or Growing()
     for method in bench.methods:
         for side in bench.resolutions:
-            case = bench.case(method, resolution=side, batch=most)
-            found = alone(search, bench.content(case), budget_bytes)
-            told = bench.case(method, resolution=side).settings() | {
-                "batch": found["batch"],
-                "budget_bytes": budget_bytes,
-                "tried": found["tried"],
-                "model": Path(bench.base).name,
-                "source": "measured",
-            }
-            note = (
-                "out of memory ended the search" if found["ended"] else "the process's memory was the limit"
-            )
-            note = note if found["batch"] < most else f"the search went to {most} only"
             name = f"{method} {side} px"
-            rows.append(row(LARGEST, name, told, peak_memory_bytes=found["peak_bytes"] or None, note=note))
-            say(f"{name}: largest batch {found['batch']}")
+            one = table.find(LARGEST, name)
+            if one is None:
+                one = table.add(_largest_row(bench, method, side, name, budget_bytes, most))
+                say(f"{name}: largest batch {one.settings['batch']}")
+            rows.append(one)
     return rows
+
+
+def _largest_row(
+    bench: Finetuning, method: str, side: int, name: str, budget_bytes: int, most: int
+) -> Measurement:
+    case = bench.case(method, resolution=side, batch=most)
+    found, failure = alone_if_it_fits(search, bench.content(case), budget_bytes)
+    found = found or {"batch": 0, "peak_bytes": 0, "tried": 0, "ended": True}
+    told = bench.case(method, resolution=side).settings() | {
+        "batch": found["batch"],
+        "budget_bytes": budget_bytes,
+        "tried": found["tried"],
+        "model": Path(bench.base).name,
+        "source": "measured",
+    }
+    note = "out of memory ended the search" if found["ended"] else "the process's memory was the limit"
+    note = failure or (note if found["batch"] < most else f"the search went to {most} only")
+    return row(LARGEST, name, told, peak_memory_bytes=found["peak_bytes"] or None, note=note)
+
+
+def alone_if_it_fits(
+    call: Callable[..., dict[str, Any]], *arguments: Any
+) -> tuple[dict[str, Any] | None, str]:
+    """The same as `alone`, or None and why where memory ended it."""
+    try:
+        return alone(call, *arguments), ""
+    except BrokenProcessPool:
+        return None, "its process was killed, as a system short of memory does"
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, "out of memory"
 
 
 def alone(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from darkroom import models
-from darkroom.errors import InputError
-from darkroom.evaluate import Prompts, Score, evaluate, open_extractors
+from darkroom.bill import Bill
+from darkroom.evaluate import Prompts, Score, append_scores, evaluate, open_extractors
 from darkroom.evaluate.prompts import read_prompts
 from darkroom.measure.finetuning import BEST, FIDELITY, RATES, Case, Finetuning, Planner, Say, row
+from darkroom.measure.growing import Growing
 from darkroom.measure.timing import Measurement
 from darkroom.sample import generate
-from darkroom.train import export, train
+from darkroom.train import attempted, export, train
 
 SUBJECT, PROMPT = "dino", "clip-t"
 SCENES = (
@@ -36,6 +37,7 @@ class Judging:
     prompts: Prompts
     num: int = 4
     seed: int = 0
+    keep: Path | None = None  # the table that scores are added to
     draw: Mapping[str, Any] = field(default_factory=dict)  # of generate: steps, guidance, size
 
     @classmethod
@@ -55,70 +57,94 @@ class Judging:
 
 @dataclass
 class Followed:
-    """Rows, the scores behind them, and where the pictures of each series and step lie."""
+    """Rows, and where the pictures of each series and step lie."""
 
     rows: list[Measurement] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)
     pictures: dict[tuple[str, int], list[Path]] = field(default_factory=dict)
 
     def add(self, other: Followed) -> None:
         """Take in what another run found."""
         self.rows += other.rows
-        self.scores += other.scores
         self.pictures |= other.pictures
 
 
-def follow_methods(bench: Finetuning, judging: Judging, say: Say = lambda _: None) -> Followed:
+def follow_methods(
+    bench: Finetuning, judging: Judging, table: Growing | None = None, say: Say = lambda _: None
+) -> Followed:
     """Both fidelities of every method against the steps, from the base model's (step 0) on."""
     found = Followed()
     for method in bench.methods:
-        found.add(follow(bench, bench.case(method), judging, FIDELITY, method, say))
+        found.add(follow(bench, bench.case(method), judging, FIDELITY, method, table, say))
     return found
 
 
-def follow_rates(bench: Finetuning, judging: Judging, say: Say = lambda _: None) -> Followed:
+def follow_rates(
+    bench: Finetuning, judging: Judging, table: Growing | None = None, say: Say = lambda _: None
+) -> Followed:
     """The same of one method over learning rates, at the sweep's batch."""
     found = Followed()
     for rate in bench.sweep:
         case = bench.case(bench.sweep_method, batch=bench.sweep_batch, lr=rate)
-        found.add(follow(bench, case, judging, RATES, f"lr {rate:g}", say))
+        found.add(follow(bench, case, judging, RATES, f"lr {rate:g}", table, say))
     return found
 
 
 def follow(
-    bench: Finetuning, case: Case, judging: Judging, benchmark: str, series: str, say: Say = lambda _: None
+    bench: Finetuning,
+    case: Case,
+    judging: Judging,
+    benchmark: str,
+    series: str,
+    table: Growing | None = None,
+    say: Say = lambda _: None,
 ) -> Followed:
-    """Train a case once and score every checkpoint. The same call again goes on where it stopped."""
+    """Train a case once and score every checkpoint; one that diverges or finds no memory is a row without
+    scores. The same call again goes on where it stopped.
+    """
+    table = table or Growing()
+    if (failed := table.find(benchmark, series)) is not None:
+        return Followed([failed])
     run = bench.work / "runs" / f"{benchmark}-{series}".replace(" ", "-")
-    result = train(bench.recipe(case), out=run, console=lambda _: None)
-    usd, seconds = result.bill.usd or 0.0, result.bill.wall_s
+    result, failure = attempted(lambda: train(bench.recipe(case), out=run, console=lambda _: None))
+    if result is None:
+        say(f"{series}: {failure}")
+        told = case.settings() | {"series": series}
+        return Followed([table.add(row(benchmark, series, told, note=failure.partition(";")[0]))])
     found = Followed()
-    steps = [0, *range(bench.every, bench.steps, bench.every), bench.steps]
-    for step in steps:
-        scores, files = _judge(bench, run, step, judging)
-        share = step / bench.steps
-        told = case.settings() | {
-            "series": series,
-            "step": step,
-            "samples": step * case.batch,
-            **_fidelities(scores),
-            "train_usd": round(usd * share, 6),
-            "train_s": round(seconds * share, 2),
-        }
-        found.rows.append(row(benchmark, f"{series} step {step}", told, note=_how(judging, scores)))
-        found.scores += scores
-        found.pictures[series, step] = files
-        subject, prompt = told["subject_fidelity"], told["prompt_fidelity"]
-        say(f"{series} step {step}: subject {subject:.3f}, prompt {prompt:.3f}")
+    for step in [0, *range(bench.every, bench.steps, bench.every), bench.steps]:
+        name = f"{series} step {step}"
+        one = table.find(benchmark, name)
+        if one is None:
+            scores = _judge(bench, run, step, judging)
+            told = case.settings() | {"series": series} | _point(bench, case, result.bill, step, scores)
+            one = table.add(row(benchmark, name, told, note=_how(judging, scores)))
+            subject, prompt = one.settings["subject_fidelity"], one.settings["prompt_fidelity"]
+            say(f"{name}: subject {subject:.3f}, prompt {prompt:.3f}")
+        found.rows.append(one)
+        found.pictures[series, step] = sorted((_judged(bench, run, step) / "pictures").glob("*.png"))
     return found
 
 
-def _judge(bench: Finetuning, run: Path, step: int, judging: Judging) -> tuple[list[Score], list[Path]]:
-    """Scores and pictures of a run's checkpoint; of the base at step 0. Drawn once."""
+def _point(bench: Finetuning, case: Case, bill: Bill, step: int, scores: Sequence[Score]) -> dict[str, Any]:
+    share = step / bench.steps
+    return {
+        "step": step,
+        "samples": step * case.batch,
+        **_fidelities(scores),
+        "train_usd": round((bill.usd or 0.0) * share, 6),
+        "train_s": round(bill.wall_s * share, 2),
+    }
+
+
+def _judged(bench: Finetuning, run: Path, step: int) -> Path:
+    """Where the pictures of a run's checkpoint are; those of the base at step 0."""
+    return run / "judged" / f"step-{step:06d}" if step else bench.work / "judged" / "base"
+
+
+def _judge(bench: Finetuning, run: Path, step: int, judging: Judging) -> list[Score]:
+    """Scores of a run's checkpoint, kept; of the base at step 0. Its pictures are drawn once."""
     folder = run / "model-of-a-step"
     shutil.rmtree(folder, ignore_errors=True)
-    name = f"step-{step:06d}" if step else "base"
-    keep = (run if step else bench.work) / "judged" / name
     where = Path(bench.base) if step == 0 else export(run, folder, checkpoint=step, say=lambda _: None)
     try:
         scores = evaluate(
@@ -131,13 +157,16 @@ def _judge(bench: Finetuning, run: Path, step: int, judging: Judging) -> tuple[l
             num=judging.num,
             seed=judging.seed,
             settings=dict(judging.draw),
-            keep=keep,
+            keep=_judged(bench, run, step),
             say=lambda _: None,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     named = f"{run.name}@{step}" if step else "base"
-    return [s.model_copy(update={"model": named}) for s in scores], sorted((keep / "pictures").glob("*.png"))
+    scores = [score.model_copy(update={"model": named}) for score in scores]
+    if judging.keep is not None:
+        append_scores(judging.keep, scores)
+    return scores
 
 
 def _fidelities(scores: Sequence[Score]) -> dict[str, Any]:
@@ -182,14 +211,13 @@ def best_rows(
     *,
     planner: Planner | None = None,
     base: str = "",
+    table: Growing | None = None,
 ) -> list[Measurement]:
     """Of each series the step of the best balance, the best first: quality, what it took here, and what the
     same method, batch and steps take on the planned model.
     """
-    followed = [r for r in found.rows if r.benchmark == FIDELITY]
-    if not followed:
-        raise InputError("no fidelities to choose from")
-    rows = []
+    followed = [r for r in found.rows if r.benchmark == FIDELITY and "step" in r.settings]
+    rows, table = [], table or Growing()
     for series in dict.fromkeys(r.settings["series"] for r in followed):
         own = [r for r in followed if r.settings["series"] == series and r.settings["step"]]
         best = max(own, key=lambda r: balance(r, followed))
@@ -201,4 +229,4 @@ def best_rows(
             told |= {"planned_usd": round((plan["usd_per_image"] or 0.0) * told["samples"], 5)}
             told |= {"planned_on": f"{plan['count']} x {plan['device']}, 512 px"}
         rows.append(row(BEST, f"{series}, {told['step']} steps", told, note=best.note))
-    return sorted(rows, key=lambda r: -r.settings["balance"])
+    return [table.add(one) for one in sorted(rows, key=lambda r: -r.settings["balance"])]

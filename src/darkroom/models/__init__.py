@@ -12,7 +12,7 @@ from darkroom.models.adapter_metadata import about
 from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
 from darkroom.models.bank import Bank
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
-from darkroom.models.folder import describe, export_model, identity, is_model, load, save
+from darkroom.models.folder import base_family, describe, export_model, identity, is_model, load, save
 from darkroom.models.model import PARTS, Model
 from darkroom.models.place import device, precision
 from darkroom.models.single_file import save_single_file
@@ -29,6 +29,7 @@ __all__ = [
     "Layer",
     "Model",
     "about",
+    "base_family",
     "create",
     "describe",
     "describe_adapter",

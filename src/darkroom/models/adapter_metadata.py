@@ -30,6 +30,8 @@ KOHYA_BASES = {"sd15": "sd_v1", "sd2": "sd_v2", "sd2-v": "sd_v2_v", "sdxl": "sdx
 RESOLUTIONS = {"sd15": "512x512", "sd2": "512x512", "sd2-v": "768x768", "sdxl": "1024x1024"}
 PREDICTIONS = {"sd2-v": "v", "dit": "flow", "tiny-dit": "flow"}
 """Where it is not epsilon."""
+PREDICTION_NAMES = {"v_prediction": "v", "flow_prediction": "flow"}
+"""ModelSpec's names of what diffusers names otherwise."""
 TEXT_WIDTHS = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
 """The width of the text that a U-Net listens to, which tells the families apart."""
 MODULES = {"lora": "networks.lora", "dora": "lycoris.kohya", "loha": "lycoris.kohya", "lokr": "lycoris.kohya"}
@@ -91,20 +93,25 @@ def base_of(layers: Mapping[str, Layer | Factors], metadata: Mapping[str, str]) 
         return "dit"
     for name, layer in layers.items():
         if isinstance(layer, Layer) and name.endswith(("attn2.to_k", "attn2.to_v")):
-            return TEXT_WIDTHS.get(int(layer.down.shape[1]))
+            by_width = TEXT_WIDTHS.get(int(layer.down.shape[1]))
+            return "sd2-v" if by_width == "sd2" and _told(metadata) == "sd2-v" else by_width
     if any(name.startswith("text_encoder_2.") for name in layers):
         return "sdxl"
-    told = metadata.get("modelspec.architecture", "").partition("/")[0]
-    for family, architecture in ARCHITECTURES.items():
-        if told == architecture:
-            return family
-    kohya = metadata.get("ss_base_model_version", "")
-    found = [family for family, name in KOHYA_BASES.items() if kohya == name]
-    if found:
-        return found[0]
+    if (family := _told(metadata)) is not None:
+        return family
     widths = {int(layer.down.shape[1]) for layer in layers.values() if isinstance(layer, Layer)}
     named = any(len(name.split(".")) > 2 for name in layers)
     return None if named or not widths else next((f for w, f in TEXT_WIDTHS.items() if w in widths), None)
+
+
+def _told(metadata: Mapping[str, str]) -> str | None:
+    """The family that a header names, in ModelSpec's words or in kohya's."""
+    architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
+    version = metadata.get("ss_base_model_version", "")
+    for family in ARCHITECTURES:
+        if architecture == ARCHITECTURES[family] or (not architecture and version == KOHYA_BASES[family]):
+            return family
+    return None
 
 
 def about(
@@ -136,8 +143,11 @@ def about(
     return {key: value for key, value in told.items() if value is not None}
 
 
-def header(adapter: Adapter, base: str | None, *, kohya: bool) -> dict[str, str]:
-    """All that is written into a file's header; the adapter's own metadata goes before what is derived."""
+def header(adapter: Adapter, base: str | None, prediction: str | None, *, kohya: bool) -> dict[str, str]:
+    """All that is written into a file's header; the adapter's own metadata goes before what is derived.
+
+    `prediction` is in diffusers' words; None: what is usual with the base.
+    """
     own = {key: value for key, value in adapter.metadata.items() if _is_kept(key)}
     rank, alpha = adapter.rank, _most_common([layer.alpha for layer in adapter.layers.values()])
     told = {
@@ -146,7 +156,7 @@ def header(adapter: Adapter, base: str | None, *, kohya: bool) -> dict[str, str]
         "modelspec.implementation": "diffusers",
         "modelspec.title": adapter.name,
         "modelspec.date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S"),
-        "modelspec.prediction_type": PREDICTIONS.get(base or "", "epsilon"),
+        "modelspec.prediction_type": _prediction(base, prediction),
         "ss_network_module": MODULES[adapter.kind],
         "ss_network_dim": str(rank),
         "ss_network_alpha": f"{alpha:g}",
@@ -161,6 +171,10 @@ def header(adapter: Adapter, base: str | None, *, kohya: bool) -> dict[str, str]
     if not kohya:
         told[DIFFUSERS] = json.dumps(_lora_configs(adapter), indent=2, sort_keys=True)
     return told
+
+
+def _prediction(base: str | None, told: str | None) -> str:
+    return PREDICTIONS.get(base or "", "epsilon") if told is None else PREDICTION_NAMES.get(told, told)
 
 
 def _is_kept(key: str) -> bool:

@@ -364,13 +364,14 @@ def write_adapter(
     kohya: bool = False,
     dtype: torch.dtype | None = None,
     family: str | None = None,
+    prediction: str | None = None,
 ) -> Path:
     """Write one `.safetensors` file, whole or not at all: diffusers' keys, or kohya's for ComfyUI and A1111.
 
     Alpha goes into diffusers' `lora_adapter_metadata` or kohya's `.alpha` tensors, so nothing is lost either
     way; `dtype` (float32, float16, bfloat16) casts the weights. The header tells base, rank, alpha and
     ModelSpec's fields besides what the adapter's metadata says (see `adapter_metadata.about`). `family` says
-    the base where it cannot be told from the layers.
+    the base and `prediction` (in diffusers' words) what it predicts, where layers and header do not tell.
     """
     if adapter.numbered:
         raise ModelError(
@@ -384,7 +385,7 @@ def write_adapter(
         key: (t if dtype is None or key.endswith(".alpha") else t.to(dtype)).detach().cpu().contiguous()
         for key, t in tensors.items()
     }
-    return save_tensors(Path(file), cast, header(adapter, base, kohya=kohya))
+    return save_tensors(Path(file), cast, header(adapter, base, prediction, kohya=kohya))
 
 
 def _diffusers_tensors(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
@@ -406,17 +407,29 @@ def _peft_magnitude(adapter: Adapter, layer: Layer) -> torch.Tensor:
     return flat if layer.down.ndim == 2 else flat.reshape(1, -1, 1, 1)
 
 
+def _kohya_magnitude(layer: Layer | Factors) -> torch.Tensor:
+    """With the weight's sides: [O, 1] or [O, 1, 1, 1] by outputs, [1, I] or [1, I, 1, 1] by inputs."""
+    assert layer.magnitude is not None
+    if isinstance(layer, Factors):
+        return layer.magnitude
+    ones = [1] * (layer.down.ndim - 2)
+    by_outputs = layer.magnitude.shape[0] == layer.up.shape[0]
+    return layer.magnitude.reshape(-1, 1, *ones) if by_outputs else layer.magnitude.reshape(1, -1, *ones)
+
+
 def _kohya_tensors(adapter: Adapter, sdxl: bool) -> Iterator[tuple[str, torch.Tensor]]:
     attended = {
         int(m[1]) for name in adapter.layers if (m := re.match(r"unet\.up_blocks\.(\d+)\.attentions", name))
     }
+    attended |= {0, 1} if sdxl else set()  # also where the adapter leaves their attention alone
     roles = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": "dora_scale"}
     for name, layer in adapter.layers.items():
         stem = kohya_stem(name, sdxl=sdxl, attended=attended)
         for role, tensor in layer.tensors.items():
-            if role == "magnitude" and tensor.ndim == 1:
-                tensor = tensor.reshape(-1, 1)
-            yield f"{stem}.{roles.get(role, role)}", tensor
+            yield (
+                f"{stem}.{roles.get(role, role)}",
+                _kohya_magnitude(layer) if role == "magnitude" else tensor,
+            )
         yield f"{stem}.alpha", _exact(layer.alpha)
 
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -223,13 +223,36 @@ def _family_of(path: Path) -> str:
         return "custom"
     config = json.loads(file.read_text())
     prediction = _scheduler(path).get("prediction_type", "epsilon")
-    for name, family in FAMILIES.items():
-        if family.denoiser != file.parent.name:
-            continue
-        same = all(config.get(key) == family.unet.get(key) for key in TOLD_BY[family.denoiser])
-        if same and (family.denoiser == TRANSFORMER or family.scheduler["prediction_type"] == prediction):
+    for name in _shaped_as(config, file.parent.name):
+        if file.parent.name == TRANSFORMER or FAMILIES[name].scheduler["prediction_type"] == prediction:
             return name
     return "custom"
+
+
+def _shaped_as(config: Mapping[str, Any], denoiser: str) -> list[str]:
+    """The families whose denoiser has this configuration's widths."""
+    return [
+        name
+        for name, family in FAMILIES.items()
+        if family.denoiser == denoiser
+        and all(_plain(config.get(key)) == _plain(family.unet.get(key)) for key in TOLD_BY[denoiser])
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def base_family(model: Model) -> str | None:
+    """The family that an adapter of this model is for: whose widths it has, with its prediction if there is
+    one such, or SDXL's where it is built like it. None of another shape.
+    """
+    if model.unet is None:
+        return None
+    shaped = _shaped_as(model.unet.config, model.denoiser)
+    same = [name for name in shaped if FAMILIES[name].scheduler.get("prediction_type") == model.prediction]
+    like_sdxl = ["sdxl"] if model.is_sdxl and len(model.unet.config.block_out_channels) == 3 else []
+    return next(iter([*same, *shaped, *like_sdxl]), None)
 
 
 def save(model: Model, path: str | Path) -> None:

@@ -46,7 +46,14 @@ def write_finetuning(rows: Rows, pictures: Pictures, bench: Finetuning, out: Pat
 
 
 def _of(rows: Rows, benchmark: str) -> list[Measurement]:
-    return [row for row in rows if row.benchmark == benchmark]
+    """A benchmark's rows, without those that only say why there is nothing."""
+    return [row for row in rows if row.benchmark == benchmark and not _failed(row)]
+
+
+def _failed(row: Measurement) -> bool:
+    if row.benchmark in (FIDELITY, RATES):
+        return "step" not in row.settings
+    return row.benchmark == STEP and row.images_per_s is None
 
 
 def _colour(series: str, i: int) -> str:

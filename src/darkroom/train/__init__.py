@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from darkroom.train.job import Job, Pinned, bare_step, make_job
     from darkroom.train.start import export, train
-    from darkroom.train.sweeps import sweep
+    from darkroom.train.sweeps import attempted, sweep
     from darkroom.train.trainer import TrainResult
 
-__all__ = ["Job", "Pinned", "TrainResult", "bare_step", "export", "make_job", "sweep", "train"]
+__all__ = ["Job", "Pinned", "TrainResult", "attempted", "bare_step", "export", "make_job", "sweep", "train"]
 
 
 def __getattr__(name: str) -> Any:

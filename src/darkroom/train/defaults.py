@@ -67,11 +67,11 @@ _ALL_FINE_TUNING: tuple[Default, ...] = (
     ("train.ema.enabled", False, _SHORT_RUN),
     ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
 )
-_BY_OPTIMISER: dict[str, tuple[Default, ...]] = {
-    "prodigy": (("optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"),),
-    "adafactor": (("optim.lr", 1e-2, "Adafactor's rate is relative to the size of each weight"),),
-    "schedule-free": (("train.ema.enabled", False, "schedule-free averages by itself"),),
-}
+_SCHEDULE_FREE: Default = ("train.ema.enabled", False, "schedule-free averages by itself")
+_ADAFACTOR = {"finetune": 5e-4, "dreambooth": 2.5e-4}
+"""AdamW's rate by the size of a trained U-Net's weights, about 0.02."""
+LEAST_SHARE = 0.05
+"""A rate below this share of the optimiser's own is one that was meant for another optimiser."""
 
 
 def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
@@ -79,7 +79,10 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
     task = content.get("task")
     optim = content.get("optim")
     name = optim.get("name") if isinstance(optim, dict) else None
-    yield from _BY_OPTIMISER.get(name if isinstance(name, str) else "", ())
+    if (own := own_rate(task, name)) is not None:
+        yield own
+    if name == "schedule-free":
+        yield _SCHEDULE_FREE
     if optim_fused(content):
         yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
     if isinstance(task, str) and task in FINE_TUNING:
@@ -87,6 +90,16 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
         yield from _ALL_FINE_TUNING
     if task == "extractor":
         yield from _EXTRACTOR
+
+
+def own_rate(task: Any, name: Any) -> Default | None:
+    """The learning rate of an optimiser whose scale is not AdamW's; None of the others."""
+    if name == "prodigy":
+        return "optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"
+    if name == "adafactor":
+        rate = _ADAFACTOR.get(task, 1e-2) if isinstance(task, str) else 1e-2
+        return "optim.lr", rate, "Adafactor's rate is relative to the size of each weight"
+    return None
 
 
 def optim_fused(content: Mapping[str, Any]) -> bool:
@@ -125,6 +138,7 @@ def check_together(recipe: Recipe) -> None:
     _check_text(recipe)
     _check_masks(recipe)
     _check_optimiser(recipe)
+    _check_rates(recipe)
     check_parallel(recipe)
     check_online(recipe)
     check_extras(recipe)
@@ -344,3 +358,21 @@ def _check_optimiser(recipe: Recipe) -> None:
             f"{train.micro_batch} with optim.fused_backward, which cannot add up gradients",
             allowed=f"train.global_batch ({train.global_batch}) or auto",
         )
+
+
+def _check_rates(recipe: Recipe) -> None:
+    """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
+    own = own_rate(recipe.task, recipe.optim.name)
+    if own is None:
+        return
+    rates = {"optim.lr": recipe.optim.lr, "optim.text_encoder_lr": recipe.optim.text_encoder_lr}
+    rates |= {f"phases.{i}.lr": phase.lr for i, phase in enumerate(recipe.phases)}
+    _, usual, why = own
+    for key, rate in rates.items():
+        if rate is not None and rate < LEAST_SHARE * usual:
+            raise RecipeError(
+                key,
+                f"{rate:g} with optim.name={recipe.optim.name}: next to nothing would be learned",
+                allowed=f"{LEAST_SHARE * usual:g} or more",
+                mend=f"set {key}={usual:g} ({why})",
+            )

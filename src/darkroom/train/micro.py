@@ -28,6 +28,10 @@ MOST_TRIALS = 6
 ESTIMATED = "estimated, "
 
 
+class NotOneFits(RecipeError):
+    """Not even one picture's forward and backward pass finds memory."""
+
+
 def check_micro_batch(settings: TrainSettings) -> None:
     """RecipeError unless the global batch is made of whole micro-batches."""
     micro, batch = settings.micro_batch, settings.global_batch
@@ -94,7 +98,7 @@ def try_micro_batches(
     found, told = tried_micro_batch(lambda size: step.fits(alike(inputs, size * each)), sizes, estimate)
     micro = ranks.smallest(found or 0)
     if not micro:
-        raise RecipeError(
+        raise NotOneFits(
             "train.micro_batch",
             "auto, but not one picture's forward and backward pass finds memory",
             mend="set train.gradient_checkpointing=true, or a smaller data.resolution",

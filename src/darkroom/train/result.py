@@ -37,7 +37,8 @@ def write_results(
     a model. `model` is the one that was trained.
     """
     if recipe.task in ADAPTER_TASKS:
-        write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name)
+        base = described_base(model)
+        write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name, base=base)
     elif recipe.model.word is not None:
         write_words(values, recipe.model.word, run / WORDS)
         write_whole_model(recipe, values, measured, run, run / "model")
@@ -46,15 +47,32 @@ def write_results(
         write_model(model, values, measured, run / "model")
 
 
-def write_adapter_file(recipe: Recipe, values: Values, file: Path, *, name: str, kohya: bool = False) -> Path:
-    """Write the adapter that these values are, with its base, trigger and resolution in the header."""
+def described_base(model: Model) -> dict[str, str | None]:
+    """What an adapter's file says of the model it was trained on."""
+    return {"family": models.base_family(model), "prediction": model.prediction}
+
+
+def write_adapter_file(
+    recipe: Recipe,
+    values: Values,
+    file: Path,
+    *,
+    name: str,
+    base: Mapping[str, str | None],
+    kohya: bool = False,
+) -> Path:
+    """Write the adapter that these values are, with its base, trigger and resolution in the header.
+
+    `base` is what `described_base` said, nothing where that is not known.
+    """
     from darkroom.models.adapters import write_adapter
 
     if recipe.task not in ADAPTER_TASKS:
         raise InputError(
             f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
         )
-    return write_adapter(trained_adapter(recipe, values, name), file, kohya=kohya, family=_family(recipe))
+    told = base or {"family": recipe.model.base if recipe.model.base in models.FAMILIES else None}
+    return write_adapter(trained_adapter(recipe, values, name), file, kohya=kohya, **told)
 
 
 def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
@@ -70,10 +88,6 @@ def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
         resolution=f"{side}x{side}",
     )
     return adapter_of(name, values, recipe.adapter, metadata)
-
-
-def _family(recipe: Recipe) -> str | None:
-    return recipe.model.base if recipe.model.base in models.FAMILIES else None
 
 
 def write_whole_model(

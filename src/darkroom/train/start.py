@@ -16,6 +16,7 @@ from darkroom.train.best import KIND as BEST
 from darkroom.train.build import keep_tokenizer
 from darkroom.train.checkpoint import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checks import check_settings
+from darkroom.train.defaults import ADAPTER_TASKS
 from darkroom.train.feed import Feed
 from darkroom.train.gather import forget, has_own_store, store_path
 from darkroom.train.job import Job, Pinned, Say, make_job
@@ -25,7 +26,7 @@ from darkroom.train.phases import train_phases
 from darkroom.train.pinning import let_go, settled
 from darkroom.train.places import Place, RemotePlace, newest, place_of, take_records
 from darkroom.train.ranks import ALONE, Ranks, joined, started_together
-from darkroom.train.result import write_adapter_file, write_whole_model
+from darkroom.train.result import described_base, write_adapter_file, write_whole_model
 from darkroom.train.resume import check_changes, check_environment
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
@@ -149,9 +150,8 @@ def _begin(
     version = ranks.tell(lambda: settled(recipe, place.path, None, say))
     with _undone(recipe, place.path, ranks):
         job = make_job(recipe, Pinned(place.path, version), feed, say, ranks)
-    environment = {**hardware.environment(), "store": dict(job.store)}
     if ranks.first:
-        Run.create(place.path, recipe.dump(), environment)
+        Run.create(place.path, recipe.dump(), _environment(job))
     run = Run(place.path)
     with _held(run, ranks):
         if ranks.first:
@@ -207,7 +207,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
     def prepare_run() -> None:
         run.truncate(step if checkpoint else -1)
         run.set_recipe(recipe.dump())
-        run.add_session({**hardware.environment(), "store": dict(job.store)})
+        run.add_session(_environment(job))
         keep_tokenizer(recipe.model, job.task.model, run.path)
 
     ranks.in_turn(prepare_run)
@@ -220,6 +220,13 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
         ranks.meet()
         place.forget()
     return trainer.train()
+
+
+def _environment(job: Job) -> dict[str, Any]:
+    """Where a session runs, the store it reads, and of an adapter what it is trained on."""
+    told = {**hardware.environment(), "store": dict(job.store)}
+    adapts = job.recipe.task in ADAPTER_TASKS
+    return told | ({"base": described_base(job.task.model)} if adapts else {})
 
 
 def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
@@ -257,7 +264,8 @@ def export(
     state = _state(source, recipe, checkpoint, say)
     values, measured = _exported(recipe, state, newest=checkpoint is None, ema=ema, say=say)
     if as_file:
-        return write_adapter_file(recipe, values, target, name=target.stem, kohya=kohya)
+        base = source.environment.get("base", {})
+        return write_adapter_file(recipe, values, target, name=target.stem, base=base, kohya=kohya)
     write_whole_model(recipe, values, measured, source.path, target)
     return target
 
