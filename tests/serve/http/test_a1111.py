@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import threading
 import time
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from darkroom import sample
 from serve.conftest import difference
@@ -86,6 +88,23 @@ def test_png_info_reads_back(http):
     assert (told["parameters"]["seed"], told["parameters"]["prompt"]) == (5, "a horse")
     empty = http.post("/sdapi/v1/png-info", json={"image": base64_of(Image.new("RGB", (8, 8)))}).json()
     assert empty == {"info": "", "items": {}, "parameters": {}}
+
+
+def test_png_info_of_a_hostile_text_holds_nobody_up(http):
+    texts = [
+        "a" + " " * 1_000_000 + "!",
+        "Steps: " * 100_000,
+        'a\nSteps: 3, CFG scale: nan, Model: "\\ud800"',
+    ]
+    for text in texts:
+        told = PngImagePlugin.PngInfo()
+        told.add_text("parameters", text)
+        buffer = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(buffer, "PNG", pnginfo=told)
+        start = time.monotonic()
+        answer = http.post("/sdapi/v1/png-info", json={"image": base64.b64encode(buffer.getvalue()).decode()})
+        assert (answer.status_code, answer.json()["info"]) == (200, text)
+        assert time.monotonic() - start < 5
 
 
 def test_lists(http):

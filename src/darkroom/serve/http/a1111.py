@@ -8,6 +8,7 @@ asked for in this dialect.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import time
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from darkroom.errors import InputError
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.pictures import a1111_text, parse_a1111
-from darkroom.serve.admission import checked_picture
+from darkroom.serve.admission import Rates, checked_picture
 from darkroom.serve.core import Core
 from darkroom.serve.http.a1111_names import (
     REFUSED,
@@ -177,6 +178,7 @@ class PngInfo(BaseModel):
 def a1111_router(core: Core) -> APIRouter:
     """The `/sdapi/v1` routes."""
     router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=route_in(core, _error))
+    reading = Rates(core.limits.rate_per_minute)
 
     @router.post("/txt2img")
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
@@ -203,9 +205,10 @@ def a1111_router(core: Core) -> APIRouter:
         return {}
 
     @router.post("/png-info")
-    async def png_info(body: PngInfo) -> dict[str, Any]:
+    async def png_info(body: PngInfo, request: Request) -> dict[str, Any]:
         """The settings that a picture carries."""
-        return _png_info(core, decoded(body.image, "image"))
+        reading.take(caller(request))
+        return await asyncio.to_thread(_png_info, core, body.image)
 
     _add_lists(router, core)
     return router
@@ -385,8 +388,8 @@ def _progress(jobs: Sequence[Job]) -> dict[str, Any]:
     }
 
 
-def _png_info(core: Core, content: bytes) -> dict[str, Any]:
-    image = checked_picture(content, core.limits, "image")
+def _png_info(core: Core, given: str) -> dict[str, Any]:
+    image = checked_picture(decoded(given, "image"), core.limits, "image")
     items = {name: value for name, value in _texts(image).items() if len(value) < 2**20}
     info = items.get("parameters", "")
     return {"info": info, "items": items, "parameters": _parsed(info)}
