@@ -175,8 +175,12 @@ def test_vertex_refuses(vertex, body, named):
 
 
 def test_on_vertex_nothing_else_is_open(vertex):
-    assert vertex.get("/jobs").status_code == 403
-    assert vertex.post("/v1/images/generations", json={"prompt": "a"}).status_code == 403
+    for host in ("vertex.internal", "localhost", "127.0.0.1"):
+        told = {"headers": {"Host": host}}
+        assert vertex.get("/jobs", **told).status_code == 403
+        assert vertex.get("/metrics", **told).status_code == 403
+        assert vertex.post("/v1/images/generations", json={"prompt": "a"}, **told).status_code == 403
+        assert vertex.get("/live", **told).status_code == 200
 
 
 def test_answers_stay_under_the_platform_s_bound():
