@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,45 @@ def test_a1111_pictures_of_others_are_read(tmp_path: Path) -> None:
         "clip_skip": 1,
     }
     assert parse_a1111("only a prompt") == {"prompt": "only a prompt", "negative": ""}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a" + " " * 15_000 + "!",
+        "a:" * 8_000,
+        'a:"' * 5_000,
+        'a: "\\' * 3_000,
+        "a ," * 5_000,
+        ":" * 16_000,
+        " " * 8_000 + ":" + " " * 8_000 + '"',
+        "Steps: 3, " + "a: " * 2_000_000,
+        "Steps: " * 2_000_000,
+    ],
+)
+def test_a_hostile_line_of_pairs_takes_no_time(line: str) -> None:
+    start = time.process_time()
+    told = parse_a1111("a cat\n" + line)
+    assert time.process_time() - start < 0.5
+    assert told["prompt"].startswith("a cat")
+
+
+def test_values_in_quotes_hold_commas_and_what_has_no_key_is_passed_over() -> None:
+    text = 'a cat\njunk, Steps: 3, "odd": 1, Model: 6" sensor, Lora hashes: "a: 1, b: \\"2\\"", Seed: 4,'
+    told = parse_a1111(text)
+    assert (told["steps"], told["seed"], told["model"]) == (3, 4, '6" sensor')
+    assert told["Lora hashes"] == 'a: 1, b: "2"'
+    assert '"odd"' not in told
+
+
+def test_numbers_and_texts_that_nothing_can_hold_are_left_out() -> None:
+    digits = "9" * 2000
+    told = parse_a1111(
+        f"a\nSteps: 3, CFG scale: nan, Eta: inf, Seed: {digits * 3}, Clip skip: {digits}, Size: {digits}x8, "
+        f'Hires upscale: 2, Hires steps: {digits}, Model: "\\ud800"'
+    )
+    assert {"guidance", "eta", "seed", "clip_skip", "width"}.isdisjoint(told)
+    assert (told["hires"]["steps"], told["model"]) == (None, '"\\ud800"')
 
 
 @pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n broken"])

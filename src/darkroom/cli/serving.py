@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -165,7 +166,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     told = {
         "model": said["model"] if said["model"] is not None else model_of(),
         "key_file": said["api_key_file"],
-        "origins": tuple(said["origin"] or ()),
+        "origins": tuple(_origin(one) for one in said["origin"] or ()),
         "hosts": tuple(said["allow_host"] or ()),
         "patience_s": said["patience"],
         "lease_s": said["lease"],
@@ -175,6 +176,13 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
         "limits": limits,
     }
     return ServeSettings(**{**same, **told, **elsewhere})
+
+
+def _origin(given: str) -> str:
+    """A web origin; InputError where it is none, or all of them."""
+    if not re.fullmatch(r"https?://[^/\s*?#@]+/?", given, re.IGNORECASE):
+        raise InputError(f"--origin {given}", allowed="one web origin, such as https://pictures.example")
+    return given
 
 
 def _replicas(said: dict[str, Any]) -> Replicas:

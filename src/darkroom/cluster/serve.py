@@ -93,7 +93,15 @@ class Replica:
 
 
 def app(args: OnRay) -> Application:
-    """The application, for `serve deploy` with `import_path: darkroom.cluster.serve:app`."""
+    """The application, for `serve deploy` with `import_path: darkroom.cluster.serve:app`.
+
+    InputError without keys: where Ray listens is not for the application to say.
+    """
+    if args.settings.key_file is None:
+        raise InputError(
+            "settings.key_file is missing: others may reach the address that Ray listens on",
+            mend="key_file: FILE, made with darkroom serve --make-key NAME --api-key-file FILE",
+        )
     return application(args.settings, args.replicas)
 
 

@@ -271,19 +271,37 @@ def read_parameters(png: str | Path) -> dict[str, Any]:
     )
 
 
-PAIR = re.compile(r'\s*([\w ./-]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+MOST_LINE = 16_384
+"""Characters of A1111's line of pairs; a longer one is part of the prompt."""
+PAIR_KEY = re.compile(r"[\w ./-]+")
+PAIR_QUOTED = re.compile(r'\s*("(?:\\.|[^\\"])+")\s*(?:,|$)')
 
 
 def parse_a1111(text: str) -> dict[str, Any]:
     """A1111's `parameters` text to darkroom's names; pairs without one keep their own."""
     *head, last = text.strip().split("\n")
-    pairs = dict(PAIR.findall(last))
+    pairs = dict(_pairs(last)) if len(last) <= MOST_LINE else {}
     if "Steps" not in pairs:
         head, pairs = [*head, last], {}
     split = next((i for i, line in enumerate(head) if line.startswith("Negative prompt:")), len(head))
     negative = "\n".join(head[split:]).removeprefix("Negative prompt:").strip()
     parameters: dict[str, Any] = {"prompt": "\n".join(head[:split]).strip(), "negative": negative}
     return _with_hires(parameters | dict(_named(pairs.items())))
+
+
+def _pairs(line: str) -> Iterator[tuple[str, str]]:
+    """`Key: value` pairs between commas; a value in quotes may hold commas. Reads the line once."""
+    at = 0
+    while (colon := line.find(":", at)) >= 0:
+        key = line[at:colon].rpartition(",")[2].strip()
+        if quoted := PAIR_QUOTED.match(line, colon + 1):
+            value, at = quoted[1], quoted.end()
+        else:
+            comma = line.find(",", colon + 1)
+            end = comma if comma >= 0 else len(line)
+            value, at = line[colon + 1 : end], end + 1
+        if PAIR_KEY.fullmatch(key):
+            yield key, value.strip()
 
 
 def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -297,7 +315,7 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
     hires = {
         "scale": scale,
         "strength": parameters.pop("strength", None),
-        "steps": int(steps) if steps is not None and steps.isdecimal() else None,
+        "steps": int(steps) if steps is not None and re.fullmatch(r"\d{1,6}", steps, re.ASCII) else None,
         "upscaler": upscalers.get(told["upscaler"] or "", told["upscaler"]),
     }
     return {**parameters, "hires": hires}
@@ -318,18 +336,20 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
         value = _unquoted(raw)
         if key in numbers:
             name, kind = numbers[key]
-            with suppress(ValueError):
-                yield name, kind(value)
+            with suppress(ValueError, OverflowError):
+                number = kind(value)
+                if math.isfinite(number):
+                    yield name, number
         elif key == "Sampler":
             plain = value.removesuffix(" Karras")
             yield "solver", solvers.get(plain, plain)
             if plain != value:
                 yield "karras", True
-        elif key == "Clip skip" and value.isdecimal():
+        elif key == "Clip skip" and re.fullmatch(r"\d{1,3}", value, re.ASCII):
             yield "clip_skip", max(0, int(value) - 1)
         elif key == "Schedule type":
             yield "karras", value == "Karras"
-        elif key == "Size" and (size := re.fullmatch(r"(\d+)x(\d+)", value)):
+        elif key == "Size" and (size := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value, re.ASCII)):
             yield from (("width", int(size[1])), ("height", int(size[2])))
         else:
             yield {"Model": "model"}.get(key, key), value
@@ -337,6 +357,8 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
 
 def _unquoted(value: str) -> str:
     if value.startswith('"'):
-        with suppress(json.JSONDecodeError):
-            return str(json.loads(value))
+        with suppress(ValueError):  # also where it names half a character, which no file can hold
+            text = str(json.loads(value))
+            text.encode()
+            return text
     return value.strip()

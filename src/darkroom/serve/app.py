@@ -13,11 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 import darkroom
 from darkroom.errors import DarkroomError
 from darkroom.serve.core import Core
-from darkroom.serve.guard import Guard, error_object
+from darkroom.serve.guard import AsgiApp, Guard, error_object
 from darkroom.serve.http.a1111 import a1111_router
 from darkroom.serve.http.dialects import of_validation
 from darkroom.serve.http.huggingface import huggingface_router
@@ -43,13 +44,14 @@ ROUTERS: tuple[Router, ...] = (
     page_router,
 )
 """One for each dialect. Vertex comes first: its paths are the platform's to choose."""
-OPEN_PATHS: tuple[str, ...] = ("/live", "/ready", "/v2/health/live", "/v2/health/ready", *PAGE_PATHS)
+HEALTH_PATHS = ("/live", "/ready", "/v2/health/live", "/v2/health/ready")
+OPEN_PATHS: tuple[str, ...] = (*HEALTH_PATHS, *PAGE_PATHS)
 """What may be read without a key: health, and the page's own files. Nothing here knows of jobs."""
 
 
 def make_app(
     core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTERS, replica: bool = False
-) -> Guard:
+) -> AsgiApp:
     """The application of a core; the core starts and closes with it.
 
     That of a `replica` begins once the model is loaded, and drains before it ends: whoever runs it sends it
@@ -82,15 +84,29 @@ def make_app(
     _add_errors(app, core)
     app.add_api_route("/docs", _docs(app), include_in_schema=False)
     settings = core.settings
-    return Guard(
+    guard = Guard(
         app,
         metrics=core.metrics,
         keys=keys,
-        body_bytes=core.limits.body_bytes,
+        limits=core.limits,
         origins=settings.origins,
         hosts=settings.hosts,
-        open_paths=OPEN_PATHS,
+        open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
+    )
+    return answering(guard, settings.origins)
+
+
+def answering(guard: Guard, origins: Sequence[str]) -> AsgiApp:
+    """Browsers ask, without a key, whether pages of an origin may; these are told so. Keys stay needed."""
+    if not origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allow_origins=[origin.lower().rstrip("/") for origin in origins],
+        allow_methods=("GET", "PUT", "POST", "DELETE"),
+        allow_headers=("Authorization", "X-API-Key", "Last-Event-ID"),
+        expose_headers=("Retry-After", "X-Seed"),
     )
 
 

@@ -1,12 +1,12 @@
 """`Guard`: stands before every route. Nothing passes but health and signed pictures unless it may.
 
-It reads the body whole, within bounds of size and time, so that no handler ever waits for a slow or endless
-client; asks for a key where there are keys; and refuses what a foreign web page or a rebound name sends.
+It asks for a key where there are keys; refuses what a foreign web page or a rebound name sends; bounds how
+many requests are under way; and has the body read whole (`bodies`), so that no handler ever waits for a slow
+or endless client. Who came in without a key sends none.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import ipaddress
@@ -15,18 +15,17 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from darkroom.serve.bodies import AGAIN_S, Bodies, Message, Receive
 from darkroom.serve.keys import Keys
+from darkroom.serve.limits import Limits
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.refused import Refused
 
 LOG = logging.getLogger("darkroom.serve")
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 SIGNED = "/signed/"
-BODY_S = 60.0
 ANONYMOUS = "local"
 """The caller's name where the server has no keys."""
 PLATFORM = "platform"
@@ -44,8 +43,9 @@ SAFETY = (
 
 
 class Guard:
-    """ASGI middleware. `open_paths` may be read without a key; `hosts` are names that a server without keys
-    answers to; who comes to `platform_paths` was let in by the platform that the server runs on.
+    """ASGI middleware. `open_paths` may be read without a key, and always; `hosts` are names that a server
+    without keys answers to; who comes to `platform_paths` was let in by the platform that the server runs on.
+    A platform's server without keys answers at those and at the open paths only.
     """
 
     def __init__(
@@ -54,17 +54,19 @@ class Guard:
         *,
         metrics: Metrics,
         keys: Keys | None,
-        body_bytes: int,
+        limits: Limits,
         origins: Iterable[str] = (),
         hosts: Iterable[str] = (),
         open_paths: Iterable[str] = (),
         platform_paths: Iterable[str] = (),
     ) -> None:
-        self.app, self.metrics, self.keys, self.body_bytes = app, metrics, keys, body_bytes
+        self.app, self.metrics, self.keys, self.limits = app, metrics, keys, limits
         self.origins = {origin.lower().rstrip("/") for origin in origins}
         self.hosts = {"localhost", *(host.lower() for host in hosts)}
         self.open_paths = set(open_paths)
         self.platform_paths = set(platform_paths)
+        self._bodies = Bodies(limits.bodies_bytes)
+        self._under_way = 0
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Let a request in, or answer it."""
@@ -74,29 +76,41 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answer = self._noting(scope, send)
+        self._under_way += 1
         try:
-            scope.setdefault("state", {})["key"] = self._caller(scope)
-            body = await self._body(scope, receive)
-        except Refused as refused:
-            await self._refuse(refused, answer)
-            return
-        except ConnectionError:
-            return
-        await self.app(scope, _replay(body, receive), answer)
+            await self._answer(scope, receive, self._noting(scope, send))
+        finally:
+            self._under_way -= 1
 
-    def _caller(self, scope: MutableMapping[str, Any]) -> str:
-        """The name of the caller's key; raises Refused where it may not come in."""
-        headers = _headers(scope)
-        path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        with self._bodies.place() as body:
+            try:
+                headers = _headers(scope)
+                caller = self._caller(scope, headers)
+                if self._under_way > self.limits.requests and not self._is_open(scope):
+                    raise Refused(503, "busy", "too many requests are under way", retry_after_s=AGAIN_S)
+                scope.setdefault("state", {})["key"] = caller
+                content = await body.read(headers, receive, self.limits.body_bytes if caller else 0)
+            except Refused as refused:
+                await self._refuse(refused, send)
+                return
+            except ConnectionError:
+                return
+            await self.app(scope, _replay(content, receive), send)
+
+    def _caller(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
+        """The name of the caller's key, empty where none was needed; Refused where it may not come in."""
+        path = scope["path"]
         self._check_origin(headers)
         if path in self.platform_paths:
             return PLATFORM
-        if self.keys is None:
-            self._check_host(headers)
+        if self.keys is None and not self.platform_paths:
+            self._check_local(scope, headers)
             return ANONYMOUS
-        if (path in self.open_paths and reads) or path.startswith(SIGNED):
+        if self._is_open(scope) or (path.startswith(SIGNED) and self.keys is not None):
             return ""
+        if self.keys is None:
+            raise Refused(403, "closed", "without keys only the platform's routes and health answer here")
         given = _credential(headers)
         if given is None:
             raise Refused(401, "no_key", "a key is needed: Authorization: Bearer KEY")
@@ -104,6 +118,9 @@ class Guard:
         if name is None:
             raise Refused(401, "invalid_key", "this key is not known")
         return name
+
+    def _is_open(self, scope: MutableMapping[str, Any]) -> bool:
+        return scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
 
     def _check_origin(self, headers: dict[str, str]) -> None:
         """A web page of another origin (`null` is one) must not use the reader's access to this server."""
@@ -117,40 +134,14 @@ class Guard:
         if told not in own and told not in self.origins:
             raise Refused(403, "foreign_origin", "requests of other web origins are not served")
 
-    def _check_host(self, headers: dict[str, str]) -> None:
-        """Without keys, only names of this machine: a foreign name may have been bent to point here."""
+    def _check_local(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> None:
+        """Without keys only this machine, by a name of its own: a foreign one may have been bent to it."""
+        client = scope.get("client")
+        if client and is_public(client[0]):
+            raise Refused(403, "foreign_address", "without keys the server answers to its own machine only")
         name = _host_name(headers.get("host", ""))
-        if name in self.hosts:
-            return
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            address = None
-        if address is None or not address.is_loopback:
+        if name not in self.hosts and is_public(name):
             raise Refused(403, "foreign_host", "without keys the server answers to its local names only")
-
-    async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
-        length = _headers(scope).get("content-length", "0")
-        if not length.isdecimal() or len(length) > 18 or int(length) > self.body_bytes:
-            raise Refused(413, "too_large", f"a body of at most {self.body_bytes} bytes")
-        try:
-            return await asyncio.wait_for(self._read(receive), BODY_S)
-        except TimeoutError:
-            raise Refused(408, "too_slow", f"the body did not arrive within {BODY_S:g} s") from None
-
-    async def _read(self, receive: Receive) -> bytes:
-        parts, total, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ConnectionError
-            part = message.get("body", b"")
-            total += len(part)
-            if total > self.body_bytes:
-                raise Refused(413, "too_large", f"a body of at most {self.body_bytes} bytes")
-            parts.append(part)
-            more = message.get("more_body", False)
-        return b"".join(parts)
 
     def _noting(self, scope: MutableMapping[str, Any], send: Send) -> Send:
         """Count answers, and add the headers that keep browsers from guessing."""

@@ -15,13 +15,15 @@ import uvicorn
 
 from darkroom.errors import InputError
 from darkroom.serve.app import make_app
+from darkroom.serve.connections import allowed, connection
 from darkroom.serve.core import Core
-from darkroom.serve.guard import is_public
+from darkroom.serve.guard import AsgiApp, is_public
 from darkroom.serve.keys import Keys
+from darkroom.serve.limits import Limits
 from darkroom.serve.settings import ServeSettings
 
 LOG = logging.getLogger("darkroom.serve")
-MOST_CONNECTIONS = 1024
+BACKLOG = 1024
 # Between threads that compute in Python (the engine's) and the event loop: the default of 5 ms is half a
 # small model's step.
 SWITCH_S = 0.001
@@ -37,25 +39,28 @@ def run(settings: ServeSettings) -> None:
         )
     listening = _listen(settings.host, settings.port)
     core = Core(settings)
-    server = _Server(
-        uvicorn.Config(
-            make_app(core, keys),
-            log_config=None,
-            access_log=False,
-            lifespan="on",
-            server_header=False,
-            limit_concurrency=MOST_CONNECTIONS,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=3,
-            h11_max_incomplete_event_size=64 * 1024,
-            proxy_headers=False,
-        ),
-        core,
-    )
+    server = _Server(configured(make_app(core, keys), settings.limits), core)
     sys.setswitchinterval(SWITCH_S)
     host, port = listening.getsockname()[:2]
     LOG.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listening])
+
+
+def configured(app: AsgiApp, limits: Limits) -> uvicorn.Config:
+    """uvicorn with our bounds: the guard's on requests and bodies, `connections`' on what comes before."""
+    return uvicorn.Config(
+        app,
+        http=connection(allowed(limits.connections), limits.head_s),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_keep_alive=limits.idle_s,
+        timeout_graceful_shutdown=3,
+        h11_max_incomplete_event_size=64 * 1024,
+        proxy_headers=False,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -65,7 +70,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(MOST_CONNECTIONS)  # who connects from here on is answered, if later
+        listening.listen(BACKLOG)  # who connects from here on is answered, if later
     except OSError as error:
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
     return listening

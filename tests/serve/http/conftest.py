@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -26,6 +28,31 @@ def server(model_folder, adapter_folder, tmp_path_factory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def http(server) -> httpx.Client:
     return server.http
+
+
+def on_vertex(
+    model: Path, state: Path, *options: str, health: str = "/health", predict: str = "/predict"
+) -> Server:
+    """The command that Vertex AI's container runs, with the platform's environment, asked on loopback."""
+    told = {
+        "AIP_HTTP_PORT": str(_free_port()),
+        "AIP_HEALTH_ROUTE": health,
+        "AIP_PREDICT_ROUTE": predict,
+        "AIP_STORAGE_URI": str(model),
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in told.items():
+            patched.setenv(name, value)
+        started = Server(model, state, "--vertex", *options)
+    started.url = f"http://127.0.0.1:{told['AIP_HTTP_PORT']}"
+    started.http = httpx.Client(base_url=started.url, timeout=60)
+    return started
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def opened(content: bytes | str) -> Image.Image:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import math
 import threading
 import time
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from darkroom import sample
 from serve.conftest import difference
@@ -88,6 +91,23 @@ def test_png_info_reads_back(http):
     assert empty == {"info": "", "items": {}, "parameters": {}}
 
 
+def test_png_info_of_a_hostile_text_holds_nobody_up(http):
+    texts = [
+        "a" + " " * 1_000_000 + "!",
+        "Steps: " * 100_000,
+        'a\nSteps: 3, CFG scale: nan, Model: "\\ud800"',
+    ]
+    for text in texts:
+        told = PngImagePlugin.PngInfo()
+        told.add_text("parameters", text)
+        buffer = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(buffer, "PNG", pnginfo=told)
+        start = time.monotonic()
+        answer = http.post("/sdapi/v1/png-info", json={"image": base64.b64encode(buffer.getvalue()).decode()})
+        assert (answer.status_code, answer.json()["info"]) == (200, text)
+        assert time.monotonic() - start < 5
+
+
 def test_lists(http):
     names = [one["name"] for one in http.get("/sdapi/v1/samplers").json()]
     assert {"Euler a", "DPM++ 2M Karras", "UniPC"} <= set(names)
@@ -133,6 +153,17 @@ def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
         ({"enable_hr": True, "denoising_strength": 0}, "denoising_strength"),
         ({"sampler_name": "Heun"}, "sampler_name"),
         ({"scheduler": "Exponential"}, "scheduler"),
+        ({"enable_hr": True, "hr_prompt": "a dog"}, "hr_prompt"),
+        ({"enable_hr": True, "hr_negative_prompt": "a dog"}, "hr_negative_prompt"),
+        ({"enable_hr": True, "hr_sampler_name": "DDIM"}, "hr_sampler_name"),
+        ({"enable_hr": True, "hr_cfg": 3.5}, "hr_cfg"),
+        ({"styles": ["oil"]}, "styles"),
+        ({"s_churn": 0.5}, "s_churn"),
+        ({"s_churn": math.nan}, "s_churn"),
+        ({"s_noise": 0.9}, "s_noise"),
+        ({"resize_mode": 1}, "resize_mode"),
+        ({"seed_resize_from_w": 512}, "seed_resize_from_w"),
+        ({"eta_noise_seed_delta": 31337}, "eta_noise_seed_delta"),
         ({"nonsense": 1}, "nonsense"),
         ({"steps": "20"}, "steps"),
         ({"cfg_scale": 1e300}, "cfg_scale"),
@@ -141,9 +172,34 @@ def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
     ],
 )
 def test_what_is_not_served_is_refused_by_name(http, more, named):
-    told = http.post("/sdapi/v1/txt2img", json={"prompt": "a", **more})
+    body = json.dumps({"prompt": "a", **more})
+    told = http.post("/sdapi/v1/txt2img", content=body, headers={"Content-Type": "application/json"})
     assert told.status_code == 422
     assert named in told.json()["detail"]
+
+
+def test_what_changes_nothing_is_taken_and_only_what_is_known_comes_back(http):
+    neutral = {
+        "styles": [],
+        "s_churn": 0.0,
+        "s_noise": 1.0,
+        "s_tmax": None,
+        "resize_mode": 0,
+        "seed_resize_from_h": -1,
+        "seed_resize_from_w": -1,
+        "hr_prompt": "unused without a second pass",
+        "mask_blur": 4,
+        "infotext": "\ud800",
+        "override_settings": {"samples_format": "\ud800", "CLIP_stop_at_last_layers": 1},
+    }
+    body = json.dumps({**QUICK, "prompt": "a", **neutral})
+    told = http.post("/sdapi/v1/txt2img", content=body, headers={"Content-Type": "application/json"})
+    assert told.status_code == 200
+    given = told.json()["parameters"]
+    assert (given["steps"], given["override_settings"]) == (4, {"CLIP_stop_at_last_layers": 1})
+    assert "infotext" not in given
+    again = {"enable_hr": True, "hr_scale": 1.5, "hr_prompt": "a", "hr_cfg": 5.0, "cfg_scale": 5.0}
+    assert http.post("/sdapi/v1/txt2img", json={**QUICK, "prompt": "a", **again}).status_code == 200
 
 
 def test_hostile_pictures_are_refused(http):

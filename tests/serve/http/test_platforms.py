@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import subprocess
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from darkroom.errors import InputError
 from darkroom.serve.http.vertex import model_of, routes_of, small_enough
 from darkroom.serve.refused import Refused
 from serve.conftest import DARKROOM, Server, difference
-from serve.http.conftest import base64_of, change, opened
+from serve.http.conftest import base64_of, change, on_vertex, opened
 
 
 def tensor(name: str, datatype: str, *data: object) -> dict[str, object]:
@@ -112,35 +111,15 @@ PREDICT, HEALTH = "/v1/endpoints/7/deployedModels/9:predict", "/v1/endpoints/7/d
 
 @pytest.fixture(scope="module")
 def vertex(model_folder, adapter_folder, tmp_path_factory):
-    """The command that a container runs, with the platform's environment."""
-    bucket = tmp_path_factory.mktemp("vertex")
-    told = {
-        "AIP_HTTP_PORT": str(_free_port()),
-        "AIP_HEALTH_ROUTE": HEALTH,
-        "AIP_PREDICT_ROUTE": PREDICT,
-        "AIP_STORAGE_URI": str(model_folder),
-    }
-    before = dict(os.environ)
-    os.environ.update(told)
-    try:
-        started = Server(model_folder, bucket / "state", "--vertex", "--adapters", str(adapter_folder))
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    host = {"Host": "vertex.internal"}
-    client = httpx.Client(base_url=f"http://127.0.0.1:{told['AIP_HTTP_PORT']}", headers=host, timeout=60)
-    while client.get(HEALTH).status_code != 200:
+    """A container as the platform runs it, and a client of the platform's."""
+    state = tmp_path_factory.mktemp("vertex") / "state"
+    adapters = ("--adapters", str(adapter_folder))
+    started = on_vertex(model_folder, state, *adapters, health=HEALTH, predict=PREDICT)
+    started.http.headers["Host"] = "vertex.internal"
+    while started.http.get(HEALTH).status_code != 200:
         assert started.process.poll() is None, started.log.read_text()
-    yield client
+    yield started.http
     started.kill()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_vertex_answers_both_forms(vertex):
@@ -175,8 +154,12 @@ def test_vertex_refuses(vertex, body, named):
 
 
 def test_on_vertex_nothing_else_is_open(vertex):
-    assert vertex.get("/jobs").status_code == 403
-    assert vertex.post("/v1/images/generations", json={"prompt": "a"}).status_code == 403
+    for host in ("vertex.internal", "localhost", "127.0.0.1"):
+        told = {"headers": {"Host": host}}
+        assert vertex.get("/jobs", **told).status_code == 403
+        assert vertex.get("/metrics", **told).status_code == 403
+        assert vertex.post("/v1/images/generations", json={"prompt": "a"}, **told).status_code == 403
+        assert vertex.get("/live", **told).status_code == 200
 
 
 def test_answers_stay_under_the_platform_s_bound():

@@ -1,13 +1,14 @@
 """A1111's dialect under `/sdapi/v1`: txt2img, img2img, and what its clients ask for around them.
 
 Prompts are weighted as A1111 weights them, and `<lora:NAME:W>` names an adapter of the server's folder.
-Settings that would change the picture and are not served are refused by name; those that only concern
-A1111's own files and windows are taken and not used. `progress` and `interrupt` see only what the same key
-asked for in this dialect.
+Settings that would change the picture and are not served are refused by name (`a1111_names` has the two that
+are not); those that only concern A1111's own files and windows are taken and not used. `progress` and
+`interrupt` see only what the same key asked for in this dialect.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import time
@@ -22,9 +23,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from darkroom.errors import InputError
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.pictures import a1111_text, parse_a1111
-from darkroom.serve.admission import checked_picture
+from darkroom.serve.admission import Rates, checked_picture
 from darkroom.serve.core import Core
 from darkroom.serve.http.a1111_names import (
+    AS_IN_THE_FIRST_PASS,
     REFUSED,
     SAMPLERS,
     SCHEDULERS,
@@ -35,11 +37,15 @@ from darkroom.serve.http.a1111_names import (
 )
 from darkroom.serve.http.common import caller
 from darkroom.serve.http.dialects import all_made, decoded, encoded, pngs_of, route_in
+from darkroom.serve.limits import Limits
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import MAX_SEED, AdapterChoice, HiresChoice, Job, PictureRequest, Uploads
 
 PREFIX = "sdapi-"
 """Of the ids of this dialect's jobs."""
+USED_SETTINGS = ("CLIP_stop_at_last_layers", "sd_model_checkpoint")
+UNUSED_SETTINGS = ("samples_format", "save_images_add_number")
+"""Of `override_settings`: others would change the picture."""
 
 
 class Txt2Img(BaseModel):
@@ -72,10 +78,23 @@ class Txt2Img(BaseModel):
         for name, value in (self.model_extra or {}).items():
             told = name[:100].encode("ascii", "replace").decode()
             if name in REFUSED:
-                if value not in REFUSED[name]:
+                if not self._neutral(name, value):
                     raise Refused(422, "not_served", f"{told}: not served here", param=told)
             elif name not in UNUSED:
                 raise Refused(422, "unknown_field", f"{told}: not known here", param=told)
+
+    def _neutral(self, name: str, value: Any) -> bool:
+        """Whether the picture is the same without it: so is one without the second pass it is about."""
+        if value in REFUSED[name] or (name.startswith("hr_") and not self.enable_hr):
+            return True
+        first = AS_IN_THE_FIRST_PASS.get(name)
+        return first is not None and value == getattr(self, first)
+
+    def echo(self) -> dict[str, Any]:
+        """What was given, as far as it is known and of use."""
+        told = self.model_dump(include=set(type(self).model_fields) - {"init_images", "mask"})
+        used = {k: v for k, v in (self.override_settings or {}).items() if k in USED_SETTINGS}
+        return {**told, "override_settings": used}
 
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core."""
@@ -123,7 +142,7 @@ class Txt2Img(BaseModel):
                 skip = value - 1
             elif name == "sd_model_checkpoint" and value == core.model.name:
                 continue
-            elif name not in ("samples_format", "save_images_add_number"):
+            elif name not in UNUSED_SETTINGS:
                 told = name[:100].encode("ascii", "replace").decode()
                 message = f"override_settings.{told}: cannot be set here"
                 raise Refused(422, "not_served", message, param="override_settings")
@@ -140,23 +159,21 @@ class Img2Img(Txt2Img):
     inpainting_mask_invert: int | bool | None = 0
     inpaint_full_res: bool | int | None = None
 
-    def uploads(self, core: Core) -> Uploads:
-        """The pictures, checked."""
-        image = decoded(self.init_images[0], "init_images")
-        checked_picture(image, core.limits, "init_images")
-        if self.mask is None:
-            return Uploads(image)
-        if self.inpaint_full_res:
+    def check_others(self) -> None:
+        """As above, and of the mask."""
+        super().check_others()
+        if self.mask is not None and self.inpaint_full_res:
             raise Refused(
                 422, "not_served", "inpaint_full_res: only the whole picture", param="inpaint_full_res"
             )
+
+    def uploads(self, limits: Limits) -> Uploads:
+        """The pictures; those that are not as told are found by the core, which opens them. Takes a while."""
+        image = decoded(self.init_images[0], "init_images")
+        if self.mask is None:
+            return Uploads(image)
         mask = decoded(self.mask, "mask")
-        opened = checked_picture(mask, core.limits, "mask")
-        if self.inpainting_mask_invert:
-            buffer = io.BytesIO()
-            ImageOps.invert(opened.convert("RGB").convert("L")).save(buffer, "PNG")
-            mask = buffer.getvalue()
-        return Uploads(image, mask)
+        return Uploads(image, _inverted(mask, limits) if self.inpainting_mask_invert else mask)
 
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core. A strength of 0 changes nothing, and is refused."""
@@ -164,6 +181,13 @@ class Img2Img(Txt2Img):
         if not strength:
             raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
         return super().request(core).model_copy(update={"strength": strength})
+
+
+def _inverted(mask: bytes, limits: Limits) -> bytes:
+    opened = checked_picture(mask, limits, "mask")
+    buffer = io.BytesIO()
+    ImageOps.invert(opened.convert("RGB").convert("L")).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 class PngInfo(BaseModel):
@@ -177,16 +201,21 @@ class PngInfo(BaseModel):
 def a1111_router(core: Core) -> APIRouter:
     """The `/sdapi/v1` routes."""
     router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=route_in(core, _error))
+    reading = Rates(core.limits.rate_per_minute)
 
     @router.post("/txt2img")
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
         """Pictures of a prompt."""
-        return await _answer(core, body, request, None)
+        return await _answer(core, body, body.request(core), request, None)
 
     @router.post("/img2img")
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
         """Pictures that start from one."""
-        return await _answer(core, body, request, body.uploads(core))
+        wanted = body.request(core)
+        if body.mask is not None and body.inpainting_mask_invert:
+            reading.take(caller(request))
+        uploads = await asyncio.to_thread(body.uploads, core.limits)
+        return await _answer(core, body, wanted, request, uploads)
 
     @router.get("/progress")
     async def progress(
@@ -203,9 +232,10 @@ def a1111_router(core: Core) -> APIRouter:
         return {}
 
     @router.post("/png-info")
-    async def png_info(body: PngInfo) -> dict[str, Any]:
+    async def png_info(body: PngInfo, request: Request) -> dict[str, Any]:
         """The settings that a picture carries."""
-        return _png_info(core, decoded(body.image, "image"))
+        reading.take(caller(request))
+        return await asyncio.to_thread(_png_info, core, body.image)
 
     _add_lists(router, core)
     return router
@@ -286,14 +316,21 @@ def _tags(prompt: str) -> tuple[str, tuple[AdapterChoice, ...]]:
     return plain, tuple(AdapterChoice(name=name, weight=weight) for name, weight in weights.items())
 
 
-async def _answer(core: Core, body: Txt2Img, request: Request, uploads: Uploads | None) -> dict[str, Any]:
+async def _answer(
+    core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, uploads: Uploads | None
+) -> dict[str, Any]:
     ids = [f"{PREFIX}{uuid.uuid4().hex}"]
-    [job] = await all_made(core, request, [body.request(core)], uploads=uploads, ids=ids)
+    try:
+        [job] = await all_made(core, request, [wanted], uploads=uploads, ids=ids)
+    except Refused as refused:
+        if refused.param != "image":
+            raise
+        message = f"init_images{refused.message.removeprefix('image')}"
+        raise Refused(refused.status, refused.code, message, param="init_images") from refused
     pictures = [] if (body.model_extra or {}).get("send_images") is False else await pngs_of(core, [job])
-    given = body.model_dump(exclude={"init_images", "mask"})
     return {
         "images": [encoded(png) for png in pictures],
-        "parameters": given,
+        "parameters": body.echo(),
         "info": json.dumps(_info(core, job, body)),
     }
 
@@ -367,9 +404,7 @@ def _progress(jobs: Sequence[Job]) -> dict[str, Any]:
         "stopping_generation": False,
         "job": first.id if first is not None else "",
         "job_count": len(jobs),
-        "job_timestamp": "0"
-        if first is None
-        else time.strftime("%Y%m%d%H%M%S", time.gmtime(first.created_s)),
+        "job_timestamp": _timestamp(first),
         "job_no": 0,
         "sampling_step": done,
         "sampling_steps": total,
@@ -385,8 +420,8 @@ def _progress(jobs: Sequence[Job]) -> dict[str, Any]:
     }
 
 
-def _png_info(core: Core, content: bytes) -> dict[str, Any]:
-    image = checked_picture(content, core.limits, "image")
+def _png_info(core: Core, given: str) -> dict[str, Any]:
+    image = checked_picture(decoded(given, "image"), core.limits, "image")
     items = {name: value for name, value in _texts(image).items() if len(value) < 2**20}
     info = items.get("parameters", "")
     return {"info": info, "items": items, "parameters": _parsed(info)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
@@ -75,7 +76,8 @@ def huggingface_router(core: Core) -> APIRouter:
         jobs = await all_made(core, request, [wanted.request()])
         [png] = await pngs_of(core, jobs)
         headers = {"x-seed": str(jobs[0].request.seed), "Cache-Control": "no-store"}
-        return Response(converted(png, kind), media_type=MEDIA_TYPES[kind], headers=headers)
+        content = await asyncio.to_thread(converted, png, kind)
+        return Response(content, media_type=MEDIA_TYPES[kind], headers=headers)
 
     @router.post("/", response_class=Response, responses=PICTURE, openapi_extra=body_of(TextToImage))  # type: ignore[arg-type]
     async def text_to_image(request: Request) -> Response:

@@ -6,6 +6,7 @@ each prompt, or in the request's `parameters`. The answer's tensor `image` holds
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Annotated, Any, Literal
 
@@ -118,7 +119,8 @@ def kserve_router(core: Core) -> APIRouter:
             raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
         kind = _format(body)
         jobs = await all_made(core, request, requests_of(body, core.limits.pictures))
-        pictures = [encoded(converted(png, kind)) for png in await pngs_of(core, jobs)]
+        pngs = await pngs_of(core, jobs)
+        pictures = await asyncio.to_thread(lambda: [encoded(converted(png, kind)) for png in pngs])
         output = {
             "name": "image",
             "datatype": "BYTES",

@@ -6,6 +6,7 @@ Model Garden's diffusion containers have it: predictions with `output`). Answers
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Mapping
@@ -114,7 +115,8 @@ def vertex_router(core: Core) -> APIRouter:
                 422, "over_limit", f"instances: at most {core.limits.pictures} pictures", param="instances"
             )
         jobs = await all_made(core, request, body.requests())
-        pictures = [encoded(jpeg) for jpeg in small_enough(await pngs_of(core, jobs))]
+        jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs))
+        pictures = [encoded(jpeg) for jpeg in jpegs]
         return {"predictions": _predictions(body, jobs, pictures)}
 
     return router
