@@ -10,6 +10,7 @@ from PIL import Image
 
 from darkroom import sample
 from darkroom.serve import Limits, PictureRequest, Refused, Uploads
+from darkroom.serve.store import StorageError
 from serve.conftest import difference
 
 QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5)
@@ -310,6 +311,29 @@ def test_pictures_wait_for_a_disk_that_takes_no_writes_and_are_not_lost(run_core
     seen, state, count = run_core(scenario)
     assert seen[0] == "storage"
     assert (state, count) == ("done", 1)
+
+
+@pytest.mark.parametrize("state", ["done", "cancelled"])
+def test_an_end_whose_acknowledgement_is_lost_is_told_and_stays(run_core, monkeypatch, state):
+    async def scenario(core):
+        end, lost = core.store.end, []
+
+        def cut_off(uid, *given):
+            future = end(uid, *given)
+            if not lost:
+                lost.append(future.result())
+                raise StorageError("the connection is lost")
+            return future
+
+        monkeypatch.setattr(core.store, "end", cut_off)
+        job = await core.submit(QUICK if state == "done" else LONG, key="a")
+        if state == "cancelled":
+            return (await core.cancel(job.id, key="a")).state, lost, core.results.uids()
+        done = await asyncio.wait_for(core.finished(job.id, key="a"), 20)
+        return done.state, lost, await core.pictures(job.id, key="a")
+
+    told, lost, left = run_core(scenario)
+    assert (told, lost, len(left)) == (state, [True], state == "done")
 
 
 def test_what_was_kept_long_enough_goes(run_core):

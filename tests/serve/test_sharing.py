@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -201,6 +202,29 @@ def test_jobs_of_a_server_that_fell_silent_are_taken_over(run_two):
     jobs, drawn = run_two(scenario)
     assert [job.state for job in jobs] == ["done"] * 4
     assert drawn == 4
+
+
+def test_pictures_stay_when_another_server_was_quicker(run_two):
+    """One is cut off for longer than its lease while it stores; it comes back when the other is done."""
+
+    async def scenario(one: Core, other: Core) -> Any:
+        assert one.sharing is not None
+        one.sharing.takes = lambda record: True  # type: ignore[method-assign]
+        back, stores = threading.Event(), one.results.write
+        one.results.write = lambda *given: back.wait(30) and stores(*given)  # type: ignore[method-assign]
+        job = await one.submit(QUICK, key="a", job_id="x")
+        waits = asyncio.ensure_future(one.finished("x", key="a"))
+        one._loop.end_tasks()  # it neither renews nor claims
+        await other.finished("x", key="a")
+        back.set()
+        here = await waits
+        one._keeper.close()  # whatever it had in mind to do is done
+        return job.uid, here, await other.pictures("x", key="a"), await one.pictures("x", key="a")
+
+    uid, here, there, same = run_two(scenario)
+    assert (here.state, here.uid) == ("done", uid)
+    assert len(there) == 1
+    assert there[0].png == same[0].png
 
 
 def test_a_server_that_stops_hands_its_jobs_on_at_once(run_two):

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from darkroom.serve.hooks import Hooks, Withheld
-from darkroom.serve.request import Uploads
+from darkroom.serve.request import FINAL, Uploads
 from darkroom.serve.results import PictureFiles, picture_name
 from darkroom.serve.store import StorageError, Store
 from darkroom.serve.work import Work
@@ -18,6 +20,10 @@ from darkroom.serve.work import Work
 LOG = logging.getLogger("darkroom.serve")
 RETRY_S = 1.0
 PROBE_UID = "0" * 32
+
+
+class _ClosedError(Exception):
+    """The server ends before the disk takes what is to be kept: the job runs again."""
 
 
 class Keeper:
@@ -51,29 +57,36 @@ class Keeper:
         self._pool.submit(self._keep, work)
 
     def _keep(self, work: Work) -> None:
-        try:
-            files = {picture_name(i): self.hooks.png(picture) for i, picture in work.pictures.items()}
-            result = self._result(work)
-            num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
-            if num_bytes is None:
-                return
-            moved = self._until_it_works(
-                lambda: self._store.end(work.uid, "done", time.time(), result, num_bytes).result()
-            )
-            if moved:
-                self._over(work, "done", result)
-            elif moved is False:  # cancelled a moment before
-                self._results.delete(work.uid)
-        except Withheld as error:
-            self._fail(work, "withheld", str(error))
-        except Exception:
-            LOG.exception("job %s could not be stored", work.uid)
-            self._fail(work, "failed", "the pictures could not be stored")
+        with suppress(_ClosedError):
+            try:
+                self._store_pictures(work)
+            except _ClosedError:
+                raise
+            except Withheld as error:
+                self._fail(work, "withheld", str(error))
+            except Exception:
+                LOG.exception("job %s could not be stored", work.uid)
+                self._fail(work, "failed", "the pictures could not be stored")
+
+    def _store_pictures(self, work: Work) -> None:
+        files = {picture_name(i): self.hooks.png(picture) for i, picture in work.pictures.items()}
+        num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
+        self._end(work, "done", self._result(work), num_bytes)
 
     def _fail(self, work: Work, code: str, message: str) -> None:
-        result = {"error": {"code": code, "message": message}}
-        if self._store.end(work.uid, "failed", time.time(), result).result():
-            self._over(work, "failed", result)
+        self._end(work, "failed", {"error": {"code": code, "message": message}})
+
+    def _end(self, work: Work, state: str, result: dict[str, Any], num_bytes: int = 0) -> None:
+        """Write down how a job ended, unless it is over already; tell, and drop files that belong to none."""
+        end = partial(self._store.end, work.uid, state, time.time(), result, num_bytes)
+        if not self._until_it_works(lambda: end().result()):
+            # Cancelled a moment before; or done: by another server, or by a write whose answer was lost.
+            record = self._until_it_works(lambda: self._store.find_uid(work.uid).result())
+            state, result = ("gone", {}) if record is None else (record.state, record.result)
+        if state != "done":
+            self._until_it_works(lambda: self._results.delete(work.uid))
+        if state in FINAL:
+            self._over(work, state, result)
 
     def _result(self, work: Work) -> dict[str, Any]:
         assert work.prepared is not None
@@ -85,7 +98,7 @@ class Keeper:
         return result if self.server is None else {**result, "server": self.server}
 
     def _until_it_works(self, write: Callable[[], Any]) -> Any:
-        """The write's result; None where the server is closed before it works."""
+        """The write's result. `_ClosedError` where the server is closed before it works."""
         while True:
             try:
                 written = write()
@@ -95,7 +108,7 @@ class Keeper:
                 self.trouble = getattr(error, "strerror", None) or str(error)
                 LOG.error("pictures cannot be written: %s", self.trouble)
                 if self._closing.wait(RETRY_S):
-                    return None
+                    raise _ClosedError from error
 
     def probe(self) -> None:
         """Write and drop a small file, to see whether writing works."""
