@@ -313,6 +313,67 @@ def test_pictures_wait_for_a_disk_that_takes_no_writes_and_are_not_lost(run_core
     assert (state, count) == ("done", 1)
 
 
+def test_a_job_is_cancelled_before_the_model_is_there_and_after_it_was_set_aside(run_core):
+    async def scenario(core):
+        for name in ("x", "y"):
+            await core.submit(LONG, key="a", job_id=name)
+        await core.drain(0.0)
+        return (await core.cancel("x", key="a")).state, core.status().jobs
+
+    async def later(core):
+        assert core.state == "loading"
+        before = (await core.cancel("y", key="a")).state
+        await core.loaded()
+        return before, core.status().jobs, [job.state for job in await core.jobs(key="a")]
+
+    assert run_core(scenario) == ("cancelled", 0)
+    assert run_core(later, wait=False) == ("cancelled", 0, ["cancelled"] * 2)
+
+
+def test_a_cancellation_that_cannot_be_written_is_answered_and_tried_on(run_core, monkeypatch):
+    monkeypatch.setattr("darkroom.serve.core.CANCEL_S", 0.1)
+
+    async def scenario(core):
+        end = core.store.end
+
+        def full(*given):
+            raise StorageError("the disk is full")
+
+        job = await core.submit(LONG, key="a")
+        monkeypatch.setattr(core.store, "end", full)
+        with pytest.raises(Refused) as caught:
+            await core.cancel(job.id, key="a")
+        monkeypatch.setattr(core.store, "end", end)
+        return caught.value, (await asyncio.wait_for(core.finished(job.id, key="a"), 20)).state
+
+    error, state = run_core(scenario)
+    assert (error.status, error.code, state) == (507, "storage", "cancelled")
+
+
+def test_a_job_accepted_while_the_server_is_told_to_stop_is_kept_and_its_client_told_so(run_core):
+    async def scenario(core):
+        accept = core.store.accept
+
+        def told_to_stop(record):
+            core.state = "draining"
+            return accept(record)
+
+        core.store.accept = told_to_stop
+        job = await core.submit(QUICK, key="a", job_id="x")
+        with pytest.raises(Refused) as caught:
+            await core.finished(job.id, key="a")
+        await core.cancel(job.id, key="a")  # as a door does for a client that it could not serve
+        return caught.value
+
+    async def later(core):
+        return (await core.finished("x", key="a")).state
+
+    error = run_core(scenario)
+    assert (error.status, error.code) == (503, "draining")
+    assert error.retry_after_s
+    assert run_core(later) == "done"
+
+
 @pytest.mark.parametrize("state", ["done", "cancelled"])
 def test_an_end_whose_acknowledgement_is_lost_is_told_and_stays(run_core, monkeypatch, state):
     async def scenario(core):

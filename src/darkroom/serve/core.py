@@ -15,20 +15,19 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.serve import admission, cards, opening
 from darkroom.serve.endings import Endings
 from darkroom.serve.engine import Engine
-from darkroom.serve.files import Files
 from darkroom.serve.house import House
 from darkroom.serve.intake import Intake
-from darkroom.serve.leases import Leases
 from darkroom.serve.live import Live, job_of, job_of_record
 from darkroom.serve.lives import Lives
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
-from darkroom.serve.results import PictureFiles, Results, picture_name
+from darkroom.serve.results import picture_name
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.sharing import Sharing
-from darkroom.serve.store import Record, StorageError, Store
+from darkroom.serve.store import LIVE, Record, StorageError
+from darkroom.serve.stores import open_sharing, open_stores
 from darkroom.serve.watchers import Watchers
 from darkroom.serve.work import Shape, Work
 
@@ -38,6 +37,8 @@ SUSPECT = 3
 """A job that was begun so often and never finished is drawn alone: should it be what ends the process, the
 others are not begun with it, and the kills of a bad day do not count against jobs that only stood by."""
 LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
+CANCEL_S = 5.0
+"""So long a client waits until its cancellation is written down; it is tried on after that."""
 
 
 class Core:
@@ -46,19 +47,21 @@ class Core:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics()
-        self.results, self.store = _kept(settings)
+        self.results, self.store = open_stores(settings)
         self.state = "loading"
         """loading, ready, draining, or broken."""
         self.why = "the model is being loaded"
         self.engine: Engine | None = None
         self._opened: opening.Opened | None = None
+        self._told_kept: set[str] = set()
+        """Jobs whose waiting clients were told that the next process draws them."""
         self._loop = Loop()
         self._lives = Lives(self._loop, self.metrics)
         self._intake = Intake(self.limits)
         self._endings = Endings(self._loop, self._lives, self.store, self.results, self.metrics, settings)
         self._keeper = self._endings.keeper
         self._house = House(self._loop, self.results, self.store, self._keeper)
-        self.sharing = _sharing(settings, self.store, self._lives)
+        self.sharing = open_sharing(settings, self.store, self._lives)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
         self._watchers = Watchers(self._loop, self._lives, self.sharing, self.limits.watchers)
         self.attended = self._lives.attended
@@ -122,7 +125,9 @@ class Core:
         except (Refused, ValueError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
             return
-        self._enlist(record, request, shape, uploads)
+        now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
+        if now is not None and now.state in LIVE:  # it may have been cancelled meanwhile
+            self._enlist(now, request, shape, uploads)
 
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
@@ -238,8 +243,8 @@ class Core:
         except (StorageError, OSError) as error:
             raise self._no_storage() from error
 
-    def _no_storage(self) -> Refused:
-        return Refused(507, "storage", "jobs cannot be kept just now", retry_after_s=STORAGE_RETRY_S)
+    def _no_storage(self, message: str = "jobs cannot be kept just now") -> Refused:
+        return Refused(507, "storage", message, retry_after_s=STORAGE_RETRY_S)
 
     async def _there(self, key: str, job_id: str) -> tuple[Job, str] | None:
         live = self._lives.find(key, job_id)
@@ -283,7 +288,7 @@ class Core:
         work.alone = record.attempts >= SUSPECT
         live = Live(record, work)
         if self.state == "draining":
-            live.kept = True
+            self._set_aside(live)
             return live
         self._lives.add(live)
         if request.deadline_s is not None:
@@ -356,22 +361,38 @@ class Core:
                 await live.ended.wait()
                 if not live.kept:
                     return job_of(live, None)
-                if self.sharing is None:
-                    raise Refused(503, "draining", "the server stops; the job is kept", retry_after_s=10)
             elif self.sharing is not None:
                 await self.sharing.over(key, job_id)
             job = await self.get(job_id, key=key)
-            if job.over or self.sharing is None:
+            if job.over:
                 return job
+            if self.sharing is None:
+                if self.state == "loading":
+                    self._check_open()
+                self._told_kept.add(job.uid)
+                told = "the server stops; the job is kept"
+                raise Refused(503, "draining", told, retry_after_s=DRAINING_RETRY_S)
 
     async def cancel(self, job_id: str, *, key: str) -> Job:
         """Have no more of a job computed. A job that is over stays as it is."""
+        job = await self.get(job_id, key=key)
+        if job.over or job.uid in self._told_kept:
+            return job
         live = self._lives.find(key, job_id)
+        if live is None:
+            await self._soon_written(self._endings.end_row(job.uid, "cancelled", {}))
+            live = self._lives.find(key, job_id)  # it was taken up meanwhile
         if live is not None:
-            await asyncio.shield(self._loop.spawn(self._endings.end(live, "cancelled", {})))
-        elif self.sharing is not None and not (job := await self.get(job_id, key=key)).over:
-            await asyncio.shield(self._loop.spawn(self._endings.end_row(job.uid, "cancelled", {})))
+            await self._soon_written(self._endings.end(live, "cancelled", {}))
         return await self.get(job_id, key=key)
+
+    async def _soon_written(self, ending: Any) -> None:
+        """Until a cancellation is in the store; 507 where that takes too long, and then it is tried on."""
+        task = self._loop.spawn(ending)
+        try:
+            await asyncio.wait_for(asyncio.shield(task), CANCEL_S)
+        except TimeoutError as error:
+            raise self._no_storage("the cancellation cannot be written down just now") from error
 
     async def pictures(self, job_id: str, *, key: str) -> list[StoredPicture]:
         """The pictures of a done job; 409 while it is not done, 410 where they are gone."""
@@ -475,23 +496,3 @@ def _seed() -> int:
 
 def _no_such_job() -> Refused:
     return Refused(404, "no_such_job", "no such job, or it is no longer kept", param="job_id")
-
-
-def _kept(settings: ServeSettings) -> tuple[PictureFiles, Store]:
-    """Where pictures and jobs are kept."""
-    if not settings.shared:
-        results = Results(settings.state)
-        return results, Store(settings.jobs or f"sqlite:///{settings.state / 'jobs.db'}", settings.name)
-    if settings.jobs is None:
-        raise InputError(
-            "jobs that are shared, without a database", mend="give --jobs postgresql+psycopg://..."
-        )
-    store = Store(settings.jobs, settings.name, shared=True)
-    return Files(store), store
-
-
-def _sharing(settings: ServeSettings, store: Store, lives: Lives) -> Sharing | None:
-    if not settings.shared:
-        return None
-    leases = Leases(store, f"{settings.name}/{uuid.uuid4().hex}", settings.lease_s)
-    return Sharing(leases, lives, settings.patience_s)
