@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from darkroom import sample
-from darkroom.serve import Limits, PictureRequest, Refused, Uploads
+from darkroom.serve import AdapterChoice, Limits, PictureRequest, Refused, Uploads
 from darkroom.serve.store import StorageError
 from serve.conftest import difference
 
@@ -166,6 +166,25 @@ def test_a_deadline_ends_a_job(run_core):
 def test_what_is_out_of_bounds_is_refused_with_the_fields_name(run_core, change, param):
     error = refused(run_core, PictureRequest(**{"prompt": "a horse", **change}))
     assert (error.status, error.param) == (422, param)
+
+
+def test_a_blend_of_more_adapters_than_slots_is_refused_and_does_not_wait_for_ever(run_core, adapter_folder):
+    blend = tuple(AdapterChoice(name=f"style{i}") for i in range(2))
+    request = QUICK.model_copy(update={"adapters": blend})
+    error = refused(run_core, request, adapters=adapter_folder, slots=1)
+    assert (error.status, error.param, "at most 1" in error.message) == (422, "adapters", True)
+
+    async def scenario(core):
+        await core.submit(request, key="a", job_id="x")
+        await core.drain(0.0)
+
+    async def later(core):
+        return await core.finished("x", key="a")
+
+    run_core(scenario, adapters=adapter_folder, slots=2)
+    job = run_core(later, adapters=adapter_folder, slots=1)
+    assert job.state == "failed"
+    assert "--slots 1" in job.error["message"]
 
 
 def test_the_product_of_pixels_steps_and_pictures_is_bounded(run_core):

@@ -45,7 +45,7 @@ class Core:
     """One server's jobs. Its coroutines belong to the event loop that `start` was called in."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self.settings, self.limits = settings, settings.limits
+        self.settings, self.limits = settings, settings.limits_in_force
         self.metrics = Metrics()
         self.results, self.store = open_stores(settings)
         self.state = "loading"
