@@ -89,7 +89,7 @@ class Replica:
 
         sharing = self.core.sharing
         assert sharing is not None
-        return {WAITING: float(sharing.backlog.total()), DRAWN: float(self.core.status().jobs)}
+        return {WAITING: float(sharing.backlog.jobs), DRAWN: float(self.core.status().jobs)}
 
 
 def app(args: OnRay) -> Application:

@@ -16,7 +16,7 @@ from darkroom.serve import admission, cards, opening
 from darkroom.serve.endings import Endings
 from darkroom.serve.engine import Engine
 from darkroom.serve.house import House
-from darkroom.serve.intake import Intake
+from darkroom.serve.intake import Intake, new_record
 from darkroom.serve.live import Live, job_of, job_of_record
 from darkroom.serve.lives import Lives
 from darkroom.serve.loop import Loop
@@ -208,30 +208,25 @@ class Core:
                 return self._same(there, digest)
         self._check_open()
         shape = await self._shape(request, uploads)
-        others = None if self.sharing is None else self.sharing.backlog
+        others = None if self.sharing is None else self.sharing.backlog.pictures
         self._intake.check_room(self._engine, key, request.num, others)
         uid = uuid.uuid4().hex
         request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
         if self.settings.hooks:  # they see finished pictures only: a preview would get past them
             request = request.model_copy(update={"previews": 0})
-        record = Record(
-            uid=uid,
-            server=self.settings.name,
-            key=key,
-            id=job_id or uid,
-            digest=digest,
-            state="queued",
-            request=request.model_dump_json(),
-            created_s=time.time(),
-        )
+        record = new_record(uid, self.settings.name, key, job_id or uid, digest, request, shape)
         with self._intake.reserved(key, request.num):
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
                 return self._same(job_of_record(kept), digest, kept.digest)
-            live = self._enlist(record, request, shape, uploads) if takes else None
-        self.metrics.accepted.inc()
-        return job_of_record(record) if live is None else job_of(live, self._place(live))
+            self.metrics.accepted.inc()
+            if takes:
+                live = self._enlist(kept, request, shape, uploads)
+                return job_of(live, self._place(live))
+            assert self.sharing is not None
+            self.sharing.waits(kept)
+        return job_of_record(kept)
 
     async def _accept(self, record: Record, uploads: Uploads | None, takes: bool) -> Record:
         try:
@@ -291,9 +286,9 @@ class Core:
             self._set_aside(live)
             return live
         self._lives.add(live)
-        if request.deadline_s is not None:
-            left_s = max(0.0, record.created_s + request.deadline_s - time.time())
-            live.deadline = self._loop.later(left_s, self._endings.too_late, live)
+        if record.due_s is not None:
+            now_s = time.time() if self.sharing is None else self.sharing.leases.now_s()
+            live.deadline = self._loop.later(max(0.0, record.due_s - now_s), self._endings.overdue, live)
         self._engine.submit(live.work)
         return live
 

@@ -17,6 +17,7 @@ from darkroom.serve.live import Live
 from darkroom.serve.lives import Lives
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import too_late
 from darkroom.serve.results import PictureFiles
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.store import Record, StorageError, Store
@@ -64,9 +65,9 @@ class Endings:
         if (live := self._lives.get(uid)) is not None:
             self._loop.spawn(self.end(live, "failed", {"error": told}))
 
-    def too_late(self, live: Live) -> None:
+    def overdue(self, live: Live) -> None:
         """Its deadline has passed."""
-        told = {"code": "deadline", "message": f"not done within {live.work.request.deadline_s:g} s"}
+        told = too_late(live.work.request.deadline_s or 0.0)
         self._loop.spawn(self.end(live, "failed", {"error": told}))
 
     async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
