@@ -233,7 +233,7 @@ def test_a_key_that_comes_too_often_is_told_to_wait(run_core):
     assert 0 < error.retry_after_s <= 5
 
 
-def test_a_picture_to_start_from_is_kept_checked_and_used(run_core, small):
+def test_a_picture_to_start_from_is_kept_until_the_job_is_done_checked_and_used(run_core, small):
     image = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -242,8 +242,14 @@ def test_a_picture_to_start_from_is_kept_checked_and_used(run_core, small):
     wanted = QUICK.model_copy(update={"strength": 0.7})
 
     async def scenario(core):
-        job = await core.submit(wanted, key="a", uploads=Uploads(buffer.getvalue()))
+        uploads = Uploads(buffer.getvalue())
+        job, twin = await asyncio.gather(
+            *(core.submit(wanted, key="a", uploads=uploads, job_id="x") for _ in range(2))
+        )
+        assert twin.uid == job.uid
+        assert core.results.uids() == [job.uid]
         await core.finished(job.id, key="a")
+        assert [path.name for path in core.results.folder.glob("*/*/*")] == ["0.png"]
         codes = []
         for content in (b"", b"\x89PNG\r\n\x1a\n" + b"x" * 50, bmp.getvalue()):
             with pytest.raises(Refused) as caught:

@@ -90,6 +90,15 @@ def test_old_ones_and_those_beyond_the_bytes_are_named(store):
     assert store.known(list(names)).result() == {uid for uid in names if names[uid] != "0"}
 
 
+def test_any_number_of_jobs_is_forgotten_at_once(store):
+    jobs = [store.accept(record(store, str(i))).result() for i in range(3)]
+    uids = [job.uid for job in jobs] + [f"{i:032x}" for i in range(260_000)]
+    assert store.known(uids).result() == {job.uid for job in jobs}
+    store.forget(uids).result()
+    assert store.live().result() == []
+    assert store.trouble is None
+
+
 def test_a_table_of_an_earlier_version_is_brought_up_to_date(url):
     name = f"server-{time.monotonic_ns()}"
     engine = sql.create_engine(url)

@@ -219,6 +219,8 @@ class Core:
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
+                with suppress(StorageError):  # its uploads were written for nothing
+                    await self._loop.in_thread(self.results.delete, uid)
                 return self._same(job_of_record(kept), digest, kept.digest)
             self.metrics.accepted.inc()
             if takes:

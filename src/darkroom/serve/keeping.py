@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -20,6 +20,7 @@ from darkroom.serve.work import Work
 LOG = logging.getLogger("darkroom.serve")
 RETRY_S = 1.0
 PROBE_UID = "0" * 32
+UPLOADS = ("image.upload", "mask.upload")
 
 
 class _ClosedError(Exception):
@@ -84,9 +85,17 @@ class Keeper:
             record = self._until_it_works(lambda: self._store.find_uid(work.uid).result())
             state, result = ("gone", {}) if record is None else (record.state, record.result)
         if state != "done":
-            self._until_it_works(lambda: self._results.delete(work.uid))
+            self._drop(work.uid)
+        elif work.uploads is not None:  # they were there to begin again with
+            self._drop(work.uid, UPLOADS)
         if state in FINAL:
             self._over(work, state, result)
+
+    def _drop(self, uid: str, names: Collection[str] | None = None) -> None:
+        try:
+            self._results.delete(uid, names)
+        except (OSError, StorageError) as error:
+            LOG.warning("files of job %s stay until it is forgotten: %s", uid, error)
 
     def _result(self, work: Work) -> dict[str, Any]:
         assert work.prepared is not None
@@ -121,10 +130,10 @@ class Keeper:
 
     def write_uploads(self, uid: str, uploads: Uploads) -> None:
         """Keep the pictures that came with a job."""
-        parts = {"image.upload": uploads.image, "mask.upload": uploads.mask}
-        self._results.write(uid, {name: part for name, part in parts.items() if part is not None})
+        parts = zip(UPLOADS, (uploads.image, uploads.mask), strict=True)
+        self._results.write(uid, {name: part for name, part in parts if part is not None})
 
     def read_uploads(self, uid: str) -> Uploads | None:
         """The pictures that came with a job."""
-        image = self._results.read(uid, "image.upload")
-        return None if image is None else Uploads(image, self._results.read(uid, "mask.upload"))
+        image, mask = (self._results.read(uid, name) for name in UPLOADS)
+        return None if image is None else Uploads(image, mask)

@@ -28,6 +28,8 @@ LOG = logging.getLogger("darkroom.serve")
 T = TypeVar("T")
 Action = Callable[[sql.Connection], Any]
 MOST_AT_ONCE = 64
+UIDS_AT_ONCE = 500
+"""In one statement: databases bound what it may hold."""
 
 METADATA = sql.MetaData()
 JOBS = sql.Table(
@@ -198,12 +200,25 @@ class Store:
 
     def known(self, uids: Sequence[str]) -> Future[set[str]]:
         """Which of these uids have a row."""
-        query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids))
-        return self.do(lambda connection: {row[0] for row in connection.execute(query)})
+
+        def action(connection: sql.Connection) -> set[str]:
+            found: set[str] = set()
+            for start in range(0, len(uids), UIDS_AT_ONCE):
+                query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids[start : start + UIDS_AT_ONCE]))
+                found |= {row[0] for row in connection.execute(query)}
+            return found
+
+        return self.do(action)
 
     def forget(self, uids: Sequence[str]) -> Future[None]:
         """Take jobs out for good."""
-        return self.do(lambda connection: connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(uids))))
+
+        def action(connection: sql.Connection) -> None:
+            for start in range(0, len(uids), UIDS_AT_ONCE):
+                some = uids[start : start + UIDS_AT_ONCE]
+                connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(some)))
+
+        return self.do(action)
 
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
