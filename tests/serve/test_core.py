@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+import time
 
 import pytest
 from PIL import Image
@@ -353,6 +355,15 @@ def test_a_job_is_cancelled_before_the_model_is_there_and_after_it_was_set_aside
 
     assert run_core(scenario) == ("cancelled", 0)
     assert run_core(later, wait=False) == ("cancelled", 0, ["cancelled"] * 2)
+
+
+def test_a_server_that_is_told_to_stop_does_not_wait_for_its_model(run_core, monkeypatch):
+    arrives = threading.Event()
+    monkeypatch.setattr("darkroom.serve.opening.open_model", lambda *_: arrives.wait(120))
+    start_s = time.monotonic()
+    run_core(lambda core: core.drain(1.0), wait=False)
+    assert time.monotonic() - start_s < 30
+    arrives.set()
 
 
 def test_a_cancellation_that_cannot_be_written_is_answered_and_tried_on(run_core, monkeypatch):

@@ -157,7 +157,7 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
 
         LOG.info("%s", cluster.line())
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, lambda *_: told_to_stop(stop))
         serve.start(proxy_location="EveryNode", http_options={"host": settings.host, "port": port})
         try:
             serve.run(application(settings, replicas), name=settings.name, route_prefix="/")
@@ -168,6 +168,16 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
             )
         finally:
             serve.shutdown()
+
+
+def told_to_stop(stop: threading.Event) -> None:
+    """The first signal has the replicas drain. A second one leaves at once; on a cluster they drain on."""
+    from darkroom.serve.process import leave
+
+    if stop.is_set():
+        LOG.info("leaving at once; jobs that are not over are kept")
+        leave()
+    stop.set()
 
 
 def _cpus(replicas: Replicas, address: str | None) -> int | None:

@@ -81,7 +81,7 @@ class Core:
     async def _load(self) -> None:
         hooks = opening.Hooks(self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside))
         try:
-            opened = await asyncio.to_thread(opening.open_model, self.settings, self.metrics, hooks)
+            opened = await self._loop.beside(opening.open_model, self.settings, self.metrics, hooks)
             self._opened, self.engine = opened, opened.engine
             self._endings.engine = self._watchers.engine = opened.engine
         except Exception as error:
