@@ -226,6 +226,9 @@ def test_the_deployment_file_makes_an_application():
     bound = made._bound_deployment
     assert bound._deployment_config.autoscaling_config.max_replicas == args.replicas.most
     assert bound.init_args[0]["shared"] is True
+    config = bound._deployment_config
+    assert bound.init_args[0]["limits"]["watchers"] <= config.max_ongoing_requests / 2
+    assert 0 < config.max_queued_requests <= config.max_ongoing_requests
     with pytest.raises(ValueError, match="replica_count"):
         OnRay.model_validate({**described.args, "replica_count": 2})
 

@@ -137,6 +137,24 @@ def test_events_tell_a_job_to_its_end_with_growing_ids(run_core):
     assert told[-1].kind == "cancelled"
 
 
+def test_a_stream_too_many_is_refused_before_it_begins(run_core):
+    async def scenario(core):
+        await core.submit(LONG, key="a", job_id="x")
+        first = core.events("x", key="a")
+        await anext(first)
+        with pytest.raises(Refused) as caught:
+            core.events("x", key="a")
+        await first.aclose()
+        again = core.events("x", key="a")
+        kind = (await anext(again)).kind
+        await core.cancel("x", key="a")
+        return caught.value, kind
+
+    error, kind = run_core(scenario, limits=Limits(watchers=1))
+    assert (error.status, error.code) == (429, "too_many_streams")
+    assert kind in ("queued", "step")
+
+
 def test_a_deadline_ends_a_job(run_core):
     async def scenario(core):
         job = await core.submit(LONG.model_copy(update={"deadline_s": 0.05}), key="a")

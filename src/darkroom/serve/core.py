@@ -341,14 +341,14 @@ class Core:
         lives = [(record, self._lives.get(record.uid)) for record in found]
         return [job_of(live, self._place(live)) if live else job_of_record(record) for record, live in lives]
 
-    async def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
+    def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
         """What happens to a job from now on, ending with its end; ids count on from `after`.
 
         Ends early, without a last word, where the server is being stopped and keeps the job for later.
+        429 at once where too many watch already.
         """
-        await self.get(job_id, key=key)
-        async for event in self._watchers.events(lambda: self.get(job_id, key=key), key, job_id, after):
-            yield event
+        self._watchers.check_room()
+        return self._watchers.events(lambda: self.get(job_id, key=key), key, job_id, after)
 
     async def finished(self, job_id: str, *, key: str) -> Job:
         """The job once it is over; 503 where the server stops first and keeps it for later."""
