@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from typer.testing import CliRunner
 from darkroom import models, sample
 from darkroom.cli import app as cli
 from darkroom.cluster.scaling import ByQueue
-from darkroom.cluster.serve import OnRay, Replicas, application, shared
+from darkroom.cluster.serve import OnRay, Replicas, application, shared, told_to_stop
 from darkroom.errors import InputError
 from darkroom.models.adapters import Adapter, Layer, adaptable, write_adapter
 from darkroom.serve.settings import ServeSettings
@@ -123,6 +124,17 @@ def on_ray(small, postgres, tmp_path_factory) -> Iterator[OnOneMachine]:
         server.stop()
 
 
+def test_a_first_signal_drains_and_a_second_leaves_at_once(monkeypatch):
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    stop = threading.Event()
+    told_to_stop(stop)
+    assert stop.is_set()
+    assert left == []
+    told_to_stop(stop)
+    assert left == [0]
+
+
 @pytest.mark.slow
 def test_two_replicas_serve_as_one(on_ray, small):
     for i in range(3):
@@ -214,6 +226,9 @@ def test_the_deployment_file_makes_an_application():
     bound = made._bound_deployment
     assert bound._deployment_config.autoscaling_config.max_replicas == args.replicas.most
     assert bound.init_args[0]["shared"] is True
+    config = bound._deployment_config
+    assert bound.init_args[0]["limits"]["watchers"] <= config.max_ongoing_requests / 2
+    assert 0 < config.max_queued_requests <= config.max_ongoing_requests
     with pytest.raises(ValueError, match="replica_count"):
         OnRay.model_validate({**described.args, "replica_count": 2})
 

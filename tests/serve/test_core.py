@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+import time
 
 import pytest
 from PIL import Image
 
 from darkroom import sample
-from darkroom.serve import Limits, PictureRequest, Refused, Uploads
+from darkroom.serve import AdapterChoice, Limits, PictureRequest, Refused, Uploads
+from darkroom.serve.store import StorageError
 from serve.conftest import difference
 
 QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5)
@@ -134,6 +137,24 @@ def test_events_tell_a_job_to_its_end_with_growing_ids(run_core):
     assert told[-1].kind == "cancelled"
 
 
+def test_a_stream_too_many_is_refused_before_it_begins(run_core):
+    async def scenario(core):
+        await core.submit(LONG, key="a", job_id="x")
+        first = core.events("x", key="a")
+        await anext(first)
+        with pytest.raises(Refused) as caught:
+            core.events("x", key="a")
+        await first.aclose()
+        again = core.events("x", key="a")
+        kind = (await anext(again)).kind
+        await core.cancel("x", key="a")
+        return caught.value, kind
+
+    error, kind = run_core(scenario, limits=Limits(watchers=1))
+    assert (error.status, error.code) == (429, "too_many_streams")
+    assert kind in ("queued", "step")
+
+
 def test_a_deadline_ends_a_job(run_core):
     async def scenario(core):
         job = await core.submit(LONG.model_copy(update={"deadline_s": 0.05}), key="a")
@@ -165,6 +186,25 @@ def test_a_deadline_ends_a_job(run_core):
 def test_what_is_out_of_bounds_is_refused_with_the_fields_name(run_core, change, param):
     error = refused(run_core, PictureRequest(**{"prompt": "a horse", **change}))
     assert (error.status, error.param) == (422, param)
+
+
+def test_a_blend_of_more_adapters_than_slots_is_refused_and_does_not_wait_for_ever(run_core, adapter_folder):
+    blend = tuple(AdapterChoice(name=f"style{i}") for i in range(2))
+    request = QUICK.model_copy(update={"adapters": blend})
+    error = refused(run_core, request, adapters=adapter_folder, slots=1)
+    assert (error.status, error.param, "at most 1" in error.message) == (422, "adapters", True)
+
+    async def scenario(core):
+        await core.submit(request, key="a", job_id="x")
+        await core.drain(0.0)
+
+    async def later(core):
+        return await core.finished("x", key="a")
+
+    run_core(scenario, adapters=adapter_folder, slots=2)
+    job = run_core(later, adapters=adapter_folder, slots=1)
+    assert job.state == "failed"
+    assert "--slots 1" in job.error["message"]
 
 
 def test_the_product_of_pixels_steps_and_pictures_is_bounded(run_core):
@@ -213,7 +253,7 @@ def test_a_key_that_comes_too_often_is_told_to_wait(run_core):
     assert 0 < error.retry_after_s <= 5
 
 
-def test_a_picture_to_start_from_is_kept_checked_and_used(run_core, small):
+def test_a_picture_to_start_from_is_kept_until_the_job_is_done_checked_and_used(run_core, small):
     image = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -222,8 +262,14 @@ def test_a_picture_to_start_from_is_kept_checked_and_used(run_core, small):
     wanted = QUICK.model_copy(update={"strength": 0.7})
 
     async def scenario(core):
-        job = await core.submit(wanted, key="a", uploads=Uploads(buffer.getvalue()))
+        uploads = Uploads(buffer.getvalue())
+        job, twin = await asyncio.gather(
+            *(core.submit(wanted, key="a", uploads=uploads, job_id="x") for _ in range(2))
+        )
+        assert twin.uid == job.uid
+        assert core.results.uids() == [job.uid]
         await core.finished(job.id, key="a")
+        assert [path.name for path in core.results.folder.glob("*/*/*")] == ["0.png"]
         codes = []
         for content in (b"", b"\x89PNG\r\n\x1a\n" + b"x" * 50, bmp.getvalue()):
             with pytest.raises(Refused) as caught:
@@ -310,6 +356,99 @@ def test_pictures_wait_for_a_disk_that_takes_no_writes_and_are_not_lost(run_core
     seen, state, count = run_core(scenario)
     assert seen[0] == "storage"
     assert (state, count) == ("done", 1)
+
+
+def test_a_job_is_cancelled_before_the_model_is_there_and_after_it_was_set_aside(run_core):
+    async def scenario(core):
+        for name in ("x", "y"):
+            await core.submit(LONG, key="a", job_id=name)
+        await core.drain(0.0)
+        return (await core.cancel("x", key="a")).state, core.status().jobs
+
+    async def later(core):
+        assert core.state == "loading"
+        before = (await core.cancel("y", key="a")).state
+        await core.loaded()
+        return before, core.status().jobs, [job.state for job in await core.jobs(key="a")]
+
+    assert run_core(scenario) == ("cancelled", 0)
+    assert run_core(later, wait=False) == ("cancelled", 0, ["cancelled"] * 2)
+
+
+def test_a_server_that_is_told_to_stop_does_not_wait_for_its_model(run_core, monkeypatch):
+    arrives = threading.Event()
+    monkeypatch.setattr("darkroom.serve.opening.open_model", lambda *_: arrives.wait(120))
+    start_s = time.monotonic()
+    run_core(lambda core: core.drain(1.0), wait=False)
+    assert time.monotonic() - start_s < 30
+    arrives.set()
+
+
+def test_a_cancellation_that_cannot_be_written_is_answered_and_tried_on(run_core, monkeypatch):
+    monkeypatch.setattr("darkroom.serve.core.CANCEL_S", 0.1)
+
+    async def scenario(core):
+        end = core.store.end
+
+        def full(*given):
+            raise StorageError("the disk is full")
+
+        job = await core.submit(LONG, key="a")
+        monkeypatch.setattr(core.store, "end", full)
+        with pytest.raises(Refused) as caught:
+            await core.cancel(job.id, key="a")
+        monkeypatch.setattr(core.store, "end", end)
+        return caught.value, (await asyncio.wait_for(core.finished(job.id, key="a"), 20)).state
+
+    error, state = run_core(scenario)
+    assert (error.status, error.code, state) == (507, "storage", "cancelled")
+
+
+def test_a_job_accepted_while_the_server_is_told_to_stop_is_kept_and_its_client_told_so(run_core):
+    async def scenario(core):
+        accept = core.store.accept
+
+        def told_to_stop(record):
+            core.state = "draining"
+            return accept(record)
+
+        core.store.accept = told_to_stop
+        job = await core.submit(QUICK, key="a", job_id="x")
+        with pytest.raises(Refused) as caught:
+            await core.finished(job.id, key="a")
+        await core.cancel(job.id, key="a")  # as a door does for a client that it could not serve
+        return caught.value
+
+    async def later(core):
+        return (await core.finished("x", key="a")).state
+
+    error = run_core(scenario)
+    assert (error.status, error.code) == (503, "draining")
+    assert error.retry_after_s
+    assert run_core(later) == "done"
+
+
+@pytest.mark.parametrize("state", ["done", "cancelled"])
+def test_an_end_whose_acknowledgement_is_lost_is_told_and_stays(run_core, monkeypatch, state):
+    async def scenario(core):
+        end, lost = core.store.end, []
+
+        def cut_off(uid, *given):
+            future = end(uid, *given)
+            if not lost:
+                lost.append(future.result())
+                raise StorageError("the connection is lost")
+            return future
+
+        monkeypatch.setattr(core.store, "end", cut_off)
+        job = await core.submit(QUICK if state == "done" else LONG, key="a")
+        if state == "cancelled":
+            return (await core.cancel(job.id, key="a")).state, lost, core.results.uids()
+        done = await asyncio.wait_for(core.finished(job.id, key="a"), 20)
+        return done.state, lost, await core.pictures(job.id, key="a")
+
+    told, lost, left = run_core(scenario)
+    assert (told, lost, len(left)) == (state, [True], state == "done")
 
 
 def test_what_was_kept_long_enough_goes(run_core):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 
 import pytest
+import sqlalchemy as sql
 
 from darkroom.errors import InputError
-from darkroom.serve.store import Record, Store
+from darkroom.serve.store import ADDED, Record, Store
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -86,6 +88,35 @@ def test_old_ones_and_those_beyond_the_bytes_are_named(store):
     assert {names[uid] for uid in store.expired(0.0, 250).result()} == {"0", "1"}
     store.forget([uid for uid in names if names[uid] == "0"]).result()
     assert store.known(list(names)).result() == {uid for uid in names if names[uid] != "0"}
+
+
+def test_any_number_of_jobs_is_forgotten_at_once(store):
+    jobs = [store.accept(record(store, str(i))).result() for i in range(3)]
+    uids = [job.uid for job in jobs] + [f"{i:032x}" for i in range(260_000)]
+    assert store.known(uids).result() == {job.uid for job in jobs}
+    store.forget(uids).result()
+    assert store.live().result() == []
+    assert store.trouble is None
+
+
+def test_a_table_of_an_earlier_version_is_brought_up_to_date(url):
+    name = f"server-{time.monotonic_ns()}"
+    engine = sql.create_engine(url)
+    Store(url, name).close()
+    request = json.dumps({"prompt": "a", "num": 3, "priority": "high", "deadline_s": 60.0})
+    old = {"uid": f"{time.monotonic_ns():032x}", "server": name, "key": name, "id": "x", "digest": "d"}
+    old |= {"state": "queued", "request": request, "created_s": 100.0, "attempts": 0, "bytes": 0}
+    with engine.begin() as connection:
+        for column in ADDED:
+            connection.execute(sql.text(f"ALTER TABLE darkroom_jobs DROP COLUMN {column}"))
+        names, values = ", ".join(f'"{name}"' for name in old), ", ".join(f":{name}" for name in old)
+        added = sql.text(f"INSERT INTO darkroom_jobs ({names}, result) VALUES ({values}, '{{}}')")
+        connection.execute(added, old)
+    engine.dispose()
+    store = Store(url, name)
+    [job] = store.live().result()
+    assert (job.id, job.num, job.priority, job.work, job.due_s) == ("x", 3, 2, 0.0, 160.0)
+    store.close()
 
 
 def test_a_failing_statement_takes_no_other_with_it(store):

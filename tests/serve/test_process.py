@@ -85,6 +85,12 @@ def test_sigterm_drains_and_what_was_left_runs_next_time(serve):
     assert again.http.get("/jobs/late").status_code == 404
 
 
+def test_sigterm_ends_a_server_that_still_loads(serve):
+    server = serve("--drain", "1")
+    assert server.http.get("/ready").json()["error"]["code"] == "loading"
+    assert server.stop(60) == 0
+
+
 def test_a_second_signal_leaves_at_once_with_jobs_kept(serve):
     server = serve("--drain", "600").ready()
     server.http.put("/jobs/long", json={**BODY, "steps": 150, "num": 4})

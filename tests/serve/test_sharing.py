@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from PIL import Image
 from darkroom import sample
 from darkroom.errors import InputError
 from darkroom.sample import GenerateSettings
-from darkroom.serve import AdapterChoice, PictureRequest, Refused
+from darkroom.serve import AdapterChoice, Limits, PictureRequest, Refused
 from darkroom.serve.core import Core
 from darkroom.serve.leases import Leases
 from darkroom.serve.settings import ServeSettings
@@ -46,18 +48,19 @@ def two_stores(url) -> Iterator[tuple[Store, Store]]:
         store.close()
 
 
-def record(server: str, number: int, adapters: tuple[str, ...] = ()) -> Record:
+def record(server: str, number: int, adapters: tuple[str, ...] = (), key: str = "key", **more: Any) -> Record:
     request = QUICK.model_copy(update={"adapters": tuple(AdapterChoice(name=name) for name in adapters)})
     uid = f"{time.monotonic_ns():032x}"
     return Record(
         uid,
         server,
-        "key",
+        key,
         f"job-{uid}",
         "digest",
         "queued",
         request.model_dump_json(),
         time.time() + number / 1000,
+        **more,
     )
 
 
@@ -65,7 +68,7 @@ def test_a_job_has_one_owner_until_its_lease_runs_out(two_stores):
     one, other = (Leases(store, name, 1.0) for store, name in zip(two_stores, "ab", strict=True))
     job = one.accept(record(two_stores[0].server, 0), take=True).result()
     assert other.claim((), 10, 0.0).result() == []
-    assert other.backlog().result().total() == 0
+    assert other.backlog().result().jobs == 0
     time.sleep(0.6)
     assert one.renew({job.uid: (3, 9)}).result() == {job.uid}
     time.sleep(0.6)
@@ -104,8 +107,43 @@ def test_a_job_waits_for_the_server_that_has_its_adapters_but_not_for_ever(two_s
     assert [job.uid for job in one.claim((), 1, 60.0).result()] == [plain.uid]
     assert one.claim((), 5, 60.0).result() == []
     assert [job.uid for job in other.claim({"style0"}, 5, 60.0).result()] == [styled.uid]
-    late = one.accept(record(server, -2000, ("style1",)), take=False).result()
+    late = two_stores[0].accept(record(server, -2000, ("style1",))).result()
     assert [job.uid for job in one.claim((), 5, 1.0).result()] == [late.uid]
+
+
+def test_keys_take_turns_by_work_and_a_keys_own_jobs_go_by_priority(two_stores):
+    leases, server = Leases(two_stores[0], "a", 30.0), two_stores[0].server
+    wanted = [("many", 1, 1.0)] * 4 + [("large", 1, 3.0)] * 2 + [("many", 2, 1.0), ("many", 0, 1.0)]
+    jobs = [
+        leases.accept(record(server, 0, key=key, priority=priority, work=work), take=False).result()
+        for key, priority, work in wanted
+    ]
+    number = {job.uid: i for i, job in enumerate(jobs)}
+    taken = [number[leases.claim((), 1, 0.0).result()[0].uid] for _ in jobs]
+    assert taken == [4, 6, 0, 1, 2, 5, 3, 7]
+
+
+def test_waiting_pictures_are_counted_and_claimed_not_jobs(two_stores):
+    leases, server = Leases(two_stores[0], "a", 30.0), two_stores[0].server
+    jobs = [leases.accept(record(server, i, num=16), take=False).result() for i in range(3)]
+    assert leases.backlog().result() == ({"key": 48}, 3)
+    assert leases.look("key", jobs[2].id).result().place == 32
+    assert [job.uid for job in leases.claim((), 2, 0.0).result()] == [jobs[0].uid]
+
+
+def test_time_is_the_databases_and_what_nobody_took_in_time_fails(two_stores):
+    leases, server = Leases(two_stores[0], "a", 30.0), two_stores[0].server
+    ahead = record(server, 3_600_000)  # of a server whose clock is an hour fast
+    job = leases.accept(replace(ahead, due_s=ahead.created_s + 0.05), take=False).result()
+    assert job.created_s == pytest.approx(time.time(), abs=5)
+    assert leases.now_s() == pytest.approx(time.time(), abs=5)
+    taken = leases.accept(record(server, 0, due_s=1.0), take=True).result()  # its owner watches it
+    time.sleep(0.1)
+    assert leases.backlog().result().jobs == 0
+    late = two_stores[1].find_uid(job.uid).result()
+    assert (late.state, late.result["error"]["code"]) == ("failed", "deadline")
+    assert late.result["error"]["message"] == "not done within 0.05 s"
+    assert two_stores[1].find_uid(taken.uid).result().state == "queued"
 
 
 @pytest.fixture
@@ -168,6 +206,21 @@ def test_any_server_answers_for_a_job(small, run_two):
     assert difference(image, alone(small, QUICK.model_copy(update={"seed": 6}))) >= 10
 
 
+def test_a_job_that_no_server_has_room_for_is_given_up_in_time(run_two):
+    async def scenario(one: Core, other: Core) -> Any:
+        for core in (one, other):
+            assert core.sharing is not None
+            core.sharing._room = lambda: 0  # type: ignore[method-assign]
+        await one.submit(QUICK.model_copy(update={"deadline_s": 0.2}), key="a", job_id="x")
+        with pytest.raises(Refused) as full:
+            await one.submit(QUICK.model_copy(update={"num": 4}), key="a")
+        return await other.finished("x", key="a"), full.value.code
+
+    job, code = run_two(scenario, limits=Limits(queue_per_key=4))
+    assert (job.state, job.error["code"]) == ("failed", "deadline")
+    assert code == "queue_full"
+
+
 def test_a_job_cancelled_at_another_server_stops(run_two):
     async def scenario(one: Core, other: Core) -> Any:
         await one.submit(LONG, key="a", job_id="x")
@@ -201,6 +254,29 @@ def test_jobs_of_a_server_that_fell_silent_are_taken_over(run_two):
     jobs, drawn = run_two(scenario)
     assert [job.state for job in jobs] == ["done"] * 4
     assert drawn == 4
+
+
+def test_pictures_stay_when_another_server_was_quicker(run_two):
+    """One is cut off for longer than its lease while it stores; it comes back when the other is done."""
+
+    async def scenario(one: Core, other: Core) -> Any:
+        assert one.sharing is not None
+        one.sharing.takes = lambda record: True  # type: ignore[method-assign]
+        back, stores = threading.Event(), one.results.write
+        one.results.write = lambda *given: back.wait(30) and stores(*given)  # type: ignore[method-assign]
+        job = await one.submit(QUICK, key="a", job_id="x")
+        waits = asyncio.ensure_future(one.finished("x", key="a"))
+        one._loop.end_tasks()  # it neither renews nor claims
+        await other.finished("x", key="a")
+        back.set()
+        here = await waits
+        one._keeper.close()  # whatever it had in mind to do is done
+        return job.uid, here, await other.pictures("x", key="a"), await one.pictures("x", key="a")
+
+    uid, here, there, same = run_two(scenario)
+    assert (here.state, here.uid) == ("done", uid)
+    assert len(there) == 1
+    assert there[0].png == same[0].png
 
 
 def test_a_server_that_stops_hands_its_jobs_on_at_once(run_two):

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 LOG = logging.getLogger("darkroom.serve")
-MOST_REQUESTS = 512
+MOST_REQUESTS = 1024
 """Of one replica at a time: most of them wait for a picture."""
+MOST_WATCHERS = MOST_REQUESTS // 2
+"""Of these event streams, which last; the rest is for all other requests, health among them."""
+MOST_QUEUED = 256
+"""Requests that wait for a replica with room; who comes then is answered with 503."""
 HEALTH_S = 5.0
 KILL_S = 15.0
 """Beyond the drain, until Ray ends a replica by force."""
@@ -89,7 +93,7 @@ class Replica:
 
         sharing = self.core.sharing
         assert sharing is not None
-        return {WAITING: float(sharing.backlog.total()), DRAWN: float(self.core.status().jobs)}
+        return {WAITING: float(sharing.backlog.jobs), DRAWN: float(self.core.status().jobs)}
 
 
 def app(args: OnRay) -> Application:
@@ -129,6 +133,7 @@ def application(settings: ServeSettings, replicas: Replicas) -> Application:
         ),
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
         max_ongoing_requests=MOST_REQUESTS,
+        max_queued_requests=MOST_QUEUED,
         health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=settings.drain_s + KILL_S,
     ).bind(settings.model_dump(mode="json"))
@@ -145,7 +150,9 @@ def shared(settings: ServeSettings) -> ServeSettings:
         raise InputError(
             "--vertex with --engine ray", mend="Vertex AI starts replicas itself: --engine local"
         )
-    return settings.model_copy(update={"shared": True})
+    limits = settings.limits
+    limits = limits.model_copy(update={"watchers": min(limits.watchers, MOST_WATCHERS)})
+    return settings.model_copy(update={"shared": True, "limits": limits})
 
 
 def run(settings: ServeSettings, replicas: Replicas, address: str | None = None) -> None:
@@ -165,7 +172,7 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
 
         LOG.info("%s", cluster.line())
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, lambda *_: told_to_stop(stop))
         serve.start(proxy_location="EveryNode", http_options={"host": settings.host, "port": port})
         try:
             serve.run(application(settings, replicas), name=settings.name, route_prefix="/")
@@ -176,6 +183,16 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
             )
         finally:
             serve.shutdown()
+
+
+def told_to_stop(stop: threading.Event) -> None:
+    """The first signal has the replicas drain. A second one leaves at once; on a cluster they drain on."""
+    from darkroom.serve.process import leave
+
+    if stop.is_set():
+        LOG.info("leaving at once; jobs that are not over are kept")
+        leave()
+    stop.set()
 
 
 def _cpus(replicas: Replicas, address: str | None) -> int | None:

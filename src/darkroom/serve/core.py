@@ -15,20 +15,19 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.serve import admission, cards, opening
 from darkroom.serve.endings import Endings
 from darkroom.serve.engine import Engine
-from darkroom.serve.files import Files
 from darkroom.serve.house import House
-from darkroom.serve.intake import Intake
-from darkroom.serve.leases import Leases
+from darkroom.serve.intake import Intake, new_record
 from darkroom.serve.live import Live, job_of, job_of_record
 from darkroom.serve.lives import Lives
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
-from darkroom.serve.results import PictureFiles, Results, picture_name
+from darkroom.serve.results import picture_name
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.sharing import Sharing
-from darkroom.serve.store import Record, StorageError, Store
+from darkroom.serve.store import LIVE, Record, StorageError
+from darkroom.serve.stores import open_sharing, open_stores
 from darkroom.serve.watchers import Watchers
 from darkroom.serve.work import Shape, Work
 
@@ -38,27 +37,31 @@ SUSPECT = 3
 """A job that was begun so often and never finished is drawn alone: should it be what ends the process, the
 others are not begun with it, and the kills of a bad day do not count against jobs that only stood by."""
 LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
+CANCEL_S = 5.0
+"""So long a client waits until its cancellation is written down; it is tried on after that."""
 
 
 class Core:
     """One server's jobs. Its coroutines belong to the event loop that `start` was called in."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self.settings, self.limits = settings, settings.limits
+        self.settings, self.limits = settings, settings.limits_in_force
         self.metrics = Metrics()
-        self.results, self.store = _kept(settings)
+        self.results, self.store = open_stores(settings)
         self.state = "loading"
         """loading, ready, draining, or broken."""
         self.why = "the model is being loaded"
         self.engine: Engine | None = None
         self._opened: opening.Opened | None = None
+        self._told_kept: set[str] = set()
+        """Jobs whose waiting clients were told that the next process draws them."""
         self._loop = Loop()
         self._lives = Lives(self._loop, self.metrics)
         self._intake = Intake(self.limits)
         self._endings = Endings(self._loop, self._lives, self.store, self.results, self.metrics, settings)
         self._keeper = self._endings.keeper
         self._house = House(self._loop, self.results, self.store, self._keeper)
-        self.sharing = _sharing(settings, self.store, self._lives)
+        self.sharing = open_sharing(settings, self.store, self._lives)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
         self._watchers = Watchers(self._loop, self._lives, self.sharing, self.limits.watchers)
         self.attended = self._lives.attended
@@ -78,7 +81,7 @@ class Core:
     async def _load(self) -> None:
         hooks = opening.Hooks(self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside))
         try:
-            opened = await asyncio.to_thread(opening.open_model, self.settings, self.metrics, hooks)
+            opened = await self._loop.beside(opening.open_model, self.settings, self.metrics, hooks)
             self._opened, self.engine = opened, opened.engine
             self._endings.engine = self._watchers.engine = opened.engine
         except Exception as error:
@@ -122,7 +125,9 @@ class Core:
         except (Refused, ValueError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
             return
-        self._enlist(record, request, shape, uploads)
+        now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
+        if now is not None and now.state in LIVE:  # it may have been cancelled meanwhile
+            self._enlist(now, request, shape, uploads)
 
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
@@ -203,30 +208,27 @@ class Core:
                 return self._same(there, digest)
         self._check_open()
         shape = await self._shape(request, uploads)
-        others = None if self.sharing is None else self.sharing.backlog
+        others = None if self.sharing is None else self.sharing.backlog.pictures
         self._intake.check_room(self._engine, key, request.num, others)
         uid = uuid.uuid4().hex
         request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
         if self.settings.hooks:  # they see finished pictures only: a preview would get past them
             request = request.model_copy(update={"previews": 0})
-        record = Record(
-            uid=uid,
-            server=self.settings.name,
-            key=key,
-            id=job_id or uid,
-            digest=digest,
-            state="queued",
-            request=request.model_dump_json(),
-            created_s=time.time(),
-        )
+        record = new_record(uid, self.settings.name, key, job_id or uid, digest, request, shape)
         with self._intake.reserved(key, request.num):
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
+                with suppress(StorageError):  # its uploads were written for nothing
+                    await self._loop.in_thread(self.results.delete, uid)
                 return self._same(job_of_record(kept), digest, kept.digest)
-            live = self._enlist(record, request, shape, uploads) if takes else None
-        self.metrics.accepted.inc()
-        return job_of_record(record) if live is None else job_of(live, self._place(live))
+            self.metrics.accepted.inc()
+            if takes:
+                live = self._enlist(kept, request, shape, uploads)
+                return job_of(live, self._place(live))
+            assert self.sharing is not None
+            self.sharing.waits(kept)
+        return job_of_record(kept)
 
     async def _accept(self, record: Record, uploads: Uploads | None, takes: bool) -> Record:
         try:
@@ -238,8 +240,8 @@ class Core:
         except (StorageError, OSError) as error:
             raise self._no_storage() from error
 
-    def _no_storage(self) -> Refused:
-        return Refused(507, "storage", "jobs cannot be kept just now", retry_after_s=STORAGE_RETRY_S)
+    def _no_storage(self, message: str = "jobs cannot be kept just now") -> Refused:
+        return Refused(507, "storage", message, retry_after_s=STORAGE_RETRY_S)
 
     async def _there(self, key: str, job_id: str) -> tuple[Job, str] | None:
         live = self._lives.find(key, job_id)
@@ -283,12 +285,12 @@ class Core:
         work.alone = record.attempts >= SUSPECT
         live = Live(record, work)
         if self.state == "draining":
-            live.kept = True
+            self._set_aside(live)
             return live
         self._lives.add(live)
-        if request.deadline_s is not None:
-            left_s = max(0.0, record.created_s + request.deadline_s - time.time())
-            live.deadline = self._loop.later(left_s, self._endings.too_late, live)
+        if record.due_s is not None:
+            now_s = time.time() if self.sharing is None else self.sharing.leases.now_s()
+            live.deadline = self._loop.later(max(0.0, record.due_s - now_s), self._endings.overdue, live)
         self._engine.submit(live.work)
         return live
 
@@ -339,14 +341,14 @@ class Core:
         lives = [(record, self._lives.get(record.uid)) for record in found]
         return [job_of(live, self._place(live)) if live else job_of_record(record) for record, live in lives]
 
-    async def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
+    def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
         """What happens to a job from now on, ending with its end; ids count on from `after`.
 
         Ends early, without a last word, where the server is being stopped and keeps the job for later.
+        429 at once where too many watch already.
         """
-        await self.get(job_id, key=key)
-        async for event in self._watchers.events(lambda: self.get(job_id, key=key), key, job_id, after):
-            yield event
+        self._watchers.check_room()
+        return self._watchers.events(lambda: self.get(job_id, key=key), key, job_id, after)
 
     async def finished(self, job_id: str, *, key: str) -> Job:
         """The job once it is over; 503 where the server stops first and keeps it for later."""
@@ -356,22 +358,38 @@ class Core:
                 await live.ended.wait()
                 if not live.kept:
                     return job_of(live, None)
-                if self.sharing is None:
-                    raise Refused(503, "draining", "the server stops; the job is kept", retry_after_s=10)
             elif self.sharing is not None:
                 await self.sharing.over(key, job_id)
             job = await self.get(job_id, key=key)
-            if job.over or self.sharing is None:
+            if job.over:
                 return job
+            if self.sharing is None:
+                if self.state == "loading":
+                    self._check_open()
+                self._told_kept.add(job.uid)
+                told = "the server stops; the job is kept"
+                raise Refused(503, "draining", told, retry_after_s=DRAINING_RETRY_S)
 
     async def cancel(self, job_id: str, *, key: str) -> Job:
         """Have no more of a job computed. A job that is over stays as it is."""
+        job = await self.get(job_id, key=key)
+        if job.over or job.uid in self._told_kept:
+            return job
         live = self._lives.find(key, job_id)
+        if live is None:
+            await self._soon_written(self._endings.end_row(job.uid, "cancelled", {}))
+            live = self._lives.find(key, job_id)  # it was taken up meanwhile
         if live is not None:
-            await asyncio.shield(self._loop.spawn(self._endings.end(live, "cancelled", {})))
-        elif self.sharing is not None and not (job := await self.get(job_id, key=key)).over:
-            await asyncio.shield(self._loop.spawn(self._endings.end_row(job.uid, "cancelled", {})))
+            await self._soon_written(self._endings.end(live, "cancelled", {}))
         return await self.get(job_id, key=key)
+
+    async def _soon_written(self, ending: Any) -> None:
+        """Until a cancellation is in the store; 507 where that takes too long, and then it is tried on."""
+        task = self._loop.spawn(ending)
+        try:
+            await asyncio.wait_for(asyncio.shield(task), CANCEL_S)
+        except TimeoutError as error:
+            raise self._no_storage("the cancellation cannot be written down just now") from error
 
     async def pictures(self, job_id: str, *, key: str) -> list[StoredPicture]:
         """The pictures of a done job; 409 while it is not done, 410 where they are gone."""
@@ -475,23 +493,3 @@ def _seed() -> int:
 
 def _no_such_job() -> Refused:
     return Refused(404, "no_such_job", "no such job, or it is no longer kept", param="job_id")
-
-
-def _kept(settings: ServeSettings) -> tuple[PictureFiles, Store]:
-    """Where pictures and jobs are kept."""
-    if not settings.shared:
-        results = Results(settings.state)
-        return results, Store(settings.jobs or f"sqlite:///{settings.state / 'jobs.db'}", settings.name)
-    if settings.jobs is None:
-        raise InputError(
-            "jobs that are shared, without a database", mend="give --jobs postgresql+psycopg://..."
-        )
-    store = Store(settings.jobs, settings.name, shared=True)
-    return Files(store), store
-
-
-def _sharing(settings: ServeSettings, store: Store, lives: Lives) -> Sharing | None:
-    if not settings.shared:
-        return None
-    leases = Leases(store, f"{settings.name}/{uuid.uuid4().hex}", settings.lease_s)
-    return Sharing(leases, lives, settings.patience_s)

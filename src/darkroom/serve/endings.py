@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError
 from darkroom.serve.hooks import Hooks
-from darkroom.serve.keeping import Keeper
+from darkroom.serve.keeping import RETRY_S, Keeper
 from darkroom.serve.live import Live
 from darkroom.serve.lives import Lives
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import too_late
 from darkroom.serve.results import PictureFiles
 from darkroom.serve.settings import ServeSettings
-from darkroom.serve.store import StorageError, Store
+from darkroom.serve.store import Record, StorageError, Store
 from darkroom.serve.work import Work
 
 if TYPE_CHECKING:
@@ -61,27 +65,40 @@ class Endings:
         if (live := self._lives.get(uid)) is not None:
             self._loop.spawn(self.end(live, "failed", {"error": told}))
 
-    def too_late(self, live: Live) -> None:
+    def overdue(self, live: Live) -> None:
         """Its deadline has passed."""
-        told = {"code": "deadline", "message": f"not done within {live.work.request.deadline_s:g} s"}
+        told = too_late(live.work.request.deadline_s or 0.0)
         self._loop.spawn(self.end(live, "failed", {"error": told}))
 
     async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
-        """Stop a job for good. Where its pictures were stored a moment before, it is done and stays so."""
+        """Stop a job for good. Where it was over a moment before, that is how it ended."""
         assert self.engine is not None
         self.engine.drop(live.work)
-        if await self.end_row(live.record.uid, state, result):
-            self._over(live.work, state, result)
-            await self._loop.in_thread(self._results.delete, live.record.uid)
+        state, result = await self.end_row(live.record.uid, state, result)
+        self._over(live.work, state, result)
 
-    async def end_row(self, uid: str, state: str, result: dict[str, Any]) -> bool:
-        """Write down how a job ended, however long that takes; False where it was over already."""
+    async def end_row(self, uid: str, state: str, result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Write down how a job ended, however long that takes, and drop its files unless it is done.
+
+        Gives how it ended in truth: it may have been over before.
+        """
         now_s = time.time()
+        if not await self._until_it_works(lambda: self._store.end(uid, state, now_s, result)):
+            record: Record | None = await self._until_it_works(lambda: self._store.find_uid(uid))
+            if record is not None:
+                state, result = record.state, record.result
+        if state != "done":
+            with suppress(StorageError):  # they go with the job, when it was kept long enough
+                await self._loop.in_thread(self._results.delete, uid)
+        return state, result
+
+    async def _until_it_works(self, write: Callable[[], Future[Any]]) -> Any:
+        """What the store gives; an end must be written down, or the job would run again after a restart."""
         while True:
             try:
-                return await asyncio.wrap_future(self._store.end(uid, state, now_s, result))
+                return await asyncio.wrap_future(write())
             except (StorageError, OSError):
-                await asyncio.sleep(1)  # it must be written down, or it would run again after a restart
+                await asyncio.sleep(RETRY_S)
 
     def _over_soon(self, work: Work, state: str, result: dict[str, Any]) -> None:
         self._loop.soon(lambda: self._over(work, state, result))

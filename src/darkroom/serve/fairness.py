@@ -8,9 +8,9 @@ pictures are not starved by small ones. Within a key, higher priority goes first
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 
 @dataclass(eq=False)
@@ -219,3 +219,54 @@ class FairQueue:
         """All of them in the order in which they would be served if nothing else came and all had room."""
         twin = self._ring.copy()
         return [twin.take(any_entry) for _ in range(len(self))]
+
+
+class Waits(Protocol):
+    """A job that waits: whose it is, and its work."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def work(self) -> float: ...
+
+
+W = TypeVar("W", bound=Waits)
+
+
+class Shares:
+    """The same promise for jobs that are looked up anew each time: whose key had the least work is next.
+
+    A key that comes to those that wait starts level with who had least of them (Goyal, Vin & Cheng 1996).
+    """
+
+    def __init__(self) -> None:
+        self._had: dict[str, float] = {}
+
+    def begin(self, keys: Iterable[str]) -> None:
+        """These are the keys that have jobs waiting now."""
+        waiting = dict.fromkeys(keys)
+        least = min((self._had[key] for key in waiting if key in self._had), default=0.0)
+        self._had = {key: self._had.get(key, least) - least for key in waiting}
+
+    def in_turn(self, items: Iterable[W]) -> list[W]:
+        """Jobs in the order in which they are to be given; those of one key keep theirs."""
+        lines: dict[str, deque[W]] = {}
+        for item in items:
+            lines.setdefault(item.key, deque()).append(item)
+        had, order = {key: self._had.get(key, 0.0) for key in lines}, []
+        while lines:
+            key = min(lines, key=lambda key: had[key])
+            item = lines[key].popleft()
+            had[key] += _at_least_some(item)
+            order.append(item)
+            if not lines[key]:
+                del lines[key]
+        return order
+
+    def give(self, item: Waits) -> None:
+        """A job was given."""
+        self._had[item.key] = self._had.get(item.key, 0.0) + _at_least_some(item)
+
+
+def _at_least_some(item: Waits) -> float:
+    return max(1.0, item.work)

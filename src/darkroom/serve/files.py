@@ -54,11 +54,12 @@ class Files:
         content = future.result()
         return None if content is None else bytes(content)
 
-    def delete(self, uid: str) -> None:
-        """Drop all files of a job."""
-        self._store.do(
-            lambda connection: connection.execute(sql.delete(FILES).where(FILES.c.uid == uid))
-        ).result()
+    def delete(self, uid: str, names: Collection[str] | None = None) -> None:
+        """Drop all files of a job, or those of these names."""
+        gone = sql.delete(FILES).where(FILES.c.uid == uid)
+        if names is not None:
+            gone = gone.where(FILES.c.name.in_(list(names)))
+        self._store.do(lambda connection: connection.execute(gone)).result()
 
     def uids(self) -> Collection[str]:
         """None to look through: files of no job are dropped with the jobs that are forgotten."""

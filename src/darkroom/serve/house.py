@@ -12,8 +12,6 @@ from darkroom.serve.loop import Loop
 from darkroom.serve.results import PictureFiles
 from darkroom.serve.store import Store
 
-UIDS_AT_ONCE = 500
-
 
 class House:
     """Of one server's results and store."""
@@ -25,11 +23,9 @@ class House:
     async def tidy(self) -> None:
         """Drop files without a job: a killed process had written them, and accepted no job for them yet."""
         there = list(await self._loop.in_thread(self._results.uids))
-        for start in range(0, len(there), UIDS_AT_ONCE):
-            some = there[start : start + UIDS_AT_ONCE]
-            known: set[str] = await asyncio.wrap_future(self._store.known(some))
-            for uid in set(some) - known:
-                await self._loop.in_thread(self._results.delete, uid)
+        known: set[str] = await asyncio.wrap_future(self._store.known(there))
+        for uid in set(there) - known:
+            await self._loop.in_thread(self._results.delete, uid)
 
     async def sweep(self, limits: Limits, min_free_bytes: int) -> None:
         """Drop what was kept long enough, and see whether disk and database take writes."""

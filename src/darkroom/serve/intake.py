@@ -1,7 +1,8 @@
-"""`Intake`: rates of keys, and room in the queue, counting jobs that are just being written down."""
+"""New jobs: their row, rates of keys, and room in the queue, counting jobs that are being written down."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,30 @@ from contextlib import contextmanager
 from darkroom.serve.admission import Rates, check_room
 from darkroom.serve.engine import Engine
 from darkroom.serve.limits import Limits
+from darkroom.serve.request import PRIORITIES, PictureRequest
+from darkroom.serve.store import Record
+from darkroom.serve.work import Shape
+
+
+def new_record(
+    uid: str, server: str, key: str, job_id: str, digest: str, request: PictureRequest, shape: Shape
+) -> Record:
+    """The row of a job that is accepted now."""
+    now_s = time.time()
+    return Record(
+        uid=uid,
+        server=server,
+        key=key,
+        id=job_id,
+        digest=digest,
+        state="queued",
+        request=request.model_dump_json(),
+        created_s=now_s,
+        num=request.num,
+        priority=PRIORITIES[request.priority],
+        work=shape.whole_cost * request.num,
+        due_s=None if request.deadline_s is None else now_s + request.deadline_s,
+    )
 
 
 class Intake:

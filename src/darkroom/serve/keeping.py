@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from darkroom.serve.hooks import Hooks, Withheld
-from darkroom.serve.request import Uploads
+from darkroom.serve.request import FINAL, Uploads
 from darkroom.serve.results import PictureFiles, picture_name
 from darkroom.serve.store import StorageError, Store
 from darkroom.serve.work import Work
@@ -18,6 +20,11 @@ from darkroom.serve.work import Work
 LOG = logging.getLogger("darkroom.serve")
 RETRY_S = 1.0
 PROBE_UID = "0" * 32
+UPLOADS = ("image.upload", "mask.upload")
+
+
+class _ClosedError(Exception):
+    """The server ends before the disk takes what is to be kept: the job runs again."""
 
 
 class Keeper:
@@ -51,29 +58,44 @@ class Keeper:
         self._pool.submit(self._keep, work)
 
     def _keep(self, work: Work) -> None:
-        try:
-            files = {picture_name(i): self.hooks.png(picture) for i, picture in work.pictures.items()}
-            result = self._result(work)
-            num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
-            if num_bytes is None:
-                return
-            moved = self._until_it_works(
-                lambda: self._store.end(work.uid, "done", time.time(), result, num_bytes).result()
-            )
-            if moved:
-                self._over(work, "done", result)
-            elif moved is False:  # cancelled a moment before
-                self._results.delete(work.uid)
-        except Withheld as error:
-            self._fail(work, "withheld", str(error))
-        except Exception:
-            LOG.exception("job %s could not be stored", work.uid)
-            self._fail(work, "failed", "the pictures could not be stored")
+        with suppress(_ClosedError):
+            try:
+                self._store_pictures(work)
+            except _ClosedError:
+                raise
+            except Withheld as error:
+                self._fail(work, "withheld", str(error))
+            except Exception:
+                LOG.exception("job %s could not be stored", work.uid)
+                self._fail(work, "failed", "the pictures could not be stored")
+
+    def _store_pictures(self, work: Work) -> None:
+        files = {picture_name(i): self.hooks.png(picture) for i, picture in work.pictures.items()}
+        num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
+        self._end(work, "done", self._result(work), num_bytes)
 
     def _fail(self, work: Work, code: str, message: str) -> None:
-        result = {"error": {"code": code, "message": message}}
-        if self._store.end(work.uid, "failed", time.time(), result).result():
-            self._over(work, "failed", result)
+        self._end(work, "failed", {"error": {"code": code, "message": message}})
+
+    def _end(self, work: Work, state: str, result: dict[str, Any], num_bytes: int = 0) -> None:
+        """Write down how a job ended, unless it is over already; tell, and drop files that belong to none."""
+        end = partial(self._store.end, work.uid, state, time.time(), result, num_bytes)
+        if not self._until_it_works(lambda: end().result()):
+            # Cancelled a moment before; or done: by another server, or by a write whose answer was lost.
+            record = self._until_it_works(lambda: self._store.find_uid(work.uid).result())
+            state, result = ("gone", {}) if record is None else (record.state, record.result)
+        if state != "done":
+            self._drop(work.uid)
+        elif work.uploads is not None:  # they were there to begin again with
+            self._drop(work.uid, UPLOADS)
+        if state in FINAL:
+            self._over(work, state, result)
+
+    def _drop(self, uid: str, names: Collection[str] | None = None) -> None:
+        try:
+            self._results.delete(uid, names)
+        except (OSError, StorageError) as error:
+            LOG.warning("files of job %s stay until it is forgotten: %s", uid, error)
 
     def _result(self, work: Work) -> dict[str, Any]:
         assert work.prepared is not None
@@ -85,7 +107,7 @@ class Keeper:
         return result if self.server is None else {**result, "server": self.server}
 
     def _until_it_works(self, write: Callable[[], Any]) -> Any:
-        """The write's result; None where the server is closed before it works."""
+        """The write's result. `_ClosedError` where the server is closed before it works."""
         while True:
             try:
                 written = write()
@@ -95,7 +117,7 @@ class Keeper:
                 self.trouble = getattr(error, "strerror", None) or str(error)
                 LOG.error("pictures cannot be written: %s", self.trouble)
                 if self._closing.wait(RETRY_S):
-                    return None
+                    raise _ClosedError from error
 
     def probe(self) -> None:
         """Write and drop a small file, to see whether writing works."""
@@ -108,10 +130,10 @@ class Keeper:
 
     def write_uploads(self, uid: str, uploads: Uploads) -> None:
         """Keep the pictures that came with a job."""
-        parts = {"image.upload": uploads.image, "mask.upload": uploads.mask}
-        self._results.write(uid, {name: part for name, part in parts.items() if part is not None})
+        parts = zip(UPLOADS, (uploads.image, uploads.mask), strict=True)
+        self._results.write(uid, {name: part for name, part in parts if part is not None})
 
     def read_uploads(self, uid: str) -> Uploads | None:
         """The pictures that came with a job."""
-        image = self._results.read(uid, "image.upload")
-        return None if image is None else Uploads(image, self._results.read(uid, "mask.upload"))
+        image, mask = (self._results.read(uid, name) for name in UPLOADS)
+        return None if image is None else Uploads(image, mask)

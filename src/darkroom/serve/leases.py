@@ -3,6 +3,8 @@
 A job has one owner at a time. A server that is killed renews no more, and when its leases have run out the
 others take its jobs over. Should it have been asleep only, its jobs may be drawn twice, but a job ends once:
 whoever is first. Time is the database's own, so that the servers' clocks do not matter.
+
+What waits is taken by key in turn (`fairness.Shares`, by work), and a key's own jobs by priority and age.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql, sqlite
 
+from darkroom.serve.fairness import Shares
+from darkroom.serve.files import FILES
+from darkroom.serve.request import too_late
 from darkroom.serve.store import JOBS, LIVE, METADATA, Record, Store, record_of
 
 LEASES = sql.Table(
@@ -40,7 +45,21 @@ SERVERS = sql.Table(
 """Who is there, until when at least, and which adapters each has at hand."""
 GONE_S = 3600.0
 LOOKED_AT = 64
-"""Jobs, the oldest, among which a server finds those that suit it."""
+"""Jobs, the first of each key before the second of any, among which a server finds those that suit it."""
+TURN = (
+    sql.func.row_number()
+    .over(partition_by=JOBS.c.key, order_by=(JOBS.c.priority.desc(), JOBS.c.created_s, JOBS.c.uid))
+    .label("turn")
+)
+"""A job's place among those of its key."""
+
+
+class Backlog(NamedTuple):
+    """What waits for any server."""
+
+    pictures: Counter[str]
+    """By key."""
+    jobs: int
 
 
 @dataclass(frozen=True)
@@ -59,51 +78,74 @@ class Leases:
 
     def __init__(self, store: Store, owner: str, lease_s: float) -> None:
         self._store, self.owner, self._lease_s = store, owner, lease_s
+        self._shares = Shares()
+        self._ahead_s = 0.0
+
+    def now_s(self) -> float:
+        """The database's time, as it was when last asked and has gone on since."""
+        return time.time() + self._ahead_s
+
+    def _now(self, connection: sql.Connection) -> float:
+        now_s = _time_of(connection)
+        self._ahead_s = now_s - time.time()
+        return now_s
 
     def accept(self, record: Record, *, take: bool) -> Future[Record]:
-        """Keep a new job, and with `take` be its owner from the first moment."""
+        """Keep a new job as of the database's time, and with `take` be its owner from the first moment."""
 
         def action(connection: sql.Connection) -> Record:
-            kept = self._store.keep(connection, record)
+            now_s = self._now(connection)
+            kept = self._store.keep(connection, record.accepted(now_s))
             if take and kept.uid == record.uid:
-                self._take(connection, [kept.uid], _now(connection))
+                self._take(connection, [kept.uid], now_s)
             return kept
 
         return self._store.do(action)
 
-    def claim(self, holds: Collection[str], most: int, patience_s: float) -> Future[list[Record]]:
-        """Own up to `most` jobs that nobody does, the oldest first.
+    def _free(self, query: sql.Select[Any], now_s: float) -> sql.Select[Any]:
+        """`query` on this server's jobs that are not over and that nobody works on."""
+        nobodys = sql.or_(LEASES.c.uid.is_(None), LEASES.c.until_s < now_s)
+        query = query.select_from(JOBS).outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
+        return query.where(JOBS.c.server == self._store.server, JOBS.c.state.in_(LIVE), nobodys)
 
-        Those whose adapters all are among `holds` come first. One whose adapters another server has is left
-        to that one, for `patience_s` after it was accepted.
+    def claim(self, holds: Collection[str], most: int, patience_s: float) -> Future[list[Record]]:
+        """Own jobs of about `most` pictures that nobody works on, those of all keys in turn.
+
+        Those whose adapters all are among `holds` come first, and those that wait for longer than
+        `patience_s`; for so long one whose adapters another server has is left to that one.
         """
 
         def action(connection: sql.Connection) -> list[Record]:
-            now_s = _now(connection)
-            free = sql.or_(LEASES.c.uid.is_(None), LEASES.c.until_s < now_s)
-            query = sql.select(JOBS).outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
-            query = query.where(JOBS.c.server == self._store.server, JOBS.c.state.in_(LIVE), free)
-            query = query.order_by(JOBS.c.created_s, JOBS.c.uid).limit(LOOKED_AT)
+            now_s = self._now(connection)
+            lines = self._free(sql.select(JOBS, TURN), now_s).subquery()
+            query = sql.select(lines).order_by(lines.c.turn, lines.c.created_s, lines.c.uid).limit(LOOKED_AT)
             found = [record_of(row) for row in connection.execute(query)]
-            suits = [record for record in found if adapters_of(record) <= set(holds)]
             others = self._held_elsewhere(connection, now_s)
-            rest = [
-                record
-                for record in found
-                if record not in suits
-                and (
-                    now_s - record.created_s > patience_s
-                    or not any(adapters_of(record) <= held for held in others)
-                )
-            ]
-            wanted = [*suits, *rest][:most]
+            wanted = self._chosen(found, set(holds), others, now_s - patience_s, most)
             taken = self._take(connection, [record.uid for record in wanted], now_s)
             ours = [record for record in wanted if record.uid in taken]
+            for record in ours:
+                self._shares.give(record)
             if coming := set().union(*map(adapters_of, ours)) - set(holds):  # the others may count on it
                 self._be_there(connection, now_s + self._lease_s, {*holds, *coming})
             return ours
 
         return self._store.do(action)
+
+    def _chosen(
+        self, found: list[Record], holds: set[str], others: list[set[str]], late_s: float, most: int
+    ) -> list[Record]:
+        suits = [one for one in found if adapters_of(one) <= holds or one.created_s < late_s]
+        rest = [
+            one for one in found if one not in suits and not any(adapters_of(one) <= held for held in others)
+        ]
+        self._shares.begin(record.key for record in found)
+        wanted: list[Record] = []
+        for record in (*self._shares.in_turn(suits), *self._shares.in_turn(rest)):
+            if sum(one.num for one in wanted) >= most:
+                break
+            wanted.append(record)
+        return wanted
 
     def _take(self, connection: sql.Connection, uids: list[str], now_s: float) -> set[str]:
         """Own jobs unless another server was quicker; those that it got."""
@@ -140,7 +182,7 @@ class Leases:
         """
 
         def action(connection: sql.Connection) -> set[str]:
-            until_s = _now(connection) + self._lease_s
+            until_s = self._now(connection) + self._lease_s
             self._be_there(connection, until_s, holds)
             for uid, (done, total) in steps.items():
                 connection.execute(
@@ -167,23 +209,32 @@ class Leases:
 
         return self._store.do(action)
 
-    def backlog(self) -> Future[Counter[str]]:
-        """Jobs by key that nobody works on. Leases of jobs that are over go on the way."""
+    def backlog(self) -> Future[Backlog]:
+        """What nobody works on. Leases of jobs that are over go on the way, and overdue jobs fail."""
 
-        def action(connection: sql.Connection) -> Counter[str]:
+        def action(connection: sql.Connection) -> Backlog:
+            now_s = self._now(connection)
+            self._fail_overdue(connection, now_s)
             live = sql.select(JOBS.c.uid).where(JOBS.c.state.in_(LIVE))
             connection.execute(
                 sql.delete(LEASES).where(LEASES.c.owner == self.owner, LEASES.c.uid.not_in(live))
             )
-            query = sql.select(JOBS.c.key, sql.func.count()).outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
-            query = query.where(
-                JOBS.c.server == self._store.server,
-                JOBS.c.state.in_(LIVE),
-                sql.or_(LEASES.c.uid.is_(None), LEASES.c.until_s < _now(connection)),
-            )
-            return Counter({row[0]: row[1] for row in connection.execute(query.group_by(JOBS.c.key))})
+            query = self._free(sql.select(JOBS.c.key, sql.func.sum(JOBS.c.num), sql.func.count()), now_s)
+            rows = connection.execute(query.group_by(JOBS.c.key)).all()
+            return Backlog(Counter({key: num for key, num, _ in rows}), sum(jobs for _, _, jobs in rows))
 
         return self._store.do(action)
+
+    def _fail_overdue(self, connection: sql.Connection, now_s: float) -> None:
+        """Who works on a job watches its deadline; here are those that nobody has taken."""
+        query = self._free(sql.select(JOBS.c.uid, JOBS.c.due_s - JOBS.c.created_s), now_s)
+        for uid, within_s in connection.execute(query.where(JOBS.c.due_s < now_s)).all():
+            result = json.dumps({"error": too_late(within_s)})
+            values = {"state": "failed", "finished_s": now_s, "result": result}
+            connection.execute(
+                sql.update(JOBS).where(JOBS.c.uid == uid, JOBS.c.state.in_(LIVE)).values(values)
+            )
+            connection.execute(sql.delete(FILES).where(FILES.c.uid == uid))
 
     def look(self, key: str, job_id: str) -> Future[Elsewhere | None]:
         """A job that another server may be drawing."""
@@ -202,13 +253,12 @@ class Leases:
         return self._store.do(action)
 
     def _place(self, connection: sql.Connection, record: Record) -> int:
-        before = sql.select(sql.func.count()).select_from(JOBS)
-        before = before.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid).where(
-            JOBS.c.server == record.server,
-            JOBS.c.state == "queued",
-            LEASES.c.uid.is_(None),
-            JOBS.c.created_s < record.created_s,
-        )
+        """Pictures before a job's first, if the keys' jobs are taken in turn."""
+        told = sql.select(JOBS.c.uid, JOBS.c.num, JOBS.c.created_s, TURN)
+        lines = self._free(told, self._now(connection)).subquery()
+        turn = sql.select(lines.c.turn).where(lines.c.uid == record.uid).scalar_subquery()
+        in_its_turn = sql.and_(lines.c.turn == turn, lines.c.created_s < record.created_s)
+        before = sql.select(sql.func.sum(lines.c.num)).where(sql.or_(lines.c.turn < turn, in_its_turn))
         return int(connection.execute(before).scalar() or 0)
 
 
@@ -217,7 +267,7 @@ def adapters_of(record: Record) -> set[str]:
     return {choice["name"] for choice in json.loads(record.request).get("adapters", ())}
 
 
-def _now(connection: sql.Connection) -> float:
+def _time_of(connection: sql.Connection) -> float:
     if connection.dialect.name != "postgresql":
         return time.time()
     return float(connection.execute(sql.text("SELECT extract(epoch FROM clock_timestamp())")).scalar() or 0)

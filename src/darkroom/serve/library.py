@@ -196,6 +196,10 @@ class Library:
         if ticket in self._held:
             return True
         files = self._files_of(ticket.work.adapters)
+        if len(files) > self.bank.slots:  # of a job that was accepted when there were more
+            raise InputError(
+                f"{len(files)} adapters in one picture", allowed=f"up to --slots {self.bank.slots}"
+            )
         for file in files.values():
             if file not in self._slots and not self._place(file, set(files.values())):
                 return False

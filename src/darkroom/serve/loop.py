@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 TICK_S = 0.03  # watchers are told at most so often
 LOOK_S = 1.0  # and look by themselves so often
 
@@ -55,6 +57,20 @@ class Loop:
     async def in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What blocks, in a thread."""
         return await self._loop.run_in_executor(self._pool, call, *arguments)
+
+    async def beside(self, call: Callable[..., T], *arguments: Any) -> T:
+        """What may take minutes, in a thread of its own that the end of the process does not wait for."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # who waits may leave: the thread goes on until it is through
+
+        def run() -> None:
+            try:
+                future.set_result(call(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="darkroom-beside", daemon=True).start()
+        return await asyncio.wrap_future(future)
 
     # ---- ticks
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import uvicorn
 
@@ -44,6 +45,14 @@ def run(settings: ServeSettings) -> None:
     host, port = listening.getsockname()[:2]
     LOG.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listening])
+    if core.engine is None and core.state != "broken":  # the thread that loads the model cannot be stopped
+        leave()
+
+
+def leave() -> NoReturn:
+    """End the process at once, whatever its threads do."""
+    logging.shutdown()
+    os._exit(0)
 
 
 def configured(app: AsgiApp, limits: Limits) -> uvicorn.Config:
@@ -95,8 +104,7 @@ class _Server(uvicorn.Server):
     def _told_to_stop(self) -> None:
         if self._draining is not None:
             LOG.info("leaving at once; jobs that are not over are kept")
-            logging.shutdown()
-            os._exit(0)
+            leave()
         LOG.info("stopping: finishing what is on its way, for at most %g s", self._core.settings.drain_s)
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 

@@ -13,6 +13,7 @@ JOB_ID = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 FINAL: tuple[State, ...] = ("done", "failed", "cancelled")
+PRIORITIES = {"low": 0, "normal": 1, "high": 2}
 EventKind = Literal["queued", "step", "preview", "done", "failed", "cancelled"]
 
 
@@ -106,6 +107,11 @@ class Uploads:
 
     image: bytes | None = None
     mask: bytes | None = None
+
+
+def too_late(within_s: float) -> dict[str, str]:
+    """The error of a job whose deadline has passed."""
+    return {"code": "deadline", "message": f"not done within {within_s:g} s"}
 
 
 @dataclass(frozen=True)

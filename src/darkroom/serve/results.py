@@ -46,8 +46,8 @@ class PictureFiles(Protocol):
     def read(self, uid: str, name: str) -> bytes | None:
         """One file of a job, None where it is gone."""
 
-    def delete(self, uid: str) -> None:
-        """Drop all files of a job."""
+    def delete(self, uid: str, names: Collection[str] | None = None) -> None:
+        """Drop all files of a job, or those of these names."""
 
     def uids(self) -> Collection[str]:
         """Jobs that have files, to see whether they are jobs still."""
@@ -95,9 +95,12 @@ class Results:
         except FileNotFoundError:
             return None
 
-    def delete(self, uid: str) -> None:
-        """Drop all files of a job."""
-        shutil.rmtree(self._folder(uid), ignore_errors=True)
+    def delete(self, uid: str, names: Collection[str] | None = None) -> None:
+        """Drop all files of a job, or those of these names."""
+        if names is None:
+            shutil.rmtree(self._folder(uid), ignore_errors=True)
+        for name in names or ():
+            (self._folder(uid) / name).unlink(missing_ok=True)
 
     def uids(self) -> list[str]:
         """All jobs that have files."""

@@ -68,3 +68,8 @@ class ServeSettings(BaseModel):
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")
     limits: Limits = Limits()
+
+    @property
+    def limits_in_force(self) -> Limits:
+        """A picture's adapters lie in slots all at once."""
+        return self.limits.model_copy(update={"adapters": min(self.limits.adapters, self.slots)})

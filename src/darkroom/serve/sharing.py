@@ -1,9 +1,9 @@
 """`Sharing`: several servers on one database draw from one queue, and each answers for every job.
 
-A job that is accepted is drawn by the server that took it in if that one is idle and has its adapters at
-hand. Else whoever has the adapters and room takes it; where nobody has them, or after `patience_s`, whoever
-has room: work goes to where its adapters are, and does not wait long for a server that is busy. Leases
-(`leases`) say who has what.
+A job that is accepted is drawn by the server that took it in if no other waits, that one has room and the
+job's adapters at hand. Else whoever has the adapters and room takes it; where nobody has them, or after
+`patience_s`, whoever has room: work goes to where its adapters are, and does not wait long for a server that
+is busy. Leases (`leases`) say who has what.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from darkroom.serve.leases import Elsewhere, Leases, adapters_of
+from darkroom.serve.leases import Backlog, Elsewhere, Leases, adapters_of
 from darkroom.serve.live import job_of_record
 from darkroom.serve.lives import Lives
 from darkroom.serve.request import EventKind, Job
@@ -40,8 +40,8 @@ class Sharing:
 
     def __init__(self, leases: Leases, lives: Lives, patience_s: float) -> None:
         self.leases, self._lives, self._patience_s = leases, lives, patience_s
-        self.backlog: Counter[str] = Counter()
-        """Jobs by key that nobody works on, as of late."""
+        self.backlog = Backlog(Counter(), 0)
+        """What nobody works on, as of late."""
         self.claims = True
         """Whether more jobs are taken; not while the server is being stopped."""
         self._missed: set[str] = set()
@@ -62,7 +62,12 @@ class Sharing:
 
     def takes(self, record: Record) -> bool:
         """Whether a new job is drawn here."""
-        return self._room() > 0 and adapters_of(record) <= self._at_hand()
+        return not self.backlog.jobs and self._room() > 0 and adapters_of(record) <= self._at_hand()
+
+    def waits(self, record: Record) -> None:
+        """A new job waits for whoever has its turn."""
+        self.backlog.pictures[record.key] += record.num
+        self.backlog = Backlog(self.backlog.pictures, self.backlog.jobs + 1)
 
     def _at_hand(self) -> set[str]:
         """With those that jobs here are waiting for."""

@@ -14,19 +14,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import sqlalchemy as sql
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.schema import CreateColumn
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.serve.request import FINAL
+from darkroom.serve.request import FINAL, PRIORITIES
 
 LOG = logging.getLogger("darkroom.serve")
 T = TypeVar("T")
 Action = Callable[[sql.Connection], Any]
 MOST_AT_ONCE = 64
+UIDS_AT_ONCE = 500
+"""In one statement: databases bound what it may hold."""
 
 METADATA = sql.MetaData()
 JOBS = sql.Table(
@@ -45,8 +48,14 @@ JOBS = sql.Table(
     sql.Column("attempts", sql.Integer, nullable=False, default=0),
     sql.Column("bytes", sql.BigInteger, nullable=False, default=0),
     sql.Column("result", sql.Text, nullable=False, default="{}"),
+    sql.Column("num", sql.Integer, nullable=False, server_default="1"),
+    sql.Column("priority", sql.Integer, nullable=False, server_default="1"),
+    sql.Column("work", sql.Double, nullable=False, server_default="0"),
+    sql.Column("due_s", sql.Double),
     sql.UniqueConstraint("key", "id"),
 )
+ADDED = ("num", "priority", "work", "due_s")
+"""Columns that databases made before do not have; they get them when they are opened."""
 LIVE = ("queued", "running")
 
 
@@ -56,7 +65,11 @@ class StorageError(DarkroomError):
 
 @dataclass(frozen=True)
 class Record:
-    """A job's row. `result` holds pictures, notes, cost or error of a job that is over."""
+    """A job's row. `result` holds pictures, notes, cost or error of a job that is over.
+
+    `num`, `priority` and `work` (pixels x steps x evaluations of all its pictures) say what waits and who is
+    next; `due_s` is its deadline.
+    """
 
     uid: str
     server: str
@@ -71,6 +84,15 @@ class Record:
     attempts: int = 0
     bytes: int = 0
     result: dict[str, Any] = field(default_factory=dict)
+    num: int = 1
+    priority: int = 1
+    work: float = 0.0
+    due_s: float | None = None
+
+    def accepted(self, at_s: float) -> Record:
+        """The same, accepted at another time."""
+        due_s = None if self.due_s is None else self.due_s - self.created_s + at_s
+        return replace(self, created_s=at_s, due_s=due_s)
 
 
 class Store:
@@ -178,12 +200,25 @@ class Store:
 
     def known(self, uids: Sequence[str]) -> Future[set[str]]:
         """Which of these uids have a row."""
-        query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids))
-        return self.do(lambda connection: {row[0] for row in connection.execute(query)})
+
+        def action(connection: sql.Connection) -> set[str]:
+            found: set[str] = set()
+            for start in range(0, len(uids), UIDS_AT_ONCE):
+                query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids[start : start + UIDS_AT_ONCE]))
+                found |= {row[0] for row in connection.execute(query)}
+            return found
+
+        return self.do(action)
 
     def forget(self, uids: Sequence[str]) -> Future[None]:
         """Take jobs out for good."""
-        return self.do(lambda connection: connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(uids))))
+
+        def action(connection: sql.Connection) -> None:
+            for start in range(0, len(uids), UIDS_AT_ONCE):
+                some = uids[start : start + UIDS_AT_ONCE]
+                connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(some)))
+
+        return self.do(action)
 
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
@@ -254,11 +289,35 @@ def _create_tables(engine: sql.Engine, tables: list[sql.Table]) -> None:
     for more_tries in (2, 1, 0):
         try:
             METADATA.create_all(engine, tables=tables)
+            _add_columns(engine)
             return
         except SQLAlchemyError as error:
             if not more_tries:
                 raise InputError(f"the jobs' database cannot be used: {_told(error)}") from error
             time.sleep(0.1)
+
+
+def _add_columns(engine: sql.Engine) -> None:
+    """Bring a table of an earlier version up to date, and its waiting jobs with it."""
+    there = {column["name"] for column in sql.inspect(engine).get_columns(JOBS.name)}
+    missing = [JOBS.c[name] for name in ADDED if name not in there]
+    if not missing:
+        return
+    with engine.begin() as connection:
+        for column in missing:
+            told = CreateColumn(column).compile(dialect=engine.dialect)
+            connection.execute(sql.text(f"ALTER TABLE {JOBS.name} ADD COLUMN {told}"))
+        live = sql.select(JOBS.c.uid, JOBS.c.request, JOBS.c.created_s).where(JOBS.c.state.in_(LIVE))
+        for uid, request, created_s in connection.execute(live).all():
+            found = _read_again(request, created_s)
+            connection.execute(sql.update(JOBS).where(JOBS.c.uid == uid).values(found))
+
+
+def _read_again(request: str, created_s: float) -> dict[str, Any]:
+    told = json.loads(request)
+    due_s = None if told.get("deadline_s") is None else created_s + told["deadline_s"]
+    priority = PRIORITIES.get(told.get("priority"), 1)
+    return {"num": told.get("num", 1), "priority": priority, "due_s": due_s}
 
 
 def _set_up_sqlite(connection: Any, _: object) -> None:

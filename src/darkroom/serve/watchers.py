@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from darkroom.serve.live import Live, news
@@ -16,7 +16,7 @@ from darkroom.serve.sharing import Sharing
 if TYPE_CHECKING:
     from darkroom.serve.engine import Engine
 
-News = AsyncIterator[tuple[EventKind, dict[str, Any]]]
+News = AsyncGenerator[tuple[EventKind, dict[str, Any]]]
 
 
 class Watchers:
@@ -27,16 +27,23 @@ class Watchers:
         self._count = 0
         self.engine: Engine | None = None
 
+    def check_room(self) -> None:
+        """429 where too many clients watch already: before the answer to one more begins."""
+        if self._count >= self._most:
+            raise Refused(429, "too_many_streams", "too many event streams are open", retry_after_s=5)
+
     async def events(
         self, get: Callable[[], Awaitable[Job]], key: str, job_id: str, after: int
     ) -> AsyncIterator[Event]:
-        """A job's events from now on, numbered on from `after`; `get` gives the job as it is."""
+        """A job's events from now on, numbered on from `after`; `get` gives the job as it is, or raises."""
+        await get()
         number = after
         while True:
             live = self._lives.find(key, job_id)
-            async for kind, data in self._of(live, key, job_id):
-                number += 1
-                yield Event(number, kind, data)
+            async with aclosing(self._of(live, key, job_id)) as told:
+                async for kind, data in told:
+                    number += 1
+                    yield Event(number, kind, data)
             if self._lives.find(key, job_id) is not None:
                 continue
             if (job := await get()).over:
@@ -67,8 +74,6 @@ class Watchers:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        if self._count >= self._most:
-            raise Refused(429, "too_many_streams", "too many event streams are open", retry_after_s=5)
         self._set(self._count + 1)
         try:
             yield

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from darkroom.serve.fairness import Entry
-from darkroom.serve.request import PictureRequest, Uploads
+from darkroom.serve.request import PRIORITIES, PictureRequest, Uploads
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from darkroom import sample
     from darkroom.serve.library import Loan
-
-PRIORITIES = {"low": 0, "normal": 1, "high": 2}
 
 
 @dataclass(frozen=True)
