@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,6 +60,12 @@ def train(
         int, typer.Option(min=0, help="ray: how often lost workers are started again")
     ] = 3,
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
+    plan_first: Annotated[
+        bool,
+        typer.Option(
+            "--plan-first", help="count the plan that the run keeps before it starts (5 to 20 s), if need be"
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train what a recipe says; the same command goes on where it was stopped.
@@ -71,6 +78,7 @@ def train(
         from darkroom.cli.planning import plan_here
 
         return plan_here(recipe, overrides or [], as_json)
+    from darkroom.plan.foretell import foretell
     from darkroom.recipe import read_sweep
     from darkroom.train import sweep
     from darkroom.train import train as run
@@ -96,10 +104,12 @@ def train(
         raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
-        launch([*arguments, "--engine", "local", *(["--json"] if as_json else [])], recipes[0][1])
+        flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
+        launch([*arguments, "--engine", "local", *flags], recipes[0][1])
         return None
+    estimate = partial(foretell, count=plan_first)
     if len(recipes) > 1:
-        results = sweep(recipes, out=place, resume=resume, console=said)
+        results = sweep(recipes, out=place, resume=resume, estimate=estimate, console=said)
         if not is_first():
             return None
         rows = [
@@ -114,7 +124,7 @@ def train(
         ]
         show([one.to_dict() for one in results], as_json, lambda: columns(rows))
         return None
-    result = run(recipes[0][1], out=place, resume=resume, console=said)
+    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=said)
     if not is_first():
         return None
     return _show_run(result, as_json)
@@ -253,5 +263,5 @@ def report(
         return
     from darkroom.report import write_report
 
-    page = write_report(sources or [], out)
+    page = write_report(sources or [], out, plan=True)
     show({"report": page}, as_json, lambda: [f"report: {page}"])

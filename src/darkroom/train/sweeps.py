@@ -11,7 +11,7 @@ from darkroom.errors import Stopped
 from darkroom.run import Run
 from darkroom.train.defaults import SUBJECT_TASKS
 from darkroom.train.phases import with_address
-from darkroom.train.start import train
+from darkroom.train.start import Estimate, train
 
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe
@@ -26,6 +26,7 @@ def sweep(
     *,
     out: Path | str,
     resume: str = "auto",
+    estimate: Estimate | None = None,
     console: Say = print,
 ) -> list[TrainResult]:
     """Train every recipe as `OUT/NAME-0`, `OUT/NAME-1`, ...; the same call again goes on where it stopped.
@@ -40,7 +41,7 @@ def sweep(
         console(f"{folder.name} of {len(recipes)}: {told}")
         others = [one for one in folders if one != folder]
         one = with_address(_within(recipe, out, others), folder.name)
-        results.append(train(one, out=folder, resume=resume, console=console))
+        results.append(train(one, out=folder, resume=resume, estimate=estimate, console=console))
     return results
 
 
