@@ -3,7 +3,8 @@
     python benchmarks/plan/predicted.py
 
 Rows that the fit has seen are hollow in the picture and marked in the CSV; a table's heading has the median
-error of the others, and what it was when the fit never saw the table (left_out.json, written by fit.py).
+error of the others and, after 'unseen', that of all its rows when the fit saw none of them (left_out.json,
+written by fit.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from darkroom.plan.validate import validate
 HERE = Path(__file__).parent
 COLUMNS = (
     *("table", "case", "published", "predicted", "unit", "error", "fitted", "plain_reading", "at_least"),
-    *("table_limit", "table_by", "table_holds", "table_median_error", "table_left_out_error"),
+    *("derived", "note", "table_limit", "table_by", "table_holds", "table_median_error"),
+    *("table_left_out_error", "table_left_out_holds"),
 )
 SHOWN = 0.8  # errors beyond are drawn at the edge, with their number
 
@@ -27,7 +29,7 @@ def rows(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One line a published value."""
     return [
         {
-            **{key: row.get(key, "") for key in COLUMNS[1:9]},
+            **{key: row.get(key, "") for key in COLUMNS[1:11]},
             "table": table["table"],
             "predicted": f"{row['predicted']:.6g}",
             "error": f"{row['error']:.4f}",
@@ -36,6 +38,7 @@ def rows(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "table_holds": table["holds"],
             "table_median_error": f"{table['median_error']:.4f}",
             "table_left_out_error": table["left_out_error"],
+            "table_left_out_holds": table["left_out_holds"],
         }
         for table in tables
         for row in table["rows"]
@@ -66,7 +69,8 @@ def draw(tables: list[dict[str, Any]], file: Path) -> None:
                     textcoords="offset points", ha="left" if error < 0 else "right", va="center",
                 )  # fmt: skip
         left_out = table["left_out_error"]
-        stranger = "" if left_out is None else f", unseen {left_out:.0%}"
+        missed = "" if table["left_out_holds"] else " MISSES"
+        stranger = "" if left_out is None else f", unseen {left_out:.0%}{missed}"
         verdict = "" if table["holds"] else "  MISSES"
         by = "median" if table["by_median"] else "each"
         allowed = "a power of two" if limit >= 1 else f"{limit:.2g}"

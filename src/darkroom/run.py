@@ -26,7 +26,7 @@ from darkroom.bill import Bill
 from darkroom.errors import InputError
 
 RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
-ENDED = "ended.json"
+ENDED, PLAN = "ended.json", "plan.json"
 _LOCK = ".lock"
 
 
@@ -98,6 +98,18 @@ class Run:
     def bill(self) -> Bill | None:
         """What the run used so far, all sessions together."""
         return Bill.load(self.path / BILL)
+
+    def plan(self) -> dict[str, Any] | None:
+        """What the plan said of it as it started; None where it was not asked."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / PLAN).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return content
+
+    def set_plan(self, plan: Mapping[str, Any]) -> None:
+        """Keep what the plan says of it."""
+        write_whole(self.path / PLAN, json.dumps(_plain(plan), indent=1) + "\n")
 
     def add_session(self, environment: Mapping[str, Any]) -> None:
         """Note where the run goes on, and keep where it was before."""

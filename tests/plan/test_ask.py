@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from darkroom.cli import main
 from darkroom.errors import InputError
+from darkroom.hardware import Device, Machine, machine
 from darkroom.plan import ask
+from darkroom.plan.foretell import foretell
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
+from darkroom.recipe import read_recipe
 
 RECIPE = """
 task: pretrain
@@ -65,6 +69,36 @@ def test_all_cards_come_cheapest_first_and_broken_limits_last(capsys, recipe):
     assert kept == sorted(kept, reverse=True)
     priced = [plan["cost"]["usd"] for plan in plans if plan["kept"] and plan["cost"]["usd"] is not None]
     assert priced == sorted(priced)
+
+
+def test_a_run_keeps_its_plan_where_it_was_counted_before(recipe):
+    other = read_recipe(recipe, ["train.global_batch=48"])
+    assert foretell(other) is None
+    counted = foretell(other, count=True)
+    kept = foretell(other)
+    assert kept == counted
+    assert kept["steps"] == 100
+    assert kept["batch"]["global"] == 48
+    assert kept["line"].startswith("planned: ")
+    assert foretell(read_recipe(recipe, ["task=autoencoder"]), count=False) is None
+
+
+def test_what_the_verb_counted_serves_the_run(capsys, recipe):
+    changed = "train.global_batch=40"
+    code, out, _ = told(capsys, recipe, changed, "--json")
+    assert code == 0
+    kept = foretell(read_recipe(recipe, [changed]))
+    assert kept["step_s"] == json.loads(out)["plans"][0]["step_s"]
+
+
+def test_a_run_of_another_machine_is_planned_for_that_machine(recipe):
+    there = replace(machine(), devices=(Device("cuda", 0, "Tesla T4", 16 * 10**9),))
+    again = Machine.from_dict(json.loads(json.dumps(there.to_dict())))
+    assert again == there
+    found = foretell(read_recipe(recipe), count=True, on=again)
+    assert found["device"] == "T4"
+    on_cpu = foretell(read_recipe(recipe, ["train.device=cpu"]), count=True, on=again)
+    assert on_cpu["device"].startswith("CPU")
 
 
 def test_more_devices_take_less_time_and_more_device_hours(capsys, recipe):

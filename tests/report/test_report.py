@@ -116,6 +116,52 @@ def test_a_run_is_told_whole(rich_page):
     assert rich_page.open == []
 
 
+PLAN = {
+    "device": "CPU AVX2",
+    "count": 1,
+    "precision": "float32",
+    "batch": {"global": 8, "micro": 8, "accumulation": 1},
+    "step_s": {"total": 0.01},
+    "images_per_s": 800.0,
+    "peak_bytes": 2**29,
+    "hours": 0.0125,
+    "cost": {"usd": 0.005},
+    "steps": 600,
+    "line": "planned",
+}
+
+
+def test_the_plan_stands_beside_what_was_measured(tmp_path):
+    run = make_run(tmp_path / "shapes")
+    assert "Planned and measured" not in Page(write_report(run.path, tmp_path / "a.html").read_text()).text
+    run.set_plan(PLAN)
+    text = Page(write_report(run.path, tmp_path / "b.html").read_text()).text
+    told = text[text.index("Planned and measured") : text.index("Where the time went")]
+    for line in (
+        "step time 0.01 s 0.02 s -50%",
+        "images/s 800 400 +100%",
+        "peak memory 512 MiB 1.0 GiB -50%",
+        "time 22.5 s 90 s -75%",  # half of the planned steps were made
+        "cost USD 0.0025 USD 0.0025 +0%",
+        "global 8, micro 8",
+        "made as the run began",
+        "89% was training",
+    ):
+        assert line in told, line
+
+
+def test_a_plan_that_was_not_kept_is_made_for_the_report(tmp_path, monkeypatch):
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "cache"))
+    run = make_run(tmp_path / "shapes", steps=40)
+    run.set_recipe(
+        "task: pretrain\nmodel: {base: tiny}\ndata: {store: x.lance, resolution: 64}\n"
+        "train: {steps: 40, global_batch: 8, precision: float32}\n"
+    )
+    text = Page(write_report(run.path, tmp_path / "a.html", plan=True).read_text()).text
+    assert "made for this report" in text
+    assert "global 8, micro" in text
+
+
 def test_nothing_is_loaded_from_elsewhere(rich_page):
     outside = [address for address in rich_page.addresses if not address.startswith(("data:", "#"))]
     assert outside == []

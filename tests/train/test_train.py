@@ -317,8 +317,17 @@ def test_tensorboard_is_refused_where_it_is_missing(
 
 def test_the_console_says_loss_speed_time_and_cost(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     said: list[str] = []
-    train(recipe_of("autoencoder"), out=tmp_path / "run", console=said.append, estimate="about 3 s")
-    assert said[0] == "about 3 s"
+    plan = {"line": "planned: 3 s", "hours": 3 / 3600}
+    asked: list[int] = []
+
+    def estimate(recipe: Recipe, devices: int) -> dict[str, Any]:
+        asked.append(devices)
+        return plan
+
+    train(recipe_of("autoencoder"), out=tmp_path / "run", console=said.append, estimate=estimate)
+    assert said.count("planned: 3 s") == 1
+    assert asked == [1]
+    assert Run.open(tmp_path / "run").plan() == plan
     lines = [line for line in said if line.startswith("step ")]
     assert len(lines) == 2
     for word in ("step 2/4", "loss 0.", "lr 2.00e-03", "images/s", " left", "USD 0."):

@@ -43,6 +43,10 @@ def plan(
     channels_last: Annotated[bool, typer.Option(help="generate, serve: memory layout")] = True,
     pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000,
     rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="serve: requests as they came, a JSON object a line (docs/plan.md), --rate times"),
+    ] = None,
     latency: Annotated[float, typer.Option(help="serve: seconds within which 95 of 100 are done")] = 10.0,
     resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
     text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
@@ -94,12 +98,14 @@ def plan(
     pictures_asked = ask.PictureSettings(
         model, size, steps, guidance, batch, pictures, attention, channels_last
     )
+    if trace is not None and job != "serve":
+        raise InputError(f"--trace with {job}", allowed="serve --trace FILE")
     if head is not None:
         return _head(job, overrides or [], head, write, as_json)
     if job == "generate":
         asked = [ask.ask_generate(pictures_asked)]
     elif job == "serve":
-        asked = [ask.ask_serve(pictures_asked, rate, latency)]
+        asked = [_asked_serving(pictures_asked, trace, rate, latency)]
     elif job == "prepare":
         asked = [ask.ask_prepare(model, resolution, pictures, text=text)]
     else:
@@ -110,6 +116,18 @@ def plan(
     if advise:
         return _advise(asked[0], Path(job), overrides or [], target, numbers, as_json)
     return _plan(asked[0], target, numbers, plot, as_json)
+
+
+def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float) -> Any:
+    from darkroom.plan.ask import ask_serve
+
+    if trace is None:
+        return ask_serve(pictures, rate, latency)
+    if rate <= 0:
+        raise InputError(f"--rate {rate}", allowed="a number above 0")
+    from darkroom.plan.trace import ask_trace, read_trace
+
+    return ask_trace(pictures, read_trace(trace, rate), latency)
 
 
 def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,6 +65,12 @@ def train(
         bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
     ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
+    plan_first: Annotated[
+        bool,
+        typer.Option(
+            "--plan-first", help="count the plan that the run keeps before it starts (5 to 20 s), if need be"
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train what a recipe says; the same command goes on where it was stopped.
@@ -77,6 +84,7 @@ def train(
         from darkroom.cli.planning import plan_here
 
         return plan_here(recipe, overrides or [], as_json)
+    from darkroom.plan.foretell import foretell
     from darkroom.recipe import read_sweep
     from darkroom.train import sweep
     from darkroom.train import train as run
@@ -102,12 +110,14 @@ def train(
         raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
-        launch([*arguments, "--engine", "local", *(["--json"] if as_json else [])], recipes[0][1])
+        flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
+        launch([*arguments, "--engine", "local", *flags], recipes[0][1])
         return None
+    estimate = partial(foretell, count=plan_first)
     if len(recipes) > 1:
-        tried = sweep(recipes, out=place, resume=resume, console=said)
+        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=said)
         return _show_sweep(tried, as_json) if is_first() else None
-    result = run(recipes[0][1], out=place, resume=resume, console=said)
+    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=said)
     if not is_first():
         return None
     return _show_run(result, as_json)
@@ -274,5 +284,5 @@ def report(
         return
     from darkroom.report import write_report
 
-    page = write_report(sources or [], out)
+    page = write_report(sources or [], out, plan=True)
     show({"report": page}, as_json, lambda: [f"report: {page}"])

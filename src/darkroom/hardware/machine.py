@@ -6,7 +6,8 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -91,6 +92,13 @@ class Machine:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {**asdict(self), "cpu_class": self.cpu_class, "name": self.name}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Machine:
+        """A machine as `to_dict` gave it, perhaps of another day; TypeError or KeyError where it is none."""
+        known = {field.name: content[field.name] for field in fields(cls)}
+        known["devices"] = tuple(Device(**device) for device in content["devices"])
+        return cls(**known | {"instructions": tuple(content["instructions"])})
 
 
 def machine() -> Machine:

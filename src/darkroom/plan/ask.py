@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import InputError
+from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.cards import Card, cards, find_card
 from darkroom.hardware.prices import Price
 from darkroom.hardware.storage import storage_price
@@ -33,6 +33,7 @@ from darkroom.plan.roofline import Software, efficiency
 from darkroom.plan.scale import default_cluster
 
 if TYPE_CHECKING:
+    from darkroom.hardware.machine import Machine
     from darkroom.recipe import Recipe
 
 MOST_DEVICES = 65536
@@ -55,6 +56,7 @@ class Target:
     usd_per_gb_out: float | None = None
     precision: str = "auto"
     engine: str = "eager"
+    machine: Machine | None = None  # which machine is 'here', where it is not this one
 
 
 Planner = Callable[[Where, Software], Plan]
@@ -169,10 +171,10 @@ def place(card: Card, target: Target) -> Where:
 
 
 def here(target: Target) -> Where:
-    """This machine, with what `plan --calibrate` measured of it."""
+    """This machine, with what `plan --calibrate` measured of it; or the target's."""
     from darkroom.hardware.machine import machine
 
-    found = machine()
+    found = target.machine or machine()
     if found.devices:
         name = found.devices[0].name
         card, memory = find_card(name), float(found.devices[0].memory_bytes)
@@ -181,7 +183,7 @@ def here(target: Target) -> Where:
     else:
         name = found.cpu
         card, memory = cards()[found.cpu_class], float(found.memory_bytes)
-    known = efficiency().with_values(calibration(card.name))
+    known = efficiency().with_values(calibration(card.name) if target.machine is None else {})
     cluster = default_cluster(card, target.count, target.mode, target.network)
     return Where(card, cluster, max(1, round(found.usable_cores)), known, memory)
 
@@ -224,9 +226,8 @@ def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
 def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
     """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
     key = {"recipe": _text(path), "overrides": list(overrides), "phase": phase}
-    settings = cached({**key, "settings": True}, lambda: settings_of(_recipe(path, overrides, phase)))
+    settings = cached({**key, "settings": "resolved"}, lambda: settings_of(_recipe(path, overrides, phase)))
     settings["rows"] = _rows(settings["store"])
-    key["folders"] = [_configs(ref) for ref in (settings["base"], settings["vae"]) if ref]
 
     def count(precision: str, gpu: bool) -> Profile:
         from darkroom.plan.training import profile_recipe
@@ -234,22 +235,31 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
         return profile_recipe(_recipe(path, overrides, phase), precision, gpu=gpu)
 
     name = path.stem if phase is None else f"{path.stem}, phase {phase + 1}, {settings['resolution']} px"
-    return _asked_training(name, settings, key, count)
+    return _asked_training(name, settings, count)
 
 
-def ask_recipe_object(recipe: Recipe, name: str = "recipe") -> Asked:
-    """The same of a recipe that is read already."""
-    from darkroom.plan.training import profile_recipe
+class NotCounted(DarkroomError):
+    """The counts of a recipe are not kept from before, and nobody may wait for them now."""
+
+
+def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = True) -> Asked:
+    """The same of a recipe that is read already. Without `count` only kept counts serve, else NotCounted."""
+
+    def counted(precision: str, gpu: bool) -> Profile:
+        from darkroom.plan.training import profile_recipe
+
+        if not count:
+            raise NotCounted(name)
+        return profile_recipe(recipe, precision, gpu=gpu)
 
     settings = settings_of(recipe)
     settings["rows"] = _rows(settings["store"])
-    key = {"recipe": recipe.dump(), "folders": [_configs(str(recipe.model.base))]}
-    return _asked_training(name, settings, key, lambda p, gpu: profile_recipe(recipe, p, gpu=gpu))
+    return _asked_training(name, settings, counted)
 
 
-def _asked_training(
-    name: str, settings: dict[str, Any], key: dict[str, Any], count: Callable[[str, bool], Profile]
-) -> Asked:
+def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, bool], Profile]) -> Asked:
+    folders = [_configs(ref) for ref in (settings["base"], settings["vae"]) if ref]
+    key = {"recipe": settings.pop("recipe"), "folders": folders}
     job = TrainJob(
         name, settings["steps"], settings["global_batch"], settings["micro_batch"], settings.get("rows")
     )
@@ -292,6 +302,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     check_settings(recipe)
     train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
     return {
+        "recipe": recipe.dump(),
         "phases": len(recipe.phases),
         "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",
         "devices": parallel.nodes * parallel.devices if isinstance(parallel.devices, int) else 1,

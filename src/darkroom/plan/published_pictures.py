@@ -40,6 +40,25 @@ def lambda_latency() -> Iterator[Row]:
                 fitted=name in ("RTX 3090", "RTX 8000") and batch in (1, 4),
                 unit="s",
             )
+    for name, (kind, cores, seconds) in t.LAMBDA_CPU.items():
+        yield Row(
+            f"{name}, single, batch 1",
+            seconds,
+            _cpu_s(kind, cores),
+            note="all cores taken as at work: how many were is not published",
+            unit="s",
+        )
+
+
+def _cpu_s(kind: str, cores: int) -> Predict:
+    """Seconds of one picture in float32 on so many cores of a class."""
+
+    def seconds(known: Efficiency) -> float:
+        where = Where(card(kind), cores=cores, known=known)
+        software = Software("float32", channels_last=False, attention="plain")
+        return batch_seconds(pictures_of_2022("float32"), where, software, batch=1, steps=50).total
+
+    return seconds
 
 
 def lambda_memory() -> Iterator[Row]:

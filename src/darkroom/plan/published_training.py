@@ -12,6 +12,8 @@ from darkroom.plan.rows import Row, card, constant, power_of_two
 from darkroom.plan.scale import Cluster
 from darkroom.plan.shipped import OthersStep, others_profile, preparing_profile
 
+SEEN_256 = "the fit has seen the training rate at 256 px"
+
 
 @dataclass(frozen=True)
 class Pretraining:
@@ -121,15 +123,64 @@ def anyscale_costs() -> Iterator[Row]:
 
 
 def anyscale_total() -> Iterator[Row]:
-    """The whole run from first principles."""
+    """Phase 1 in its three ways and the whole run, from counts; the fit has seen rates at 256 px."""
 
     def hours(known: Efficiency) -> float:
         runs = {side: anyscale_run("A100-SXM4-80GB", 32, side, "FSDP compile") for side in (256, 512)}
         return 32 * sum(t.ANYSCALE_SAMPLES[side] / images_s(run, known) for side, run in runs.items()) / 3600
 
+    for kind, (_, took, usd, _) in t.ANYSCALE_PHASE_1.items():
+        more = t.ANYSCALE_ENCODING_USD if kind == "offline" else 0
+        yield Row(
+            f"phase 1 {kind}, hours, from counts",
+            took,
+            lambda known, k=kind: _phase_1_hours(k, known),  # type: ignore[misc]
+            note=SEEN_256,
+            unit="h",
+        )
+        yield Row(
+            f"phase 1 {kind}, USD, from counts",
+            usd + more,
+            lambda known, k=kind: _phase_1_usd(k, known),  # type: ignore[misc]
+            note=SEEN_256,
+            unit="USD",
+        )
     hourly = t.ANYSCALE_TOTAL_USD / t.ANYSCALE_TOTAL_A100_HOURS
-    yield Row("total A100-hours, from counts", t.ANYSCALE_TOTAL_A100_HOURS, hours, unit="h")
-    yield Row("total USD, from counts", t.ANYSCALE_TOTAL_USD, lambda known: hours(known) * hourly, unit="USD")
+    note = f"in part fitted: {SEEN_256}"
+    yield Row("total A100-hours, from counts", t.ANYSCALE_TOTAL_A100_HOURS, hours, note=note, unit="h")
+    yield Row(
+        "total USD, from counts",
+        t.ANYSCALE_TOTAL_USD,
+        lambda known: hours(known) * hourly,
+        derived=True,
+        note=note,
+        unit="USD",
+    )
+
+
+def _phase_1_hours(kind: str, known: Efficiency) -> float:
+    """Hours at 256 px on 32 A100-80 and the fast network; small cards that encode beside must keep up."""
+    run = anyscale_run("A100-SXM4-80GB", 32, 256, "DDP fast")
+    rate = images_s(replace(run, inline=kind == "inline"), known)
+    if kind == "online":
+        rate = min(rate, t.ANYSCALE_PHASE_1[kind][3] * _encoded_s(known))
+    return t.ANYSCALE_SAMPLES[256] / rate / 3600
+
+
+def _phase_1_usd(kind: str, known: Efficiency) -> float:
+    small = t.ANYSCALE_PHASE_1[kind][3]
+    hourly = t.ANYSCALE_MACHINES * t.ANYSCALE_MACHINE_USD + small * t.ANYSCALE_A10G_USD
+    usd = _phase_1_hours(kind, known) * hourly
+    if kind == "offline":
+        usd += t.ANYSCALE_SAMPLES[256] / _encoded_s(known) / 3600 * t.ANYSCALE_A10G_USD
+    return usd
+
+
+def _encoded_s(known: Efficiency) -> float:
+    """Pictures of 256 px that an A10G encodes a second, captions too, in half precision."""
+    profile = preparing_profile("sd2", 256, "bf16")
+    where = Where(card("A10G"), known=known)
+    return 32 / encode_seconds(profile, where, Software("fp16"), 32).total
 
 
 def mosaic_run(count: int, side: int, *, inline: bool) -> Pretraining:
@@ -193,23 +244,27 @@ def mosaic_costs() -> Iterator[Row]:
 
 
 def mlperf() -> Iterator[Row]:
-    """Images/s of eight cards: half precision throughout, CUDA graphs, prepared moments and text."""
-    for name, (device, batch, rate) in t.MLPERF.items():
-        run = Pretraining(
-            device,
-            8,
-            512,
-            batch // 8,
-            batch,
-            "EFA 400 Gbit",
-            engine="graphs",
-            channels_last=True,
-            pure_half=True,
-        )
-        yield Row(
-            f"{name}: 8 {device}, batch {batch}",
-            rate,
-            lambda known, r=run: images_s(r, known),  # type: ignore[misc]
-            fitted=name in ("v4.1 Eos", "v4.1 NVIDIA", "v5.0 NVIDIA"),
-            unit="images/s",
-        )
+    """Images/s of eight cards: half precision throughout, prepared moments and text, CUDA graphs since v4.0.
+
+    One row of one card is fitted; the other cards are predicted from it.
+    """
+    for device, submitted in t.MLPERF.items():
+        for name, batch, rate in submitted:
+            run = Pretraining(
+                device,
+                8,
+                512,
+                batch // 8,
+                batch,
+                "EFA 400 Gbit",
+                engine="eager" if name.startswith("v3.1") else "graphs",
+                channels_last=True,
+                pure_half=True,
+            )
+            yield Row(
+                f"{name}: 8 {device}, batch {batch}",
+                rate,
+                lambda known, r=run: images_s(r, known),  # type: ignore[misc]
+                fitted=(device, name) == t.MLPERF_FITTED,
+                unit="images/s",
+            )

@@ -12,6 +12,7 @@ from darkroom.plan.roofline import Efficiency, Software
 from darkroom.plan.rows import Predict, Row, card, constant, power_of_two
 from darkroom.plan.shipped import OthersStep, others_profile, picture_profile
 
+CONTAINERS = (("plain", 50), ("optimised", 25))  # and their denoising steps
 PRIOR = 2  # reading B of the Vertex report: prior preservation doubles each batch
 
 
@@ -46,7 +47,7 @@ def vertex_memory() -> Iterator[Row]:
             f"{method}{' checkpointed' if recompute else ''}, batch {batch}, {side} px",
             published,
             constant(held),
-            limit=0.20 if chart else 0.15,
+            limit=0.0 if ceiling else 0.20 if chart else 0.15,
             at_least=t.VERTEX_AT_LEAST_GB if ceiling else None,
             plain=constant(sum(profile.memory(batch).values()) / 1e9),
             unit="GB",
@@ -58,7 +59,13 @@ def vertex_largest() -> Iterator[Row]:
     for name, by_side in t.VERTEX_LARGEST.items():
         for side, published in by_side.items():
             rows = largest_rows(_script(8, True, side), Where(card(name)))
-            yield Row(f"{name}, {side} px", published, constant(power_of_two(rows // PRIOR)), unit="pictures")
+            yield Row(
+                f"{name}, {side} px",
+                published,
+                constant(power_of_two(rows // PRIOR)),
+                plain=constant(power_of_two(rows)),
+                unit="pictures",
+            )
 
 
 # ---- speed, cost, serving
@@ -87,6 +94,14 @@ def vertex_speed() -> Iterator[Row]:
             rate,
             lambda known, b=batch, s=side: 1 / vertex_step_s(known, a100, b, s),  # type: ignore[misc]
             fitted=i % 2 == 0,
+            unit="steps/s",
+        )
+    for tuned, rate in t.VERTEX_RANK_SPEED.items():
+        yield Row(
+            f"LoRA {tuned}, batch 4, 512 px",
+            rate,
+            lambda known, r=tuned: 1 / vertex_step_s(known, a100, 4, 512, r),  # type: ignore[misc]
+            derived=tuned == 8,  # the same run as above
             unit="steps/s",
         )
     for steps, dollars in t.VERTEX_STEPS_COST.items():
@@ -120,19 +135,19 @@ def _vertex_usd(name: str, batch: int, steps: int, rank: int | None) -> Predict:
 
 
 def vertex_serving() -> Iterator[Row]:
-    """Seconds of four pictures in both containers, and dollars of one."""
+    """Seconds of four pictures in both containers, and the dollars of one that follow from them."""
     profile = picture_profile("bf16", "fused")
     software = Software("fp16", channels_last=False)
     for name, published in t.VERTEX_SERVING.items():
-        for container, steps, seconds in zip(("plain", "optimised"), (50, 25), published, strict=True):
+        for (container, steps), (seconds, dollars) in zip(CONTAINERS, published, strict=True):
             predict = pictures_s(profile, name, software, 4, steps)
             fitted = container == "optimised"
             yield Row(f"{name}, {container} ({steps} steps)", seconds, predict, fitted=fitted, unit="s")
             price = t.VERTEX_USD_PER_HOUR[name] / 3600 / 4
             yield Row(
                 f"{name}, {container}, USD an image",
-                seconds * price,
+                dollars,
                 lambda known, p=predict, usd=price: p(known) * usd,  # type: ignore[misc]
-                fitted=fitted,
+                derived=True,
                 unit="USD",
             )

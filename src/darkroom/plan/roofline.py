@@ -2,7 +2,8 @@
 
 A kernel takes the longer of its arithmetic (at a share of the card's peak) and its traffic (at a share of
 its bandwidth), and a fixed start. The host hands kernels out one by one: where that takes longer than the
-kernels, it is the launch that is waited for. No constant belongs to a single published row.
+kernels, it is the launch that is waited for. Two or more published rows tell a fitted constant, or its source
+in efficiency.csv says that one does, or hardly any.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from darkroom.plan.profile import Floats, Profile, Work
 HERE = Path(__file__).parent
 ARITHMETIC = ("conv", "matmul", "attention")
 MOST = 0.8  # of its peak: what the best matrix products reach
+LIKE = {"Ampere": "Ampere HBM", "Blackwell": "Hopper"}  # data-centre chips by another name or as another
 GRAPHICS = ("Ampere", "Ada", "Blackwell")  # architectures with chips of both kinds
 DUAL = ("Ampere", "Ada")  # half of their float32 units are shared with integers
 OLD_SERVER = 2021  # until then servers had Skylake to Rome processors
@@ -103,9 +105,11 @@ class Seconds:
 
 
 def family(card: Card) -> str:
-    """Cards with the same cores: Ampere's data-centre chip is not its other ones."""
+    """Cards with the same cores: Ampere's data-centre chip is not its other ones. Blackwell's is taken to
+    reach the shares of Hopper's, which predicts its published rates: none of them has to be fitted.
+    """
     if not graphics(card):
-        return "Ampere HBM" if card.architecture == "Ampere" else card.architecture
+        return LIKE.get(card.architecture, card.architecture)
     return "Ada" if card.architecture == "Blackwell" else card.architecture
 
 

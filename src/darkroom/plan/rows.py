@@ -1,7 +1,8 @@
 """One published value beside what the plan says of it, and a table of them.
 
 A prediction is a function of the efficiencies, so that the fit (benchmarks/plan/fit.py) and the proof use the
-same code. `fitted` rows are those whose value the fit has seen; the proof counts the others alone.
+same code. `fitted` rows are those whose value the fit has seen; the proof counts the others alone, and of
+those none that another row's published value gives (`derived`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Row:
     fitted: bool = False
     limit: float | None = None
     at_least: float | None = None  # a ceiling of the card: the prediction is to be at least this
+    derived: bool = False  # another row's published value in another unit: shown, neither fitted nor counted
+    note: str = ""  # what a reader should know of it
     plain: Predict | None = None  # the plain reading, shown beside
     unit: str = ""
 

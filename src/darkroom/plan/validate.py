@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from darkroom.plan.published import TABLES, as_dict, holds, table
+from darkroom.plan.published import TABLES, as_dict, holds, median_error, table
 from darkroom.plan.roofline import Efficiency, efficiency
 
 LEFT_OUT = Path(__file__).with_name("left_out.json")
@@ -42,13 +41,16 @@ class Validation:
             for row in found["rows"]:
                 yield _line(row, width)
             yield ""
+        unseen = [found["left_out_holds"] for found in self.tables if found["left_out_holds"] is not None]
         yield f"{self.holding} of {len(self.tables)} tables hold"
+        yield f"{sum(unseen)} of the {len(unseen)} that rest on the fit hold where it saw none of their rows"
 
 
 def _errors(found: Mapping[str, Any]) -> str:
     told = f"median error of predicted rows {found['median_error']:.1%}"
     if found.get("left_out_error") is not None:
-        told += f", fitted without this table {found['left_out_error']:.1%}"
+        verdict = "holds" if found["left_out_holds"] else "does NOT hold"
+        told += f"; fitted without any row of it {found['left_out_error']:.1%}: {verdict}"
     return told
 
 
@@ -56,10 +58,14 @@ def _line(row: Mapping[str, Any], width: int) -> str:
     numbers = f"{row['published']:>12,.6g}  {row['predicted']:>12,.6g}  {row['error']:>+7.1%}"
     text = f"  {row['case']:<{width}}  {numbers}"
     marks = ["fitted"] if row["fitted"] else []
+    if row.get("derived"):
+        marks.append("follows from another row: not counted")
     if "plain_reading" in row:
         marks.append(f"plain reading {row['plain_reading']:.3g}")
     if "at_least" in row:
         marks.append(f"the card's ceiling: at least {row['at_least']:g}")
+    if "note" in row:
+        marks.append(row["note"])
     return f"{text} {row['unit']}" + (f"  ({'; '.join(marks)})" if marks else "")
 
 
@@ -70,8 +76,7 @@ def validate(known: Efficiency | None = None, say: Callable[[str], None] = lambd
     found = []
     for name in TABLES:
         one = table(name)
-        rows = [as_dict(row, known) for row in one.rows]
-        predicted = [abs(row["error"]) for row in rows if not row["fitted"]]
+        unseen = left_out.get(name, {})
         found.append(
             {
                 "table": name,
@@ -79,9 +84,10 @@ def validate(known: Efficiency | None = None, say: Callable[[str], None] = lambd
                 "limit": one.limit,
                 "by_median": one.by_median,
                 "reading": one.reading,
-                "median_error": median(predicted),
-                "left_out_error": left_out.get(name),
-                "rows": rows,
+                "median_error": median_error(one, known),
+                "left_out_error": unseen.get("median_error"),
+                "left_out_holds": unseen.get("holds"),
+                "rows": [as_dict(row, known) for row in one.rows],
             }
         )
     return Validation(tuple(found))

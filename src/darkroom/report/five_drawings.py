@@ -37,7 +37,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
         Drawing(
             "Peak memory by method",
             "peak VRAM (Vertex)",
-            r"(?P<name>.+), batch 4, 512 px",
+            r"(?P<name>full|LoRA 8(?: checkpointed)?), batch 4, 512 px",
             "GB",
             note="batch 4, 512 px",
         ),
@@ -56,6 +56,29 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "GB",
             "px",
             note="GB; 39.4 is the published card's ceiling",
+        ),
+        Drawing(
+            "Peak memory by rank",
+            "peak VRAM (Vertex)",
+            r"(?P<name>LoRA \d+) checkpointed, batch 4, 512 px",
+            "GB",
+            note="checkpointed, batch 4, 512 px",
+        ),
+        Drawing(
+            "Adapter file by rank",
+            "LoRA parameters and files (Vertex)",
+            r"rank (?P<x>\d+), file",
+            "MiB",
+            "rank",
+            note="MiB; queries and values",
+            series="queries and values",
+        ),
+        Drawing(
+            "Speed by rank",
+            "training speed and cost (Vertex)",
+            r"(?P<name>LoRA \d+), batch 4, 512 px",
+            "steps/s",
+            note="checkpointed, batch 4, 512 px",
         ),
         Drawing(
             "Speed by batch",
@@ -111,9 +134,16 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             for side in (256, 512)
         ),
         Drawing(
-            "Cost of phase 1",
+            "Cost of phase 1, from their rates",
             "costs from their rates (Anyscale)",
             r"phase 1 (?P<name>.+), USD, from their rate",
+            "USD",
+            note="USD at the published price",
+        ),
+        Drawing(
+            "Cost of phase 1, from counts",
+            "phases and total from counts (Anyscale)",
+            r"phase 1 (?P<name>.+), USD, from counts",
             "USD",
             note="USD at the published price",
         ),
@@ -129,9 +159,16 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
         Drawing(
             "Latency by card, single",
             "latency (Lambda)",
-            r"(?P<name>.+), single, batch 1",
+            r"(?P<name>(?!CPU).+), single, batch 1",
             "s",
             note="seconds of one picture, 50 steps",
+        ),
+        Drawing(
+            "CPU against GPU, single",
+            "latency (Lambda)",
+            r"(?P<name>CPU .+|RTX 3090|RTX 8000|A100-PCIE-80GB), single, batch 1",
+            "s",
+            note="seconds of one picture, 50 steps; darkroom's CPU has all its cores at work",
         ),
         Drawing(
             "Throughput by batch",
@@ -215,12 +252,19 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
         ),
     ),
     "MLPerf": (
-        Drawing(
-            "Eight cards",
-            "MLPerf SD 2, eight cards",
-            r"(?P<name>.+): .+",
-            "images/s",
-            note="images/s",
+        *(
+            Drawing(
+                f"8 {cards}",
+                "MLPerf SD 2, eight cards",
+                rf"(?P<name>.+): 8 (?:{pattern}), .+",
+                "images/s",
+                note="images/s",
+            )
+            for cards, pattern in (
+                ("H100", "H100-SXM"),
+                ("H200", "H200"),
+                ("B200, and GB200 (Tyche)", "G?B200"),
+            )
         ),
     ),
 }

@@ -216,7 +216,8 @@ def _page(proof: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], paths: S
 def _figures(proof: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
     tables = proof["tables"]
     holding = sum(found["holds"] for found in tables)
-    unseen = [abs(cell["error"]) for cell in cells if not cell["fitted"] and cell["how"] == PLANNED]
+    counted = [cell for cell in cells if not cell["fitted"] and not cell.get("derived")]
+    unseen = [abs(cell["error"]) for cell in counted if cell["how"] == PLANNED]
     taken = [cell for cell in cells if cell["how"] != PLANNED]
     dates = sorted({cell["price_as_of"] for cell in cells if "price_as_of" in cell})
     return html.cards(
@@ -265,7 +266,8 @@ def _verdict(found: Mapping[str, Any]) -> str:
     kind = "the median" if found["by_median"] else "each cell"
     told = f"{kind} within {_bound(found)}; median error {found['median_error']:.1%}"
     if found.get("left_out_error") is not None:
-        told += f", fitted without this table {found['left_out_error']:.1%}"
+        verdict = "holds" if found["left_out_holds"] else "misses its bound"
+        told += f"; fitted without any row of it {found['left_out_error']:.1%}, and then it {verdict}"
     if found["holds"]:
         return _note(f"Holds: {told}.")
     words = html.escape(f"Misses its bound: {told}.")
@@ -280,6 +282,12 @@ def _bound(found: Mapping[str, Any]) -> str:
 
 def _line(cell: Mapping[str, Any], priced: bool) -> list[Any]:
     mark = "fitted" if cell["fitted"] and cell["how"] == PLANNED else cell["how"]
+    if cell.get("derived"):
+        mark += "; follows from another cell, not counted"
+    if "plain_reading" in cell:
+        mark += f"; plain reading {number(cell['plain_reading'])}"
+    if "note" in cell:
+        mark += f"; {cell['note']}"
     if "at_least" in cell:
         mark += f"; the card is full, at least {cell['at_least']:g} counts"
     line = [

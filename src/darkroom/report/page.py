@@ -11,6 +11,7 @@ import darkroom
 from darkroom.errors import InputError
 from darkroom.report import html
 from darkroom.report.measurements import measurement_sections
+from darkroom.report.planned import plans_of
 from darkroom.report.runs import run_sections
 from darkroom.run import Run
 
@@ -24,10 +25,13 @@ def write_report(
     *,
     title: str = "",
     highlights: Mapping[str, str] | None = None,
+    plan: bool = False,
 ) -> Path:
     """Write one HTML file from run folders, CSVs of measurements, pictures and folders of pictures.
 
     Several runs are laid over each other. `highlights` are figures to show first, by name (a score, say).
+    A run's plan stands beside what was measured; with `plan` that of a run which kept none is made now, which
+    may take 20 s.
     What a run has not is left out. Raises InputError for a path that is none of these.
     """
     given = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
@@ -38,7 +42,7 @@ def write_report(
     taken = {run.path for run in runs} | set(tables)
     pictures = [found for path in given if path not in taken for found in _pictures(path)]
     body = [
-        *run_sections(runs, highlights or {}),
+        *run_sections(runs, highlights or {}, plans_of(runs, make=plan)),
         html.section(
             "Pictures", html.grid((html.frame(path, path.stem) for path in pictures[:_MOST_PICTURES]), "film")
         ),

@@ -12,6 +12,7 @@ import numpy as np
 
 from darkroom.bill import Bill, format_bytes, format_seconds, format_usd
 from darkroom.report import html, plots
+from darkroom.report.planned import planned_table
 from darkroom.report.plots import Curve, as_curve
 from darkroom.run import Run
 
@@ -31,6 +32,7 @@ class Told:
     recipe: dict[str, Any]
     environment: dict[str, Any]
     bill: Bill | None
+    plan: Mapping[str, Any] | None
     samples: list[tuple[int, Path]] = field(repr=False)
 
     def curve(self, key: str) -> Curve:
@@ -56,12 +58,17 @@ class Told:
         return {t: Curve(f"t {t}", *np.array(pairs, dtype=float).T) for t, pairs in sorted(found.items())}
 
 
-def run_sections(runs: Sequence[Run], highlights: Mapping[str, str]) -> list[str]:
-    """Everything about the runs, over each other where there are several; first what is to stand out."""
+def run_sections(
+    runs: Sequence[Run], highlights: Mapping[str, str], plans: Mapping[Path, Mapping[str, Any]]
+) -> list[str]:
+    """Everything about the runs, over each other where there are several; first what is to stand out.
+
+    `plans` are by the runs' folders.
+    """
     first = [(name, value, "") for name, value in highlights.items()]
     if not runs:
         return [html.cards([], first)]
-    told = [_read(run, name) for run, name in zip(runs, _names(runs), strict=True)]
+    told = [_read(run, name, plans) for run, name in zip(runs, _names(runs), strict=True)]
     alone = told[0] if len(told) == 1 else None
     return [
         html.legend([one.name for one in told]) if not alone else "",
@@ -69,16 +76,17 @@ def run_sections(runs: Sequence[Run], highlights: Mapping[str, str]) -> list[str
         "" if alone else _overview(told),
         html.section("Course", html.grid(_curves(told))),
         *(_samples(one, titled=alone is None) for one in told),
+        html.section("Planned and measured", *(planned_table(one, titled=alone is None) for one in told)),
         html.section("Bill", html.grid((_bill(one, titled=alone is None) for one in told), "columns two")),
         html.section("Settings", _settings(told)),
         html.section("Environment", _environment(told)),
     ]
 
 
-def _read(run: Run, name: str) -> Told:
-    return Told(
-        name, run, run.metrics(), _try(run, "recipe"), _try(run, "environment"), run.bill(), _grids(run)
-    )
+def _read(run: Run, name: str, plans: Mapping[Path, Mapping[str, Any]]) -> Told:
+    recipe, environment = _try(run, "recipe"), _try(run, "environment")
+    plan = plans.get(run.path)
+    return Told(name, run, run.metrics(), recipe, environment, run.bill(), plan, _grids(run))
 
 
 def _try(run: Run, part: str) -> dict[str, Any]:
@@ -328,7 +336,8 @@ def _environment_rows(environment: Mapping[str, Any]) -> dict[str, str]:
     git = environment.get("git")
     if isinstance(git, Mapping):
         rows["commit"] = f"{str(git.get('commit', ''))[:12]}{' + changes' if git.get('changed') else ''}"
-    rest = {k: v for k, v in environment.items() if k not in ("machine", "git", "versions", "sessions")}
+    told = ("machine", "git", "versions", "sessions", "resident_bytes")
+    rest = {k: v for k, v in environment.items() if k not in told}
     return {key: value for key, value in (rows | _flat(rest)).items() if value}
 
 

@@ -75,6 +75,12 @@ class Job:
     rows_of: Callable[[int], Sequence[int]] | None = None  # the store's rows that form global batch k
     flops: int | None = None  # of a picture's forward and backward pass, where counted beforehand
 
+    @property
+    def num_devices(self) -> int:
+        """Devices that train together, a machine's whole CPU counting as one."""
+        ranks = self.ranks
+        return max(1, ranks.size if self.device.type == "cuda" else ranks.size // ranks.local_size)
+
 
 @dataclass(frozen=True)
 class Pinned:

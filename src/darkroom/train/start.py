@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,9 @@ from darkroom.train.trainer import Trainer, TrainResult, result_of
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe
 
+Estimate = Callable[["Recipe", int], Mapping[str, Any] | None]
+"""What the plan says of a recipe's run on so many devices, `line` for the log among it; None without one."""
+
 
 def train(
     recipe: Recipe,
@@ -41,7 +44,7 @@ def train(
     out: Path | str,
     resume: str = "auto",
     feed: Feed | OpenFeed | None = None,
-    estimate: Any = None,
+    estimate: Estimate | None = None,
     console: Say = print,
 ) -> TrainResult:
     """Train a recipe in the run folder `out`; the same call again goes on where it stopped, to the bit.
@@ -51,8 +54,9 @@ def train(
     `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one beside it,
     numbered; a checkpoint's folder starts a new one from that state, and the recipe may then differ.
     `feed(k)` opens another stream of batches from step k on (an OpenFeed learns first what it feeds);
-    `estimate` is what the plan foretells, shown first. Raises InputError before any work for what cannot be,
-    Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError when the loss is not finite.
+    `estimate` says what the plan foretells of a run that begins: it is shown, and kept in the run. Raises
+    InputError before any work for what cannot be, Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError
+    when the loss is not finite.
     """
     if not recipe.phases:  # before the processes meet: each finds the same mistake for itself
         check_settings(recipe)
@@ -62,18 +66,19 @@ def train(
         if recipe.phases:
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
-            return train_phases(recipe, Path(out), partial(_phase, feed=feed, console=console), say)
+            one = partial(_phase, feed=feed, estimate=estimate, console=console)
+            return train_phases(recipe, Path(out), one, say)
         place = _place(ranks, Path(out), resume, recipe, say)
-        if estimate is not None:
-            say(str(estimate))
         if place.run is None:
-            return _begin(recipe, place, feed, say, ranks)
+            return _begin(recipe, place, feed, estimate, say, ranks)
         with _held(place.run, ranks):
             return _go_on(recipe, place.run, feed, say, ranks)
 
 
-def _phase(recipe: Recipe, out: Path, *, feed: Feed | OpenFeed | None, console: Say) -> TrainResult:
-    return train(recipe, out=out, feed=feed, console=console)
+def _phase(
+    recipe: Recipe, out: Path, *, feed: Feed | OpenFeed | None, estimate: Estimate | None, console: Say
+) -> TrainResult:
+    return train(recipe, out=out, feed=feed, estimate=estimate, console=console)
 
 
 def _nothing(line: str) -> None:
@@ -133,8 +138,14 @@ def _fetch_run(recipe: Recipe, out: Path, say: Say) -> bool:
 
 
 def _begin(
-    recipe: Recipe, place: _Place, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks
+    recipe: Recipe,
+    place: _Place,
+    feed: Feed | OpenFeed | None,
+    estimate: Estimate | None,
+    say: Say,
+    ranks: Ranks,
 ) -> TrainResult:
+    before = hardware.resident_bytes()
     if not ranks.tell(lambda: is_free(place.path)):
         raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
     if place.start is not None and place.start.step >= recipe.train.steps:
@@ -151,10 +162,11 @@ def _begin(
     with _undone(recipe, place.path, ranks):
         job = make_job(recipe, Pinned(place.path, version), feed, say, ranks)
     if ranks.first:
-        Run.create(place.path, recipe.dump(), _environment(job))
+        Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
     run = Run(place.path)
     with _held(run, ranks):
         if ranks.first:
+            _keep_plan(run, job, estimate, say)
             keep_tokenizer(recipe.model, job.task.model, run.path)
         trainer = _trainer(job, run, say, first_step=0)
         if place.start is not None:
@@ -175,6 +187,13 @@ def _undone(recipe: Recipe, run: Path, ranks: Ranks) -> Iterator[None]:
         if isinstance(error, InputError):
             forget(run)
         raise
+
+
+def _keep_plan(run: Run, job: Job, estimate: Estimate | None, say: Say) -> None:
+    found = None if estimate is None else estimate(job.recipe, job.num_devices)
+    if found is not None:
+        run.set_plan(found)
+        say(found["line"])
 
 
 def _places(run: Run, *recipes: Recipe) -> list[Place]:

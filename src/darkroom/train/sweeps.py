@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from darkroom.train.gather import class_note
 from darkroom.train.micro import NotOneFits
 from darkroom.train.phases import with_address
 from darkroom.train.ranks import RankLost, started_together
-from darkroom.train.start import train
+from darkroom.train.start import Estimate, train
 from darkroom.train.step import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def sweep(
     *,
     out: Path | str,
     resume: str = "auto",
+    estimate: Estimate | None = None,
     console: Say = print,
 ) -> list[Tried]:
     """Train every recipe as `OUT/NAME-lr-1e-4` and the like; the same call again goes on where it stopped.
@@ -77,15 +79,13 @@ def sweep(
         console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {told}")
         others = [one for one in folders if one != folder]
         one = with_address(_within(recipe, out, others), folder.name)
-        tried.append(_tried(one, folder, settings, resume, console))
+        made, failure = attempted(
+            partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
+        )
+        if failure:
+            console(f"warning: {folder.name}: {failure}")
+        tried.append(Tried(folder, settings, made, failure))
     return tried
-
-
-def _tried(recipe: Recipe, folder: Path, settings: Mapping[str, Any], resume: str, console: Say) -> Tried:
-    result, failure = attempted(lambda: train(recipe, out=folder, resume=resume, console=console))
-    if failure:
-        console(f"warning: {folder.name}: {failure}")
-    return Tried(folder, settings, result, failure)
 
 
 def attempted(training: Callable[[], TrainResult]) -> tuple[TrainResult | None, str]:

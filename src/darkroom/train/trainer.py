@@ -88,8 +88,7 @@ class Trainer:
         self.k = 0
         ranks, settings = job.ranks, job.recipe.checkpoint
         self.ranks = ranks
-        devices = ranks.size if job.device.type == "cuda" else ranks.size // ranks.local_size
-        self.meter = Meter(job.device, run.bill(), num_devices=max(1, devices))
+        self.meter = Meter(job.device, run.bill(), num_devices=job.num_devices)
         place = place_of(settings.url, run.path)
         self.saver = Saver(place, keep=settings.keep, ranks=ranks, say=say, background=settings.background)
         self._agreed = Agreement(ranks)

@@ -1,0 +1,120 @@
+"""A run's plan beside what was measured: time, speed, memory and dollars, each with the plan's error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from darkroom.bill import Bill, format_bytes, format_seconds, format_usd
+from darkroom.errors import DarkroomError
+from darkroom.hardware import Machine, machine
+from darkroom.report import html
+from darkroom.run import Run
+
+if TYPE_CHECKING:
+    from darkroom.report.runs import Told
+
+HEADER = ("", "planned", "measured", "plan's error")
+CPU_MEMORY = (
+    "memory measured on a CPU is what the process grew by, freed blocks that its allocator keeps and "
+    "libraries loaded later included"
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One quantity, as planned and as measured."""
+
+    name: str
+    planned: float
+    measured: float
+    text: Any  # of a number
+
+    @property
+    def error(self) -> float:
+        """Planned over measured, less one."""
+        return self.planned / self.measured - 1
+
+    def line(self) -> list[str]:
+        """A row of the table."""
+        return [self.name, self.text(self.planned), self.text(self.measured), f"{self.error:+.0%}"]
+
+
+def plans_of(runs: Sequence[Run], *, make: bool) -> dict[Path, Mapping[str, Any]]:
+    """The plans that runs kept, by their folders; with `make` also what the plan says now of the others."""
+    found = {run.path: run.plan() or (_planned_now(run) if make else None) for run in runs}
+    return {path: plan for path, plan in found.items() if plan is not None}
+
+
+def _planned_now(run: Run) -> dict[str, Any] | None:
+    """The plan of a run for the machine it ran on; None where its files do not say enough."""
+    from darkroom.plan.foretell import foretell
+    from darkroom.recipe import Recipe
+
+    bill = run.bill()
+    with suppress(DarkroomError, ValueError, TypeError, KeyError, OSError):
+        there = Machine.from_dict(run.environment["machine"])
+        on = None if there.name == machine().name else there
+        recipe = Recipe.model_validate(run.recipe)
+        found = foretell(recipe, bill.num_devices if bill else 1, count=True, on=on)
+        return None if found is None else {**found, "made_for_report": True}
+    return None
+
+
+def planned_table(one: Told, *, titled: bool) -> str:
+    """The table of one run; nothing without a plan or a bill."""
+    if one.plan is None or one.bill is None or not one.rows:
+        return ""
+    found = list(pairs(one.plan, one.bill, one.rows, one.recipe, one.environment))
+    if not found:
+        return ""
+    title = f"<h3>{html.escape(one.name)}</h3>" if titled else ""
+    table = html.table(HEADER, [pair.line() for pair in found], frozenset((1, 2, 3)))
+    return (
+        f'{title}{table}<p class="note" style="margin-top: 8px">{html.escape(_note(one.plan, one.bill))}</p>'
+    )
+
+
+def pairs(
+    plan: Mapping[str, Any],
+    bill: Bill,
+    rows: Sequence[Mapping[str, Any]],
+    recipe: Mapping[str, Any],
+    environment: Mapping[str, Any],
+) -> Iterator[Pair]:
+    """What was planned and measured of a run so far; the plan's hours and dollars are of the steps made."""
+    rates = [row["images_per_s"] for row in rows if row.get("images_per_s")]
+    batch = recipe.get("train", {}).get("global_batch") or plan["batch"]["global"]
+    if rates:
+        rate = median(rates)
+        yield Pair("step time", plan["step_s"]["total"], batch / rate, format_seconds)
+        yield Pair("images/s", plan["images_per_s"], rate, lambda number: f"{number:,.3g}")
+    if bill.peak_memory_bytes:
+        held = 0 if _on_gpu(plan) else environment.get("resident_bytes") or 0
+        grown = bill.peak_memory_bytes - held
+        if grown > 0:
+            yield Pair("peak memory", plan["peak_bytes"], grown, format_bytes)
+    made = (rows[-1].get("step") or 0) / plan["steps"]
+    if made and bill.wall_s:
+        yield Pair("time", plan["hours"] * made * 3600, bill.wall_s, format_seconds)
+    if made and bill.usd and plan["cost"]["usd"]:
+        yield Pair("cost", plan["cost"]["usd"] * made, bill.usd, format_usd)
+
+
+def _on_gpu(plan: Mapping[str, Any]) -> bool:
+    return not str(plan["device"]).startswith("CPU")
+
+
+def _note(plan: Mapping[str, Any], bill: Bill) -> str:
+    when = "made for this report" if plan.get("made_for_report") else "made as the run began"
+    batch = ", ".join(f"{name} {number}" for name, number in plan["batch"].items())
+    parts = [
+        f"The plan is of {plan['count']} x {plan['device']} in {plan['precision']}, batch: {batch}; {when}",
+        "measured time and cost include start-up, checkpoints, samples and held-out losses"
+        + (f" ({bill.parts['train'] / bill.wall_s:.0%} was training)" if bill.parts.get("train") else ""),
+    ]
+    return "; ".join([*parts, *([] if _on_gpu(plan) else [CPU_MEMORY])]) + "."

@@ -1,0 +1,112 @@
+"""Serving planned from a trace: more or heavier requests need more cards, and wrong lines are named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from darkroom.cli import main
+from darkroom.hardware.cards import cards
+from darkroom.measure.trace import draw_trace
+from darkroom.plan import ask
+from darkroom.plan.jobs import Where
+from darkroom.plan.roofline import Software
+from darkroom.plan.trace import Server, fewest_devices, plan_trace, read_trace, serve
+
+SIZES = [(64, 64), (64, 48)]
+
+
+@pytest.fixture(scope="module")
+def profiles():
+    return {size: ask.picture_profile("tiny", *size, False, "bf16", "fused") for size in SIZES}
+
+
+@pytest.fixture
+def file(tmp_path):
+    """What `bench serve` asks for, a request a line."""
+    path = tmp_path / "trace.jsonl"
+    drawn = draw_trace(60, seed=0, sizes=SIZES)
+    path.write_text("\n".join(json.dumps(asked.plain()) for asked in drawn) + "\n")
+    return path
+
+
+def server_of(profiles, precision="fp16"):
+    return Server(profiles, Where(cards()["T4"]), Software(precision))
+
+
+def told(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", "serve", "--model", "tiny", "--gpu", "T4", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return exit_.value.code, out, err
+
+
+def test_a_request_alone_takes_its_text_steps_and_decoding(profiles, file):
+    server, request = server_of(profiles), read_trace(file)[0]
+    alone = serve([request], server, 1)
+    seconds = server.seconds("text", request.size, 2) + server.seconds("decode", request.size, 1)
+    seconds += request.steps * server.seconds("denoise", request.size, request.rows)
+    assert alone.p95_s == pytest.approx(seconds)
+    assert alone.busy == pytest.approx(seconds / (request.at + seconds))
+
+
+def test_denser_requests_need_more_cards_and_all_keep_the_goal(profiles, file):
+    server = server_of(profiles)
+    goal = 1.5 * max(serve([request], server, 1).p95_s for request in read_trace(file))
+    needed = []
+    for rate in (1, 20, 200):
+        requests = read_trace(file, rate)
+        found = fewest_devices(requests, server, goal)
+        assert found.p95_s <= goal
+        assert found.devices == 1 or serve(requests, server, found.devices - 1).p95_s > goal
+        needed.append(found.devices)
+    assert needed == sorted(needed)
+    assert needed[-1] > needed[0]
+
+
+def test_steps_and_guidance_are_the_requests_own(profiles, file):
+    requests = read_trace(file, 20)
+    heavy = [replace(request, steps=3 * request.steps, guidance=7.5) for request in requests]
+    where = Where(cards()["T4"])
+    light_plan, heavy_plan = (
+        plan_trace(asked, 1e3, profiles, where, Software("fp16")) for asked in (requests, heavy)
+    )
+    assert heavy_plan.flops_an_image > 2.5 * light_plan.flops_an_image
+    assert heavy_plan.extra["busy"] > light_plan.extra["busy"]
+    assert heavy_plan.images_per_s == light_plan.images_per_s == pytest.approx(60 / requests[-1].at)
+
+
+def test_the_verb_plans_a_trace(capsys, file):
+    code, out, err = told(capsys, "--trace", file, "--rate", 5, "--json")
+    assert code == 0, err
+    plan = json.loads(out)["plans"][0]
+    assert plan["fits"]
+    assert plan["extra"]["latency_p95_s"] <= 10
+    assert any("60 requests" in note and "64x48, 64x64" in note for note in plan["notes"])
+    code, out, _ = told(capsys, "--trace", file, "--latency", 1e-6)
+    assert "does NOT fit" in out
+    assert "out of reach" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ('{"at": 0.5}', "line 2"),
+        ('{"at": 1, "width": 64, "height": 64, "steps": 0, "guidance": 1}', "line 2"),
+        ('{"at": NaN, "width": 64, "height": 64, "steps": 9, "guidance": 1}', "line 2"),
+        ("[1, 2]", "line 2"),
+        (None, "no requests"),
+    ],
+)
+def test_a_wrong_line_is_named(capsys, tmp_path, line, word):
+    path = tmp_path / "trace.jsonl"
+    good = '{"at": 0, "width": 64, "height": 64, "steps": 9, "guidance": 1}'
+    path.write_text("" if line is None else f"{good}\n{line}\n")
+    code, _, err = told(capsys, "--trace", path)
+    assert code == 2
+    assert word in err
+    assert len(err.strip().splitlines()) == 1
+    code, _, err = told(capsys, "--trace", tmp_path / "none.jsonl")
+    assert code == 2
