@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 from cluster_material import made_store
 
 from darkroom.cluster import encoders, prepare
-from darkroom.cluster.encoders import Bounds, Encoder, Pool
+from darkroom.cluster.encoders import Bounds, Encoder, Pool, check_room
 from darkroom.cluster.feed import share_of
 from darkroom.cluster.keeper import Keeper, SharedPool, Told
-from darkroom.cluster.prepare import Ask, _Fragments, cut_block, parts_folder
+from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_folder
+from darkroom.cluster.room import Room
 from darkroom.cluster.usage import Use
 from darkroom.data.races import vanished
-from darkroom.errors import DarkroomError, StoreError
+from darkroom.errors import DarkroomError, InputError, StoreError
 from darkroom.prepare.notes import Notes
 from darkroom.train.ranks import Ranks
 
@@ -70,6 +72,35 @@ def test_all_cpu_tasks_are_shared_out() -> None:
     shares = [share_of(13, Ranks(rank, 8)) for rank in range(8)]
     assert (sum(shares), max(shares) - min(shares)) == (13, 1)
     assert [share_of(2, Ranks(rank, 4)) for rank in range(4)] == [1, 1, 1, 1]
+
+
+def test_encoders_are_counted_node_by_node() -> None:
+    with pytest.raises(InputError, match="1 encoders of 4 CPUs each: the nodes have room for 0 .* 2 CPUs"):
+        check_room(Bounds(1, 1, fraction=4), [{"CPU": 2.0}] * 4)
+    check_room(Bounds(4, 4, fraction=0.5), [{"GPU": 1.0}, {"GPU": 1.0}])
+    with pytest.raises(InputError, match="5 encoders of 0.5 GPUs each: the nodes have room for 4"):
+        check_room(Bounds(5, 5, fraction=0.5), [{"GPU": 1.0}, {"GPU": 1.0}])
+    room = Room(((2, 0), (7, 2), (4, 8)))
+    assert (room.holds(1, 0), room.holds(3, 0), room.holds(1, 1), room.holds(4, 1)) == (13, 3, 6, 2)
+
+
+def test_the_cpu_stage_follows_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: list[dict[str, float]] = [{"CPU": 4.0}]
+    monkeypatch.setattr(prepare, "_nodes", lambda: nodes)
+    monkeypatch.setattr(prepare, "options_of", lambda bounds: {"num_gpus": 0})
+    use, sized = Use(1), _Sized(Bounds(1, 4))
+    sized.fit(use, 1)
+    assert use.cpu_workers == 3
+    nodes.append({"CPU": 8.0})
+    sized.fit(use, 3)
+    assert use.cpu_workers == 9
+    replace(sized, said=2).fit(use, 3)
+    assert use.cpu_workers == 2
+    nodes.clear()
+    sized.fit(use, 0)
+    assert use.cpu_workers == 1
+    replace(sized, grows=True).fit(use, 0)  # an autoscaler sees what waits
+    assert use.cpu_workers == 9
 
 
 def test_fragments_are_cut_when_their_turn_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

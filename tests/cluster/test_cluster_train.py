@@ -197,7 +197,7 @@ def test_an_error_that_nobody_foresaw_is_told_by_its_type_and_last_line(recipe, 
     (tmp_path / "file").write_text("no folder")
     ray = ("--engine", "ray", "--ray-address", "local", "--max-failures", "0")
     said = trained(recipe, tmp_path / "file" / "run", *ray, code=1)
-    assert "NotADirectoryError: [Errno 20]" in said, said
+    assert "FileExistsError: [Errno 17] File exists" in said, said
     assert "--max-failures is 0" in said
     assert "Traceback" not in said
 

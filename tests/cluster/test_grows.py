@@ -29,7 +29,7 @@ def test_a_job_waits_for_a_type_of_nodes_that_comes_later(cluster, recipe, tmp_p
     assert "or say --grows" in refused
 
     asked += ("--grows", "train.device=cpu")
-    waits = rf"waiting for 2 workers: each needs 1 CPUs on a node of type {LATE} \(0 up\); free: "
+    waits = rf"waiting for 2 workers to start: each needs 1 CPUs on a node of type {LATE} \(0 up\); free: "
     stopped = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
     stopped.wait_for(f"waits for nodes of type {LATE}")
     stopped.wait_for(waits)

@@ -51,10 +51,11 @@ def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str
     import ray
 
     total, left = ray.cluster_resources(), ray.available_resources()
-    needs = [f"{amount:g} {kind}s" for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount]
-    free = [f"{left.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("GPU", "CPU")]
+    asked = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
+    needs = [f"{amount:g} {kind}s" for kind, amount in asked.items()]
+    free = [f"{left.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in asked]
     of = ""
     if accelerator is not None:
         there = sum(f"{TYPE}{accelerator}" in node["Resources"] for node in ray.nodes() if node["Alive"])
         of = f" on a node of type {accelerator} ({there} up)"
-    return f"waiting for {what}: each needs {' and '.join(needs)}{of}; free: {', '.join(free)}"
+    return f"waiting for {what} to start: each needs {' and '.join(needs)}{of}; free: {', '.join(free)}"
