@@ -8,16 +8,19 @@ import time
 
 import pytest
 import torch
+from PIL import Image
 
 from darkroom import models, sample
 from darkroom.models.bank import Bank
 from darkroom.sample.backends import open_backend
 from darkroom.serve.aside import places_for
 from darkroom.serve.engine import Engine
+from darkroom.serve.glance import Glance
 from darkroom.serve.library import Library
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice, PictureRequest
-from darkroom.serve.studio import settings_of, shape_of
+from darkroom.serve.studio import Studio, settings_of, shape_of
+from darkroom.serve.texts import Texts
 from darkroom.serve.work import Work
 from serve.conftest import NUM_ADAPTERS, difference
 
@@ -372,3 +375,88 @@ def test_works_that_are_to_be_alone_share_no_step(small, suspects):
         running.waiting.wait(4)
     assert together[: 4 * suspects] == [1] * 4 * suspects
     assert max(together) == 4 - suspects if suspects else max(together) > 2
+
+
+def test_texts_that_wait_are_encoded_in_one_call(small):
+    prompts = [f"a {colour} circle" for colour in ("red", "blue", "green", "large", "small")]
+    steps, calls = threading.Semaphore(0), []
+    with Running(small, unet=released_by(steps), lanes=1, capacity=99) as running:
+        encoder = running.model.text_encoders[0]
+        hook = encoder.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
+        running.work("first", PictureRequest(prompt="a horse", seed=1, steps=2))
+        while not running.engine.rows():  # its step waits in the only lane
+            time.sleep(0.002)
+        works = [
+            running.work(prompt, PictureRequest(prompt=prompt, seed=i, steps=3))
+            for i, prompt in enumerate(prompts)
+        ]
+        while any(work.started_s is None for work in works):
+            time.sleep(0.002)
+        steps.release(99)
+        running.waiting.wait(6)
+        hook.remove()
+    assert set(running.waiting.over.values()) == {None}
+    assert calls == [2, 5]  # the negative text is known by then
+    for i, work in enumerate(works):
+        lone = sample.generate(small, prompts[i], seed=i, steps=3, optimise="none", notice=lambda _: None)
+        assert difference(work.pictures[0].image, lone[0].image) <= 1
+
+
+def test_a_text_that_cannot_be_read_fails_alone_and_what_is_kept_of_texts_is_bounded(small):
+    studio = Studio(small, open_backend("torch", small, optimise="none"))
+    waiting = Waiting()
+    texts = ["a horse", "a " * 16 * 80, "a cat", "two parts " * 50]
+    requests = [PictureRequest(prompt=text, seed=1, steps=2) for text in texts]
+    works = [Work(str(i), "key", one, shape_of(small, one), waiting) for i, one in enumerate(requests)]
+    [(failed, error)] = studio.prepare(works, None)
+    assert failed is works[1]
+    assert "parts" in str(error)
+    assert all(work.prepared is not None for work in works if work is not failed)
+    assert any("parts" in note for note in works[3].prepared.notes)
+    one_bytes = works[0].prepared.positives[0].text_LD.nbytes
+    texts = Texts(small, most_bytes=2 * one_bytes)
+    texts.read(works)
+    assert texts.bytes <= 2 * one_bytes
+    assert len(texts._kept) == 2
+    kept = [condition.text_LD for condition, _ in texts._kept.values()]
+    assert all(text.untyped_storage().nbytes() == one_bytes for text in kept)  # of a call they hold no more
+
+
+def test_previews_of_larger_pictures_take_no_vae(small):
+    decoded = []
+    with Running(small) as running:
+        decode = running.engine.studio.backend.decode
+        running.engine.studio.backend.decode = lambda latents: (
+            decoded.append(latents.shape) or decode(latents)
+        )
+        running.engine.studio.get_ready()
+        learnt = len(decoded)
+        wanted = PictureRequest(prompt="a horse", seed=1, steps=6, width=128, height=96, previews=3)
+        work = running.work("large", wanted)
+        running.waiting.wait(1)
+    assert running.waiting.over == {"large": None}
+    assert learnt == 1
+    assert [shape[0] for shape in decoded[learnt:]] == [1]  # the picture itself
+    assert [preview.image.size for preview in work.previews] == [(128, 96)] * len(work.previews)
+    assert work.previews
+
+
+def test_a_glance_finds_how_a_vae_mixes_its_channels():
+    mixed = torch.randn(4, 3, generator=torch.Generator().manual_seed(3)) * 10
+    draw = torch.Generator().manual_seed(4)
+
+    class Mixing:
+        device, dtype = torch.device("cpu"), torch.float32
+
+        def decode(self, latents_BCHW):
+            values = latents_BCHW.movedim(1, -1) @ mixed + torch.tensor([100.0, 120.0, 140.0])
+            large = values.repeat_interleave(8, 1).repeat_interleave(8, 2).clamp(0, 255).to(torch.uint8)
+            return [Image.fromarray(one.numpy()) for one in large]
+
+    glance = Glance.learnt(Mixing(), 4)
+    latents = torch.randn(1, 4, 1, 1, generator=draw).expand(1, 4, 20, 30)
+    [wanted] = Mixing().decode(latents)
+    seen = glance.at(latents[0], wanted.size)
+    assert seen.size == (240, 160)
+    assert difference(seen, wanted) <= 2
+    assert difference(glance.at(-latents[0], wanted.size), wanted) >= 10

@@ -73,6 +73,7 @@ class Engine:
         self._work_done, self._work_s = 0.0, 0.0
         self._condition = threading.Condition()
         self._queue = FairQueue()
+        self._unprepared: list[Ticket] = []  # admitted, with their adapters
         self._arrived: list[Ticket] = []  # prepared, to go aboard
         self._failed: list[tuple[Work, BaseException]] = []
         self._parked: list[Ticket] = []  # admitted, waiting for adapters
@@ -289,9 +290,14 @@ class Engine:
                 self.metrics.queue_seconds.observe(work.started_s - work.accepted_s)
                 work.listener.began(work)
         if tickets:
-            self.aside.put(lambda: self._prepare_aside(tickets))
+            with self._condition:
+                self._unprepared += tickets
+            self.aside.put(self._prepare_aside)
 
-    def _prepare_aside(self, tickets: list[Ticket]) -> None:
+    def _prepare_aside(self) -> None:
+        """Prepare all that waits for it: who came while this waited for its turn is taken along."""
+        with self._condition:
+            tickets, self._unprepared = self._unprepared, []
         works = [work for work in dict.fromkeys(ticket.work for ticket in tickets) if not work.over]
         failed = self.studio.prepare(works, self.library)
         with self._condition:

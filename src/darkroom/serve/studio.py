@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,9 @@ from darkroom import sample
 from darkroom.sample.backends import Backend
 from darkroom.sample.checks import checked_size, table_for
 from darkroom.sample.generate import second_pass
+from darkroom.serve.glance import Glance, channels_of
 from darkroom.serve.request import PictureRequest, Uploads
+from darkroom.serve.texts import Texts
 from darkroom.serve.work import Shape, Ticket, Work, preview_steps
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
     from darkroom.models import Model
     from darkroom.sample.adapters import Encode
-    from darkroom.serve.library import Lent, Library
+    from darkroom.serve.library import Library
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Of uploads."""
 Failures = list[tuple[Work, BaseException]]
-MOST_TEXTS = 256
-"""Encoded texts that are kept: 236 KB each for Stable Diffusion 1 in float32."""
+FEW_LATENTS = 16 * 16
+"""So few values a channel the VAE decodes in no time: previews of such pictures are as the picture itself."""
 
 
 def settings_of(request: PictureRequest) -> sample.GenerateSettings:
@@ -73,37 +74,6 @@ def _larger(
     return None if found is None else Shape(*found.size, len(found.table), evaluations)
 
 
-Text = tuple["sample.Condition", list[str]]
-
-
-class Texts:
-    """Texts as encoded lately: most requests share their negative text, and many a prompt comes again."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, Text] = OrderedDict()
-
-    def through(self, encode: Encode, told: Hashable) -> Encode:
-        """`encode`, with what is known taken from here; `told` is all else that the states depend on."""
-
-        def remembered(
-            prompts: Sequence[str], parts: Sequence[int]
-        ) -> tuple[list[sample.Condition], list[str]]:
-            texts = [self._text(encode, told, *one) for one in zip(prompts, parts, strict=True)]
-            return [condition for condition, _ in texts], [note for _, notes in texts for note in notes]
-
-        return remembered
-
-    def _text(self, encode: Encode, told: Hashable, prompt: str, parts: int) -> Text:
-        key = prompt, parts, told
-        if key not in self._kept:
-            [condition], notes = encode([prompt], [parts])
-            self._kept[key] = condition, notes
-            if len(self._kept) > MOST_TEXTS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
-
-
 class _Job(sample.Job):
     """A job whose texts may be known already."""
 
@@ -115,7 +85,7 @@ class _Job(sample.Job):
         encode = super()._encode(clip_skip)
         if self._texts is None:
             return encode
-        return self._texts.through(encode, (self.size, self.settings.weighting, clip_skip))
+        return self._texts.through(encode, self.settings.weighting, clip_skip, self.size)
 
 
 class Studio:
@@ -123,14 +93,19 @@ class Studio:
 
     def __init__(self, model: Model, backend: Backend) -> None:
         self.model, self.backend = model, backend
-        self._texts = Texts()
+        self._texts = Texts(model)
+        self._glance: Glance | None = None
+
+    def get_ready(self) -> None:
+        """What would keep the first jobs waiting: learn to glance at latents."""
+        self._glance = self._glance or Glance.learnt(self.backend, channels_of(self.model))
 
     def prepare(self, works: Sequence[Work], library: Library | None) -> Failures:
-        """Check and encode works; those that cannot be are returned with the reason."""
+        """Check and encode works, their texts together; those that cannot be are returned with the reason."""
         failed: Failures = []
-        for work in works:
-            if work.prepared is not None:
-                continue
+        fresh = [work for work in works if work.prepared is None]
+        self._texts.read(work for work in fresh if not _changes_texts(work, library))
+        for work in fresh:
             try:
                 work.prepared = self._prepared(work, library)
             except Exception as error:
@@ -141,7 +116,7 @@ class Studio:
         adapted = library.lend(work) if library is not None and work.adapters else None
         uploads = work.uploads or Uploads()
         return _Job(
-            None if adapted is not None and _changes_texts(adapted) else self._texts,
+            None if _changes_texts(work, library) else self._texts,
             self.model,
             [work.request.prompt],
             settings_of(work.request),
@@ -210,19 +185,28 @@ class Studio:
     def preview(
         self, previews: Sequence[tuple[Ticket, int, torch.Tensor]]
     ) -> list[tuple[Ticket, int, Image.Image]]:
-        """Decode what is on its way; what cannot be decoded is left out."""
+        """Show what is on its way; what cannot be shown is left out."""
         shown = []
         for ticket, index, latents_CHW in previews:
             try:
-                shown.append((ticket, index, self.backend.decode(latents_CHW[None])[0]))
+                shown.append((ticket, index, self._shown(ticket, latents_CHW)))
             except Exception:  # a preview is a courtesy: the picture itself will tell
                 continue
         return shown
 
+    def _shown(self, ticket: Ticket, latents_CHW: torch.Tensor) -> Image.Image:
+        if latents_CHW[0].numel() <= FEW_LATENTS:
+            return self.backend.decode(latents_CHW[None])[0]
+        self.get_ready()
+        assert self._glance is not None
+        return self._glance.at(latents_CHW, (ticket.shape.width, ticket.shape.height))
 
-def _changes_texts(adapted: Lent) -> bool:
-    assert adapted.bank is not None
-    return any(path.startswith("text_encoder") for path in adapted.bank.layers)
+
+def _changes_texts(work: Work, library: Library | None) -> bool:
+    """Whether its adapters have the text encoder read in a way of its own."""
+    if library is None or not work.adapters:
+        return False
+    return any(path.startswith("text_encoder") for path in library.bank.layers)
 
 
 def _opened(content: bytes | None) -> Image.Image | None:
