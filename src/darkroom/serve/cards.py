@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from darkroom.errors import InputError
 from darkroom.serve.engine import Engine
 from darkroom.serve.settings import ServeSettings
 
@@ -29,6 +30,8 @@ class ModelCard:
     solvers: tuple[str, ...]
     solver: str
     """The one it uses unless told otherwise."""
+    defaults: dict[str, dict[str, Any]]
+    """By solver: whether its sigmas are Karras', and its spacing, unless told otherwise."""
     guidance: float
     """The scale it draws with unless told otherwise."""
     precision: str
@@ -78,10 +81,22 @@ def model_card(model: Model, settings: ServeSettings) -> ModelCard:
         size_step=model.size_unit,
         solvers=sample.solvers_of(model.scheduler),
         solver=solver,
+        defaults={name: _usual(model, name) for name in sample.solvers_of(model.scheduler)},
         guidance=sample.GenerateSettings().resolved(solver, model.guidance).guidance or 0.0,
         precision=settings.precision,
         created_s=int(STARTED_S),
     )
+
+
+def _usual(model: Model, solver: str) -> dict[str, Any]:
+    """Nothing for a solver that the model's scheduler cannot be."""
+    from darkroom import sample
+
+    try:
+        table = sample.make_table(solver, model.scheduler, 4)
+    except InputError:
+        return {}
+    return {"karras": table.karras, "spacing": table.spacing}
 
 
 def status(engine: Engine | None, state: str, why: str, jobs: int) -> Status:

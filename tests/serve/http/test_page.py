@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from darkroom.serve.page import PATHS
+from needs import missing
 from serve.browser import CHROMIUM, Browser
 from serve.conftest import Server
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
 LONG = 100
 ENTER, ESCAPE, LEFT = 13, 27, 37
 
@@ -25,6 +25,8 @@ ENTER, ESCAPE, LEFT = 13, 27, 37
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory) -> Iterator[Browser]:
     """One browser for the file; what its scripts complained of fails the test that sees it."""
+    if CHROMIUM is None:
+        missing("no chromium here: apt-get install chromium")
     started = Browser(tmp_path_factory.mktemp("chromium"))
     yield started
     started.close()
@@ -71,7 +73,6 @@ def sheet(page: Browser) -> list[str]:
 DONE = "document.querySelector('.exposure')?.dataset.state === 'done'"
 
 
-@needs_chromium
 def test_a_picture_develops_and_is_that_of_the_api(page, server):
     expose(page, "a horse", steps=LONG, seed=11, num=2)
     page.until("Number(document.querySelector('.exposure').dataset.previews) >= 2")
@@ -92,7 +93,6 @@ def test_a_picture_develops_and_is_that_of_the_api(page, server):
     page.until("!document.querySelector('#viewer').open")
 
 
-@needs_chromium
 def test_escape_cancels_on_the_server(page, server):
     expose(page, "to be cancelled", steps=LONG, num=8)
     page.until("Number(document.querySelector('.exposure progress').value) > 0")
@@ -104,7 +104,6 @@ def test_escape_cancels_on_the_server(page, server):
 
 
 @pytest.mark.slow
-@needs_chromium
 def test_a_reload_keeps_pictures_form_and_the_job_on_its_way(page, server):
     expose(page, "kept", steps=4, seed=1)
     page.until(DONE)
@@ -118,7 +117,6 @@ def test_a_reload_keeps_pictures_form_and_the_job_on_its_way(page, server):
     assert sheet(page) == [*["on its way"] * 8, "kept"]
 
 
-@needs_chromium
 def test_a_dropped_png_gives_its_settings_back(page, server, tmp_path):
     request = {
         "prompt": "a dropped \u00e4pple",
@@ -154,7 +152,96 @@ def test_a_dropped_png_gives_its_settings_back(page, server, tmp_path):
     assert np.abs(np.asarray(made[0]).astype(int) - np.asarray(made[1])).max() <= 1
 
 
-@needs_chromium
+CHIPS = "[...document.querySelectorAll('#also li')].map(e => e.firstChild.textContent)"
+
+
+def test_what_the_form_has_no_field_for_is_shown_and_sent_along(page, server, tmp_path):
+    request = {
+        "prompt": "a (red:1.4) horse",
+        "steps": 12,
+        "guidance": 3.37,
+        "seed": 5,
+        "solver": "dpmpp_2m",
+        "karras": True,
+        "spacing": "trailing",
+        "guidance_rescale": 0.3,
+        "clip_skip": 1,
+        "weighting": "a1111",
+        "width": 32,
+        "height": 32,
+        "hires": {"scale": 1.5, "strength": 0.5, "steps": 6, "upscaler": "lanczos"},
+    }
+    job = server.http.post("/jobs", json=request).json()["id"]
+    server.finished(job)
+    file = tmp_path / "found.png"
+    file.write_bytes(server.http.get(f"/jobs/{job}/pictures/0").content)
+    page.drop(file, ".tray")
+    page.until(f"{CHIPS}.length === 6")
+    assert page.js(CHIPS) == [
+        "Karras sigmas",
+        "trailing timesteps",
+        "guidance rescale 0.3",
+        "clip skip 1",
+        "weights as in A1111",
+        "enlarged 1.5 times (lanczos), 50 % redone",
+    ]
+    assert page.js("document.querySelector('#lost').textContent") == ""
+    reopened(page, server)
+    assert len(page.js(CHIPS)) == 6
+    page.key("Enter", ENTER, control=True)
+    page.until(DONE)
+    again = server.http.get("/jobs?limit=1").json()["jobs"][0]
+    assert again["id"] != job
+    assert {name: again["request"][name] for name in request} == request
+    page.click("#also li:first-child button")
+    page.until(f"{CHIPS}.length === 5")
+    page.drop(plain_png(server, tmp_path), ".tray")
+    page.until(f"{CHIPS}.length === 0 && document.querySelector('#also-box').hidden")
+
+
+def plain_png(server: Server, folder: Path) -> Path:
+    job = server.http.post("/jobs", json={"prompt": "plain", "steps": 2, "solver": "ddim"}).json()["id"]
+    server.finished(job)
+    (folder / "plain.png").write_bytes(server.http.get(f"/jobs/{job}/pictures/0").content)
+    return folder / "plain.png"
+
+
+def test_a_picture_of_a1111_is_restored_and_what_cannot_be_is_told(page, server, tmp_path):
+    told = PngImagePlugin.PngInfo()
+    told.add_text(
+        "parameters",
+        "a [red] horse <lora:style2:0.5> <lora:nobody:1>\nNegative prompt: fog\nSteps: 6, "
+        "Sampler: DPM++ 2M Karras, CFG scale: 7, Seed: 3, Size: 32x24, Model hash: abc, Model: other, "
+        "Clip skip: 2, ENSD: 31337, Version: v1.6.0",
+    )
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=told)
+    page.drop(tmp_path / "a.png", ".tray")
+    page.until(f"{CHIPS}.length === 3")
+    assert page.js(CHIPS) == ["Karras sigmas", "clip skip 1", "weights as in A1111"]
+    lost = page.js("document.querySelector('#lost').textContent")
+    assert lost == "Not restored: ensd 31337, the model other, adapter nobody"
+    page.look(390, 844, phone=True)
+    assert page.js("document.documentElement.scrollWidth") <= 390
+    page.look(1280, 900)
+    page.key("Enter", ENTER, control=True)
+    page.until(DONE)
+    made = server.http.get("/jobs?limit=1").json()["jobs"][0]["request"]
+    expected = {
+        "prompt": "a [red] horse",
+        "negative": "fog",
+        "steps": 6,
+        "seed": 3,
+        "solver": "dpmpp_2m",
+        "karras": True,
+        "clip_skip": 1,
+        "weighting": "a1111",
+        "width": 32,
+        "height": 24,
+        "adapters": [{"name": "style2", "weight": 0.5}],
+    }
+    assert {name: made[name] for name in expected} == expected
+
+
 def test_a_painted_mask_is_what_is_redone(page, server, tmp_path):
     start = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
     start.save(tmp_path / "start.png")
@@ -180,7 +267,6 @@ def test_a_painted_mask_is_what_is_redone(page, server, tmp_path):
     assert change[-width // 3 :].mean() < 5
 
 
-@needs_chromium
 def test_a_refusal_is_told_at_its_field(page):
     expose_nothing = "document.querySelector('#seed').ariaInvalid"
     page.write("#prompt", "a")
@@ -191,7 +277,6 @@ def test_a_refusal_is_told_at_its_field(page):
     page.errors = [one for one in page.errors if "422" not in one]
 
 
-@needs_chromium
 def test_the_server_s_page_counts(page, server):
     page.open(f"{server.url}/server")
     page.until("document.querySelector('#state').dataset.state === 'ready'")
@@ -202,7 +287,6 @@ def test_the_server_s_page_counts(page, server):
     server.http.delete("/jobs/watched")
 
 
-@needs_chromium
 def test_everything_has_a_name_and_fits_a_phone(page):
     unnamed = page.js(
         "[...document.querySelectorAll('input, select, textarea, button, canvas')].filter(e =>"
@@ -215,7 +299,6 @@ def test_everything_has_a_name_and_fits_a_phone(page):
 
 
 @pytest.mark.slow
-@needs_chromium
 def test_a_key_is_asked_for_and_sent_with_everything(chromium, model_folder, tmp_path):
     from darkroom.serve.keys import make_key
 

@@ -21,6 +21,7 @@ FILES = (
     "style.css",
     "icon.svg",
     "app.js",
+    "also.js",
     "common.js",
     "keep.js",
     "mask.js",

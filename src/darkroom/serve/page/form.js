@@ -1,10 +1,12 @@
 // The form: what the model allows, what is kept between visits, and what it says as a request.
+import { Also } from "./also.js";
 import { $, kept, make, say } from "./common.js";
 import { Painter } from "./mask.js";
 import { adaptersOf } from "./view.js";
 
 const SHAPES = [["1:1", 1, 1], ["3:2", 3, 2], ["2:3", 2, 3], ["16:9", 16, 9], ["9:16", 9, 16]];
 const PLAIN = ["prompt", "negative", "width", "height", "steps", "guidance", "seed", "num", "solver", "strength", "enlarge"];
+const FINE = { steps: 1, guidance: 0.1, strength: 0.05 }; // of the sliders
 const REFINED = 0.6; // of the steps, once more at the larger size
 const MOST_SIDE = 2048;
 const MOST_BYTES = 6e6;
@@ -13,10 +15,12 @@ export class Form {
   constructor() {
     this.adapters = new Map();
     this.start = null;
+    this.also = new Also(() => this.keep());
     this.painter = new Painter(() => this.showStart());
     for (const id of ["steps", "guidance", "strength"]) $(id).addEventListener("input", () => this.tellSlides());
     $("form").addEventListener("input", () => this.keep());
     $("adapter-add").onchange = () => this.addAdapter($("adapter-add").value, 1);
+    $("enlarge").onchange = () => this.also.without("hires");
     $("start-file").onchange = () => { const [file] = $("start-file").files; if (file) this.startFrom(file); };
     $("start-clear").onclick = () => this.clearStart();
     $("mask-open").onclick = () => this.painter.open();
@@ -101,30 +105,58 @@ export class Form {
     if (!this.model) return;
     this.tellSlides();
     const told = Object.fromEntries(PLAIN.map((id) => [id, $(id).value]));
-    kept.set(`form of ${this.model.name}`, { ...told, adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })) });
+    kept.set(`form of ${this.model.name}`, { ...told, adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })), ...this.also.told });
   }
 
   /** Take up settings: of a picture, or of the last visit. What they do not say stays. */
   restore(told) {
+    const lost = this.lost(told);
     if (told.enlarge === undefined) told = { ...told, ...this.firstPass(told) };
-    for (const id of PLAIN) if (told[id] !== undefined && told[id] !== null) $(id).value = told[id];
+    for (const id of PLAIN) if (told[id] !== undefined && told[id] !== null) this.put(id, told[id]);
     if (!$("solver").value) $("solver").value = this.model.solver;
     if (told.adapters) {
       this.adapters = new Map(adaptersOf(told).filter((one) => this.known.has(one.name)).map((one) => [one.name, Number(one.weight ?? 1)]));
     }
     this.showAdapters();
+    this.also.restore(told, this.model.defaults[$("solver").value], lost);
     $("negative-box").open = !!$("negative").value;
     this.keep();
   }
 
-  /** Of a picture's settings: the size before it was enlarged, and by how much. */
+  /** A field's value; a slider is made as long and as fine as it takes. */
+  put(id, value) {
+    const field = $(id);
+    if (field.type === "range") {
+      field.step = FINE[id];
+      if (Number(value) > Number(field.max)) field.max = Math.min(this.model.limits[id] ?? 1, Number(value));
+      field.value = value;
+      if (Number(field.value) !== Number(value)) field.step = "any";
+    }
+    field.value = value;
+  }
+
+  /** What of a picture's settings there is no way to take up here, in words. */
+  lost(told) {
+    const lost = [...(told.lost ?? [])];
+    const { name, solvers, limits } = this.model;
+    if (told.model && told.model !== name) lost.push(`the model ${told.model}`);
+    if (told.solver && !solvers.includes(told.solver)) lost.push(`solver ${told.solver}`);
+    lost.push(...adaptersOf(told).filter((one) => !this.known.has(one.name)).map((one) => `adapter ${one.name}`));
+    for (const id of ["steps", "guidance"]) if (told[id] > limits[id]) lost.push(`${told[id]} ${id}`);
+    if (told.image) lost.push(told.mask ? "the picture it started from, and its mask" : "the picture it started from");
+    return lost;
+  }
+
+  /** Of a picture's settings: the size before it was enlarged, and by how much, if not as the form does it. */
   firstPass({ width, height, hires }) {
     const scale = hires?.scale;
     if (!scale || !width) return { enlarge: "" };
-    const known = [...$("enlarge").options].some((one) => Number(one.value) === scale);
     const step = this.model.size_step;
     const before = (side) => Math.round(side / scale / step) * step;
-    return known ? { enlarge: String(scale), width: before(width), height: before(height) } : { enlarge: "" };
+    const first = { width: before(width), height: before(height) };
+    const plain = hires.strength === REFINED && !hires.steps && hires.upscaler === "latent";
+    if (plain && [...$("enlarge").options].some((one) => Number(one.value) === scale)) return { ...first, enlarge: String(scale), hires: null };
+    return { ...first, enlarge: "" };
   }
 
   // ---- the picture to start from
@@ -141,6 +173,7 @@ export class Form {
     const canvas = make("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
     canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
     this.start = await encoded(blob, canvas, scale);
+    this.also.without("hires");
     this.painter.set(canvas);
     const [width, height] = this.sized(canvas.width / canvas.height);
     Object.assign($("width"), { value: width });
@@ -177,6 +210,7 @@ export class Form {
       width: number("width"), height: number("height"), steps, guidance: number("guidance"),
       solver: $("solver").value || null,
       adapters: [...this.adapters].map(([name, weight]) => ({ name, weight })),
+      ...this.also.told,
       previews: Math.max(0, Math.min(this.model.limits.previews, steps - 1)),
     };
     if (this.start) Object.assign(told, { image: this.start, mask: await this.painter.base64(), strength: number("strength") });

@@ -2,9 +2,14 @@
 
 const SOLVERS = {
   "euler a": "euler_a", "euler": "euler", "ddim": "ddim", "plms": "pndm", "unipc": "unipc", "lcm": "lcm",
-  "dpm++ 2m": "dpmpp_2m", "dpm++ 2m karras": "dpmpp_2m", "dpm++ 2m sde": "dpmpp_2m_sde",
-  "dpm++ 2m sde karras": "dpmpp_2m_sde",
+  "dpm++ 2m": "dpmpp_2m", "dpm++ 2m sde": "dpmpp_2m_sde",
 };
+const UPSCALERS = { "latent": "latent", "latent (bilinear)": "latent", "lanczos": "lanczos" };
+// What A1111's text says that is restored, or that says nothing of the settings.
+const READ = new Set(["steps", "sampler", "schedule type", "cfg scale", "seed", "size", "model", "eta", "clip skip",
+  "cfg rescale", "denoising strength", "hires upscale", "hires steps", "hires upscaler",
+  "version", "model hash", "vae hash", "lora hashes", "ti hashes", "hashes", "user", "time taken"]);
+const TAG = /<lora:([^:<>]+)(?::([^:<>]*))?>/g;
 const SIGNATURE = [0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a];
 const MOST_TEXT = 1 << 20;
 
@@ -76,12 +81,51 @@ function ofA1111(text) {
   for (const [, name, quoted, plain] of lines[last].matchAll(/([\w ]+): (?:"((?:[^"\\]|\\.)*)"|([^,]*))(?:, |$)/g)) {
     facts[name.trim().toLowerCase()] = quoted ?? plain;
   }
-  const head = lines.slice(0, last).join("\n");
-  const [prompt, negative] = head.split(/\n?Negative prompt: /);
-  const [width, height] = (facts.size ?? "").split("x").map(Number);
+  const [prompt, negative] = lines.slice(0, last).join("\n").split(/\n?Negative prompt: /);
+  const number = (name) => (facts[name] !== undefined && Number.isFinite(Number(facts[name])) ? Number(facts[name]) : undefined);
+  const ours = facts.version?.startsWith("darkroom");
+  const lost = Object.keys(facts).filter((name) => !READ.has(name)).map((name) => `${name} ${facts[name]}`.slice(0, 60));
   return {
-    prompt: prompt.trim(), negative: negative?.trim() ?? "", steps: Number(facts.steps),
-    guidance: Number(facts["cfg scale"]) || undefined, seed: facts.seed, width, height,
-    solver: SOLVERS[(facts.sampler ?? "").toLowerCase()],
+    prompt: ours ? prompt.trim() : prompt.replace(TAG, " ").replace(/ {2,}/g, " ").trim(), negative: negative?.trim() ?? "",
+    steps: number("steps"), guidance: number("cfg scale"), seed: facts.seed, model: facts.model,
+    ...(ours ? {} : { adapters: tagged(prompt), weighting: "a1111" }),
+    ...sampled(facts, number, lost), ...passes(facts, number, ours, lost), lost,
+  };
+}
+
+function tagged(prompt) {
+  return [...prompt.matchAll(TAG)].map(([, name, weight]) => ({ name: name.trim(), weight: Number(weight ?? 1) || 0 }));
+}
+
+function sampled(facts, number, lost) {
+  const name = (facts.sampler ?? "").toLowerCase();
+  const plain = name.replace(/ karras$/, "");
+  const type = (facts["schedule type"] ?? "").toLowerCase();
+  if (type && !["automatic", "uniform", "karras"].includes(type)) lost.push(`schedule ${type}`);
+  const solver = SOLVERS[plain] ?? (plain || undefined);
+  const skip = number("clip skip");
+  if (solver !== "ddim" && facts.eta !== undefined) lost.push(`eta ${facts.eta}`);
+  return {
+    solver, karras: plain !== name || type === "karras" || (type === "uniform" ? false : undefined),
+    eta: solver === "ddim" ? number("eta") : undefined, guidance_rescale: number("cfg rescale"),
+    clip_skip: skip === undefined ? undefined : Math.max(0, skip - 1), // A1111 counts the last layer as 1
+  };
+}
+
+/** Size and second pass. A1111 tells the size before it, darkroom the one after; both strengths have one name. */
+function passes(facts, number, ours, lost) {
+  const [across, down] = (facts.size ?? "").split("x").map((side) => Number(side) || undefined);
+  const scale = number("hires upscale");
+  const strength = number("denoising strength");
+  if (!scale) return { width: across, height: down, strength, image: strength === undefined ? undefined : "unknown" };
+  const whole = ours ? 1 : scale;
+  const upscaler = UPSCALERS[(facts["hires upscaler"] ?? "latent").toLowerCase()];
+  if (!upscaler) {
+    lost.push(`hires upscaler ${facts["hires upscaler"]}`);
+    return { width: across, height: down };
+  }
+  return {
+    width: across && Math.round(across * whole), height: down && Math.round(down * whole),
+    hires: { scale, strength: strength ?? 0.7, steps: number("hires steps") || null, upscaler },
   };
 }
