@@ -36,6 +36,7 @@ from darkroom.measure.finetuning_costs import (
 )
 from darkroom.measure.finetuning_quality import Followed, Judging, balance, best_rows, follow_rates
 from darkroom.measure.growing import Growing
+from darkroom.report.finetuning import write_finetuning
 
 SIDE = 32
 
@@ -145,7 +146,7 @@ def weighed(content, repeats):
     return {
         "seconds": [0.5] * repeats, "warmup_s": 1.0, "load": 0.0, "peak_bytes": 10**9, "device": "cpu",
         "above_start_bytes": 1, "trained_state_bytes": 160, "trained": 10, "total": 1000, "rows": 1,
-        "precision": "float32", "threads": 1,
+        "precision": "float32", "threads": 1, "host_peak_bytes": 10**9,
     }  # fmt: skip
 
 
@@ -163,7 +164,7 @@ def test_a_case_that_finds_no_memory_is_a_row_and_what_is_kept_is_not_measured_a
     monkeypatch.setattr(finetuning_costs, "alone", alone)
     bench = bench_of(root, methods=("full", "lora"), ranks=(2,))
     for _ in range(2):  # once measured, once read from the table
-        table = Growing(tmp_path / "rows.csv")
+        table = Growing(tmp_path / "measurements.csv")
         rows = step_rows(bench, table=table)
         rows += largest_rows(bench, budget_bytes=1, table=table)
         assert [(r.settings["batch"], r.note) for r in rows if r.images_per_s is None] == [
@@ -174,8 +175,11 @@ def test_a_case_that_finds_no_memory_is_a_row_and_what_is_kept_is_not_measured_a
         ]
         assert [r.images_per_s for r in rows if r.images_per_s] == [2.0, 2.0]
         assert len(asked) == 6
-        assert [r.case for r in read_csv(tmp_path / "rows.csv")] == [r.case for r in rows]
+        assert [r.case for r in read_csv(tmp_path / "measurements.csv")] == [r.case for r in rows]
     assert parameter_rows(rows)[0].settings["trained"] == 10
+    # The page is written of what there is: a case that found no memory is a cross in the plots.
+    plots, _ = write_finetuning(table.rows, {}, bench, tmp_path)
+    assert [plot.stem for plot in plots] == ["memory", "memory-by", "speed", "largest-batch"]
 
 
 def test_a_process_without_memory_is_told_from_one_with_a_mistake():
@@ -314,6 +318,6 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
     assert len({one.settings["subject_fidelity"] for one in base}) == 1  # one base, drawn once
     tuned = [one for one in rows if one.benchmark == FIDELITY and one.settings["step"] == 2]
     assert all(one.settings["subject_fidelity"] != base[0].settings["subject_fidelity"] for one in tuned)
-    for name in ("fidelity", "rates", "memory", "speed", "pictures", "best"):
+    for name in ("fidelity", "rates", "memory", "memory-by", "speed", "pictures", "best"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
     assert Path(found["page"]).read_text().count("<img") >= 6

@@ -53,7 +53,15 @@ def _failed_row(bench: Finetuning, case: Case, failure: str) -> Measurement:
 
 def _step_row(bench: Finetuning, case: Case, found: Mapping[str, Any]) -> Measurement:
     timing = Timing(case.name, tuple(found["seconds"]), found["warmup_s"], found["load"])
-    kept = ("trained", "total", "trained_state_bytes", "above_start_bytes", "rows", "threads")
+    kept = (
+        "trained",
+        "total",
+        "trained_state_bytes",
+        "above_start_bytes",
+        "host_peak_bytes",
+        "rows",
+        "threads",
+    )
     settings = {"model": Path(bench.base).name, "source": "measured"} | {name: found[name] for name in kept}
     return measurement(
         STEP,
@@ -145,7 +153,7 @@ def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
         before, job, inputs = _open(content, Path(folder))
         device = str(job.device)
         seconds = []
-        peak = PeakMemory(device)
+        peak, host = PeakMemory(device), PeakMemory("cpu")
         for k in range(WARMUP + repeats):
             synchronise(device)
             start = time.perf_counter()
@@ -159,6 +167,7 @@ def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
             "warmup_s": sum(seconds[:WARMUP]),
             "load": os.getloadavg()[0],
             "peak_bytes": highest,
+            "host_peak_bytes": host.bytes(),
             "above_start_bytes": max(0, highest - before) if device == "cpu" else highest,
             "trained_state_bytes": trained_state_bytes(job.step),
             "trained": trained,

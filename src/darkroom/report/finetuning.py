@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 from PIL import Image, ImageOps
 
 from darkroom.data.source import pictures_below
@@ -19,6 +20,8 @@ from darkroom.report.page import write_report
 Rows = Sequence[Measurement]
 Pictures = Mapping[tuple[str, int], Sequence[Path]]
 Line = tuple[str, list[Image.Image], list[str]]
+Value = tuple[str, Callable[[Measurement], float | None]]
+"""The style of a line, and what it shows of a row."""
 COLOURS = {"full": "#b3402e", "lora": "#2f6f9f", "dreambooth": "#c98a1b", "dreambooth-lora": "#3d8a5f"}
 OTHERS = ("#2f6f9f", "#b3402e", "#3d8a5f", "#c98a1b", "#6b5b95", "#444444")
 TILE, MOST_STEPS = 96, 7
@@ -30,6 +33,7 @@ def write_finetuning(rows: Rows, pictures: Pictures, bench: Finetuning, out: Pat
         "fidelity": lambda file: _fidelity(_of(rows, FIDELITY), _of(rows, BEST), file),
         "rates": lambda file: _fidelity(_of(rows, RATES), (), file),
         "memory": lambda file: _memory(rows, file),
+        "memory-by": lambda file: _memory_by(rows, file),
         "speed": lambda file: _speed(rows, file),
         "largest-batch": lambda file: _largest(rows, file),
         "cost": lambda file: _cost(rows, file),
@@ -122,7 +126,7 @@ def _memory(rows: Rows, file: Path) -> bool:
         return False
     figure = Figure(figsize=(5.2 * len(groups), 2.9))
     for axes, (title, group) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
-        unit, scale = ("GB", 1e9) if max(r.peak_memory_bytes or 0 for r in group) > 3e9 else ("MB", 1e6)
+        unit, scale = _unit(row.peak_memory_bytes or 0 for row in group)
         for i, row in enumerate(group):
             peak, state = (row.peak_memory_bytes or 0) / scale, row.settings["trained_state_bytes"] / scale
             axes.barh(i, peak, color="#cfd6dc", height=0.66, label="peak" if i == 0 else "")
@@ -155,34 +159,90 @@ def _commonest(values: Sequence[Any]) -> Any:
 
 
 def _speed(rows: Rows, file: Path) -> bool:
-    """Pictures a second by batch, by resolution and by rank; above as measured, below as planned."""
-    groups = [(t, [r for r in _of(rows, n) if "steps" not in r.settings]) for n, t in
-              ((STEP, "measured"), (PLANNED, "planned"))]  # fmt: skip
-    groups = [(title, group) for title, group in groups if group]
+    """Pictures a second by batch, by resolution and by rank."""
+    return _by_all(rows, file, lambda group: ("pictures/s", [("-", lambda row: row.images_per_s)]))
+
+
+def _memory_by(rows: Rows, file: Path) -> bool:
+    """Peak memory by batch, by resolution and by rank; of a card's rows the host's beside it, dashed."""
+
+    def of(group: Rows) -> tuple[str, list[Value]]:
+        unit, scale = _unit(row.peak_memory_bytes or 0 for row in group)
+        lines: list[Value] = [("-", lambda row: row.peak_memory_bytes and row.peak_memory_bytes / scale)]
+        apart = any(row.settings.get("host_peak_bytes", row.peak_memory_bytes) != row.peak_memory_bytes
+                    for row in group)  # fmt: skip
+        if apart:
+            lines.append(("--", lambda row: row.settings.get("host_peak_bytes", 0) / scale or None))
+        return f"peak, {unit}{'; dashed: of the host' if apart else ''}", lines
+
+    return _by_all(rows, file, of)
+
+
+def _unit(values: Iterable[float]) -> tuple[str, float]:
+    return ("GB", 1e9) if max(values, default=0) > 3e9 else ("MB", 1e6)
+
+
+def _by_all(rows: Rows, file: Path, of: Callable[[Rows], tuple[str, list[Value]]]) -> bool:
+    """By batch, resolution and rank; above as measured, below as planned. A cross: it found no memory."""
+    found = [(STEP, "measured"), (PLANNED, "planned")]
+    groups = [(title, [r for r in rows if r.benchmark == name and "steps" not in r.settings])
+              for name, title in found]  # fmt: skip
+    groups = [(title, group) for title, group in groups if any(not _failed(row) for row in group)]
     if not groups:
         return False
-    figure = Figure(figsize=(10.5, 2.9 * len(groups)))
+    figure = Figure(figsize=(10.5, 2.7 * len(groups)))
     grid = figure.subplots(len(groups), 3, squeeze=False)
     for line, (title, group) in zip(grid, groups, strict=True):
+        label, lines = of(group)
+        cross = "; x: out of memory" if any(_failed(row) for row in group) else ""
         for axes, by in zip(line, ("batch", "resolution", "rank"), strict=True):
-            _by(axes, group, by, lambda row: row.images_per_s)
-            axes.set(title=f"{group[0].settings['model']}, {title}: by {by}", xlabel=by, ylabel="pictures/s")
-            axes.set_ylim(bottom=0)
-        line[0].legend(frameon=False, fontsize=7.5)
+            for style, value in lines:
+                _by(axes, group, by, value, style=style)
+            axes.set_title(
+                f"{group[0].settings['model']}, {title}{cross}" if by == "batch" else "", fontsize=9
+            )
+            axes.set(
+                xlabel="resolution, px" if by == "resolution" else by, ylim=(0, axes.get_ylim()[1] * 1.08)
+            )
+        line[0].set_ylabel(label)
+    drawn = [one for axes in grid[:, 0] for one in axes.get_lines()]
+    handles = {one.get_label(): one for one in drawn if one.get_label() in COLOURS}
+    figure.legend(handles.values(), handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8)
     return _save(figure, file)
 
 
-def _by(axes: Axes, rows: Rows, by: str, value: Callable[[Measurement], float | None]) -> None:
+def _by(
+    axes: Axes,
+    rows: Rows,
+    by: str,
+    value: Callable[[Measurement], float | None],
+    style: str = "-",
+) -> None:
     """One line a method over a setting, the others as most rows have them."""
     names = {"batch", "resolution", "rank"} - {by}
     common = {n: _commonest([r.settings[n] for r in rows if n in r.settings]) for n in names}
-    for method in dict.fromkeys(row.settings["method"] for row in rows):
+    methods = list(dict.fromkeys(row.settings["method"] for row in rows))
+    for i, method in enumerate(methods):
         own = [r for r in rows if r.settings["method"] == method and by in r.settings]
         own = [r for r in own if all(r.settings.get(n, v) == v for n, v in common.items())]
         found = sorted((r.settings[by], value(r)) for r in own if value(r) is not None)
+        colour, label = _colour(method, 0), method if style == "-" else ""
         if found:
-            axes.plot(*zip(*found, strict=True), "-o", ms=3.5, color=_colour(method, 0), label=method)
-    axes.set_xticks(sorted({r.settings[by] for r in rows if by in r.settings}))
+            axes.plot(*zip(*found, strict=True), f"{style}o", ms=3.5, lw=1.4, color=colour, label=label)
+        none = [r.settings[by] for r in own if _failed(r)]
+        across = axes.get_xaxis_transform()
+        axes.plot(none, [0.97 - 0.05 * i] * len(none), "x", ms=5, color=colour, transform=across)
+    _ticks(axes, sorted({r.settings[by] for r in rows if by in r.settings}), doubling=by != "resolution")
+
+
+def _ticks(axes: Axes, values: list[int], *, doubling: bool) -> None:
+    """A tick at each value; evenly spaced where values double, as batches and ranks do."""
+    if doubling and values:
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+    axes.set_xticks(values, [str(value) for value in values])
+    if len(values) == 1:
+        axes.set_xlim(values[0] * 0.5, values[0] * 2)
 
 
 def _largest(rows: Rows, file: Path) -> bool:
@@ -206,7 +266,9 @@ def _largest(rows: Rows, file: Path) -> bool:
         limit = group[0].settings.get("budget_bytes")
         under = f", under {limit / 1e9:.3g} GB" if limit else ""
         axes.set_title(f"Largest batch, {group[0].settings['model']}, {title}{under}", fontsize=9)
-        axes.set_yscale("log", base=2)
+        if any(row.settings[key] for row in group):
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.set_xlabel("resolution, px")
         axes.legend(frameon=False, fontsize=7.5)
     return _save(figure, file)

@@ -72,7 +72,9 @@ def write_adapter_file(
             f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
         )
     told = base or {"family": recipe.model.base if recipe.model.base in models.FAMILIES else None}
-    return write_adapter(trained_adapter(recipe, values, name), file, kohya=kohya, **told)
+    family, prediction = told["family"], told.get("prediction")
+    made = trained_adapter(recipe, values, name)
+    return write_adapter(made, file, kohya=kohya, family=family, prediction=prediction)
 
 
 def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
