@@ -113,10 +113,12 @@ def closed_within(there: socket.socket, seconds: float) -> bool:
 
 
 def test_silent_connections_make_room_and_are_closed(guarded):
-    listening, _ = guarded(connections=8, head_s=1)
+    listening, _ = guarded(connections=8, head_s=3)
     silent = [listening.connect() for _ in range(40)]
     assert listening.get("/live").status_code == 200
-    assert all(closed_within(one, 3) for one in silent)
+    left = [one for one in silent if not closed_within(one, 0.05)]
+    assert len(left) <= 8, "the others made room"
+    assert all(closed_within(one, 6) for one in left)
 
 
 def test_a_head_that_comes_byte_by_byte_is_not_waited_for(guarded):
