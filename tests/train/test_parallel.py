@@ -234,6 +234,7 @@ def test_what_cannot_be_is_refused_at_once(recipe_of, more, key):
     [
         ("parallel.devices=3", "train.global_batch: 8 over 3 processes; allowed: multiples of 3"),
         ("data.filter=width > 9000", "data.filter: no row of 44 matches 'width > 9000'"),  # found together
+        ("data.store=nowhere.lance", "no picture store at nowhere.lance"),  # found by rank 0 for all
     ],
 )
 def test_a_mistake_that_all_ranks_find_is_told_once(long_recipe, tmp_path, more, words):
