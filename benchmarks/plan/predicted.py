@@ -57,7 +57,7 @@ def draw(tables: list[dict[str, Any]], file: Path) -> None:
     for y, table in enumerate(reversed(shown)):
         limit = table["limit"]
         axes.barh(y, 2 * min(limit, SHOWN), left=-min(limit, SHOWN), height=0.7, color="#e8e4da", zorder=0)
-        for i, row in enumerate(table["rows"]):
+        for i, row in enumerate(row for row in table["rows"] if not row.get("derived")):
             error = max(-SHOWN, min(SHOWN, row["error"]))
             place = y + 0.25 * math.sin(2.4 * i)  # apart, and the same at each drawing
             colour = "#b03a2e" if table["holds"] else "#555555"

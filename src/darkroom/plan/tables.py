@@ -25,6 +25,7 @@ VERTEX_MEMORY = (
     (None, False, 4, 256, 21.0, True),
     (None, False, 4, 1024, 39.4, True),
     (8, False, 4, 512, 14.45, False),
+    (4, True, 4, 512, 9.98, False),
     (8, True, 2, 512, 7.2, True),
     (8, True, 4, 512, 9.98, False),
     (8, True, 8, 512, 15.4, True),
@@ -33,7 +34,6 @@ VERTEX_MEMORY = (
     (8, True, 4, 256, 6.1, True),
     (8, True, 4, 1024, 28.3, True),
     (8, True, 4, 2048, 39.4, True),
-    (4, True, 4, 512, 9.98, False),
     (16, True, 4, 512, 9.99, False),
 )
 VERTEX_CEILING_GB, VERTEX_AT_LEAST_GB = 39.4, 34.0
