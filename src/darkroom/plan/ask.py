@@ -135,8 +135,11 @@ def _order(plan: Plan) -> tuple[bool, bool, float]:
 def choose_precision(asked: Asked, target: Target, card: Card) -> str:
     """The precision to compute in: as asked, else what the hardware is fast in."""
     said = target.precision if target.precision != "auto" else asked.precision
-    if said != "auto":
-        return said
+    return fast_precision(card) if said == "auto" else said
+
+
+def fast_precision(card: Card) -> str:
+    """The precision that a device is fastest in and trains in unless told otherwise."""
     if "bf16" in card.flops:
         return "bf16"
     return "fp16" if card.kind == "gpu" and "fp16" in card.flops else "float32"

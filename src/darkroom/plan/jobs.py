@@ -31,6 +31,11 @@ class Where:
     memory_bytes: float | None = None  # what is there; None: what the card has
 
     @property
+    def units(self) -> int:
+        """Rows of hardware.csv that the device is made of: cores of a CPU class."""
+        return self.cores if self.card.unit == "core" else 1
+
+    @property
     def usable_bytes(self) -> float | None:
         """Memory for live tensors; None where nothing is known of it."""
         total = self.memory_bytes or self.card.memory_bytes
