@@ -186,7 +186,7 @@ def here(target: Target) -> Where:
         card, memory = cards()[found.cpu_class], float(found.memory_bytes)
     known = efficiency().with_values(calibration(card.name))
     cluster = default_cluster(card, target.count, target.mode, target.network)
-    return Where(card, cluster, max(1, round(found.usable_cores)), known, memory)
+    return Where(card, cluster, max(1, round(found.cores)), known, memory)
 
 
 def counts(text: str) -> list[int]:
