@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import sys
 
 import pytest
 
+from darkroom import hardware
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards, networks
-from darkroom.plan import shipped
+from darkroom.hardware.prices import price
+from darkroom.plan import ask, shipped
 from darkroom.plan.jobs import (
     GenerateJob,
     PrepareJob,
@@ -24,7 +28,8 @@ from darkroom.plan.jobs import (
     plan_training,
     step_seconds,
 )
-from darkroom.plan.roofline import Software, efficiency, family, units_rate
+from darkroom.plan.money import cost
+from darkroom.plan.roofline import Roofline, Software, efficiency, family, units_rate
 from darkroom.plan.scale import Cluster, all_reduce_s
 from darkroom.plan.shipped import OthersStep
 
@@ -204,3 +209,38 @@ def test_what_one_picture_does_not_fit_is_said(training):
     )
     assert not plan.fits
     assert "not even one picture" in plan.notes[0]
+
+
+@pytest.mark.parametrize(("name", "threads"), [("CPU AMX", 2), ("CPU AVX-512 BF16", 1)])
+def test_a_core_costs_as_many_virtual_cpus_as_it_is_sold_as(name, threads):
+    card, offer = cards()[name], price(name)
+    spent = cost(card, 1.0, cores=8, offer=offer)
+    assert spent.usd == pytest.approx(8 * threads * offer.usd_per_device_hour)
+    assert spent.usd_spot == pytest.approx(8 * threads * offer.spot_usd_per_device_hour)
+    own = cost(card, 1.0, cores=8, offer=price(name, usd_per_hour=0.5))
+    assert own.usd == 0.5
+
+
+def test_a_cpu_attends_in_float32():
+    card = cards()["CPU AMX"]
+    share = efficiency().of("attention", "CPU")
+    assert Roofline(card, Software("bf16"))._rate("attention") == share * card.flops["float32"]
+    assert Roofline(card, Software("bf16"))._rate("conv") > card.flops["float32"]
+
+
+def test_a_cpu_class_holds_as_much_as_its_cores_have(training):
+    card = cards()["CPU AVX-512 BF16"]
+    assert Where(card, cores=8).usable_bytes == 8 * card.memory_bytes
+    small = plan_training(training, TrainJob("train", 1, 1, None), Where(card, cores=4), Software("bf16"))
+    assert not small.fits
+    large = plan_training(training, TrainJob("train", 1, 1, None), Where(card, cores=32), Software("bf16"))
+    assert large.fits
+
+
+def test_threads_of_one_core_count_once(monkeypatch):
+    found = hardware.machine()
+    two = dataclasses.replace(
+        found, devices=(), usable_cores=16.0, physical_cores=24, logical_cores=48, instructions=("avx512f",)
+    )
+    monkeypatch.setattr(sys.modules["darkroom.hardware.machine"], "machine", lambda: two)
+    assert ask.here(ask.Target()).cores == 8

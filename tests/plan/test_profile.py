@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from darkroom.plan.profile import KINDS, Line, Moment, Profile, highest
@@ -106,3 +108,32 @@ def test_a_transformers_recipe_and_pictures_are_counted():
         for guided in (False, True)
     )
     assert guided.flops(4, "denoise") == pytest.approx(2 * one.flops(4, "denoise"), rel=0.01)
+
+
+def test_a_runs_own_latents_can_be_the_peak():
+    """A small adapter trains in less than its pictures' latents were made in, many at once and in float32."""
+    from darkroom.plan.generation import PrepareSpec, profile_preparing
+    from darkroom.plan.training import profile_recipe
+    from darkroom.recipe import make_recipe
+
+    def recipe(encode):
+        content = {
+            "task": "lora",
+            "model": {"base": "tiny"},
+            "data": {"folder": "x", "resolution": 64, "encode": encode},
+            "adapter": {"rank": 4},
+        }
+        return profile_recipe(make_recipe(content, ()), "bf16", gpu=True)
+
+    made, inline = recipe("auto"), recipe("inline")
+    encoders = profile_preparing(PrepareSpec("tiny", 64, precision="float32"))
+    beside = 2 * made.parameters["unet"] + 4 * made.parameters["text_encoder"]
+    at_once = 2**19 // 64**2
+    assert sum(made.memory(1).values()) == pytest.approx(
+        sum(encoders.memory(at_once).values()) + beside, rel=0.02
+    )
+    assert made.memory(1) == made.memory(2)  # whatever the batch will be
+    trains = replace(made, moments=tuple(one for one in made.moments if one.stage != "latents"))
+    assert sum(made.memory(1).values()) > 2 * sum(trains.memory(1).values())
+    # Inline the VAE's work is done at each step.
+    assert inline.flops(1) == pytest.approx(made.flops(1) + encoders.flops(1), rel=0.001)

@@ -59,6 +59,9 @@ def plan(
     write: Annotated[bool, typer.Option("--write", help="put that comment into the recipe")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the comparison or the curve, a PNG")] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine, once")] = False,
+    rows: Annotated[
+        list[Path] | None, typer.Option(help="--calibrate: a table of bench batch, measured on this machine")
+    ] = None,
     refresh_prices: Annotated[
         Path | None, typer.Option(help="write today's offers to a file for --prices, through gpuhunt")
     ] = None,
@@ -70,7 +73,7 @@ def plan(
     Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
     """
     if calibrate:
-        return _calibrate(as_json)
+        return _calibrate(rows or [], as_json)
     if validate:
         return _validate(as_json)
     if refresh_prices is not None:
@@ -224,10 +227,11 @@ def _refresh(file: Path, as_json: bool) -> None:
     )
 
 
-def _calibrate(as_json: bool) -> None:
+def _calibrate(tables: list[Path], as_json: bool) -> None:
+    from darkroom.measure import read_csv
     from darkroom.plan.calibrate import calibrate, calibration_file
 
-    found = calibrate(console(as_json))
+    found = calibrate(console(as_json), [row for table in tables for row in read_csv(table)])
     rows = [
         {"what": one.name, "rate": one.rate, "unit": one.unit, "share of the rated peak": one.share}
         for one in found

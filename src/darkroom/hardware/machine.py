@@ -67,6 +67,11 @@ class Machine:
     torch: str
 
     @property
+    def cores(self) -> float:
+        """Physical cores that this process may use: threads that share one count as one."""
+        return self.usable_cores * self.physical_cores / self.logical_cores
+
+    @property
     def cpu_class(self) -> str:
         """The row of hardware.csv that stands for this processor."""
         have = set(self.instructions)

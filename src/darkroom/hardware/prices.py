@@ -28,6 +28,7 @@ class Price:
     spot_usd_per_hour: float | None
     as_of: date
     source: str
+    threads_per_core: int = 1  # virtual CPUs that a core of a CPU class is sold as
     picked: str = ""  # why this row, when it was picked from several
 
     @property
@@ -75,6 +76,7 @@ def prices(path: Path = HERE / "prices.csv") -> tuple[Price, ...]:
             spot_usd_per_hour=float(row["spot_usd_per_hour"]) if row["spot_usd_per_hour"] else None,
             as_of=date.fromisoformat(row["as_of"]),
             source=row["source"],
+            threads_per_core=int(row.get("threads_per_core") or 1),
         )
         for row in read_rows(path)
     )

@@ -137,8 +137,11 @@ def _order(plan: Plan) -> tuple[bool, bool, float]:
 def choose_precision(asked: Asked, target: Target, card: Card) -> str:
     """The precision to compute in: as asked, else what the hardware is fast in."""
     said = target.precision if target.precision != "auto" else asked.precision
-    if said != "auto":
-        return said
+    return fast_precision(card) if said == "auto" else said
+
+
+def fast_precision(card: Card) -> str:
+    """The precision that a device is fastest in and trains in unless told otherwise."""
     if "bf16" in card.flops:
         return "bf16"
     return "fp16" if card.kind == "gpu" and "fp16" in card.flops else "float32"
@@ -185,7 +188,7 @@ def here(target: Target) -> Where:
         card, memory = cards()[found.cpu_class], float(found.memory_bytes)
     known = efficiency().with_values(calibration(card.name) if target.machine is None else {})
     cluster = default_cluster(card, target.count, target.mode, target.network)
-    return Where(card, cluster, max(1, round(found.usable_cores)), known, memory)
+    return Where(card, cluster, max(1, round(found.cores)), known, memory)
 
 
 def counts(text: str) -> list[int]:

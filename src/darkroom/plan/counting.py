@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from darkroom.count import Counter, Trace, counting
 from darkroom.plan.profile import KINDS, Kernels, Line, Moment, Profile, highest
@@ -39,7 +40,7 @@ def profile_of(traces: tuple[Trace, Trace], rows: tuple[int, int], **known: Any)
     a, b = traces
     if [k.op for k in a.kernels] != [k.op for k in b.kernels]:
         raise ValueError(f"other operations at {rows[1]} rows than at {rows[0]}: no straight line")
-    return Profile(kernels=_grouped(a, b, rows), moments=_moments(a, b, rows), **known)
+    return Profile(kernels=_grouped(a, b, rows), moments=moments_of(traces, rows), **known)
 
 
 def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
@@ -55,7 +56,9 @@ def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
     )
 
 
-def _moments(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Moment, ...]:
+def moments_of(traces: tuple[Trace, Trace], rows: tuple[int, int]) -> tuple[Moment, ...]:
+    """The moments of two traces that can be the peak, as straight lines."""
+    a, b = traces
     moments = []
     for kernel, held_a, held_b in zip(a.kernels, _alive(a), _alive(b), strict=True):
         lines = {kind: Line.through(rows, (held_a[i], held_b[i])) for i, kind in enumerate(KINDS)}
@@ -174,7 +177,7 @@ def _begin(counter: Counter, step: Any) -> None:
     step.ema.update(step.ema._settings.start_step)
     counter.tag(masters.values(), "weights")
     for inner in step.optimiser.inner:
-        counter.tag(_tensors(inner.state), "optimiser")
+        counter.tag(tensors(inner.state), "optimiser")
     counter.tag(step.ema.state().values(), "ema")
 
 
@@ -227,9 +230,17 @@ def _noting_gradients(counter: Counter, step: Any) -> Iterator[None]:
             hook.remove()
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of an optimiser's state."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _tensors(value)
+            yield from tensors(value)
+
+
+def size_bytes(tensor: Any) -> int:
+    """Bytes that a tensor is kept in; of one that is packed of others (8-bit states), of those."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(size_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return int(tensor.numel() * tensor.element_size())

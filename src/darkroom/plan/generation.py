@@ -18,6 +18,7 @@ from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
 from darkroom.plan.profile import Profile
 from darkroom.plan.training import outlined, text_configs
 from darkroom.prepare import text_states
+from darkroom.prepare.encoders import encode_moments
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row, denoise
 from darkroom.sample.pictures import DECODE_PIXELS
@@ -166,6 +167,7 @@ class PrepareSpec:
     resolution: int
     text: bool = False
     precision: str = "bf16"
+    vae: str | None = None  # another model's
 
     def key(self) -> dict[str, Any]:
         """What a cache knows it by."""
@@ -175,6 +177,8 @@ class PrepareSpec:
 def profile_preparing(spec: PrepareSpec) -> Profile:
     """Count the encoders on a batch of pictures."""
     model = outlined(spec.model, ("vae", "text_encoder") if spec.text else ("vae",))
+    if spec.vae is not None:
+        model.vae = outlined(spec.vae, ("vae",)).vae
     dtype = models.precision(spec.precision)
     with fakes(*model.modules.values()) as counter:
         for module in model.modules.values():
@@ -199,9 +203,7 @@ def _trace_encoders(counter: Counter, model: Model, spec: PrepareSpec, rows: int
     )
     trace = counter.start_trace()
     with torch.no_grad():
-        vae: Any = model.vae
-        given = vae.encode((pixels.float() / 127.5 - 1).to(vae.dtype)).latent_dist
-        moments = torch.stack([given.mean, given.std], dim=1).to(torch.float16)
+        moments = encode_moments(model.vae, pixels)
         if spec.text:
             counter.stage = "text"
             ids = [torch.zeros(rows, t.model_max_length, dtype=torch.long) for t in model.tokenizers]

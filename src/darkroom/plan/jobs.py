@@ -31,9 +31,20 @@ class Where:
     memory_bytes: float | None = None  # what is there; None: what the card has
 
     @property
+    def units(self) -> int:
+        """Rows of hardware.csv that the device is made of: cores of a CPU class."""
+        return self.cores if self.card.unit == "core" else 1
+
+    @property
+    def total_bytes(self) -> float | None:
+        """All memory of the device; a CPU class has some by the core."""
+        own = self.card.memory_bytes
+        return self.memory_bytes or (None if own is None else own * self.units)
+
+    @property
     def usable_bytes(self) -> float | None:
         """Memory for live tensors; None where nothing is known of it."""
-        total = self.memory_bytes or self.card.memory_bytes
+        total = self.total_bytes
         if total is None:
             return None
         context = 0.0 if self.card.kind == "cpu" else CONTEXT_BYTES
@@ -156,7 +167,7 @@ def _plan(
         count=where.cluster.count,
         precision=software.precision,
         parameters={**profile.parameters, "total": profile.total_parameters, "trained": profile.trained},
-        device_memory_bytes=where.memory_bytes or where.card.memory_bytes,
+        device_memory_bytes=where.total_bytes,
         step_s=_split(seconds),
         mfu=known["flops_an_image"] * known["images_per_s"] / peak,
         cost=cost(where.card, device_hours, cores=where.cores, offer=offer),

@@ -68,15 +68,16 @@ def cost(
 ) -> Cost:
     """Device-hours on a card in money and energy. Energy is of rated power, host and building included."""
     units = cores if card.unit == "core" else 1
-    # A table's price is of one virtual CPU, the user's own is of the whole device.
-    given = offer is not None and offer.provider == "given"
-    per_hour = None if offer is None else offer.usd_per_device_hour * (1 if given else units)
+    # A table's price is of a virtual CPU, and a core may be two; the user's own is of the whole device.
+    whole = offer is None or offer.provider == "given"
+    sold = 1 if whole or offer is None else units * (offer.threads_per_core if card.kind == "cpu" else 1)
+    per_hour = None if offer is None else offer.usd_per_device_hour * sold
     spot = None if offer is None or offer.spot_usd_per_device_hour is None else offer.spot_usd_per_device_hour
     kwh = device_hours * card.power_w * units * (1 + HOST_SHARE) * PUE / 1000
     return Cost(
         device_hours=device_hours,
         usd=None if per_hour is None else per_hour * device_hours,
-        usd_spot=None if spot is None else spot * units * device_hours,
+        usd_spot=None if spot is None else spot * sold * device_hours,
         usd_per_device_hour=per_hour,
         price="no price known" if offer is None else str(offer),
         price_as_of=None if offer is None else offer.as_of.isoformat(),

@@ -119,19 +119,31 @@ class Profile:
         return {}
 
     def memory(
-        self, rows: int, *, accumulate: bool = False, step_rows: int | None = None, shards: int = 1
+        self,
+        rows: int,
+        *,
+        accumulate: bool = False,
+        step_rows: int | None = None,
+        shards: int = 1,
+        gathers: bool = False,
     ) -> dict[str, float]:
         """Bytes by kind at the highest moment, of a micro-batch of `rows`.
 
         `accumulate`: the gradients of earlier micro-batches are alive too. `shards`: devices that share what
-        is sharded (ZeRO-2: gradients, optimiser and averaged weights).
+        is sharded (ZeRO-2: gradients, optimiser and averaged weights). `gathers`: the weights too, of which
+        each device has whole only the block at work and the next one.
         """
-        kinds = [self._held(moment, rows, accumulate, step_rows or rows, shards) for moment in self.moments]
+        kinds = [
+            self._held(moment, rows, accumulate, step_rows or rows, shards, gathers)
+            for moment in self.moments
+        ]
         return max(kinds, key=lambda held: sum(held.values()))
 
     def _held(
-        self, moment: Moment, rows: int, accumulate: bool, step_rows: int, shards: int
+        self, moment: Moment, rows: int, accumulate: bool, step_rows: int, shards: int, gathers: bool
     ) -> dict[str, float]:
+        if moment.stage == "latents":  # before training, on each device, whatever its batch will be
+            return {kind: moment.bytes[kind].at(self.chunks["latents"]) for kind in KINDS}
         given = step_rows if moment.stage == "inputs" else rows
         held = moment.at(min(given, self.chunks.get(moment.stage, MAX_ROWS)))
         if accumulate and moment.stage in ("forward", "backward"):
@@ -142,6 +154,8 @@ class Profile:
             masters = 4.0 * self.trained
             # Beside its shard of the float32 masters a device holds the weights it computes with, whole.
             held["weights"] += masters / shards - (masters if self.facts["masters_apart"] else 0.0)
+            if gathers:
+                held["weights"] += 2.0 * self.facts["block_bytes"] - self.facts["computing_bytes"]
         return {kind: held.get(kind, 0.0) for kind in KINDS}
 
     @property

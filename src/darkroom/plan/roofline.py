@@ -154,11 +154,14 @@ class Roofline:
         self._kernel_s = self._known.of("kernel_s", card.name, self._where)
         self._beside = self._known.of("beside", self._where)
         self._tile_s = self._known.of("tile_s", card.name, self._where)
+        self._speed = self._known.of("speed", card.name, self._where)
 
     def peak(self, kind: str = "matmul") -> tuple[float, bool]:
         """Peak FLOP/s of a class of kernels, and whether they run on tensor cores."""
         software, rates = self.software, self.card.flops
         precision = software.precision
+        if self._cpu and kind == "attention":
+            precision = "float32"  # as a CPU attends, whatever the rest computes in
         if precision == "float32" and not self._cpu:
             allowed = software.conv_tf32 if kind == "conv" else software.matmul_tf32
             precision = "tf32" if allowed and "tf32" in rates else "float32"
@@ -171,19 +174,18 @@ class Roofline:
         known, card = self._known, self.card
         peak, tensor_cores = self.peak(kind)
         if self._cpu:
-            return peak * known.of(kind, card.name, "CPU")
+            precision = "float32" if kind == "attention" else self.software.precision
+            return peak * known.of(kind, f"{card.name} {precision}", "CPU")
         if not tensor_cores:
             return peak * known.of("plain_cores", card.name, "dual" if family(card) in DUAL else "GPU")
-        if ("conv", card.name) in known.values:  # measured on this card
-            share = known.of("conv", card.name)
-        else:
-            tf32 = self.software.precision == "float32"
-            units = units_rate(card, "tf32" if tf32 else self.software.precision) / peak
-            share = known.of("conv", family(card)) * units
+        tf32 = self.software.precision == "float32"
+        units = units_rate(card, "tf32" if tf32 else self.software.precision) / peak
+        share = known.of("conv", card.name, family(card)) * units
         if kind == "matmul":
             share *= known.of("matmul", card.name, "GPU")
         elif kind == "attention":
-            share *= known.of("attention", card.name, self.software.attention)
+            how = self.software.attention
+            share *= known.of("attention", f"{card.name} {how}", how)
         return peak * min(share, MOST)
 
     def stage(self, profile: Profile, stage: str, rows: float, *, share: float = 1.0) -> Seconds:
@@ -197,7 +199,7 @@ class Roofline:
         arithmetic = np.maximum(work.flops[0] + work.flops[1] * rows, 0.0) * self._seconds_a_flop(work)
         both = np.maximum(arithmetic, traffic) + self._beside * np.minimum(arithmetic, traffic) + turned
         start = np.where(work.holds(*ARITHMETIC), self._tile_s, self._kernel_s)
-        seconds = share * (calls * start + work.calls * both)
+        seconds = share * (calls * start + work.calls * both) / self._speed
         computes = arithmetic >= traffic
         compute, memory = float(seconds[computes].sum()), float(seconds[~computes].sum())
         launch = self._host_seconds(work, calls, stage == "backward") - compute - memory
@@ -235,4 +237,4 @@ class Roofline:
         known = self._known
         seconds = python * known.of("host_s", "forward") + inside * known.of("host_s", "backward")
         server = "old server" if self.card.year <= OLD_SERVER else "new server"
-        return seconds * known.of("host_factor", server) * self.software.host_factor
+        return seconds * known.of("host_factor", self.card.name, server) * self.software.host_factor

@@ -56,7 +56,10 @@ def all_reduce_s(card: Card, cluster: Cluster, size_bytes: float, known: Efficie
     inside = min(cluster.count, cluster.node_devices)
     table = networks()
     link = table.get(card.link, table["PCIe 4.0 x16"])
-    seconds = _ring(inside, size_bytes, link.bandwidth_bytes_s * known.of("network", "fast"), link.latency_s)
+    over_link = known.values.get(("link_bytes_s", card.name))  # measured on this machine
+    if over_link is None:
+        over_link = link.bandwidth_bytes_s * known.of("network", "fast")
+    seconds = _ring(inside, size_bytes, over_link, link.latency_s)
     if cluster.nodes > 1:
         wire = table[cluster.network]
         kind = next((name for name in ("TCP", "EFA") if cluster.network.startswith(name)), "fast")

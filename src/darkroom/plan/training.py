@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from darkroom import models
+from darkroom.count import Counter
 from darkroom.errors import ModelError, RecipeError
 from darkroom.models import FAMILIES, PARTS, PUBLISHED, Model
 from darkroom.models.folder import denoiser_class, denoiser_of
 from darkroom.models.model import numbered
-from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights, trace_training
-from darkroom.plan.profile import Profile
+from darkroom.plan.adapter import safetensors_bytes
+from darkroom.plan.counting import (
+    as_on_gpu,
+    fakes,
+    moments_of,
+    profile_of,
+    size_bytes,
+    tag_weights,
+    tensors,
+    trace_training,
+)
+from darkroom.plan.profile import Moment, Profile
+from darkroom.prepare.encoders import encode_moments
 from darkroom.train import build, job
+from darkroom.train.defaults import ADAPTER_TASKS
 from darkroom.train.extras import AlignSettings
+from darkroom.train.gather import has_own_store
 from darkroom.train.objective import scheduler_config
-from darkroom.train.stored import caches_latents
+from darkroom.train.sharing import blocks_of
+from darkroom.train.stored import PREPARED_PIXELS, caches_latents
 from darkroom.train.tasks import ENCODED_PIXELS
+from darkroom.train.weights import cast
 
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe
@@ -34,13 +51,17 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     if recipe.model.word is not None:
         _fill_tokenizers(model)
     quiet = _without_store(recipe)
+    dtype = models.precision(precision)
     with fakes(*model.modules.values()) as counter:
+        if recipe.task in job.FROZEN_UNET and model.unet is not None:
+            cast(model.unet, dtype)
+        before = _own_latents(counter, recipe, model)
         # The store is never looked into where everything is encoded inline.
         task = job.make_task(quiet, model, _NoStore(), CPU)  # type: ignore[arg-type]
         if not encodes(recipe) and recipe.task != "autoencoder" and hasattr(task, "_encode"):
             task._encode = None
         held = {**model.modules, **task.modules}  # the job keeps all its parts on the device
-        step = job.bare_step(task, recipe, 1, models.precision(precision))
+        step = job.bare_step(task, recipe, 1, dtype)
         if gpu:
             as_on_gpu(model.modules.values())
         tag_weights(counter, held.values())
@@ -49,14 +70,43 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         traces = trace_training(counter, step, task, columns, rows=(2, 3))
         parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in held.items()}
         masters = step.weights.masters
-        return profile_of(
+        counted = profile_of(
             traces,
             (2, 3),
             parameters=parameters,
             trained=sum(master.numel() for master in masters.values()),
-            chunks={"inputs": max(1, ENCODED_PIXELS // recipe.data.resolution**2)} if encodes(recipe) else {},
-            facts=_facts(recipe, model, step),
+            chunks=_chunks(recipe),
+            facts=_facts(recipe, model, task.modules.values(), step),
         )
+    return replace(counted, moments=(*counted.moments, *before))
+
+
+def _chunks(recipe: Recipe) -> dict[str, int]:
+    """Pictures that are encoded at once: at each step, or before the first one."""
+    if makes_latents(recipe):
+        return {"latents": max(1, PREPARED_PIXELS // recipe.data.resolution**2)}
+    return {"inputs": max(1, ENCODED_PIXELS // recipe.data.resolution**2)} if encodes(recipe) else {}
+
+
+def makes_latents(recipe: Recipe) -> bool:
+    """Whether the run makes latents of its own pictures before it trains."""
+    return recipe.task != "autoencoder" and has_own_store(recipe) and caches_latents(recipe)
+
+
+def _own_latents(counter: Counter, recipe: Recipe, model: Model) -> tuple[Moment, ...]:
+    """What is alive while a run makes its own latents: all parts are on the device, nothing trains yet."""
+    if not makes_latents(recipe):
+        return ()
+    side, traces = recipe.data.resolution, []
+    tag_weights(counter, model.modules.values())
+    for rows in (2, 3):
+        counter.stage = "latents"
+        pixels = torch.empty(rows, 3, side, side, dtype=torch.uint8, device="meta")
+        given = counter.fake_tensor(pixels)
+        traces.append(counter.start_trace())
+        encode_moments(model.vae, given)
+        counter.stage, counter.trace = "", None
+    return moments_of((traces[0], traces[1]), (2, 3))
 
 
 def _fill_tokenizers(model: Model) -> None:
@@ -99,9 +149,11 @@ def _reads_text(recipe: Recipe, task: Any) -> bool:
     return data.text == "stored" or (data.text == "auto" and data.encode == "stored")
 
 
-def _facts(recipe: Recipe, model: Model, step: Any) -> dict[str, Any]:
-    trained = sum(master.numel() for master in step.weights.masters.values())
+def _facts(recipe: Recipe, model: Model, modules: Collection[Any], step: Any) -> dict[str, Any]:
+    masters = step.weights.masters
+    trained = sum(master.numel() for master in masters.values())
     averaged = trained if recipe.train.ema.enabled else 0
+    states = [tensor for inner in step.optimiser.inner for tensor in tensors(inner.state)]
     factor, channels = model.vae_factor, model.latent_channels
     side = recipe.data.resolution // factor
     text = [(c.max_position_embeddings, c.hidden_size) for c in text_configs(model)]
@@ -109,11 +161,27 @@ def _facts(recipe: Recipe, model: Model, step: Any) -> dict[str, Any]:
         "resolution": recipe.data.resolution,
         "encodes_inline": encodes(recipe),
         "masters_apart": _masters_apart(step.weights),
-        # weights, two moments and the average, float32
-        "checkpoint_bytes": 4 * (3 * trained + averaged),
+        "computing_bytes": sum(_trained_bytes(module) for module in modules),
+        "block_bytes": max(
+            (_trained_bytes(block) for module in modules for block in blocks_of(module)), default=0
+        ),
+        # weights and average in float32, and the optimiser's own state
+        "checkpoint_bytes": 4 * (trained + averaged) + sum(map(size_bytes, states)),
+        **({"adapter_bytes": _adapter_bytes(masters)} if recipe.task in ADAPTER_TASKS else {}),
         "latent_bytes_a_row": 2 * 2 * channels * side * side,
         "text_bytes_a_row": sum(2 * length * width for length, width in text),
     }
+
+
+def _trained_bytes(module: Any) -> int:
+    return sum(size_bytes(param) for param in module.parameters() if param.requires_grad)
+
+
+def _adapter_bytes(masters: Mapping[str, Any]) -> int:
+    """Size of the file that an adapter's weights are written to."""
+    return safetensors_bytes(
+        {name.replace(".default", ""): tuple(master.shape) for name, master in masters.items()}
+    )
 
 
 def _masters_apart(weights: Any) -> bool:
@@ -134,7 +202,8 @@ def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping
             name: torch.empty(rows, *draws.get(name, latent), device="meta") for name in task.read.draws
         }
         given["pixels"] = torch.empty(rows, 3, side, side, dtype=torch.uint8, device="meta")
-        given["moments"] = torch.empty(rows, 2, *latent, dtype=torch.float16, device="meta")
+        if not encodes(recipe):
+            given["moments"] = torch.empty(rows, 2, *latent, dtype=torch.float16, device="meta")
         given["caption"] = ["a picture"] * rows
         if task.rows_a_picture > 1:
             given["is_prior"] = torch.empty(rows, device="meta")

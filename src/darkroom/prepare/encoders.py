@@ -61,13 +61,17 @@ class VaeEncoder:
         self._vae = _placed(self._vae, self.device, self._dtype)
         return self
 
-    @torch.no_grad()
     def encode(self, pixels_B3HW: Tensor) -> Tensor:
         """Moments float16 [B, 2, C, h, w] of uint8 pictures: mean and standard deviation, not scaled."""
-        x_B3HW = (pixels_B3HW.to(self.device).float() / 127.5 - 1).to(self._dtype)
-        encoder: Any = self._vae
-        latents = encoder.encode(x_B3HW).latent_dist
-        return torch.stack([latents.mean, latents.std], dim=1).to(torch.float16)
+        return encode_moments(self._vae, pixels_B3HW.to(self.device))
+
+
+@torch.no_grad()
+def encode_moments(vae: Any, pixels_B3HW: Tensor) -> Tensor:
+    """What a VAE makes of uint8 pictures on its device, in its precision; moments as `VaeEncoder.encode`."""
+    x_B3HW = (pixels_B3HW.float() / 127.5 - 1).to(next(vae.parameters()).dtype)
+    latents = vae.encode(x_B3HW).latent_dist
+    return torch.stack([latents.mean, latents.std], dim=1).to(torch.float16)
 
 
 def sample_latents(moments_B2CHW: Tensor, posterior_BCHW: Tensor | None, scale: float) -> Tensor:

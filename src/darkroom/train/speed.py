@@ -33,7 +33,7 @@ def utilisation(
     if device.type == "cuda":
         name, units = here.devices[device.index or 0].name, num_devices
     else:
-        name, units = here.cpu_class, max(1, round(here.usable_cores * num_devices))
+        name, units = here.cpu_class, max(1, round(here.cores * num_devices))
     return mfu(flops, images_per_s, name, precision, num_devices=units)
 
 
