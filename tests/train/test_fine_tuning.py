@@ -443,16 +443,8 @@ REFUSED = [
         r"train.micro_batch: 1 with optim.fused_backward",
     ),
     ("lora", ("optim.name=prodigy", "optim.fused_backward=true"), r"optim.fused_backward: true, but Prodigy"),
-    (
-        "lora",
-        ("optim.name=prodigy", "optim.lr=1e-4"),
-        r"optim.lr: 0.0001 with optim.name=prodigy: next to nothing.*0.05 or more; set optim.lr=1 \(Prodigy",
-    ),
-    (
-        "finetune",
-        ("optim.name=adafactor", "optim.lr=1e-5"),
-        r"optim.lr: 1e-05 with optim.name=adafactor.*set optim.lr=0.0005",
-    ),
+    ("lora", ("optim.name=prodigy", "optim.lr=1e-4"), r"optim.lr: 0.0001 with .*05 or more; set optim.lr=1 "),
+    ("finetune", ("optim.name=adafactor", "optim.lr=1e-5"), r"optim.lr: 1e-05 with .*; set optim.lr=0.0005"),
     (
         "lora",
         ("optim.name=adafactor", "adapter.text_encoder=true", "optim.text_encoder_lr=5e-6"),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from darkroom.train import resting
-from darkroom.train.resting import rest
+from darkroom.train.resting import cast_opened, rest
 
 
 def part() -> nn.Sequential:
@@ -79,3 +80,31 @@ def test_a_folder_that_cannot_be_written_leaves_them_in_memory(tmp_path: Path) -
     before = run(module, x)
     assert rest([module], file / "run") == 0
     assert torch.equal(run(module, x), before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps on this system")
+def test_casting_opened_weights_lets_go_of_their_file_on_the_way(tmp_path: Path) -> None:
+    def held(name: str) -> int:
+        found = re.findall(rf"{name}\nSize:.*?\nRss:\s+(\d+) kB", Path("/proc/self/smaps").read_text(), re.S)
+        return 1024 * sum(map(int, found))
+
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(512, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 512))
+    save_file(made.state_dict(), tmp_path / "weights.safetensors")
+
+    def opened() -> nn.Sequential:
+        module = nn.Sequential(nn.Linear(512, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 512))
+        module.load_state_dict(load_file(tmp_path / "weights.safetensors"), assign=True)
+        return module
+
+    plain = copy.deepcopy(made).bfloat16().state_dict()
+    ours, kept = opened(), opened()  # the second keeps its own mapping of the file
+    masters = [param.data for param in kept.parameters()]
+    cast_opened(kept, torch.bfloat16)
+    assert held("weights.safetensors") < 1_000_000  # of the 8 MB that casting read
+    assert all(torch.equal(a, b) for a, b in zip(masters, made.parameters(), strict=True))  # read anew
+    assert held("weights.safetensors") > 8_000_000
+    cast_opened(made, torch.bfloat16)  # of no file: the same numbers
+    cast_opened(ours, torch.bfloat16)
+    for module in (ours, kept, made):
+        assert all(torch.equal(value, plain[name]) for name, value in module.state_dict().items())

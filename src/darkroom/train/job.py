@@ -34,14 +34,13 @@ from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import check_batch
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.repeats import rows_an_epoch
-from darkroom.train.resting import rest
+from darkroom.train.resting import cast_opened, rest
 from darkroom.train.resume import exactness
 from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
 from darkroom.train.stored import caches_latents, prepare_own, stored_latents, stored_masks, stored_text
 from darkroom.train.tasks import Autoencoder, Diffusion, Task
-from darkroom.train.weights import cast
 from darkroom.train.words import add_word
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def make_job(
         else build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
     )
     if recipe.task in FROZEN_UNET and model.unet is not None:
-        cast(model.unet, models.precision(precision))  # never trained: no float32 copy of it is needed
+        cast_opened(model.unet, models.precision(precision))  # never trained: no float32 copy is needed
     for module in model.modules.values():
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
     stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
