@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from darkroom.cli import main
 from darkroom.errors import InputError
 from darkroom.hardware import Device, Machine, machine
-from darkroom.plan import ask
+from darkroom.plan import advise, ask
 from darkroom.plan.foretell import foretell
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
@@ -133,6 +135,39 @@ def test_advice_is_the_best_of_what_was_looked_at(capsys, recipe):
     assert "encoding" not in out
 
 
+def test_advice_keeps_the_limits_with_what_encoding_takes(recipe):
+    target = ask.Target(gpu="A100-80")
+    plan = ask.plans(ask.ask_recipe(Path(recipe)), target)[0]
+    dollars, hours = plan.cost.usd, plan.hours
+    option = advise.Option({}, plan, more_hours=hours, more_usd=dollars)
+    assert option.kept(target)
+    assert not option.kept(replace(target, budget_usd=1.5 * dollars))
+    assert not option.kept(replace(target, deadline_hours=1.5 * hours))
+    assert option.kept(replace(target, budget_usd=2.1 * dollars, deadline_hours=2.1 * hours))
+
+
+def test_advice_searches_precision_and_micro_batch_where_they_are_open(capsys, recipe):
+    _, out, _ = told(capsys, recipe, "--gpu", "A100-80", "--advise")
+    assert re.search(r"precision bf16: USD \S+ against USD \S+ with float32", out)
+    assert re.search(r"micro_batch 64: USD \S+ against USD \S+ with 32", out)
+    assert "prices as of 20" in out
+    said = ("train.micro_batch=16", "train.precision=bf16")
+    _, out, _ = told(capsys, recipe, *said, "--gpu", "A100-80", "--advise")
+    assert "micro_batch 16: as the recipe says" in out
+    assert "with float32" not in out
+
+
+def test_encoding_beforehand_is_priced_as_it_is_done(capsys, recipe, monkeypatch):
+    counted = []
+    real = advise.preparing_profile
+    monkeypatch.setattr(advise, "preparing_profile", lambda *given: counted.append(given) or real(*given))
+    told(capsys, recipe, "--gpu", "A100-80", "--advise")
+    assert set(counted) == {("tiny", 64, True, "float32", None)}
+    counted.clear()
+    told(capsys, recipe, "data.text=inline", "--gpu", "A100-80", "--advise")
+    assert set(counted) == {("tiny", 64, False, "float32", None)}
+
+
 def test_a_price_of_ones_own(capsys, recipe):
     _, out, _ = told(capsys, recipe, "--gpu", "H200", "--price", "2", "--json")
     cost = json.loads(out)["plans"][0]["cost"]
@@ -195,6 +230,39 @@ def test_pictures_and_servers(capsys):
     assert served["capacity_images_per_s"] > 50
 
 
+def test_pictures_are_planned_as_they_would_be_made(capsys, tmp_path):
+    asked = ("generate", "--model", "tiny", "--size", "64", "--gpu", "A100-80", "--json")
+    plan = json.loads(told(capsys, *asked)[1])["plans"][0]
+    assert plan["precision"] == "float32"  # what `generate` computes in unless told
+    half = json.loads(told(capsys, *asked, "--precision", "bf16")[1])["plans"][0]
+    assert half["precision"] == "bf16"
+    assert half["memory_bytes"]["weights"] < 0.6 * plan["memory_bytes"]["weights"]
+    prepared = ("prepare", "--model", "tiny", "--resolution", "64", "--gpu", "A100-80", "--json")
+    assert json.loads(told(capsys, *prepared)[1])["plans"][0]["precision"] == "float32"
+    assert ask.own_guidance("tiny") == 7.5
+    (tmp_path / "model_index.json").write_text(json.dumps({"_darkroom": {"guidance": 1.0}}))
+    assert ask.own_guidance(str(tmp_path)) == 1.0
+    (tmp_path / "model_index.json").write_text("[]")
+    assert ask.own_guidance(str(tmp_path)) == 7.5
+
+
+def test_files_are_as_large_as_what_is_trained_and_its_optimisers_state(tmp_path):
+    def sizes(task, *overrides):
+        path = tmp_path / f"{task}.yaml"
+        path.write_text(f"task: {task}\n{TASKS[task]}\ntrain: {{steps: 10, global_batch: 4}}\n")
+        asked = ask.ask_recipe(path, ["train.ema.enabled=false", *overrides])
+        plan = ask.plans(asked, ask.Target(gpu="A10G"))[0]
+        return plan.parameters["trained"], plan.sizes_bytes
+
+    trained, adamw = sizes("finetune")
+    assert adamw["checkpoint"] == pytest.approx(12 * trained, rel=0.001)
+    assert "adapter" not in adamw
+    _, adafactor = sizes("finetune", "optim.name=adafactor")
+    assert 4 * trained < adafactor["checkpoint"] < 5 * trained
+    trained, lora = sizes("lora")
+    assert 4 * trained < lora["adapter"] < 4 * trained + 30_000
+
+
 TASKS = {
     "autoencoder": "model: {base: tiny}\ndata: {store: x.lance, resolution: 64, encode: inline}",
     "finetune": "model: {base: tiny}\ndata: {folder: x, resolution: 64}",
@@ -240,9 +308,50 @@ def test_phases_are_planned_one_by_one(capsys, tmp_path):
     assert second["hours"] == pytest.approx(20 * second["step_s"]["total"] / 3600)
     code, out, _ = told(capsys, str(path), "--gpu", "A100-80")
     assert "together: " in out
-    code, _, err = told(capsys, str(path), "--gpu", "all")
+    _, out, _ = told(capsys, str(path), "--gpu", "all", "--count", "2", "--deadline", "1", "--json")
+    cards = json.loads(out)["cards"]
+    assert len(cards) > 30
+    kept = [card["kept"] for card in cards]
+    assert kept == sorted(kept, reverse=True)
+    same = next(card for card in cards if card["device"] == first["device"])
+    assert same["usd"] == pytest.approx(first["cost"]["usd"] + second["cost"]["usd"])
+    assert same["hours"] == pytest.approx(first["hours"] + second["hours"])
+    code, out, _ = told(capsys, str(path), "--gpu", "all")
+    assert code == 0
+    assert out.splitlines()[0].startswith("device")
+    code, _, err = told(capsys, str(path), "--gpu", "T4", "--count", "1..4")
     assert code == 2
     assert "phases" in err
+
+
+def test_a_recipe_says_how_many_devices_and_how_they_share(capsys, recipe):
+    four = ("parallel.mode=fsdp", "parallel.devices=2", "parallel.nodes=2")
+
+    def planned(*more):
+        code, out, err = told(capsys, recipe, *more, "--gpu", "T4", "--json")
+        assert code == 0, err
+        return json.loads(out)["plans"][0]
+
+    grads = planned(*four)
+    full, hybrid = (planned(*four, f"parallel.shard={name}") for name in ("full", "hybrid"))
+    assert [plan["count"] for plan in (grads, full, hybrid)] == [4, 4, 4]
+    weights = [plan["memory_bytes"]["weights"] for plan in (full, hybrid, grads)]
+    assert weights == sorted(weights)
+    assert weights[0] < weights[2]
+    assert hybrid["memory_bytes"]["optimiser"] == pytest.approx(2 * full["memory_bytes"]["optimiser"])
+    assert full["step_s"]["communication"] >= grads["step_s"]["communication"]
+    one = planned("parallel.mode=ddp", "parallel.nodes=3")
+    assert one["count"] == 3  # devices are auto: one a machine
+
+
+def test_processes_of_one_cpu_share_it(capsys, recipe):
+    with pytest.raises(SystemExit):
+        main(["train", recipe, "parallel.mode=ddp", "parallel.devices=2", "--plan", "--json"])
+    plan = json.loads(capsys.readouterr().out)["plans"][0]
+    assert plan["count"] == 2
+    here = ask.here(ask.Target())
+    if here.card.kind == "cpu":
+        assert plan["device_memory_bytes"] == pytest.approx(here.memory_bytes / 2, rel=0.01)
 
 
 def test_data_have_a_price_of_their_own(capsys):

@@ -244,3 +244,18 @@ def test_threads_of_one_core_count_once(monkeypatch):
     )
     monkeypatch.setattr(sys.modules["darkroom.hardware.machine"], "machine", lambda: two)
     assert ask.here(ask.Target()).cores == 8
+
+
+def test_reading_is_hidden_until_it_takes_longer_than_the_step(training):
+    facts = {"latent_bytes_a_row": 32768, "text_bytes_a_row": 157_696}
+    read = dataclasses.replace(training, facts=facts)
+    job = TrainJob("train", 100, 256, None, reads=("latents", "text"))
+    card, software = cards()["A100-SXM4-80GB"], Software("bf16")
+    plain = plan_training(training, dataclasses.replace(job, reads=()), Where(card), software)
+    hidden = plan_training(read, job, Where(card), software)
+    assert hidden.step_s == plain.step_s
+    assert 0.01 < hidden.extra["data_hidden_s"] < hidden.step_s["total"]
+    slow = efficiency().with_values({("loader_bytes_s", "store"): 1e6})
+    exposed = plan_training(read, job, Where(card, known=slow), software)
+    assert exposed.step_s["total"] == pytest.approx(256 * (2.5e-5 + 190_464 / 1e6))
+    assert exposed.step_s["data"] > 0.8 * exposed.step_s["total"]

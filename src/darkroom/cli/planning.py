@@ -32,15 +32,22 @@ def plan(
         str, typer.Option(help="several devices: ddp, fsdp (ZeRO-2 shards), auto: the recipe's own")
     ] = "auto",
     network: Annotated[str | None, typer.Option(help="between nodes: a row of networks.csv")] = None,
-    precision: Annotated[str, typer.Option(help="auto, bf16, fp16 or float32")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="bf16, fp16 or float32; auto: as the job itself computes unless told")
+    ] = "auto",
     engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager",
     model: Annotated[str, typer.Option(help="jobs: a family or a model folder")] = "sd15",
     size: Annotated[str, typer.Option(help="generate, serve: the pictures' size")] = "512x512",
     steps: Annotated[int, typer.Option(min=1, help="generate, serve: denoising steps")] = 30,
-    guidance: Annotated[float, typer.Option(min=0, help="generate, serve: above 1 doubles the work")] = 7.5,
+    guidance: Annotated[
+        float | None,
+        typer.Option(min=0, help="generate, serve: above 1 doubles the work; the model's own or 7.5"),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1,
     attention: Annotated[str, typer.Option(help="generate, serve: fused or plain")] = "fused",
-    channels_last: Annotated[bool, typer.Option(help="generate, serve: memory layout")] = True,
+    channels_last: Annotated[
+        bool | None, typer.Option(help="generate, serve: memory layout; in half precisions if not said")
+    ] = None,
     pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000,
     rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0,
     trace: Annotated[
@@ -113,7 +120,7 @@ def plan(
         asked = [ask.ask_prepare(model, resolution, pictures, text=text)]
     else:
         asked = ask.ask_phases(Path(job), overrides or [])
-    numbers = [asked[0].settings.get("devices", 1)] if count == "auto" else ask.counts(count)
+    numbers = [ask.own_count(asked[0], target)] if count == "auto" else ask.counts(count)
     if len(asked) > 1:
         return _plan_phases(asked, target, numbers, advise or plot is not None, as_json)
     if advise:
@@ -137,10 +144,11 @@ def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
     """A recipe's plan for this machine."""
     from darkroom.plan import ask
 
-    asked = ask.ask_phases(recipe, overrides)
+    asked, target = ask.ask_phases(recipe, overrides), ask.Target()
+    numbers = [ask.own_count(asked[0], target)]
     if len(asked) > 1:
-        return _plan_phases(asked, ask.Target(), [1], False, as_json)
-    return _plan(asked[0], ask.Target(), [1], None, as_json)
+        return _plan_phases(asked, target, numbers, False, as_json)
+    return _plan(asked[0], target, numbers, None, as_json)
 
 
 def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:
@@ -179,9 +187,12 @@ def _plan_phases(asked: list[Any], target: Any, numbers: list[int], whole: bool,
     from darkroom.plan import ask
     from darkroom.plan.show import lines, price_lines, to_dict, together
 
-    if whole or len(numbers) > 1 or target.gpu == "all":
+    if target.gpu == "all" and not whole and len(numbers) == 1:
+        _compare_phases(asked, replace(target, count=numbers[0]), as_json)
+        return
+    if whole or len(numbers) > 1:
         raise InputError(
-            f"a recipe of {len(asked)} phases with --gpu all, a range, --advise or --plot",
+            f"a recipe of {len(asked)} phases with a range, --advise or --plot",
             mend="choose one card and number, or one phase: phases=[] data.resolution=... train.steps=...",
         )
     found = [ask.plans(one, replace(target, count=numbers[0]))[0] for one in asked]
@@ -193,6 +204,20 @@ def _plan_phases(asked: list[Any], target: Any, numbers: list[int], whole: bool,
         yield from price_lines(found)
 
     show({"plans": [to_dict(one) for one in found]}, as_json, told)
+
+
+def _compare_phases(asked: list[Any], target: Any, as_json: bool) -> None:
+    """A recipe of several phases on every card: what they take together, the cheapest first."""
+    from darkroom.plan.phases import on_all
+    from darkroom.plan.show import price_lines
+
+    found = on_all(asked, target)
+
+    def told() -> Iterator[str]:
+        yield from columns([one.row() for one in found])
+        yield from price_lines([plan for one in found for plan in one.plans])
+
+    show({"cards": [one.to_dict() for one in found]}, as_json, told)
 
 
 def _advise(

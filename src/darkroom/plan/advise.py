@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,10 +10,20 @@ from typing import Any
 
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards
-from darkroom.plan.ask import Asked, Target, ask_recipe, here, kept, place, plans, preparing_profile
+from darkroom.plan.ask import (
+    USUAL_PRECISION,
+    Asked,
+    Target,
+    ask_recipe,
+    here,
+    kept,
+    place,
+    plans,
+    preparing_profile,
+)
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
 from darkroom.plan.roofline import Software
-from darkroom.plan.show import hours, to_dict, usd
+from darkroom.plan.show import hours, price_lines, to_dict, usd
 
 ENCODER_CARD = "A10G"  # what encodes beside the training machines, as the published online system had it
 
@@ -25,6 +36,9 @@ class Option:
     plan: Plan
     more_hours: float = 0.0  # encoding beforehand
     more_usd: float = 0.0
+    beside: Plan | None = None  # of the encoding
+    asked: Asked | None = None  # what was planned, to plan it again with another micro-batch
+    target: Target | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -37,6 +51,16 @@ class Option:
     def hours(self) -> float:
         """From the start of encoding to the last step."""
         return self.plan.hours + self.more_hours
+
+    def kept(self, target: Target) -> bool:
+        """Whether it fits and keeps deadline and budget, encoding included."""
+        in_time = target.deadline_hours is None or self.hours <= target.deadline_hours
+        priced = self.plan.cost.usd is not None
+        return (
+            kept(self.plan)
+            and in_time
+            and (target.budget_usd is None or not priced or self.usd <= target.budget_usd)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -80,6 +104,8 @@ class Advice:
         if self.break_even_epochs is not None:
             yield f"encoding beforehand pays from {self.break_even_epochs:.2g} epochs on"
         yield f"{self.looked_at} combinations looked at"
+        chosen = (self.cheapest, self.fastest)
+        yield from price_lines([one.plan for one in chosen] + [one.beside for one in chosen if one.beside])
 
 
 def advise(
@@ -90,8 +116,9 @@ def advise(
     numbers: Sequence[int],
     say: Callable[[str], None] = lambda _: None,
 ) -> Advice:
-    """Search checkpointing, sharding, encoding and the number of devices of a recipe; of another job the
-    cards and numbers alone. InputError where nothing fits.
+    """Search precision, checkpointing, sharding, encoding, micro-batch and the number of devices of a recipe,
+    each where the recipe leaves it open; of another job the cards and numbers alone. InputError where nothing
+    fits.
     """
     if not asked.settings:
         options = [
@@ -99,20 +126,48 @@ def advise(
         ]
     else:
         options = list(_training_options(asked, recipe, overrides, target, numbers, say))
-    fitting = [option for option in options if kept(option.plan)]
+    fitting = [option for option in options if option.kept(target)]
     if not fitting:
         allowed = [option for option in options if option.plan.fits]
         why = "keeps the deadline and the budget" if allowed else "fits"
         raise InputError(
             f"of {len(options)} combinations none {why}", mend="try --gpu all or a larger --count"
         )
-    cheapest = min(fitting, key=lambda option: (option.usd, option.hours))
-    fastest = min(fitting, key=lambda option: (option.hours, option.usd))
+    for best in {id(one): one for one in (_cheapest(fitting), _fastest(fitting))}.values():
+        smaller = list(_smaller_batches(best))
+        options += smaller
+        fitting += [option for option in smaller if option.kept(target)]
+    cheapest, fastest = _cheapest(fitting), _fastest(fitting)
     reasons = {
         "cheapest": tuple(_reasons(cheapest, fitting, "usd")),
         "fastest": tuple(_reasons(fastest, fitting, "hours")),
     }
     return Advice(cheapest, fastest, len(options), reasons, _break_even(cheapest, fitting, asked))
+
+
+def _cheapest(options: Sequence[Option]) -> Option:
+    return min(options, key=lambda option: (option.usd, option.hours))
+
+
+def _fastest(options: Sequence[Option]) -> Option:
+    return min(options, key=lambda option: (option.hours, option.usd))
+
+
+def _smaller_batches(best: Option) -> Iterator[Option]:
+    """The same with smaller micro-batches than the largest that fits, where the recipe leaves that open."""
+    asked, target = best.asked, best.target
+    if asked is None or asked.remade is None or target is None or asked.settings["micro_batch"] is not None:
+        return
+    if target.gpu != "here":
+        target = replace(target, gpu=best.plan.device)
+    micro = best.plan.batch["micro"] // 2
+    while micro:
+        (plan,) = plans(asked.remade({"micro_batch": micro}), target)
+        spent = best.more_usd * plan.hours / best.plan.hours if best.settings["encode"] == "online" else None
+        settings = {**best.settings, "micro_batch": str(plan.batch["micro"])}
+        more = best.more_usd if spent is None else spent  # encoders beside the training run as long as it
+        yield replace(best, settings=settings, plan=plan, more_usd=more)
+        micro //= 2
 
 
 def _training_options(
@@ -127,6 +182,8 @@ def _training_options(
     fixed = asked.settings
     checkpointing = [fixed["checkpointing"]] if "train.gradient_checkpointing" in said else [False, True]
     modes = ("ddp", "fsdp") if target.mode == "auto" else (target.mode,)
+    open_ = fixed["precision"] == "auto" and target.precision == "auto"
+    precisions = ("auto", "float32") if open_ else (target.precision,)
     encodes = ["inline", "stored", "online"] if fixed["task"] == "pretrain" else [fixed["encode"]]
     for recompute in checkpointing:
         for encode in encodes:
@@ -136,11 +193,11 @@ def _training_options(
                 changes.append(f"data.encode={told}")
             say(f"counting {' '.join(changes)}")
             variant = ask_recipe(recipe, [*overrides, *changes])
-            for number in numbers:
-                for mode in modes if number > 1 else modes[:1]:
-                    if number > fixed["global_batch"]:
-                        continue
-                    for plan in plans(variant, replace(target, count=number, mode=mode)):
+            kinds = itertools.product(precisions, [n for n in numbers if n <= fixed["global_batch"]], modes)
+            for precision, number, mode in kinds:
+                if number > 1 or mode == modes[0]:
+                    where = replace(target, count=number, mode=mode, precision=precision)
+                    for plan in plans(variant, where):
                         settings = {
                             "precision": plan.precision,
                             "checkpointing": str(recompute).lower(),
@@ -148,7 +205,8 @@ def _training_options(
                             "mode": mode,
                             "micro_batch": str(plan.batch["micro"]),
                         }
-                        yield _with_encoding(Option(settings, plan), asked, target)
+                        option = Option(settings, plan, asked=variant, target=where)
+                        yield _with_encoding(option, asked, target)
 
 
 def _with_encoding(option: Option, asked: Asked, target: Target) -> Option:
@@ -160,23 +218,26 @@ def _with_encoding(option: Option, asked: Asked, target: Target) -> Option:
     if encode == "stored":
         beside = _encoding(asked, option.plan.device, pictures, target, option.plan.count)
         note = f"encoding {pictures:,} pictures first: {hours(beside.hours)}, {usd(beside.cost.usd or 0.0)}"
-        return replace(option, more_hours=beside.hours, more_usd=beside.cost.usd or 0.0, notes=(note,))
+        more = beside.cost.usd or 0.0
+        return replace(option, more_hours=beside.hours, more_usd=more, beside=beside, notes=(note,))
     beside = _encoding(asked, ENCODER_CARD, samples, target, 1)
     number = max(1, -(-option.plan.images_per_s // beside.images_per_s))
     spent = (beside.cost.usd_per_device_hour or 0.0) * number * option.plan.hours
     note = f"{number:.0f} x {ENCODER_CARD} encode beside it: {usd(spent)}"
-    return replace(option, more_usd=spent, notes=(note,))
+    return replace(option, more_usd=spent, beside=beside, notes=(note,))
 
 
 def _encoding(asked: Asked, device: str, pictures: int, target: Target, count: int) -> Plan:
     settings = asked.settings
-    own = target.gpu == "here" and device not in (ENCODER_CARD,)
+    own = target.gpu == "here" and device != ENCODER_CARD
     where: Where = here(target) if own else place(cards()[device], replace(target, count=count))
-    precision = "bf16" if "bf16" in where.card.flops or where.card.kind == "gpu" else "float32"
-    profile = preparing_profile(settings["vae"] or settings["base"], settings["resolution"], False, precision)
+    profile = preparing_profile(
+        settings["base"], settings["resolution"], settings["stores_text"], USUAL_PRECISION, settings["vae"]
+    )
     price = None if device == ENCODER_CARD else target.usd_per_hour
     job = PrepareJob("prepare", pictures)
-    return plan_preparing(profile, job, where, Software(precision=precision), usd_per_hour=price)
+    software = Software(precision=USUAL_PRECISION, channels_last=False)
+    return plan_preparing(profile, job, where, software, usd_per_hour=price)
 
 
 def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:
@@ -185,7 +246,7 @@ def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:
     value = getattr(best, by)
     for key, chosen in best.settings.items():
         if key == "micro_batch":
-            yield f"micro_batch {chosen}: the largest that fits"
+            yield _micro_reason(best, options, by)
             continue
         others = [o for o in options if o.settings.get(key) != chosen]
         if others:
@@ -198,6 +259,24 @@ def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:
     if others:
         second = min(others, key=lambda option: getattr(option, by))
         yield f"{best.plan.device}: next comes {second.plan.device} with {unit(getattr(second, by))}"
+
+
+def _micro_reason(best: Option, options: Sequence[Option], by: str) -> str:
+    chosen = best.settings["micro_batch"]
+    if best.asked is None or best.asked.settings["micro_batch"] is not None:
+        return f"micro_batch {chosen}: as the recipe says"
+    others = [
+        option
+        for option in options
+        if option.settings == {**best.settings, "micro_batch": option.settings["micro_batch"]}
+        and (option.plan.device, option.plan.count) == (best.plan.device, best.plan.count)
+        and option.settings["micro_batch"] != chosen
+    ]
+    if not others:
+        return f"micro_batch {chosen}: the only one that fits"
+    unit, next_best = usd if by == "usd" else hours, min(others, key=lambda option: getattr(option, by))
+    value, other = unit(getattr(best, by)), unit(getattr(next_best, by))
+    return f"micro_batch {chosen}: {value} against {other} with {next_best.settings['micro_batch']}"
 
 
 def _break_even(best: Option, options: Sequence[Option], asked: Asked) -> float | None:

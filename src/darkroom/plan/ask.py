@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,13 +32,16 @@ from darkroom.plan.jobs import (
 from darkroom.plan.money import storage
 from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
-from darkroom.plan.scale import default_cluster
+from darkroom.plan.scale import NODE_DEVICES, Cluster, default_cluster
+from darkroom.plan.settings import configs_of, read_phase, rows_of, settings_of, text_of
 
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
     from darkroom.recipe import Recipe
 
 MOST_DEVICES = 65536
+USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` unless told
+USUAL_GUIDANCE = 7.5
 UNCOUNTED = "train.align is not counted: its extractor is not opened"
 
 
@@ -47,6 +52,8 @@ class Target:
     gpu: str = "here"  # here, all, or a card's name
     count: int = 1
     mode: str = "auto"  # the recipe's own, else ddp
+    shard: str = "grads"  # of fsdp: the recipe's own
+    node_devices: int | None = None  # on one machine; a recipe's own
     network: str | None = None
     usd_per_hour: float | None = None
     prices: tuple[Price, ...] | None = None
@@ -71,15 +78,22 @@ class Asked:
     plan: Callable[[Profile, Where, Software, float | None, Sequence[Price] | None], Plan]
     precision: str = "auto"
     attention: str = "fused"
-    channels_last: bool = True
+    channels_last: bool | None = True  # None: where a GPU computes in half precision
     settings: dict[str, Any] = field(default_factory=dict)
+    remade: Callable[[Mapping[str, Any]], Asked] | None = None  # with other settings and the same counts
 
 
 def plans(asked: Asked, target: Target) -> list[Plan]:
     """The plan on the card asked for; of all cards the cheapest first, those that do not fit or keep the
     deadline and the budget last.
     """
-    target = replace(target, mode=mode_of(asked, target))
+    said = asked.settings
+    target = replace(
+        target,
+        mode=mode_of(asked, target),
+        shard=said.get("shard", "grads"),
+        node_devices=said.get("node_devices") or target.node_devices,
+    )
     wheres = (
         [place(card, target) for card in chosen_cards(target.gpu)] if target.gpu != "here" else [here(target)]
     )
@@ -92,6 +106,19 @@ def mode_of(asked: Asked, target: Target) -> str:
     return target.mode if target.mode != "auto" else str(asked.settings.get("mode", "ddp"))
 
 
+def own_count(asked: Asked, target: Target) -> int:
+    """The number of devices that a recipe says: on each machine as many as it says, else one a GPU."""
+    from darkroom.hardware.machine import machine
+
+    said = asked.settings
+    if said.get("alone", True):
+        return 1
+    each = said["node_devices"]
+    if each is None:
+        each = max(1, len(machine().devices)) if target.gpu == "here" else 1
+    return int(said["nodes"] * each)
+
+
 def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
     precision = choose_precision(asked, target, where.card)
     gpu = where.card.kind == "gpu"
@@ -100,7 +127,7 @@ def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
     software = Software(
         precision=precision,
         engine=target.engine,
-        channels_last=asked.channels_last,
+        channels_last=precision != "float32" if asked.channels_last is None else asked.channels_last,
         attention=asked.attention,
     )
     plan = asked.plan(profile, where, software, target.usd_per_hour, target.prices)
@@ -169,8 +196,14 @@ def chosen_cards(name: str) -> list[Card]:
 
 def place(card: Card, target: Target) -> Where:
     """A card as it usually stands; a CPU class stands for eight of its cores."""
-    cluster = default_cluster(card, target.count, target.mode, target.network)
-    return Where(card, cluster, cores=8 if card.unit == "core" else 1)
+    return Where(card, _cluster(card, target), cores=8 if card.unit == "core" else 1)
+
+
+def _cluster(card: Card, target: Target) -> Cluster:
+    each = target.node_devices or NODE_DEVICES
+    return default_cluster(
+        card, target.count, target.mode, target.network, node_devices=each, shard=target.shard
+    )
 
 
 def here(target: Target) -> Where:
@@ -187,8 +220,10 @@ def here(target: Target) -> Where:
         name = found.cpu
         card, memory = cards()[found.cpu_class], float(found.memory_bytes)
     known = efficiency().with_values(calibration(card.name) if target.machine is None else {})
-    cluster = default_cluster(card, target.count, target.mode, target.network)
-    return Where(card, cluster, max(1, round(found.cores)), known, memory)
+    # Processes on one CPU share its cores and its memory.
+    sharers = 1 if found.devices else min(target.count, target.node_devices or 1)
+    cores = max(1, round(found.cores / sharers))
+    return Where(card, _cluster(card, target), cores, known, memory / sharers)
 
 
 def counts(text: str) -> list[int]:
@@ -228,14 +263,14 @@ def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
 
 def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
     """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
-    key = {"recipe": _text(path), "overrides": list(overrides), "phase": phase}
-    settings = cached({**key, "settings": "resolved"}, lambda: settings_of(_recipe(path, overrides, phase)))
-    settings["rows"] = _rows(settings["store"])
+    key = {"recipe": text_of(path), "overrides": list(overrides), "phase": phase}
+    settings = cached({**key, "settings": 5}, lambda: settings_of(read_phase(path, overrides, phase)))
+    settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
         from darkroom.plan.training import profile_recipe
 
-        return profile_recipe(_recipe(path, overrides, phase), precision, gpu=gpu)
+        return profile_recipe(read_phase(path, overrides, phase), precision, gpu=gpu)
 
     name = path.stem if phase is None else f"{path.stem}, phase {phase + 1}, {settings['resolution']} px"
     return _asked_training(name, settings, count)
@@ -256,15 +291,20 @@ def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = Tru
         return profile_recipe(recipe, precision, gpu=gpu)
 
     settings = settings_of(recipe)
-    settings["rows"] = _rows(settings["store"])
+    settings["rows"] = rows_of(settings["store"])
     return _asked_training(name, settings, counted)
 
 
 def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, bool], Profile]) -> Asked:
-    folders = [_configs(ref) for ref in (settings["base"], settings["vae"]) if ref]
-    key = {"recipe": settings.pop("recipe"), "folders": folders}
+    folders = [configs_of(ref) for ref in (settings["base"], settings["vae"]) if ref]
+    key = {"recipe": settings["recipe"], "folders": folders}
     job = TrainJob(
-        name, settings["steps"], settings["global_batch"], settings["micro_batch"], settings.get("rows")
+        name,
+        settings["steps"],
+        settings["global_batch"],
+        settings["micro_batch"],
+        settings.get("rows"),
+        settings["reads"],
     )
 
     def plan(
@@ -277,75 +317,15 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
         known = {**key, "precision": precision, "gpu": gpu}
         return cached_profile(known, lambda: count(precision, gpu))
 
-    return Asked(name, profile, plan, precision=settings["precision"], settings=settings)
-
-
-def _recipe(path: Path, overrides: Sequence[str], phase: int | None) -> Recipe:
-    """A recipe, or one of its phases with the recipe's own model: its weights do not matter here."""
-    from darkroom.recipe import read_recipe
-    from darkroom.train.phases import phase_recipes
-
-    recipe = read_recipe(path, overrides)
-    if phase is None:
-        return recipe
-    _, found = list(phase_recipes(recipe, Path()))[phase]
-    return found.model_copy(update={"model": recipe.model})
-
-
-def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What a plan needs of a recipe beside its counts."""
-    from darkroom.train.checks import check_settings
-
-    if recipe.task == "extractor":
-        raise InputError(
-            "a plan of task extractor",
-            allowed="the other tasks",
-            mend="a small extractor trains within minutes: just train it",
-        )
-    check_settings(recipe)
-    train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
-    return {
-        "recipe": recipe.dump(),
-        "phases": len(recipe.phases),
-        "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",
-        "devices": parallel.nodes * parallel.devices if isinstance(parallel.devices, int) else 1,
-        "task": recipe.task,
-        "steps": train.steps,
-        "global_batch": train.global_batch,
-        "micro_batch": None if train.micro_batch == "auto" else train.micro_batch,
-        "precision": train.precision,
-        "store": getattr(recipe.data, "store", None),
-        "base": str(recipe.model.base),
-        "vae": vae if isinstance(vae, str) else None,
-        "resolution": recipe.data.resolution,
-        "encode": recipe.data.encode,
-        "checkpointing": train.gradient_checkpointing,
-        "aligns": train.align.extractor is not None,
-    }
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return str(path)  # reading the recipe will say what is wrong with it
-
-
-def _configs(ref: str) -> str:
-    """The settings of a model folder, which may change under the same name."""
-    return "".join(file.read_text() for file in sorted(Path(ref).glob("*/*config.json"))) or ref
-
-
-def _rows(store: str | None) -> int | None:
-    if not store or not Path(store).is_dir():
-        return None
-    from darkroom.data import Store
-    from darkroom.errors import StoreError
-
-    try:
-        return Store.open(store).num_rows
-    except StoreError:
-        return None
+    return Asked(
+        name,
+        profile,
+        plan,
+        precision=settings["precision"],
+        channels_last=settings["channels_last"],
+        settings=settings,
+        remade=lambda changes: _asked_training(name, {**settings, **changes}, count),
+    )
 
 
 @dataclass(frozen=True)
@@ -355,11 +335,19 @@ class PictureSettings:
     model: str = "sd15"
     size: str = "512x512"
     steps: int = 30
-    guidance: float = 7.5
+    guidance: float | None = None  # None: the model's own, else 7.5
     batch: int = 1
     pictures: int = 1000
     attention: str = "fused"
-    channels_last: bool = True
+    channels_last: bool | None = None  # None: as `generate` picks it, in half precisions
+
+
+def own_guidance(model: str) -> float:
+    """The guidance scale that a model folder notes, else the usual one."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        index = json.loads((Path(model) / "model_index.json").read_text(encoding="utf-8"))
+        return float(index["_darkroom"]["guidance"])
+    return USUAL_GUIDANCE
 
 
 def ask_generate(settings: PictureSettings) -> Asked:
@@ -390,14 +378,18 @@ def ask_serve(settings: PictureSettings, rate: float, latency_s: float) -> Asked
 
 def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:
     width, height = parse_size(settings.size)
+    guidance = own_guidance(settings.model) if settings.guidance is None else settings.guidance
 
     def profile(precision: str, gpu: bool) -> Profile:
-        return picture_profile(
-            settings.model, width, height, settings.guidance > 1, precision, settings.attention
-        )
+        return picture_profile(settings.model, width, height, guidance > 1, precision, settings.attention)
 
     return Asked(
-        name, profile, plan, attention=settings.attention, channels_last=settings.channels_last, settings={}
+        name,
+        profile,
+        plan,
+        precision=USUAL_PRECISION,
+        attention=settings.attention,
+        channels_last=settings.channels_last,
     )
 
 
@@ -407,7 +399,7 @@ def picture_profile(
     """The counts of making pictures, kept. `whole`: the VAE decodes a batch at once."""
     key = {
         "job": "generate",
-        "model": _configs(model),
+        "model": configs_of(model),
         "size": [width, height],
         "guided": guided,
         "precision": precision,
@@ -434,23 +426,32 @@ def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = Fals
     ) -> Plan:
         return plan_preparing(profile, job, where, software, usd_per_hour=usd, prices=prices)
 
-    return Asked("prepare", lambda p, _: preparing_profile(model, resolution, text, p), plan, settings={})
+    return Asked(
+        "prepare",
+        lambda p, _: preparing_profile(model, resolution, text, p),
+        plan,
+        precision=USUAL_PRECISION,
+        channels_last=False,
+    )
 
 
-def preparing_profile(model: str, resolution: int, text: bool, precision: str) -> Profile:
-    """The counts of encoding, kept."""
+def preparing_profile(
+    model: str, resolution: int, text: bool, precision: str, vae: str | None = None
+) -> Profile:
+    """The counts of encoding, kept; with another model's VAE, if that is said."""
     key = {
         "job": "prepare",
-        "model": _configs(model),
+        "model": configs_of(model),
         "resolution": resolution,
         "text": text,
         "precision": precision,
+        "vae": None if vae is None else configs_of(vae),
     }
 
     def count() -> Profile:
         from darkroom.plan.generation import PrepareSpec, profile_preparing
 
-        return profile_preparing(PrepareSpec(model, resolution, text, precision))
+        return profile_preparing(PrepareSpec(model, resolution, text, precision, vae))
 
     return cached_profile(key, count)
 

@@ -55,4 +55,5 @@ def planned_rate(where: Where, row: Row) -> float:
     profile = picture_profile(told["model"], width, height, told["guidance"] > 1, counted, "fused")
     batch = max(1, round((row.images_per_s or 0.0) * (row.median_s or 0.0)))
     job = GenerateJob("bench", batch, batch, told["steps"])
-    return plan_generating(profile, job, where, Software(precision)).images_per_s
+    software = Software(precision, channels_last=precision != "float32")  # as `auto` picks it
+    return plan_generating(profile, job, where, software).images_per_s

@@ -96,6 +96,7 @@ class TrainJob:
     global_batch: int
     micro_batch: int | None  # None: the largest that fits
     rows: int | None = None  # pictures in the store
+    reads: Sequence[str] = ()  # of the store at each step: latents, text
 
 
 def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
@@ -105,7 +106,9 @@ def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, mo
         return most
 
     def fits(rows: int) -> bool:
-        held = profile.memory(rows, accumulate=accumulate, shards=where.cluster.shards)
+        held = profile.memory(
+            rows, accumulate=accumulate, shards=where.cluster.shards, gathers=where.cluster.gathers
+        )
         return sum(held.values()) <= room
 
     low, high = 0, 1
@@ -132,7 +135,9 @@ def plan_training(
     largest = largest_rows(profile, where)
     micro, fits = _micro_batch(profile, job, where, rows)
     step = step_seconds(profile, where, software, micro=micro, rows=rows)
-    return _plan(
+    reading = data_seconds(profile, job, where, rows)
+    step += Seconds(data=max(0.0, reading - step.total))  # threads read ahead
+    plan = _plan(
         profile,
         where,
         software,
@@ -143,7 +148,11 @@ def plan_training(
         flops_an_image=profile.flops(1, "forward", "backward"),
         flops_a_step=profile.flops(1, "forward", "backward") * job.global_batch,
         memory_bytes=profile.memory(
-            micro, accumulate=micro < rows, step_rows=rows, shards=where.cluster.shards
+            micro,
+            accumulate=micro < rows,
+            step_rows=rows,
+            shards=where.cluster.shards,
+            gathers=where.cluster.gathers,
         ),
         largest_micro_batch=largest,
         seconds=step,
@@ -152,6 +161,20 @@ def plan_training(
         sizes_bytes=_sizes(profile, job),
         notes=_notes(where, fits, largest, micro, rows),
     )
+    return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
+
+
+def data_seconds(profile: Profile, job: TrainJob, where: Where, rows: int) -> float:
+    """Seconds in which a process reads a step's rows of latents and text; 0 where pictures are encoded."""
+    if not job.reads:
+        return 0.0
+    facts, known = profile.facts, where.known
+    size = sum(
+        facts[{"latents": "latent_bytes_a_row", "text": "text_bytes_a_row"}[name]] for name in job.reads
+    )
+    copied = known.values.get(("copy_bytes_s", where.card.name))  # measured: from host to device
+    each = known.of("loader_row_s", "store") + size / known.of("loader_bytes_s", "store")
+    return float(rows * (each + (size / copied if copied else 0.0)))
 
 
 def _plan(
@@ -222,6 +245,9 @@ def step_seconds(
     if where.cluster.count > 1:
         times = number if sync_each else 1
         whole = all_reduce_s(where.card, where.cluster, gradient_bytes * profile.trained, where.known)
+        if where.cluster.gathers:  # once more than where weights stay whole after the forward pass
+            held = profile.facts.get("computing_bytes", 2 * profile.trained)
+            whole += 0.5 * all_reduce_s(where.card, where.cluster.sharing, held, where.known)
         shown = exposed_s(whole, backward.total, where.known)
         seconds += Seconds(communication=shown).times(times)
     return seconds

@@ -6,6 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 SIZE_BYTES = {"cpu": 2**26, "cuda": 2**28}
 
@@ -20,7 +21,7 @@ def link_bytes_s(kind: str, budget_s: float) -> tuple[int, float] | None:
     if number < 2:
         return None
     with tempfile.TemporaryDirectory(prefix="darkroom-links-") as folder:
-        spawn = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
         spawn(_rank, (number, folder, kind, budget_s), nprocs=number)
         seconds = float((Path(folder) / "seconds").read_text())
     return number, 2 * (number - 1) / number * SIZE_BYTES[kind] / seconds

@@ -6,7 +6,7 @@ inside a node over its links, between nodes over the node's network, which its d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from darkroom.hardware.cards import Card, networks
 from darkroom.plan.roofline import Efficiency
@@ -30,6 +30,7 @@ class Cluster:
     node_devices: int = NODE_DEVICES
     network: str = "EFA 400 Gbit"
     mode: str = "ddp"  # or fsdp: gradients, optimiser and average in shards (ZeRO-2)
+    shard: str = "grads"  # of fsdp; full: the weights too; hybrid: the same, inside each node
 
     @property
     def nodes(self) -> int:
@@ -39,14 +40,33 @@ class Cluster:
     @property
     def shards(self) -> int:
         """Devices that share what is sharded."""
-        return self.count if self.mode == "fsdp" else 1
+        if self.mode != "fsdp":
+            return 1
+        return min(self.count, self.node_devices) if self.shard == "hybrid" else self.count
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the weights are cut too, and gathered block by block, forward and backward."""
+        return self.mode == "fsdp" and self.shard != "grads"
+
+    @property
+    def sharing(self) -> Cluster:
+        """The devices that hold one copy of the weights between them."""
+        return replace(self, count=self.shards) if self.mode == "fsdp" else self
 
 
-def default_cluster(card: Card, count: int, mode: str = "ddp", network: str | None = None) -> Cluster:
+def default_cluster(
+    card: Card,
+    count: int,
+    mode: str = "ddp",
+    network: str | None = None,
+    *,
+    node_devices: int = NODE_DEVICES,
+    shard: str = "grads",
+) -> Cluster:
     """What such cards usually stand in."""
-    return Cluster(
-        count=count, network=network or DEFAULT_NETWORK.get(card.architecture, "TCP 100 Gbit"), mode=mode
-    )
+    network = network or DEFAULT_NETWORK.get(card.architecture, "TCP 100 Gbit")
+    return Cluster(count, node_devices, network, mode, shard)
 
 
 def all_reduce_s(card: Card, cluster: Cluster, size_bytes: float, known: Efficiency) -> float:

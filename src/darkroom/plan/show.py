@@ -71,6 +71,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
     told = {
+        "data_hidden_s": "reading beside it, hidden: {:.2g} s a step",
         "latency_s": "{:.3g} s for a batch",
         "steps_per_s": "{:.3g} denoising steps/s",
         "latency_p95_s": "95 of 100 within {:.3g} s",

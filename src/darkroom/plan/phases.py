@@ -1,0 +1,93 @@
+"""A recipe of several phases on every card: what they take one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from darkroom.plan.ask import Asked, Target, chosen_cards, plans
+from darkroom.plan.jobs import Plan
+from darkroom.plan.show import gb, hours, to_dict, usd
+
+
+@dataclass(frozen=True)
+class Together:
+    """The plans of all phases on one card."""
+
+    plans: tuple[Plan, ...]
+    target: Target
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase does."""
+        return all(plan.fits for plan in self.plans)
+
+    @property
+    def hours(self) -> float:
+        """From the first phase's start to the last one's end."""
+        return sum(plan.hours for plan in self.plans)
+
+    @property
+    def usd(self) -> float | None:
+        """On demand; None where no price is known."""
+        spent = [plan.cost.usd for plan in self.plans if plan.cost.usd is not None]
+        return sum(spent) if len(spent) == len(self.plans) else None
+
+    @property
+    def device_hours(self) -> float:
+        """Of all devices and phases."""
+        return sum(plan.cost.device_hours for plan in self.plans)
+
+    def limits(self) -> list[str]:
+        """What the phases together break of deadline and budget."""
+        deadline, budget = self.target.deadline_hours, self.target.budget_usd
+        late = deadline is not None and self.hours > deadline
+        dear = budget is not None and (self.usd or 0.0) > budget
+        told = [f"over the deadline of {deadline:g} h"] if late else []
+        return told + ([f"over the budget of USD {budget:,.2f}"] if dear else [])
+
+    @property
+    def kept(self) -> bool:
+        """Whether they fit and keep deadline and budget."""
+        return self.fits and not self.limits()
+
+    def row(self) -> dict[str, Any]:
+        """A row of a comparison."""
+        return {
+            "device": self.plans[0].device,
+            "count": self.plans[0].count,
+            "fits": "yes" if self.fits else "no",
+            "memory": gb(max(plan.peak_bytes for plan in self.plans)),
+            "time": hours(self.hours),
+            "device-h": f"{self.device_hours:,.3g}",
+            "USD": "-" if self.usd is None else usd(self.usd).removeprefix("USD "),
+            "note": "; ".join(self.limits()),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "device": self.plans[0].device,
+            "fits": self.fits,
+            "kept": self.kept,
+            "hours": self.hours,
+            "device_hours": self.device_hours,
+            "usd": self.usd,
+            "plans": [to_dict(plan) for plan in self.plans],
+        }
+
+
+def on_all(asked: Sequence[Asked], target: Target) -> list[Together]:
+    """All phases on each card, the cheapest first; what does not fit or keep the limits comes last."""
+    free = replace(target, deadline_hours=None, budget_usd=None)
+    found = [
+        Together(tuple(plans(one, replace(free, gpu=card.name))[0] for one in asked), target)
+        for card in chosen_cards("all")
+    ]
+    return sorted(found, key=_order)
+
+
+def _order(one: Together) -> tuple[bool, bool, float]:
+    spent = one.usd
+    return (not one.kept, spent is None, one.device_hours if spent is None else spent)

@@ -1,0 +1,98 @@
+"""What a plan reads of a recipe, its model's folder and its store, beside the counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from darkroom.errors import InputError
+
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What a plan needs of a recipe beside its counts."""
+    from darkroom.train.checks import check_settings
+
+    if recipe.task == "extractor":
+        raise InputError(
+            "a plan of task extractor",
+            allowed="the other tasks",
+            mend="a small extractor trains within minutes: just train it",
+        )
+    check_settings(recipe)
+    train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
+    stores_text = recipe.data.text != "inline" and not recipe.model.train_text_encoder
+    return {
+        "recipe": recipe.dump(),
+        "phases": len(recipe.phases),
+        "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",
+        "alone": parallel.mode == "none",
+        "nodes": parallel.nodes,
+        "node_devices": None if parallel.devices == "auto" else parallel.devices,
+        "shard": parallel.shard if parallel.mode == "fsdp" else "grads",
+        "channels_last": train.channels_last is not False,
+        "task": recipe.task,
+        "steps": train.steps,
+        "global_batch": train.global_batch,
+        "micro_batch": None if train.micro_batch == "auto" else train.micro_batch,
+        "precision": train.precision,
+        "store": getattr(recipe.data, "store", None),
+        "base": str(recipe.model.base),
+        "vae": vae if isinstance(vae, str) else None,
+        "resolution": recipe.data.resolution,
+        "encode": recipe.data.encode,
+        "stores_text": stores_text,  # where latents are stored beforehand
+        "reads": _reads(recipe, stores_text),
+        "checkpointing": train.gradient_checkpointing,
+        "aligns": train.align.extractor is not None,
+    }
+
+
+def _reads(recipe: Recipe, stores_text: bool) -> list[str]:
+    """What is read of the store at each step instead of being computed."""
+    from darkroom.plan.training import encodes
+
+    latents = recipe.task != "autoencoder" and not encodes(recipe)
+    text = stores_text and "stored" in (recipe.data.text, recipe.data.encode)
+    return ["latents"] * latents + ["text"] * text
+
+
+def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> Recipe:
+    """A recipe, or one of its phases with the recipe's own model: its weights do not matter here."""
+    from darkroom.recipe import read_recipe
+    from darkroom.train.phases import phase_recipes
+
+    recipe = read_recipe(path, overrides)
+    if phase is None:
+        return recipe
+    _, found = list(phase_recipes(recipe, Path()))[phase]
+    return found.model_copy(update={"model": recipe.model})
+
+
+def text_of(path: Path) -> str:
+    """A recipe's file as it stands."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return str(path)  # reading the recipe will say what is wrong with it
+
+
+def configs_of(ref: str) -> str:
+    """The settings of a model folder, which may change under the same name."""
+    return "".join(file.read_text() for file in sorted(Path(ref).glob("*/*config.json"))) or ref
+
+
+def rows_of(store: str | None) -> int | None:
+    """Pictures in a store, where it is there."""
+    if not store or not Path(store).is_dir():
+        return None
+    from darkroom.data import Store
+    from darkroom.errors import StoreError
+
+    try:
+        return Store.open(store).num_rows
+    except StoreError:
+        return None
