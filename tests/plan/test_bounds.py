@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -186,9 +187,7 @@ def test_a_server_needs_more_for_more_requests_and_for_less_patience(pictures):
 
 def test_preparing_more_takes_longer_and_more_disk():
     profile = shipped.preparing_profile("sd2", 512, "bf16")
-    profile = type(profile)(
-        **{**profile.__dict__, "facts": {"latent_bytes_a_row": 65536, "text_bytes_a_row": 0}}
-    )
+    profile = replace(profile, facts={"latent_bytes_a_row": 65536, "text_bytes_a_row": 0})
     found = [
         plan_preparing(profile, PrepareJob("prepare", number), Where(cards()["A10G"]), Software("fp16"))
         for number in (1, 1000, 10**9)
