@@ -258,7 +258,7 @@ def test_files_are_as_large_as_what_is_trained_and_its_optimisers_state(tmp_path
     assert adamw["checkpoint"] == pytest.approx(12 * trained, rel=0.001)
     assert "adapter" not in adamw
     _, adafactor = sizes("finetune", "optim.name=adafactor")
-    assert 4 * trained < adafactor["checkpoint"] < 5 * trained
+    assert 4 * trained < adafactor["checkpoint"] < 7 * trained  # 2 in 3 of a 3 x 3 kernel's moments
     trained, lora = sizes("lora")
     assert 4 * trained < lora["adapter"] < 4 * trained + 30_000
 
@@ -335,9 +335,10 @@ def test_a_recipe_says_how_many_devices_and_how_they_share(capsys, recipe):
     grads = planned(*four)
     full, hybrid = (planned(*four, f"parallel.shard={name}") for name in ("full", "hybrid"))
     assert [plan["count"] for plan in (grads, full, hybrid)] == [4, 4, 4]
-    weights = [plan["memory_bytes"]["weights"] for plan in (full, hybrid, grads)]
-    assert weights == sorted(weights)
-    assert weights[0] < weights[2]
+    quarters, halves, whole = (plan["memory_bytes"]["weights"] for plan in (full, hybrid, grads))
+    assert quarters < whole
+    share = full["parameters"]["trained"]  # in bytes, of float32 weights: halves of them against quarters
+    assert halves - quarters == pytest.approx(share)
     assert hybrid["memory_bytes"]["optimiser"] == pytest.approx(2 * full["memory_bytes"]["optimiser"])
     assert full["step_s"]["communication"] >= grads["step_s"]["communication"]
     one = planned("parallel.mode=ddp", "parallel.nodes=3")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import sys
@@ -238,7 +237,7 @@ def test_a_cpu_class_holds_as_much_as_its_cores_have(training):
 
 def test_threads_of_one_core_count_once(monkeypatch):
     found = hardware.machine()
-    two = dataclasses.replace(
+    two = replace(
         found, devices=(), usable_cores=16.0, physical_cores=24, logical_cores=48, instructions=("avx512f",)
     )
     monkeypatch.setattr(sys.modules["darkroom.hardware.machine"], "machine", lambda: two)
@@ -247,10 +246,10 @@ def test_threads_of_one_core_count_once(monkeypatch):
 
 def test_reading_is_hidden_until_it_takes_longer_than_the_step(training):
     facts = {"latent_bytes_a_row": 32768, "text_bytes_a_row": 157_696}
-    read = dataclasses.replace(training, facts=facts)
+    read = replace(training, facts=facts)
     job = TrainJob("train", 100, 256, None, reads=("latents", "text"))
     card, software = cards()["A100-SXM4-80GB"], Software("bf16")
-    plain = plan_training(training, dataclasses.replace(job, reads=()), Where(card), software)
+    plain = plan_training(training, replace(job, reads=()), Where(card), software)
     hidden = plan_training(read, job, Where(card), software)
     assert hidden.step_s == plain.step_s
     assert 0.01 < hidden.extra["data_hidden_s"] < hidden.step_s["total"]
