@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import Any
 
 import pytest
 from test_cluster_train import recipe, trained
+from test_elastic import NODE as STEADY_NODE
 from test_elastic import Driver
 
 __all__ = ["recipe"]  # the fixture
 
 LATE = "LATE"
-NODE: dict[str, Any] = {
-    "num_cpus": 2,
-    "num_gpus": 0,
-    "object_store_memory": 80 * 1024**2,
-    "resources": {f"accelerator_type:{LATE}": 1},
-}
+NODE = {**STEADY_NODE, "num_cpus": 2, "resources": {f"accelerator_type:{LATE}": 1}}
 
 
 @pytest.mark.slow

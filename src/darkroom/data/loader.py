@@ -82,11 +82,10 @@ class ReadSettings(BaseModel):
 class Batch:
     """One rank's share of global batch k.
 
-    `columns` holds what was asked for: `moments` float16 [B, 2, C, h, w] (mean and standard deviation, not
-    scaled), `pixels` uint8 [B, 3, H, W], `caption` list[str], `text` float16 [B, L, D], `pooled` float16
-    [B, P], `dropped` bool [B] where captions are dropped (caption, text and pooled are the empty caption's
-    there), and the draws. Of pixels, `cut_at` float64 [B, 2] says where each is cut (u, v), if at random, and
-    `mirrored` bool [B] which are, if half. `wait_s` is how long the caller stood still for this batch.
+    `columns` holds what was asked for: `moments` float16 [B, 2, C, h, w] (mean, standard deviation; unscaled),
+    `pixels` uint8 [B, 3, H, W] with `cut_at` float64 [B, 2] (u, v) if cut at random and `mirrored` bool [B] if
+    half are, `caption` list[str], `text` float16 [B, L, D], `pooled` float16 [B, P], `dropped` bool [B] (there
+    all three are the empty caption's), and the draws. `wait_s` is how long the caller stood still for it.
     """
 
     k: int
