@@ -82,10 +82,10 @@ class ReadSettings(BaseModel):
 class Batch:
     """One rank's share of global batch k.
 
-    `columns` holds what was asked for: `moments` float16 [B, 2, C, h, w] (mean, standard deviation; unscaled),
-    `pixels` uint8 [B, 3, H, W] with `cut_at` float64 [B, 2] (u, v) if cut at random and `mirrored` bool [B] if
-    half are, `caption` list[str], `text` float16 [B, L, D], `pooled` float16 [B, P], `dropped` bool [B] (there
-    all three are the empty caption's), and the draws. `wait_s` is how long the caller stood still for it.
+    `columns` holds what was asked for: `moments` float16 [B, 2, C, h, w] (mean, deviation; not scaled),
+    `pixels` uint8 [B, 3, H, W] with `cut_at` float64 [B, 2] (u, v) if cut at random and `mirrored` bool [B]
+    if half are, `caption` list[str], `text` float16 [B, L, D], `pooled` float16 [B, P], `dropped` bool [B]
+    (there all three are the empty caption's), and the draws. `wait_s`: how long the caller stood still.
     """
 
     k: int
