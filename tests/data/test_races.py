@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import lance
 import pytest
@@ -39,6 +39,37 @@ def test_appends_beside_one_who_joins_fragments_lose_nothing(tmp_path):
     store = Store.open(path)
     found = store.take(store.select(None), ["phash"])["phash"].to_pylist()
     assert sorted(found) == [*range(10), *range(1000, 1040), *range(2000, 2040)]
+
+
+def test_no_version_is_dropped_while_another_commits(tmp_path):
+    """A dropped version's number would be free again, and what commits under it would be below the newest."""
+    store = Store.create(tmp_path / "pictures.lance")
+    store.append(rows(3))
+    other = Store.open(store.path)
+    with ThreadPoolExecutor() as pool:
+
+        def commit() -> lance.LanceDataset:
+            dropping.append(pool.submit(other.drop_old_versions))
+            assert not wait(dropping, timeout=0.5).done
+            assert len(other.dataset.versions()) == 2
+            return store.dataset
+
+        dropping: list[Future[int]] = []
+        store.commit(commit)
+        assert dropping[0].result() > 0
+    assert len(other.dataset.versions()) == 1
+
+
+def test_where_commits_cannot_be_locked_out_young_versions_stay(tmp_path):
+    store = Store.create(tmp_path / "pictures.lance")
+    store.append(rows(3))
+    at_address = Store.open(f"file://{store.path}")
+    at_address.append(rows(3, 10))
+    at_address.compact()
+    store.refresh()
+    assert len(store.dataset.versions()) == 5
+    store.drop_old_versions()
+    assert len(store.dataset.versions()) == 1, "the control: in a folder they go"
 
 
 @pytest.fixture

@@ -1,11 +1,20 @@
-"""What Lance says when another writer was quicker, and a second look where files vanish under the first."""
+"""Writers of one store beside each other: conflicts, files that vanish, and numbers that must not come twice.
+
+Lance gives a version its number by making a file that must not be there yet. Where versions are dropped
+between a writer's look at the newest and its commit, that number may be free again: the commit goes well,
+below the newest version, and its rows are in no version after it. So whoever commits holds a shared lock on
+the store's folder, and whoever drops versions an exclusive one.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,6 +24,7 @@ VANISHED = re.compile(
     r"not found.*/(_versions/[^/,]+\.manifest|data/[^/,]+\.lance,|_deletions/|_transactions/)", re.I
 )
 PATH = re.compile(r"\S*/\S*")
+LOCK = "_commits.lock"
 
 
 def conflicted(error: Exception) -> bool:
@@ -42,3 +52,31 @@ def look(call: Callable[[], T]) -> T:
                 raise
             wait(0)
     return call()
+
+
+@contextmanager
+def committing(folder: Path | None) -> Iterator[None]:
+    """Within, nobody drops versions of the store in a folder; other commits go on."""
+    with _locked(folder, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def dropping(folder: Path | None) -> Iterator[bool]:
+    """Within, nobody commits to the store in a folder; False where that cannot be had, as at an address."""
+    with _locked(folder, fcntl.LOCK_EX) as locked:
+        yield locked
+
+
+@contextmanager
+def _locked(folder: Path | None, how: int) -> Iterator[bool]:
+    if folder is None:
+        yield False
+        return
+    with (folder / LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, how)
+            locked = True
+        except OSError:  # a file system without locks
+            locked = False
+        yield locked

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from darkroom.data.chosen import Chosen
 from darkroom.data.complaints import Filtering, no_column, not_opened
-from darkroom.data.races import conflicted, look, vanished, wait
+from darkroom.data.races import committing, conflicted, dropping, look, vanished, wait
 from darkroom.data.sidecars import Sidecars
 from darkroom.errors import StoreError
 
@@ -54,6 +54,8 @@ ROWS_PER_FRAGMENT = 16_384
 READ_BUFFER_BYTES = 64 * 1024**2
 SELECT_ROWS = 65_536
 COMMIT_TRIES = 40
+COMMIT_S = 600.0
+"""Longer than a commit takes: no version younger than this is dropped where commits cannot be locked out."""
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
 WIDENED = "_widened_"
@@ -276,13 +278,17 @@ class Store:
 
     def commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         """Commit, trying again from the newest version where another process was quicker."""
-        self._move_to(self.patiently(commit))
+        self._move_to(self.patiently(lambda: self._committed(commit)))
 
     def change(self, change: Callable[[lance.LanceDataset], object]) -> None:
         """Change the newest version in place, trying again as `commit` does."""
         self.refresh()
-        self.patiently(lambda: change(self.dataset))
+        self.patiently(lambda: self._committed(lambda: change(self.dataset)))
         self.refresh()
+
+    def _committed(self, commit: Callable[[], T]) -> T:
+        with committing(self.sidecars.root):
+            return commit()
 
     def add_columns(self, fields: Iterable[pa.Field]) -> None:
         """Add columns that are null in all rows; nothing is rewritten."""
@@ -322,8 +328,9 @@ class Store:
     def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> int:
         """Delete rows by id or source for good; returns their number.
 
-        The rows' bytes leave the disk with every version that is not pinned, and fragments that lost rows
-        are written anew behind the others, so positions change. Pictures deleted by id stay out when their
+        The rows' bytes leave the disk with every version that is not pinned (at an address ten minutes
+        later, with the next deletion or compaction), and fragments that lost rows are written anew behind
+        the others, so positions change. Pictures deleted by id stay out when their
         source is imported again; a source that was deleted whole may be imported anew.
         """
         if (ids is None) == (source is None):
@@ -412,10 +419,11 @@ class Store:
     def pin(self, name: str) -> int:
         """Keep this version for good under a name, such as a run's; returns the version."""
         tag = _tag(name)
-        if tag in self.dataset.tags.list():
-            self.dataset.tags.update(tag, self.version)
-        else:
-            self.dataset.tags.create(tag, self.version)
+        with committing(self.sidecars.root):
+            if tag in self.dataset.tags.list():
+                self.dataset.tags.update(tag, self.version)
+            else:
+                self.dataset.tags.create(tag, self.version)
         return self.version
 
     def unpin(self, name: str) -> bool:
@@ -430,11 +438,16 @@ class Store:
         return {name: int(tag["version"]) for name, tag in self.dataset.tags.list().items()}
 
     def drop_old_versions(self, *, older_than_s: float = 0.0) -> int:
-        """Drop versions older than given, the newest and pinned ones excepted; returns the bytes freed."""
-        age = timedelta(seconds=older_than_s)
-        stats = look(
-            lambda: self.dataset.cleanup_old_versions(older_than=age, error_if_tagged_old_versions=False)
-        )
+        """Drop versions older than given, the newest and pinned ones excepted; returns the bytes freed.
+
+        At an address, and on a file system without locks, those of the last ten minutes stay too: another
+        process may be committing beside them.
+        """
+        with dropping(self.sidecars.root) as alone:
+            age = timedelta(seconds=older_than_s if alone else max(older_than_s, COMMIT_S))
+            stats = look(
+                lambda: self.dataset.cleanup_old_versions(older_than=age, error_if_tagged_old_versions=False)
+            )
         return int(stats.bytes_removed)
 
 

@@ -245,24 +245,23 @@ class _Job:
     def _commit(self, notes: Notes) -> int:
         """Add finished files to the fragments of the store as it is now; returns the rows that they
         encode."""
+        usable: list[Note] = []
 
-        def commit() -> list[Note]:
+        def commit() -> lance.LanceDataset:
             self._store.refresh()
-            usable = [note for note in notes.all() if self._still_fits(notes, note)]
+            usable[:] = [note for note in notes.all() if self._still_fits(notes, note)]
             for note in usable:
                 notes.place(note)
-            if usable:
-                lance.LanceDataset.commit(
-                    self._store.dataset, self._operation(usable), read_version=self._store.version
-                )
-            return usable
+            if not usable:
+                return self._store.dataset
+            return lance.LanceDataset.commit(
+                self._store.dataset, self._operation(usable), read_version=self._store.version
+            )
 
-        committed = self._store.patiently(commit)
-        if committed:
-            self._store.refresh()
-        for note in committed:
+        self._store.commit(commit)
+        for note in usable:
             notes.drop(note)
-        return sum(note.rows for note in committed)
+        return sum(note.rows for note in usable)
 
     def _still_fits(self, notes: Notes, note: Note) -> bool:
         """Whether a file belongs to the fragment of that number; a joined or already served one is
