@@ -253,6 +253,21 @@ def test_a_key_that_comes_too_often_is_told_to_wait(run_core):
     assert 0 < error.retry_after_s <= 5
 
 
+def test_who_comes_too_often_has_no_picture_opened(run_core):
+    uploads = Uploads(image=b"no picture")
+    wanted = QUICK.model_copy(update={"strength": 0.7})
+
+    async def scenario(core):
+        told = []
+        for _ in range(3):
+            with pytest.raises(Refused) as caught:
+                await core.submit(wanted, key="a", uploads=uploads)
+            told.append(caught.value.status)
+        return told
+
+    assert run_core(scenario, limits=Limits(rate_per_minute=12)) == [422, 422, 429]
+
+
 def test_a_picture_to_start_from_is_kept_until_the_job_is_done_checked_and_used(run_core, small):
     image = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
     buffer = io.BytesIO()

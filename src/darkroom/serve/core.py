@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.serve import admission, cards, opening
@@ -30,6 +30,9 @@ from darkroom.serve.store import LIVE, Record, StorageError
 from darkroom.serve.stores import open_sharing, open_stores
 from darkroom.serve.watchers import Watchers
 from darkroom.serve.work import Shape, Work
+
+if TYPE_CHECKING:
+    from darkroom.serve.library import Library
 
 LOG = logging.getLogger("darkroom.serve")
 SWEEP_S = 15.0
@@ -121,7 +124,7 @@ class Core:
         try:
             request = PictureRequest.model_validate_json(record.request)
             uploads = await self._loop.in_thread(self._keeper.read_uploads, record.uid)
-            shape = await self._shape(request, uploads, again=True)
+            shape = await self._shape(request, uploads)
         except (Refused, ValueError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
             return
@@ -171,8 +174,8 @@ class Core:
         self._loop.end_tasks()
         if self.engine is not None:
             await asyncio.to_thread(self.engine.stop)
-        if self._opened is not None and self._opened.library is not None:
-            self._opened.library.close()
+        if (library := self._library()) is not None:
+            library.close()
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
             with suppress(StorageError, OSError):
@@ -207,15 +210,17 @@ class Core:
             if (there := await self._there(key, job_id)) is not None:
                 return self._same(there, digest)
         self._check_open()
-        shape = await self._shape(request, uploads)
+        admission.check_limits(request, self.limits)
+        admission.check_adapters(request, self._library())
         others = None if self.sharing is None else self.sharing.backlog.pictures
         self._intake.check_room(self._engine, key, request.num, others)
         uid = uuid.uuid4().hex
-        request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
-        if self.settings.hooks:  # they see finished pictures only: a preview would get past them
-            request = request.model_copy(update={"previews": 0})
-        record = new_record(uid, self.settings.name, key, job_id or uid, digest, request, shape)
         with self._intake.reserved(key, request.num):
+            shape = await self._shape(request, uploads)
+            request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
+            if self.settings.hooks:  # they see finished pictures only: a preview would get past them
+                request = request.model_copy(update={"previews": 0})
+            record = new_record(uid, self.settings.name, key, job_id or uid, digest, request, shape)
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
@@ -266,12 +271,11 @@ class Core:
         wait_s = LOADING_RETRY_S if code == "loading" else DRAINING_RETRY_S
         raise Refused(503, code, message, retry_after_s=wait_s)
 
-    async def _shape(self, request: PictureRequest, uploads: Uploads | None, *, again: bool = False) -> Shape:
-        """What a request costs; 422 where it cannot be. One accepted before is not held to limits again."""
-        library = self._opened.library if self._opened is not None else None
-        if not again:
-            admission.check_limits(request, self.limits)
-            admission.check_adapters(request, library)
+    def _library(self) -> Library | None:
+        return self._opened.library if self._opened is not None else None
+
+    async def _shape(self, request: PictureRequest, uploads: Uploads | None) -> Shape:
+        """What a request costs; 422 where it cannot be."""
         if uploads is None:
             image = admission.opened_image(request, None, self.limits)
         else:
@@ -430,7 +434,7 @@ class Core:
 
     def adapters(self) -> list[cards.AdapterCard]:
         """The adapters that a request may name."""
-        library = self._opened.library if self._opened is not None else None
+        library = self._library()
         return [] if library is None else library.cards()
 
     def status(self) -> cards.Status:

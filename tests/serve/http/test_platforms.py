@@ -10,8 +10,12 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from starlette.requests import Request
 
 from darkroom.errors import InputError
+from darkroom.serve import Job, PictureRequest
+from darkroom.serve.core import Core
+from darkroom.serve.http.dialects import all_made
 from darkroom.serve.http.vertex import model_of, routes_of, small_enough
 from darkroom.serve.refused import Refused
 from serve.conftest import DARKROOM, Server, difference
@@ -52,6 +56,32 @@ def test_kserve_infers_each_prompt_as_the_native_door_does(http, server):
     for image, prompt, seed in zip(made, ("a horse", "a cat"), (3, 9), strict=True):
         assert difference(image, native(http, server, prompt=prompt, seed=seed, steps=4)) <= 1
     assert difference(*made) >= 10
+
+
+def test_where_one_of_several_is_refused_all_others_are_cancelled(run_core, monkeypatch):
+    """Also where the first cancellation cannot be written down just then."""
+    wanted = [PictureRequest(prompt=f"cat {i}", steps=50, width=32, height=32) for i in range(3)]
+    request = Request({"type": "http", "state": {"key": "anna"}})
+
+    async def scenario(core: Core) -> list[str]:
+        cancel = core.cancel
+
+        async def cancelled(job_id: str, *, key: str) -> Job:
+            if job_id == "a":
+                raise Refused(507, "storage", "not just now")
+            return await cancel(job_id, key=key)
+
+        monkeypatch.setattr(core, "cancel", cancelled)
+        endless = wanted[2].model_copy(update={"steps": 10**6})
+        with pytest.raises(Refused, match="steps"):
+            await all_made(core, request, [*wanted[:2], endless], ids=["a", "b", "c"])
+        states = [(await core.get(name, key="anna")).state for name in "ab"]
+        await cancel("a", key="anna")
+        return states
+
+    first, second = run_core(scenario)
+    assert first in ("queued", "running")
+    assert second == "cancelled"
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ async def all_made(
             jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id))
         return await _all_finished(core, request, jobs)
     except BaseException:
-        for job in jobs:
-            await core.cancel(job.id, key=key)  # of no effect on a job that is over
+        cancelled = (core.cancel(job.id, key=key) for job in jobs)  # of no effect on a job that is over
+        await asyncio.gather(*cancelled, return_exceptions=True)
         raise
 
 
