@@ -142,3 +142,12 @@ def test_a_half_precision_load_is_the_cast_of_the_stored_weights(tiny, folder):
     weight = next(back.unet.parameters())
     assert weight.dtype == torch.bfloat16
     assert torch.equal(weight, next(tiny.unet.parameters()).bfloat16())
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_bf16_on_a_processor_without_it_is_told(monkeypatch, caplog, emulated):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not emulated)
+    models.load("tiny", parts=["vae"])
+    assert not caplog.records
+    models.load("tiny", parts=["vae"], dtype=torch.bfloat16)
+    assert ("float32 is many times as fast" in caplog.text) == emulated

@@ -209,6 +209,8 @@ def test_precision_is_chosen_for_a_reason() -> None:
     assert choose_precision("auto", cpu, ["avx2", "avx512_bf16"]) == ("bf16", "the processor has avx512_bf16")
     assert choose_precision("auto", cpu, ["avx2"]) == ("float32", "the processor has no fast bf16")
     assert choose_precision("float32", cpu, ["amx_bf16"])[0] == "float32"
+    assert choose_precision("bf16", cpu, ["avx2", "avx512f"]) == ("bf16", "asked for")
+    assert "float32 is many times as fast" in choose_precision("bf16", cpu, ["avx2"])[1]
     with pytest.raises(RecipeError, match=r"train.precision: fp16 on a CPU.*use bf16"):
         choose_precision("fp16", cpu, [])
 

@@ -86,7 +86,7 @@ def _cpu(here: Machine) -> Iterator[Check]:
     fast = speedup > 1.2
     advice = "use precision bf16" if fast else "use precision float32 here"
     yield Check(
-        "bf16", fast, f"a matrix product runs {speedup:.1f} times as fast as float32: {advice}", optional=True
+        "bf16", fast, f"a matrix product runs {speedup:.2g} times as fast as float32: {advice}", optional=True
     )
 
 

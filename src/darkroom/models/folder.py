@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from darkroom.errors import InputError, ModelError
 from darkroom.models.families import FAMILIES, create
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
+from darkroom.models.place import slow_bf16
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
 from darkroom.models.tokenizer import tokenizer_or_stand_in
 
+LOG = logging.getLogger("darkroom.models")
 # Of a hub's repository only what is opened: no other frameworks' weights, no single files beside the parts.
 HUB_FOLDERS = (
     "unet",
@@ -66,6 +69,8 @@ def load(
     `variant` picks weight files such as `fp16`; `revision` a hub branch, tag or commit. A gated model
     is opened with the token in $HF_TOKEN. Raises ModelError where something asked for is missing.
     """
+    if slow_bf16(dtype, torch.device(device)):
+        LOG.warning("this processor has no bf16 and emulates it: float32 is many times as fast here")
     with quiet():
         if str(ref) in FAMILIES:
             asked = parts or PARTS

@@ -16,6 +16,12 @@ def precision(name: str) -> torch.dtype:
     return PRECISIONS[name]
 
 
+def slow_bf16(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this is bf16 on a processor that has to emulate it: float32 is 20 to 200 times as fast."""
+    emulated = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.bfloat16 and device.type == "cpu" and emulated
+
+
 def device(name: str) -> torch.device:
     """A device by name; 'auto' is the first CUDA (or ROCm) device, else Apple's, else the CPU."""
     if name == "auto":

@@ -305,6 +305,10 @@ def step_seed(seed: int, k: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + k * 0xBF58476D1CE4E5B9 + 1) % 2**63
 
 
+HAVE_BF16 = {"amx_bf16", "avx512_bf16", "avx512f", "sve", "bf16"}
+"""Instructions of processors on which a product in bf16 is not far slower than one in float32."""
+
+
 def choose_precision(
     asked: Precision | Literal["auto"], device: torch.device, instructions: Sequence[str]
 ) -> tuple[Precision, str]:
@@ -317,7 +321,8 @@ def choose_precision(
             "train.precision", "fp16 on a CPU, about five times slower than float32", mend="use bf16 or auto"
         )
     if asked != "auto":
-        return asked, "asked for"
+        emulated = asked == "bf16" and device.type == "cpu" and not HAVE_BF16 & set(instructions)
+        return asked, f"asked for{', but emulated here: float32 is many times as fast' if emulated else ''}"
     if device.type == "cuda":
         return (
             ("bf16", "the GPU has it") if torch.cuda.is_bf16_supported() else ("fp16", "the GPU has no bf16")
