@@ -28,7 +28,6 @@ import pyarrow as pa
 from darkroom import models
 from darkroom.cluster.connect import connected
 from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, options_of
-from darkroom.cluster.room import waiting
 from darkroom.cluster.seen import check_here, check_nodes
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import Seconds, Use
@@ -274,10 +273,8 @@ class _Run:
         self._said = now
         if up:
             self._say(f"{use.rows_per_s():,.1f} rows/s; {use.bottleneck()}")
-            return
-        bounds, asked = self._sized.bounds, options_of(self._sized.bounds)
-        needs = asked["num_cpus"], asked["num_gpus"]
-        self._say(waiting(f"{bounds.least} encoders", *needs, bounds.accelerator))
+        if waits := self._stages.pool.waits():
+            self._say(waits)
 
 
 @dataclass(frozen=True)
