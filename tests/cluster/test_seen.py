@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from cluster_material import SMALL, made_store, on_ray
+from test_cluster_train import recipe, trained
 
 from cluster.conftest import NODE
 from darkroom.cluster.encoders import Bounds
@@ -24,7 +25,10 @@ from darkroom.cluster.seen import check_nodes
 from darkroom.data import Store
 from darkroom.errors import StoreError
 
+__all__ = ["recipe"]  # the fixture
+
 pytestmark = pytest.mark.slow
+APART = "APART"
 HIDDEN, STUCK = "DARKROOM_TEST_HIDDEN", "DARKROOM_TEST_STUCK"
 SITE = f"""
 import os, time
@@ -110,3 +114,33 @@ def test_a_node_that_does_not_answer_is_not_waited_for(cluster, add_node, store)
     check_nodes(store.path, said.append, answer_s=4)
     assert time.monotonic() - began < 12
     assert said == [f"the machine {host} did not tell within 4 s whether {store.path} is there"]
+
+
+@pytest.mark.parametrize(
+    ("more", "mend"),
+    [
+        (
+            ["phases=[{resolution: 16, samples: 16}, {resolution: 16, samples: 16}]", "checkpoint.url=URL"],
+            "a phase starts from the model that the one before left there: choose a folder that they share",
+        ),
+        ([], "choose a folder that they share, or set checkpoint.url"),
+    ],
+    ids=["phases", "alone"],
+)
+def test_workers_that_do_not_share_the_run_are_refused(
+    cluster, add_node, recipe, tmp_path: Path, more: list[str], mend: str
+) -> None:
+    """With phases also where checkpoints go to an address: a phase starts from the run's folder."""
+    out, node = tmp_path / "runs" / "big", {"num_cpus": 1, "resources": {f"accelerator_type:{APART}": 1}}
+    add_node(**node)
+    add_node(hidden=f"{out.parent}/", **node)
+    place = ["--engine", "ray", "--ray-address", cluster.address, "--accelerator", APART, "--workers", "2"]
+    changed = [one.replace("URL", f"file://{tmp_path}/bucket") for one in more]
+    said = trained(recipe, out, *changed, *place, "--max-failures", "0", code=2)
+    last = said.strip().splitlines()[-1]
+    assert last == (
+        f"darkroom: --out {out} is not one folder for all machines: 1 of 2 workers do not see it; {mend}"
+    )
+    assert "Traceback" not in said
+    assert not out.exists()
+    assert not (tmp_path / "bucket").exists()
