@@ -20,6 +20,7 @@ from cluster_material import SMALL, fill, made_store
 from safetensors.torch import load_file
 
 from cluster.conftest import NODE
+from darkroom.cluster import feed as cluster_feed
 from darkroom.cluster.encoders import QUEUE
 from darkroom.cluster.feed import online
 from darkroom.cluster.keeper import Told
@@ -339,6 +340,51 @@ def test_what_cannot_be_is_told(cluster, store_path, tmp_path) -> None:
     with pytest.raises(InputError, match="at least one more, to read and decode"):  # noqa: SIM117
         with online(recipe_of(store_path, "online"), reserved_cpus=8):
             pass
+
+
+def all_taken() -> list[Any]:
+    """Actors that take what CPUs the nodes of encoders have left."""
+    import ray
+
+    class Taken:
+        pass
+
+    kind = f"accelerator_type:{SMALL}"
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and kind in node["Resources"]]
+    actors = [ray.remote(Taken).options(num_cpus=1, resources={kind: 0.001}).remote() for _ in range(6)]
+    until = time.monotonic() + 120
+    while any(ray._private.state.available_resources_per_node()[node].get("CPU") for node in nodes):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return actors
+
+
+def test_encoders_that_find_no_room_are_told_and_used_once_there_is_some(
+    cluster, store_path, tmp_path, monkeypatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(cluster_feed, "LOOK_S", 0.5)
+    monkeypatch.setattr(cluster_feed, "SAID_EVERY_S", 3.0)
+    recipe = recipe_of(store_path, "online", "data.online.encoders=1")
+    said: list[tuple[float, str]] = []
+    taken, began = all_taken(), time.monotonic()
+    with (
+        online(recipe, say=lambda line: said.append((time.monotonic(), line))) as made,
+        make_job(recipe, Pinned(tmp_path / "a"), made).feed(0) as batches,
+    ):
+        while len(said) < 2 and time.monotonic() - began < 90:
+            time.sleep(0.1)
+        for actor in taken:
+            ray.kill(actor)
+        next(batches)
+        count = len(said)
+        time.sleep(4)
+        assert len(said) == count  # nobody waits
+    waits = "waiting for 1 of 1 encoders to start: each needs 1 CPUs on a node of type SMALL (2 up); free: "
+    assert [line for _, line in said[:2]] == [f"{waits}0 of 6 CPUs"] * 2
+    assert said[0][0] - began > 15  # that an encoder may take to start
+    assert said[1][0] - said[0][0] >= 3
 
 
 def encoders() -> dict[int, str]:

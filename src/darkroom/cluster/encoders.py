@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from darkroom.cluster.connect import TYPE
+from darkroom.cluster.room import WAIT_SAID_S, waiting
 from darkroom.cluster.usage import PREPARE, Words
 from darkroom.errors import DarkroomError, InputError
 
@@ -75,7 +76,7 @@ class Encoder:
     handle: Any
     starting: Any = None  # the answer to the first call; None once it came
     calls: set[Any] = field(default_factory=set)
-    since: float = field(default_factory=time.monotonic)  # when it last had nothing to do
+    since: float = field(default_factory=time.monotonic)  # when it was asked for, or last had nothing to do
 
     @property
     def up(self) -> bool:
@@ -114,6 +115,19 @@ class Pool:
     def starting(self) -> list[Any]:
         """What will tell that one more is up."""
         return [encoder.starting for encoder in self.encoders.values() if not encoder.up]
+
+    def waits(self) -> str:
+        """What encoders wait for that could not start for a while; nothing while as many as asked are up."""
+        import ray
+
+        before, least = time.monotonic() - WAIT_SAID_S, self.bounds.least
+        late = [one.starting for one in self.encoders.values() if not one.up and one.since < before]
+        unanswered = ray.wait(late, num_returns=len(late), timeout=0)[1] if late else []
+        lacking = min(len(unanswered), least - len(self.up))
+        if lacking <= 0:
+            return ""
+        needs = self._options["num_cpus"], self._options["num_gpus"]
+        return waiting(f"{lacking} of {least} encoders", *needs, self.bounds.accelerator)
 
     def free(self) -> Encoder | None:
         """The one with the fewest calls, if it can take one more."""

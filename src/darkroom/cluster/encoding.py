@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from darkroom.cluster.encoders import device_here
-from darkroom.cluster.stages import check_here
+from darkroom.cluster.seen import check_here
 from darkroom.cluster.usage import Seconds
 from darkroom.data import Store
 from darkroom.data.loader import Assembler, ReadSettings, row_assembler

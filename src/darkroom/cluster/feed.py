@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 LAST_WORD_S = 5.0
+LOOK_S = 5.0  # how often it is looked whether encoders wait for room
+SAID_EVERY_S = 60.0  # how often that is said at most
 
 
 @contextmanager
@@ -78,13 +80,39 @@ def online(
     )
     keeper = ray.remote(num_cpus=0, scheduling_strategy=here)(Keeper).remote(bounds, encoder)
     try:
-        yield OnlineFeed(keeper, settings, cpus)
+        with _waits_said(keeper, say):
+            yield OnlineFeed(keeper, settings, cpus)
         for line in ray.get(keeper.lines.remote()):
             say(line)
     finally:
         with suppress(ray.exceptions.RayError):  # the cluster is gone, and they with it
             ray.get(keeper.close.remote())
             ray.kill(keeper)
+
+
+@contextmanager
+def _waits_said(keeper: Any, say: Say) -> Iterator[None]:
+    """Within, what encoders wait for that cannot start is said, from a thread of its own."""
+    import ray
+
+    over = threading.Event()
+
+    def look() -> None:
+        pause_s = LOOK_S
+        while not over.wait(pause_s):
+            pause_s = LOOK_S
+            with suppress(ray.exceptions.RayError):  # the keeper is gone, which the ranks tell
+                if line := ray.get(keeper.waits.remote(), timeout=LAST_WORD_S):
+                    say(line)
+                    pause_s = SAID_EVERY_S
+
+    thread = threading.Thread(target=look, name="waits", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(LAST_WORD_S)
 
 
 def _spare_cpus(bounds: Bounds, reserved: float) -> float:

@@ -71,6 +71,10 @@ class Keeper:
         pool.poll(sum(one.waiting for one in there))
         return [(encoder.number, encoder.handle) for encoder in pool.up]
 
+    def waits(self) -> str:
+        """What encoders wait for that could not start for a while; else nothing."""
+        return self._pool.waits() if self._pool is not None else ""
+
     def lines(self) -> list[str]:
         """What is to be said of the encoding, for the console."""
         last = max((told.at for told in self._ranks.values()), default=0.0)

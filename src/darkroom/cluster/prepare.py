@@ -28,8 +28,8 @@ import pyarrow as pa
 from darkroom import models
 from darkroom.cluster.connect import connected
 from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, options_of
-from darkroom.cluster.room import waiting
-from darkroom.cluster.stages import MOST_TRIES, Stages, check_here
+from darkroom.cluster.seen import check_here, check_nodes
+from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import Seconds, Use
 from darkroom.errors import DarkroomError, StoreError
 from darkroom.prepare.columns import Layout
@@ -95,7 +95,8 @@ def prepare_on_ray(
 
     `cpu_workers` is how many tasks read and cut at once: all CPUs that encoders leave, as nodes come and go,
     unless said. A cluster that `grows` has an autoscaler: what it lacks is waited for. Raises what prepare
-    does, and InputError where the cluster is missing or lacks what is asked.
+    does, and InputError where the cluster is missing, lacks what is asked, or has a node that does not see
+    the store.
     """
     bounds = bounds or Bounds()
     if "://" in str(store):
@@ -106,9 +107,11 @@ def prepare_on_ray(
             say(waits)
         if not cluster.may_grow:
             check_room(bounds, _nodes())
+        place = Path(store).resolve()
+        if place.is_dir():  # where it is not, prepare says so
+            check_nodes(str(place), say)
         sized = _Sized(bounds, cpu_workers, cluster.may_grow)
         engine = _Engine(bounds, sized, say)
-        place = Path(store).resolve()
         report = prepare(place, model, progress=progress, engine=engine, device="cpu", **options)
         for column in report.columns:
             shutil.rmtree(place / "_prepare" / f"{column}.{PARTS}", ignore_errors=True)
@@ -270,10 +273,8 @@ class _Run:
         self._said = now
         if up:
             self._say(f"{use.rows_per_s():,.1f} rows/s; {use.bottleneck()}")
-            return
-        bounds, asked = self._sized.bounds, options_of(self._sized.bounds)
-        needs = asked["num_cpus"], asked["num_gpus"]
-        self._say(waiting(f"{bounds.least} encoders", *needs, bounds.accelerator))
+        if waits := self._stages.pool.waits():
+            self._say(waits)
 
 
 @dataclass(frozen=True)

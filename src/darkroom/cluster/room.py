@@ -47,15 +47,18 @@ def room_of(cluster: Cluster, accelerator: str | None) -> Room:
 
 
 def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str:
-    """That a job waits for workers or encoders: what each needs, and what is free."""
+    """That a job waits for workers or encoders: what each needs, and what is free on nodes of the type."""
     import ray
 
-    total, left = ray.cluster_resources(), ray.available_resources()
+    nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    fit = {node: has for node, has in nodes.items() if accelerator is None or f"{TYPE}{accelerator}" in has}
+    left = ray._private.state.available_resources_per_node()
     asked = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
     needs = [f"{amount:g} {kind}s" for kind, amount in asked.items()]
-    free = [f"{left.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in asked]
-    of = ""
-    if accelerator is not None:
-        there = sum(f"{TYPE}{accelerator}" in node["Resources"] for node in ray.nodes() if node["Alive"])
-        of = f" on a node of type {accelerator} ({there} up)"
+    free = [
+        f"{sum(left.get(node, {}).get(kind, 0) for node in fit):g} of "
+        f"{sum(has.get(kind, 0) for has in fit.values()):g} {kind}s"
+        for kind in asked
+    ]
+    of = f" on a node of type {accelerator} ({len(fit)} up)" if accelerator is not None else ""
     return f"waiting for {what} to start: each needs {' and '.join(needs)}{of}; free: {', '.join(free)}"

@@ -11,17 +11,15 @@ and in its own order, and the time that each stage is busy must be known. That i
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from darkroom.cluster.encoders import QUEUE, Encoder, Pool
 from darkroom.cluster.usage import Use
-from darkroom.errors import DarkroomError, StoreError
+from darkroom.errors import DarkroomError
 
 MOST_TRIES = 8
 
@@ -190,12 +188,3 @@ def _cause(error: Any) -> BaseException:
     """What a worker raised, as if it had been raised here."""
     cause = error.cause
     return cause if isinstance(cause, BaseException) else DarkroomError(str(error).splitlines()[-1])
-
-
-def check_here(store: str) -> None:
-    """StoreError where a store's folder is not on this machine."""
-    if "://" not in store and not Path(store).is_dir():
-        raise StoreError(
-            f"{store} is not on the machine {socket.gethostname()}",
-            mend="keep the store in a folder that every node mounts at the same place",
-        )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.elastic import Paused, why_leave
 from darkroom.cluster.encoders import last_line
-from darkroom.cluster.stages import check_here
+from darkroom.cluster.seen import check_here
 from darkroom.errors import DarkroomError, InputError, Stopped
 
 if TYPE_CHECKING:
