@@ -320,7 +320,7 @@ def test_phases_are_planned_one_by_one(capsys, tmp_path):
     code, out, _ = told(capsys, str(path), "--gpu", "all")
     assert code == 0
     assert out.splitlines()[0].startswith("device")
-    code, _, err = told(capsys, str(path), "--gpu", "T4", "--count", "1..4")
+    code, _, err = told(capsys, str(path), "--gpu", "T4", "--plot", str(tmp_path / "curve.png"))
     assert code == 2
     assert "phases" in err
 
