@@ -17,6 +17,7 @@ from darkroom.plan.foretell import foretell
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
 from darkroom.recipe import read_recipe
+from darkroom.train import job
 
 RECIPE = """
 task: pretrain
@@ -319,7 +320,7 @@ def test_phases_are_planned_one_by_one(capsys, tmp_path):
     code, out, _ = told(capsys, str(path), "--gpu", "all")
     assert code == 0
     assert out.splitlines()[0].startswith("device")
-    code, _, err = told(capsys, str(path), "--gpu", "T4", "--count", "1..4")
+    code, _, err = told(capsys, str(path), "--gpu", "T4", "--plot", str(tmp_path / "curve.png"))
     assert code == 2
     assert "phases" in err
 
@@ -343,6 +344,23 @@ def test_a_recipe_says_how_many_devices_and_how_they_share(capsys, recipe):
     assert full["step_s"]["communication"] >= grads["step_s"]["communication"]
     one = planned("parallel.mode=ddp", "parallel.nodes=3")
     assert one["count"] == 3  # devices are auto: one a machine
+
+
+def test_cut_weights_are_planned_in_the_layout_that_they_train_in(recipe):
+    """Under fsdp the trainer leaves convolutions in their plain layout; the plan asks the same function."""
+    plain = "train.channels_last=false"
+
+    def kernels_s(count, *more):
+        (plan,) = ask.plans(ask.ask_recipe(Path(recipe), more), ask.Target(gpu="A100-80", count=count))
+        return plan.step_s["compute"] + plan.step_s["memory_bound"]
+
+    assert ask.channels_last is job.channels_last
+    cut = "parallel.mode=fsdp"
+    assert kernels_s(2, cut) == kernels_s(2, cut, plain)
+    assert kernels_s(1, cut) < kernels_s(1, cut, plain)  # alone nothing is cut
+    whole = kernels_s(2, "parallel.mode=ddp")
+    assert whole < kernels_s(2, "parallel.mode=ddp", plain)
+    assert whole < kernels_s(2, cut)
 
 
 def test_processes_of_one_cpu_share_it(capsys, recipe):

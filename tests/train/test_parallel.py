@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from darkroom.errors import RecipeError
 from darkroom.train.checkpoint import checkpoints, load_checkpoint
+from darkroom.train.parallel import channels_last
 
 CLOSE = 1e-6
 
@@ -226,6 +227,22 @@ def test_sigterm_to_the_job_saves(long_recipe, tmp_path):
 def test_what_cannot_be_is_refused_at_once(recipe_of, more, key):
     with pytest.raises(RecipeError, match=f"^{key}: "):
         recipe_of("pretrain", *more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device_type", "sharded", "innermost"),
+    [
+        ("auto", "cuda", False, True),
+        ("auto", "cuda", True, False),  # weights are cut in their plain layout
+        ("auto", "cpu", False, False),
+        (True, "cpu", False, True),
+        (False, "cuda", False, False),
+    ],
+)
+def test_convolutions_lie_channels_last_where_that_is_faster_and_possible(
+    asked, device_type, sharded, innermost
+):
+    assert channels_last(asked, device_type, sharded=sharded) is innermost
 
 
 @pytest.mark.slow

@@ -122,7 +122,14 @@ def plan(
         asked = ask.ask_phases(Path(job), overrides or [])
     numbers = [ask.own_count(asked[0], target)] if count == "auto" else ask.counts(count)
     if len(asked) > 1:
-        return _plan_phases(asked, target, numbers, advise or plot is not None, as_json)
+        if plot is not None:
+            raise InputError(
+                f"--plot of a recipe of {len(asked)} phases",
+                mend="plot one phase: phases=[] data.resolution=... train.steps=...",
+            )
+        if advise:
+            return _advise_phases(asked, Path(job), overrides or [], target, numbers, as_json)
+        return _plan_phases(asked, target, numbers, as_json)
     if advise:
         return _advise(asked[0], Path(job), overrides or [], target, numbers, as_json)
     return _plan(asked[0], target, numbers, plot, as_json)
@@ -147,7 +154,7 @@ def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
     asked, target = ask.ask_phases(recipe, overrides), ask.Target()
     numbers = [ask.own_count(asked[0], target)]
     if len(asked) > 1:
-        return _plan_phases(asked, target, numbers, False, as_json)
+        return _plan_phases(asked, target, numbers, as_json)
     return _plan(asked[0], target, numbers, None, as_json)
 
 
@@ -157,9 +164,7 @@ def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_jso
     from darkroom.plan import ask
     from darkroom.plan.show import comparison, lines, price_lines, to_dict
 
-    many = len(numbers) > 1
-    if many and target.gpu == "all":
-        raise InputError("--gpu all with a range of --count", mend="choose one card for the curve")
+    many = _is_curve(target, numbers)
     found = (
         ask.scaling(asked, target, numbers) if many else ask.plans(asked, replace(target, count=numbers[0]))
     )
@@ -180,21 +185,18 @@ def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_jso
     show({"plans": [to_dict(one) for one in found]}, as_json, told)
 
 
-def _plan_phases(asked: list[Any], target: Any, numbers: list[int], whole: bool, as_json: bool) -> None:
-    """A recipe of several phases on one kind and number of devices: each, and what they take together."""
+def _plan_phases(asked: list[Any], target: Any, numbers: list[int], as_json: bool) -> None:
+    """A recipe of several phases: on one kind and number of devices each of them and what they take together,
+    on every card or on a range of numbers only the latter.
+    """
     from dataclasses import replace
 
     from darkroom.plan import ask
     from darkroom.plan.show import lines, price_lines, to_dict, together
 
-    if target.gpu == "all" and not whole and len(numbers) == 1:
-        _compare_phases(asked, replace(target, count=numbers[0]), as_json)
+    if target.gpu == "all" or len(numbers) > 1:
+        _compare_phases(asked, target, numbers, as_json)
         return
-    if whole or len(numbers) > 1:
-        raise InputError(
-            f"a recipe of {len(asked)} phases with a range, --advise or --plot",
-            mend="choose one card and number, or one phase: phases=[] data.resolution=... train.steps=...",
-        )
     found = [ask.plans(one, replace(target, count=numbers[0]))[0] for one in asked]
 
     def told() -> Iterator[str]:
@@ -206,18 +208,28 @@ def _plan_phases(asked: list[Any], target: Any, numbers: list[int], whole: bool,
     show({"plans": [to_dict(one) for one in found]}, as_json, told)
 
 
-def _compare_phases(asked: list[Any], target: Any, as_json: bool) -> None:
-    """A recipe of several phases on every card: what they take together, the cheapest first."""
-    from darkroom.plan.phases import on_all
+def _compare_phases(asked: list[Any], target: Any, numbers: list[int], as_json: bool) -> None:
+    """What several phases take together: on every card, the cheapest first, or on each number of devices."""
+    from dataclasses import replace
+
+    from darkroom.plan.phases import on_all, on_each
     from darkroom.plan.show import price_lines
 
-    found = on_all(asked, target)
+    many = _is_curve(target, numbers)
+    found = on_each(asked, target, numbers) if many else on_all(asked, replace(target, count=numbers[0]))
 
     def told() -> Iterator[str]:
         yield from columns([one.row() for one in found])
         yield from price_lines([plan for one in found for plan in one.plans])
 
-    show({"cards": [one.to_dict() for one in found]}, as_json, told)
+    show({"counts" if many else "cards": [one.to_dict() for one in found]}, as_json, told)
+
+
+def _is_curve(target: Any, numbers: list[int]) -> bool:
+    """Whether a range of numbers is asked for, which goes with one card alone."""
+    if len(numbers) > 1 and target.gpu == "all":
+        raise InputError("--gpu all with a range of --count", mend="choose one card for the curve")
+    return len(numbers) > 1
 
 
 def _advise(
@@ -226,6 +238,15 @@ def _advise(
     from darkroom.plan.advise import advise
 
     told = advise(asked, recipe, overrides, target, numbers, say=console(as_json))
+    show(told.to_dict(), as_json, told.lines)
+
+
+def _advise_phases(
+    asked: list[Any], recipe: Path, overrides: list[str], target: Any, numbers: list[int], as_json: bool
+) -> None:
+    from darkroom.plan.advise_phases import advise_phases
+
+    told = advise_phases(asked, recipe, overrides, target, numbers, say=console(as_json))
     show(told.to_dict(), as_json, told.lines)
 
 

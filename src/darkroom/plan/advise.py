@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,16 @@ class Advice:
 
     def lines(self) -> Iterator[str]:
         """For a terminal."""
+        yield from self.found()
+        yield from price_lines(self.priced())
+
+    def priced(self) -> list[Plan]:
+        """The plans whose prices count."""
+        chosen = (self.cheapest, self.fastest)
+        return [one.plan for one in chosen] + [one.beside for one in chosen if one.beside]
+
+    def found(self) -> Iterator[str]:
+        """What was found, without the dates of its prices."""
         for name, option in (("cheapest", self.cheapest), ("fastest", self.fastest)):
             plan = option.plan
             yield f"{name}: {plan.count} x {plan.device}, {hours(option.hours)}, {usd(option.usd)}"
@@ -104,8 +114,6 @@ class Advice:
         if self.break_even_epochs is not None:
             yield f"encoding beforehand pays from {self.break_even_epochs:.2g} epochs on"
         yield f"{self.looked_at} combinations looked at"
-        chosen = (self.cheapest, self.fastest)
-        yield from price_lines([one.plan for one in chosen] + [one.beside for one in chosen if one.beside])
 
 
 def advise(
@@ -120,29 +128,60 @@ def advise(
     each where the recipe leaves it open; of another job the cards and numbers alone. InputError where nothing
     fits.
     """
+    searched = search(asked, recipe, overrides, target, numbers, say)
+    return searched.advice(_cheapest(searched.fitting), _fastest(searched.fitting))
+
+
+@dataclass(frozen=True)
+class Search:
+    """A job's combinations: those that fit and keep the limits, and how many there were."""
+
+    asked: Asked
+    fitting: Sequence[Option]
+    looked_at: int
+
+    def advice(
+        self, cheapest: Option, fastest: Option, among: Mapping[str, Sequence[Option]] | None = None
+    ) -> Advice:
+        """Two of them, with what speaks for each against those `among` which it was chosen: all if unsaid."""
+        among = among or {"cheapest": self.fitting, "fastest": self.fitting}
+        reasons = {
+            "cheapest": tuple(_reasons(cheapest, among["cheapest"], "usd")),
+            "fastest": tuple(_reasons(fastest, among["fastest"], "hours")),
+        }
+        pays = _break_even(cheapest, self.fitting, self.asked)
+        return Advice(cheapest, fastest, self.looked_at, reasons, pays)
+
+
+def search(
+    asked: Asked,
+    recipe: Path,
+    overrides: Sequence[str],
+    target: Target,
+    numbers: Sequence[int],
+    say: Callable[[str], None],
+    phase: int | None = None,
+) -> Search:
+    """All combinations of a job, or of a phase of a recipe; InputError where none fits."""
     if not asked.settings:
         options = [
             Option({}, plan) for number in numbers for plan in plans(asked, replace(target, count=number))
         ]
     else:
-        options = list(_training_options(asked, recipe, overrides, target, numbers, say))
+        options = list(_training_options(asked, recipe, overrides, target, numbers, say, phase))
     fitting = [option for option in options if option.kept(target)]
     if not fitting:
         allowed = [option for option in options if option.plan.fits]
         why = "keeps the deadline and the budget" if allowed else "fits"
         raise InputError(
-            f"of {len(options)} combinations none {why}", mend="try --gpu all or a larger --count"
+            f"{asked.name}: of {len(options)} combinations none {why}",
+            mend="try --gpu all or a larger --count",
         )
     for best in {id(one): one for one in (_cheapest(fitting), _fastest(fitting))}.values():
         smaller = list(_smaller_batches(best))
         options += smaller
         fitting += [option for option in smaller if option.kept(target)]
-    cheapest, fastest = _cheapest(fitting), _fastest(fitting)
-    reasons = {
-        "cheapest": tuple(_reasons(cheapest, fitting, "usd")),
-        "fastest": tuple(_reasons(fastest, fitting, "hours")),
-    }
-    return Advice(cheapest, fastest, len(options), reasons, _break_even(cheapest, fitting, asked))
+    return Search(asked, fitting, len(options))
 
 
 def _cheapest(options: Sequence[Option]) -> Option:
@@ -177,6 +216,7 @@ def _training_options(
     target: Target,
     numbers: Sequence[int],
     say: Callable[[str], None],
+    phase: int | None = None,
 ) -> Iterator[Option]:
     said = {override.partition("=")[0] for override in overrides}
     fixed = asked.settings
@@ -192,7 +232,7 @@ def _training_options(
             if fixed["task"] == "pretrain":
                 changes.append(f"data.encode={told}")
             say(f"counting {' '.join(changes)}")
-            variant = ask_recipe(recipe, [*overrides, *changes])
+            variant = ask_recipe(recipe, [*overrides, *changes], phase=phase)
             kinds = itertools.product(precisions, [n for n in numbers if n <= fixed["global_batch"]], modes)
             for precision, number, mode in kinds:
                 if number > 1 or mode == modes[0]:

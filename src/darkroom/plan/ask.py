@@ -34,6 +34,7 @@ from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
 from darkroom.plan.scale import NODE_DEVICES, Cluster, default_cluster
 from darkroom.plan.settings import configs_of, read_phase, rows_of, settings_of, text_of
+from darkroom.train.parallel import channels_last
 
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
@@ -69,6 +70,15 @@ class Target:
 Planner = Callable[[Where, Software], Plan]
 
 
+Layout = Callable[[str, Where], bool]
+"""Whether tensors lie channels last, of a precision and a place."""
+
+
+def layout_of(asked: bool | None) -> Layout:
+    """As asked; where nothing is, in half precisions."""
+    return lambda precision, where: precision != "float32" if asked is None else asked
+
+
 @dataclass(frozen=True)
 class Asked:
     """A job that can be planned on any device."""
@@ -78,7 +88,7 @@ class Asked:
     plan: Callable[[Profile, Where, Software, float | None, Sequence[Price] | None], Plan]
     precision: str = "auto"
     attention: str = "fused"
-    channels_last: bool | None = True  # None: where a GPU computes in half precision
+    channels_last: Layout = lambda precision, where: True
     settings: dict[str, Any] = field(default_factory=dict)
     remade: Callable[[Mapping[str, Any]], Asked] | None = None  # with other settings and the same counts
 
@@ -127,7 +137,7 @@ def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
     software = Software(
         precision=precision,
         engine=target.engine,
-        channels_last=precision != "float32" if asked.channels_last is None else asked.channels_last,
+        channels_last=asked.channels_last(precision, where),
         attention=asked.attention,
     )
     plan = asked.plan(profile, where, software, target.usd_per_hour, target.prices)
@@ -264,7 +274,7 @@ def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
 def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
     """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
     key = {"recipe": text_of(path), "overrides": list(overrides), "phase": phase}
-    settings = cached({**key, "settings": 5}, lambda: settings_of(read_phase(path, overrides, phase)))
+    settings = cached({**key, "settings": 6}, lambda: settings_of(read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
@@ -322,7 +332,11 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
         profile,
         plan,
         precision=settings["precision"],
-        channels_last=settings["channels_last"],
+        channels_last=lambda precision, where: channels_last(
+            settings["channels_last"],
+            "cuda" if where.card.kind == "gpu" else "cpu",
+            sharded=where.cluster.sharded,
+        ),
         settings=settings,
         remade=lambda changes: _asked_training(name, {**settings, **changes}, count),
     )
@@ -389,7 +403,7 @@ def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:
         plan,
         precision=USUAL_PRECISION,
         attention=settings.attention,
-        channels_last=settings.channels_last,
+        channels_last=layout_of(settings.channels_last),
     )
 
 
@@ -431,7 +445,7 @@ def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = Fals
         lambda p, _: preparing_profile(model, resolution, text, p),
         plan,
         precision=USUAL_PRECISION,
-        channels_last=False,
+        channels_last=layout_of(False),
     )
 
 

@@ -1,4 +1,4 @@
-"""A recipe of several phases on every card: what they take one after the other."""
+"""A recipe of several phases, on every card or on more and more devices: what they take together."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ class Together:
         """Plain values."""
         return {
             "device": self.plans[0].device,
+            "count": self.plans[0].count,
             "fits": self.fits,
             "kept": self.kept,
             "hours": self.hours,
@@ -80,12 +81,25 @@ class Together:
 
 def on_all(asked: Sequence[Asked], target: Target) -> list[Together]:
     """All phases on each card, the cheapest first; what does not fit or keep the limits comes last."""
-    free = replace(target, deadline_hours=None, budget_usd=None)
-    found = [
-        Together(tuple(plans(one, replace(free, gpu=card.name))[0] for one in asked), target)
-        for card in chosen_cards("all")
-    ]
+    found = [together(asked, replace(target, gpu=card.name)) for card in chosen_cards("all")]
     return sorted(found, key=_order)
+
+
+def on_each(asked: Sequence[Asked], target: Target, numbers: Sequence[int]) -> list[Together]:
+    """All phases on each number of devices, as far as the batch of every phase goes round."""
+    most = min(int(one.settings["global_batch"]) for one in asked)
+    going = [number for number in numbers if number <= most] or numbers[:1]  # which says why not
+    return [together(asked, replace(target, count=number)) for number in going]
+
+
+def together(asked: Sequence[Asked], target: Target) -> Together:
+    """All phases on one card and number of devices; deadline and budget are those of all."""
+    return Together(tuple(plans(one, without_limits(target))[0] for one in asked), target)
+
+
+def without_limits(target: Target) -> Target:
+    """The same where time and money do not matter."""
+    return replace(target, deadline_hours=None, budget_usd=None)
 
 
 def _order(one: Together) -> tuple[bool, bool, float]:

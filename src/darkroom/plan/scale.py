@@ -45,6 +45,11 @@ class Cluster:
         return min(self.count, self.node_devices) if self.shard == "hybrid" else self.count
 
     @property
+    def sharded(self) -> bool:
+        """Whether weights' masters are cut among devices; one device alone has nothing to cut."""
+        return self.mode == "fsdp" and self.count > 1
+
+    @property
     def gathers(self) -> bool:
         """Whether the weights are cut too, and gathered block by block, forward and backward."""
         return self.mode == "fsdp" and self.shard != "grads"

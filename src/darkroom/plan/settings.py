@@ -33,7 +33,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "nodes": parallel.nodes,
         "node_devices": None if parallel.devices == "auto" else parallel.devices,
         "shard": parallel.shard if parallel.mode == "fsdp" else "grads",
-        "channels_last": train.channels_last is not False,
+        "channels_last": train.channels_last,
         "task": recipe.task,
         "steps": train.steps,
         "global_batch": train.global_batch,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from darkroom.errors import InputError
 from darkroom.hardware.prices import Price
-from darkroom.plan.ask import Asked, PictureSettings, picture_profile
+from darkroom.plan.ask import Asked, PictureSettings, layout_of, picture_profile
 from darkroom.plan.jobs import GenerateJob, Plan, Where, largest_rows, plan_generating
 from darkroom.plan.money import cost, offer_for
 from darkroom.plan.profile import Profile
@@ -189,7 +189,7 @@ def ask_trace(settings: PictureSettings, requests: Sequence[Request], latency_s:
         lambda precision, _: profile(sizes[-1], precision),
         plan,
         attention=settings.attention,
-        channels_last=settings.channels_last,
+        channels_last=layout_of(settings.channels_last),
     )
 
 

@@ -31,7 +31,7 @@ from darkroom.train.gather import class_store_path, gather, gather_class, has_ow
 from darkroom.train.micro import ESTIMATED, choose_micro_batch, try_micro_batches
 from darkroom.train.objective import make_objective
 from darkroom.train.online import OpenFeed
-from darkroom.train.parallel import check_batch
+from darkroom.train.parallel import channels_last, check_batch
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.repeats import rows_an_epoch
 from darkroom.train.resting import cast_opened, rest
@@ -210,11 +210,10 @@ def _device(recipe: Recipe, ranks: Ranks) -> torch.device:
 def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> Step:
     """The step of a task without the loop around it, as `measure` times it and `plan` counts it."""
     train, device = recipe.train, next(next(iter(task.modules.values())).parameters()).device
-    fast = device.type == "cuda" if train.channels_last == "auto" else train.channels_last
-    fast = fast and not ranks.sharded  # weights are cut in their plain layout
+    innermost = channels_last(train.channels_last, device.type, sharded=ranks.sharded)
     for module in task.modules.values():
         module.train()
-        if fast:
+        if innermost:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if train.gradient_checkpointing:
             _checkpoint_activations(module)

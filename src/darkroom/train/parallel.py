@@ -43,6 +43,14 @@ class ParallelSettings(BaseModel):
     )
 
 
+def channels_last(asked: bool | Literal["auto"], device_type: str, *, sharded: bool) -> bool:
+    """Whether a step's convolutions lie channels last: as asked, of itself on GPUs, never where weights are
+    cut, which are cut in their plain layout.
+    """
+    wanted = device_type == "cuda" if asked == "auto" else asked
+    return wanted and not sharded
+
+
 def check_parallel(recipe: Recipe) -> None:
     """RecipeError for what processes together cannot do."""
     parallel = recipe.parallel

@@ -1,0 +1,126 @@
+"""Advice on a recipe of several phases: the best way through each, and what all of them take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from darkroom.errors import InputError
+from darkroom.plan.advise import Advice, Option, Search, search
+from darkroom.plan.ask import Asked, Target
+from darkroom.plan.phases import without_limits
+from darkroom.plan.show import hours, price_lines, usd
+
+Way = tuple[Option, ...]  # one of each phase
+
+
+@dataclass(frozen=True)
+class PhasesAdvice:
+    """Each phase's advice: together they are the cheapest and the fastest within the limits."""
+
+    names: tuple[str, ...]
+    phases: tuple[Advice, ...]
+
+    def way(self, name: str) -> Way:
+        """The options of 'cheapest' or 'fastest'."""
+        return tuple(getattr(one, name) for one in self.phases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        told = {name: self.way(name) for name in ("cheapest", "fastest")}
+        return {
+            "phases": [
+                {"job": name, **one.to_dict()} for name, one in zip(self.names, self.phases, strict=True)
+            ],
+            "together": {name: {"hours": hours_of(way), "usd": usd_of(way)} for name, way in told.items()},
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For a terminal."""
+        for name, one in zip(self.names, self.phases, strict=True):
+            yield name
+            yield from (f"  {line}" for line in one.found())
+        for name in ("cheapest", "fastest"):
+            way = self.way(name)
+            yield f"together, the {name}: {hours(hours_of(way))}, {usd(usd_of(way))}"
+        if len({_settings(way) for way in self.way("cheapest")}) > 1:
+            yield "phases with settings of their own are runs of their own, each from the model before it"
+        yield from price_lines([plan for one in self.phases for plan in one.priced()])
+
+
+def hours_of(way: Way) -> float:
+    """One phase after the other."""
+    return sum(option.hours for option in way)
+
+
+def usd_of(way: Way) -> float:
+    """All dollars; device-hours of phases where no price is known."""
+    return sum(option.usd for option in way)
+
+
+def advise_phases(
+    asked: Sequence[Asked],
+    recipe: Path,
+    overrides: Sequence[str],
+    target: Target,
+    numbers: Sequence[int],
+    say: Callable[[str], None] = lambda _: None,
+) -> PhasesAdvice:
+    """Search each phase as `advise` does; deadline and budget are those of all phases. InputError where
+    nothing fits or keeps them.
+    """
+    free, searched = without_limits(target), list[Search]()
+    for i, one in enumerate(asked):
+        say(one.name)
+        searched.append(search(one, recipe, overrides, free, numbers, say, phase=i))
+    ways: list[Way] = [()]
+    for found in searched:
+        options = _front([(option,) for option in found.fitting])
+        ways = _front([(*way, *option) for way in ways for option in options])
+    kept = [way for way in ways if _keeps(way, target)]
+    if not kept:
+        number = sum(one.looked_at for one in searched)
+        raise InputError(
+            f"of {number} combinations none keeps the deadline and the budget of all phases",
+            mend="try --gpu all or a larger --count",
+        )
+    cheapest = min(kept, key=lambda way: (usd_of(way), hours_of(way)))
+    fastest = min(kept, key=lambda way: (hours_of(way), usd_of(way)))
+    chosen = {"cheapest": cheapest, "fastest": fastest}
+    advised = [
+        one.advice(
+            cheapest[i],
+            fastest[i],
+            {name: _others(one, way, i, target) for name, way in chosen.items()},
+        )
+        for i, one in enumerate(searched)
+    ]
+    return PhasesAdvice(tuple(one.name for one in asked), tuple(advised))
+
+
+def _others(searched: Search, way: Way, i: int, target: Target) -> list[Option]:
+    """What phase i could do instead, within the limits, while the others go the same way."""
+    return [option for option in searched.fitting if _keeps((*way[:i], option, *way[i + 1 :]), target)]
+
+
+def _front(ways: Sequence[Way]) -> list[Way]:
+    """Those that no other one beats in both time and money."""
+    kept: list[Way] = []
+    for way in sorted(ways, key=lambda one: (hours_of(one), usd_of(one))):
+        if not kept or usd_of(way) < usd_of(kept[-1]):
+            kept.append(way)
+    return kept
+
+
+def _keeps(way: Way, target: Target) -> bool:
+    in_time = target.deadline_hours is None or hours_of(way) <= target.deadline_hours
+    priced = all(option.plan.cost.usd is not None for option in way)
+    return in_time and (target.budget_usd is None or not priced or usd_of(way) <= target.budget_usd)
+
+
+def _settings(option: Option) -> tuple[Any, ...]:
+    """What one run of all phases has in common."""
+    shared = {key: value for key, value in option.settings.items() if key != "micro_batch"}
+    return (option.plan.device, option.plan.count, *sorted(shared.items()))
