@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +95,13 @@ def run_core(model_folder, tmp_path) -> Callable[..., Any]:
         return asyncio.run(whole())
 
     return run
+
+
+def free_port() -> int:
+    """One that nobody listens on just now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 class Server:

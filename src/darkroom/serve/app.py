@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import html
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -61,14 +63,17 @@ def make_app(
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         await core.start()
+        settling = asyncio.create_task(_settle(core))
         if replica:
-            await core.loaded()
+            await settling
             if core.state == "broken":
                 raise DarkroomError(core.why)
         yield
         if replica:
             await core.drain(core.settings.drain_s)
+        settling.cancel()
         await core.close()
+        gc.unfreeze()
 
     app = FastAPI(
         title="darkroom",
@@ -95,6 +100,13 @@ def make_app(
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
     )
     return answering(guard, settings.origins)
+
+
+async def _settle(core: Core) -> None:
+    """Leave what stays for good out of Python's search for garbage, which holds up all threads."""
+    await core.loaded()
+    gc.collect()
+    gc.freeze()
 
 
 def answering(guard: Guard, origins: Sequence[str]) -> AsgiApp:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from serve.conftest import Server
+from serve.conftest import Server, free_port
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def on_vertex(
 ) -> Server:
     """The command that Vertex AI's container runs, with the platform's environment, asked on loopback."""
     told = {
-        "AIP_HTTP_PORT": str(_free_port()),
+        "AIP_HTTP_PORT": str(free_port()),
         "AIP_HEALTH_ROUTE": health,
         "AIP_PREDICT_ROUTE": predict,
         "AIP_STORAGE_URI": str(model),
@@ -47,12 +46,6 @@ def on_vertex(
     started.url = f"http://127.0.0.1:{told['AIP_HTTP_PORT']}"
     started.http = httpx.Client(base_url=started.url, timeout=60)
     return started
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def opened(content: bytes | str) -> Image.Image:
