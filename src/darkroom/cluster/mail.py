@@ -22,6 +22,7 @@ class Mail:
     starts: int = 0
     told: int = 0  # losses that the console knows of
     heard_at: float = -math.inf  # when a worker last asked whether it is to stop
+    controller: Any = None  # the actor by which Ray Train runs the job
 
     def say(self, line: str) -> None:
         """A line for the console."""
@@ -31,6 +32,10 @@ class Mail:
         """The lines that came since the last time."""
         taken, self.lines = self.lines, []
         return taken
+
+    def news(self) -> tuple[float, list[str]]:
+        """For how long no worker has asked anything, and the lines that came."""
+        return self.silent_s(), self.take()
 
     def begin(self) -> tuple[int, int]:
         """How often the workers have been started, and after how many pauses; rank 0 counts."""
@@ -54,6 +59,14 @@ class Mail:
     def over(self) -> bool:
         """Whether starting again is of no use."""
         return any(final for _, _, final, _ in self.ends)
+
+    def control(self, controller: Any) -> None:
+        """By which actor Ray Train runs the job."""
+        self.controller = controller
+
+    def controlled_by(self) -> Any:
+        """The same, for the driver; None until it runs."""
+        return self.controller
 
     def ask_stop(self) -> None:
         """Have the workers save and stop for good."""

@@ -13,7 +13,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 SILENT_S = 15.0  # workers of which nothing is heard for so long do not run
+LEAVE_S = 10.0  # what Ray Train's own thread gets to return once the driver leaves
 # Set before ray.train is imported: workers stay in the driver's folder, and Ray's own records are not kept.
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -239,9 +240,21 @@ def _trainer(
             name="run",
             storage_path=records,
             failure_config=FailureConfig(placement.max_failures),
-            callbacks=[listening_callback()] if len(counts) > 1 else None,
+            callbacks=[_known_callback(job["mail"]), *([listening_callback()] if len(counts) > 1 else [])],
         ),
     )
+
+
+def _known_callback(mail: Any) -> Any:
+    """What has Ray Train's controller leave its handle, so that the driver can end it."""
+    import ray
+    from ray.train.v2._internal.execution.callback import ControllerCallback
+
+    class Known(ControllerCallback):  # type: ignore[misc]
+        def after_controller_start(self, train_run_context: Any) -> None:
+            ray.get(mail.control.remote(ray.get_runtime_context().current_actor))
+
+    return Known()
 
 
 def _followed(trainer: Any, mail: Any, waits: Callable[[], str], say: Say) -> Exception | None:
@@ -267,13 +280,13 @@ def _followed(trainer: Any, mail: Any, waits: Callable[[], str], say: Say) -> Ex
             thread.start()
             while thread.is_alive():
                 thread.join(TICK_S)
-                silent_s = ray.get(mail.silent_s.remote())
+                silent_s, lines = ray.get(mail.news.remote())
+                for line in lines:
+                    say(line)
                 if asked.is_set():
                     ray.get(mail.ask_stop.remote())
                     if silent_s > SILENT_S:
                         return Stopped("stopped while no worker ran; the same command goes on")
-                for line in ray.get(mail.take.remote()):
-                    say(line)
                 if min(silent_s, time.monotonic() - said) > WAIT_SAID_S:
                     say(waits())
                     said = time.monotonic()
@@ -282,7 +295,22 @@ def _followed(trainer: Any, mail: Any, waits: Callable[[], str], say: Say) -> Ex
     except ray.exceptions.RayError as error:
         first = str(error).splitlines()[0][:200]
         raise DarkroomError(f"the Ray cluster is gone ({first}); the same command goes on") from error
+    finally:
+        _end(thread, mail)
     return ended[0] if ended else None
+
+
+def _end(thread: threading.Thread, mail: Any) -> None:
+    """Have Ray Train's thread return while Ray still answers: one that asks later ends the whole process."""
+    import ray
+
+    until = time.monotonic() + LEAVE_S
+    while thread.is_alive() and time.monotonic() < until:
+        with suppress(ray.exceptions.RayError):
+            controller = ray.get(mail.controlled_by.remote(), timeout=LEAVE_S)
+            if controller is not None:
+                ray.kill(controller)
+        thread.join(TICK_S)
 
 
 @contextmanager
