@@ -19,20 +19,14 @@ from darkroom.plan.roofline import Software
 from darkroom.recipe import read_recipe
 from darkroom.train import job
 
+pytestmark = pytest.mark.usefixtures("module_cache")
+
 RECIPE = """
 task: pretrain
 model: {base: tiny}
 data: {store: nowhere.lance, resolution: 64}
 train: {steps: 100, global_batch: 64}
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("DARKROOM_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
 
 
 def told(capsys, *arguments):

@@ -15,6 +15,8 @@ from darkroom.errors import InputError
 from darkroom.plan import advise_phases, ask
 from darkroom.plan.advise import Option, Search
 
+pytestmark = pytest.mark.usefixtures("module_cache")
+
 RECIPE = """
 task: pretrain
 model: {base: tiny}
@@ -24,14 +26,6 @@ phases:
 - {resolution: 64, samples: 409600}
 - {resolution: 128, samples: 163840, global_batch: 1024}
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("DARKROOM_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")

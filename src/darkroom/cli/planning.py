@@ -121,18 +121,14 @@ def plan(
     else:
         asked = ask.ask_phases(Path(job), overrides or [])
     numbers = [ask.own_count(asked[0], target)] if count == "auto" else ask.counts(count)
-    if len(asked) > 1:
-        if plot is not None:
-            raise InputError(
-                f"--plot of a recipe of {len(asked)} phases",
-                mend="plot one phase: phases=[] data.resolution=... train.steps=...",
-            )
-        if advise:
-            return _advise_phases(asked, Path(job), overrides or [], target, numbers, as_json)
-        return _plan_phases(asked, target, numbers, as_json)
+    if plot is not None and len(asked) > 1:
+        raise InputError(
+            f"--plot of a recipe of {len(asked)} phases",
+            mend="plot one phase: phases=[] data.resolution=... train.steps=...",
+        )
     if advise:
-        return _advise(asked[0], Path(job), overrides or [], target, numbers, as_json)
-    return _plan(asked[0], target, numbers, plot, as_json)
+        return _advise(asked, Path(job), overrides or [], target, numbers, as_json)
+    return _show_plans(asked, target, numbers, plot, as_json)
 
 
 def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float) -> Any:
@@ -153,9 +149,14 @@ def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
 
     asked, target = ask.ask_phases(recipe, overrides), ask.Target()
     numbers = [ask.own_count(asked[0], target)]
+    return _show_plans(asked, target, numbers, None, as_json)
+
+
+def _show_plans(asked: list[Any], target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:
     if len(asked) > 1:
-        return _plan_phases(asked, target, numbers, as_json)
-    return _plan(asked[0], target, numbers, None, as_json)
+        _plan_phases(asked, target, numbers, as_json)
+    else:
+        _plan(asked[0], target, numbers, plot, as_json)
 
 
 def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:
@@ -233,20 +234,13 @@ def _is_curve(target: Any, numbers: list[int]) -> bool:
 
 
 def _advise(
-    asked: Any, recipe: Path, overrides: list[str], target: Any, numbers: list[int], as_json: bool
-) -> None:
-    from darkroom.plan.advise import advise
-
-    told = advise(asked, recipe, overrides, target, numbers, say=console(as_json))
-    show(told.to_dict(), as_json, told.lines)
-
-
-def _advise_phases(
     asked: list[Any], recipe: Path, overrides: list[str], target: Any, numbers: list[int], as_json: bool
 ) -> None:
+    from darkroom.plan.advise import advise
     from darkroom.plan.advise_phases import advise_phases
 
-    told = advise_phases(asked, recipe, overrides, target, numbers, say=console(as_json))
+    rest, say = (recipe, overrides, target, numbers), console(as_json)
+    told = advise(asked[0], *rest, say) if len(asked) == 1 else advise_phases(asked, *rest, say)
     show(told.to_dict(), as_json, told.lines)
 
 

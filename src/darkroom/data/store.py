@@ -330,8 +330,8 @@ class Store:
 
         The rows' bytes leave the disk with every version that is not pinned (at an address ten minutes
         later, with the next deletion or compaction), and fragments that lost rows are written anew behind
-        the others, so positions change. Pictures deleted by id stay out when their
-        source is imported again; a source that was deleted whole may be imported anew.
+        the others, so positions change. Pictures deleted by id stay out when their source is imported again;
+        a source that was deleted whole may be imported anew.
         """
         if (ids is None) == (source is None):
             raise StoreError("delete without a choice, or with two", allowed="either ids or source")

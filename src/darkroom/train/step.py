@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from darkroom import models
 from darkroom.errors import RecipeError
 from darkroom.train.ema import Ema, EmaSettings
 from darkroom.train.extras import AlignSettings, RoutingSettings
@@ -305,10 +306,6 @@ def step_seed(seed: int, k: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + k * 0xBF58476D1CE4E5B9 + 1) % 2**63
 
 
-HAVE_BF16 = {"amx_bf16", "avx512_bf16", "avx512f", "sve", "bf16"}
-"""Instructions of processors on which a product in bf16 is not far slower than one in float32."""
-
-
 def choose_precision(
     asked: Precision | Literal["auto"], device: torch.device, instructions: Sequence[str]
 ) -> tuple[Precision, str]:
@@ -321,7 +318,7 @@ def choose_precision(
             "train.precision", "fp16 on a CPU, about five times slower than float32", mend="use bf16 or auto"
         )
     if asked != "auto":
-        emulated = asked == "bf16" and device.type == "cpu" and not HAVE_BF16 & set(instructions)
+        emulated = models.slow_bf16(models.precision(asked), device)
         return asked, f"asked for{', but emulated here: float32 is many times as fast' if emulated else ''}"
     if device.type == "cuda":
         return (
