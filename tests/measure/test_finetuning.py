@@ -17,7 +17,9 @@ from darkroom.measure import append_csv, finetuning_costs, finetuning_quality, r
 from darkroom.measure.finetuning import (
     BEST,
     FIDELITY,
+    LARGEST,
     METHODS,
+    PARAMETERS,
     PLANNED,
     RATES,
     STEP,
@@ -321,3 +323,26 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
     for name in ("fidelity", "rates", "memory", "memory-by", "speed", "pictures", "best"):
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 1000
     assert Path(found["page"]).read_text().count("<img") >= 6
+
+
+def test_costs_alone_need_no_extractor(root, tmp_path, capsys):
+    from darkroom.cli import main
+
+    sizes = f"--batches 1 --ranks 2,4 --rank 2 --batch 1 --resolutions {SIDE} --resolution {SIDE}"
+    flags = f"--class-word dog --methods full,lora --steps 1 --every 1 {sizes}"
+    flags += " --memory 1KB --planned none --repeats 1 --json"
+    command = ["bench", "finetune", str(root / "base"), str(root / "photos"), *flags.split()]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--costs-only", "--out", str(tmp_path / "out")])
+    assert ended.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["scores"] is None
+    assert found["best"] == []
+    rows = read_csv(found["measurements"])
+    assert {one.benchmark for one in rows} == {STEP, LARGEST, PARAMETERS}
+    searched = {one.case for one in rows if one.benchmark == LARGEST}
+    assert searched == {f"full {SIDE} px", f"lora {SIDE} px"}
+    assert not (tmp_path / "out" / "work").exists()  # nothing was trained
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--out", str(tmp_path / "scored"), "--extractor", f"all={tmp_path}/none"])
+    assert ended.value.code == 2

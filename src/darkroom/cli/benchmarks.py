@@ -309,6 +309,9 @@ def bench_finetune(
     cards: Annotated[int, typer.Option(min=1, help="how many planned cards")] = 2,
     work: Annotated[Path | None, typer.Option(help="folder of runs; OUT/work if not said")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="steps timed of each case")] = 5,
+    costs_only: Annotated[
+        bool, typer.Option("--costs-only", help="memory, speed and cost; nothing is trained or scored")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """One subject, every method: memory, speed, cost, likeness by steps, and the best recipes.
@@ -354,6 +357,7 @@ def bench_finetune(
         gpu=gpu,
         cards=cards,
         repeats=repeats,
+        costs_only=costs_only,
         say=console(as_json),
     )
     show(found, as_json, found.lines)

@@ -45,7 +45,7 @@ class Reported:
 
     page: str
     measurements: str
-    scores: str
+    scores: str | None
     plots: list[str]
     best: list[dict[str, Any]]
 
@@ -55,8 +55,8 @@ class Reported:
 
     def lines(self) -> list[str]:
         """For a terminal."""
-        where = (f"page: {self.page}", f"rows: {self.measurements}", f"scores: {self.scores}")
-        return [*columns(self.best), *where]
+        where = [f"page: {self.page}", f"rows: {self.measurements}"]
+        return [*columns(self.best), *where, *([f"scores: {self.scores}"] if self.scores else [])]
 
 
 BEST_SHOWN = (
@@ -78,14 +78,16 @@ def report(
     gpu: str,
     cards: int,
     repeats: int,
+    costs_only: bool = False,
     say: Callable[[str], None],
 ) -> Reported:
     """Measure, plan, follow, and write `measurements.csv`, `scores.csv`, PNGs and `report.html`. Rows are
-    kept as they come: the same call again goes on.
+    kept as they come: the same call again goes on. With `costs_only` no method is followed: no extractor is
+    asked for, and there are neither scores nor pictures.
     """
     from darkroom.measure.finetuning import parameter_rows, planned_rows
     from darkroom.measure.finetuning_costs import largest_rows, step_rows
-    from darkroom.measure.finetuning_quality import Judging, best_rows, follow_methods, follow_rates
+    from darkroom.measure.finetuning_quality import Followed, Judging, best_rows, follow_methods, follow_rates
     from darkroom.measure.growing import Growing, check_same
     from darkroom.plan.finetuning import planner
     from darkroom.report.finetuning import write_finetuning
@@ -94,17 +96,22 @@ def report(
     asked = asdict(bench) | {"photos": bench.photos.resolve(), "work": bench.work.resolve()}
     asked |= {"extractors": extractors, "prompts": prompts, "num": num, "draw": draw, "memory": memory}
     asked |= {"planned": planned, "gpu": gpu, "cards": cards, "repeats": repeats}
+    asked |= {"costs_only": True} if costs_only else {}
     file, scores = out / "measurements.csv", out / "scores.csv"
     budget = parse_bytes(memory)
-    judging = Judging.of(bench, extractors, prompts, num=num, seed=bench.seed, draw=draw, keep=scores)
+    judging = None
+    if not costs_only:
+        judging = Judging.of(bench, extractors, prompts, num=num, seed=bench.seed, draw=draw, keep=scores)
     ask = None if planned == "none" else planner(gpu, cards)
     for method in bench.methods:
         bench.recipe(bench.case(method))  # InputError before any work
     check_same(out / "asked.json", file, asked)
     table = Growing(file)
-    found = follow_methods(bench, judging, table, say)
-    found.add(follow_rates(bench, judging, table, say))
-    best = best_rows(found, bench, planner=ask, base=planned, table=table)
+    found, best = Followed(), []
+    if judging:
+        found = follow_methods(bench, judging, table, say)
+        found.add(follow_rates(bench, judging, table, say))
+        best = best_rows(found, bench, planner=ask, base=planned, table=table)
     step_rows(bench, repeats=repeats, table=table, say=say)
     largest_rows(bench, budget_bytes=budget, table=table, say=say)
     if ask is not None:
@@ -114,4 +121,5 @@ def report(
         table.add(one)
     plots, page = write_finetuning(table.rows, found.pictures, bench, out)
     shown = [{name: one.settings.get(name) for name in BEST_SHOWN} for one in best]
-    return Reported(str(page), str(file), str(scores), [str(plot) for plot in plots], shown)
+    scored = str(scores) if judging else None
+    return Reported(str(page), str(file), scored, [str(plot) for plot in plots], shown)

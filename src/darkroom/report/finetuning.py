@@ -132,7 +132,7 @@ def _memory(rows: Rows, file: Path) -> bool:
             axes.barh(i, peak, color="#cfd6dc", height=0.66, label="peak" if i == 0 else "")
             colour = COLOURS[row.settings["method"]]
             axes.barh(i, state, color=colour, height=0.34, label="")
-            axes.text(peak, i, f" {peak:.3g}, of it {state:.3g}", va="center", fontsize=8)
+            axes.text(peak, i, f" {_short(peak)}, of it {_short(state)}", va="center", fontsize=8)
         axes.set_yticks(range(len(group)), [row.settings["method"] for row in group])
         axes.invert_yaxis()
         axes.set_xlim(0, axes.get_xlim()[1] * 1.4)
@@ -141,6 +141,11 @@ def _memory(rows: Rows, file: Path) -> bool:
         axes.set_title(f"{title}: {where}", fontsize=9)
         axes.set_xlabel(f"{unit}; grey: whole peak, colour: state of what is trained")
     return _save(figure, file)
+
+
+def _short(value: float) -> str:
+    """`2,483`, `341`, `14.9`, `0.6`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _one_a_method(rows: Rows) -> list[Measurement]:
