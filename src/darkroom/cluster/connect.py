@@ -138,6 +138,8 @@ def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> N
             if (told := _too_slow(error)) is None:
                 raise
             raise told from error
+        # Nobody reads what it would bring to the driver, and it looks for that ten times a second.
+        ray._private.worker._global_node.kill_log_monitor(check_alive=False)
         return
     _check_address(address)
     try:

@@ -102,19 +102,23 @@ def rounded_down(count: int, counts: Sequence[int]) -> int:
     return max((allowed for allowed in counts if allowed <= count), default=0)
 
 
-def elastic_trainer(counts: Sequence[int], mail: Any, **settings: Any) -> Any:
-    """Ray's TorchTrainer; with several counts allowed, one whose workers come and go, and pause."""
+def job_trainer(counts: Sequence[int], mail: Any, **settings: Any) -> Any:
+    """Ray's TorchTrainer; with several counts allowed its workers come and go, and pause."""
     from ray.train.torch import TorchTrainer
-
-    if len(counts) == 1:
-        return TorchTrainer(**settings)
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
     class Trainer(TorchTrainer):  # type: ignore[misc]
-        """As TorchTrainer, but for the two policies."""
+        """As TorchTrainer, but for the two policies, and without the process that Ray's datasets take."""
+
+        def _create_default_callbacks(self) -> list[Any]:
+            return [
+                one for one in super()._create_default_callbacks() if not isinstance(one, DatasetsCallback)
+            ]
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:
-            given["failure_policy"] = failure_policy(self.run_config.failure_config, mail)
-            given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
+            if len(counts) > 1:
+                given["failure_policy"] = failure_policy(self.run_config.failure_config, mail)
+                given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
             return super()._initialize_and_run_controller(**given)
 
     return Trainer(**settings)

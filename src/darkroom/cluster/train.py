@@ -25,7 +25,7 @@ from darkroom.cluster.elastic import (
     MONITOR_S,
     Span,
     allowed_counts,
-    elastic_trainer,
+    job_trainer,
     listening_callback,
     rounded_down,
 )
@@ -220,7 +220,7 @@ def _trainer(
 
     gpus = _uses_gpus(recipe, placement, room)
     resources = {"CPU": float(placement.cpus), **({"GPU": 1.0} if gpus else {})}
-    return elastic_trainer(
+    return job_trainer(
         counts,
         job["mail"],
         train_loop_per_worker=work,
