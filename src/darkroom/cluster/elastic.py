@@ -102,18 +102,26 @@ def rounded_down(count: int, counts: Sequence[int]) -> int:
     return max((allowed for allowed in counts if allowed <= count), default=0)
 
 
-def job_trainer(counts: Sequence[int], mail: Any, **settings: Any) -> Any:
-    """Ray's TorchTrainer; with several counts allowed its workers come and go, and pause."""
+def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: Any) -> Any:
+    """Ray's TorchTrainer; with several counts allowed its workers come and go, and pause.
+
+    What Ray Train starts beside the workers are processes that wake a hundred times a second and take about
+    one percent of a core each. Those of no use are left out: that of Ray's datasets, and in a Ray that ends
+    with this job (`local`) those that look for nodes that go and for what a dead job left.
+    """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+
+    if local:
+        os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    useless = (DatasetsCallback, PlacementGroupCleanerCallback) if local else (DatasetsCallback,)
 
     class Trainer(TorchTrainer):  # type: ignore[misc]
-        """As TorchTrainer, but for the two policies, and without the process that Ray's datasets take."""
+        """As TorchTrainer, but for the two policies and the processes left out."""
 
         def _create_default_callbacks(self) -> list[Any]:
-            return [
-                one for one in super()._create_default_callbacks() if not isinstance(one, DatasetsCallback)
-            ]
+            return [one for one in super()._create_default_callbacks() if not isinstance(one, useless)]
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:
             if len(counts) > 1:

@@ -15,6 +15,7 @@ class Room:
 
     nodes: tuple[tuple[float, float], ...]
     grows: bool = False  # more nodes come when they are asked for
+    local: bool = False  # of a Ray that was started here and ends with the job
 
     @property
     def cpus(self) -> float:
@@ -43,7 +44,9 @@ def room_of(cluster: Cluster, accelerator: str | None) -> Room:
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fit = [has for has in nodes if accelerator is None or f"{TYPE}{accelerator}" in has]
-    return Room(tuple((has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in fit), cluster.may_grow)
+    return Room(
+        tuple((has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in fit), cluster.may_grow, cluster.local
+    )
 
 
 def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str:

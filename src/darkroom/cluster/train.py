@@ -223,6 +223,7 @@ def _trainer(
     return job_trainer(
         counts,
         job["mail"],
+        local=room.local,
         train_loop_per_worker=work,
         train_loop_config=job,
         torch_config=TorchConfig(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from darkroom.train import TrainResult
 
 Say = Callable[[str], None]
-TICK_S = 0.5  # how often the driver and the workers look for news
+TICK_S = 1.0  # how often the driver and the workers look for news
 LET_GO_S = 60.0  # how long a killed worker may hold the run
 LOST = "RankLost"  # how an end is called that another worker's caused
 
