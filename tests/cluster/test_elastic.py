@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
 
-from darkroom.cluster.elastic import Span, allowed_counts, rounded_down
+from darkroom.cluster.elastic import WATCHER, Span, allowed_counts, job_trainer, rounded_down
 from darkroom.cluster.mail import Mail
 from darkroom.cluster.room import Room
 from darkroom.cluster.train import Placement, _workers
@@ -249,3 +249,29 @@ def test_a_pause_is_no_failure_and_is_over_when_the_next_begin() -> None:
     mail.ask_pause("again")
     mail.ask_stop()
     assert not mail.leave()  # the user's stop is for good
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("given", [None, "1"])
+def test_ray_train_starts_what_the_job_has_a_use_for(monkeypatch, local: bool, given: str | None) -> None:
+    """A Ray that ends with the job needs nobody who looks for nodes that go, unless the user says so."""
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
+    monkeypatch.delenv(WATCHER, raising=False)
+    if given is not None:
+        monkeypatch.setenv(WATCHER, given)
+    seen = []
+    monkeypatch.setattr(
+        TorchTrainer, "_initialize_and_run_controller", lambda *_, **__: seen.append(os.environ.get(WATCHER))
+    )
+    job = {"train_loop_per_worker": print, "scaling_config": ScalingConfig(num_workers=1)}
+    trainer = job_trainer([1], None, local=local, **job)
+    kinds = {type(one).__name__ for one in trainer._create_default_callbacks()}
+    plain = {type(one).__name__ for one in TorchTrainer(**job)._create_default_callbacks()}
+    assert plain - kinds == {"DatasetsCallback", *(["PlacementGroupCleanerCallback"] if local else [])}
+    assert kinds < plain
+    trainer._initialize_and_run_controller()
+    assert seen == [given or ("0" if local else None)]
+    assert os.environ.get(WATCHER) == given  # the next job may be on a cluster

@@ -343,6 +343,7 @@ def test_costs_alone_need_no_extractor(root, tmp_path, capsys):
     searched = {one.case for one in rows if one.benchmark == LARGEST}
     assert searched == {f"full {SIDE} px", f"lora {SIDE} px"}
     assert not (tmp_path / "out" / "work").exists()  # nothing was trained
+    assert "extractors" not in json.loads((tmp_path / "out" / "asked.json").read_text())  # scores may follow
     with pytest.raises(SystemExit) as ended:
         main([*command, "--out", str(tmp_path / "scored"), "--extractor", f"all={tmp_path}/none"])
     assert ended.value.code == 2

@@ -310,7 +310,7 @@ def bench_finetune(
     work: Annotated[Path | None, typer.Option(help="folder of runs; OUT/work if not said")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="steps timed of each case")] = 5,
     costs_only: Annotated[
-        bool, typer.Option("--costs-only", help="memory, speed and cost; nothing is trained or scored")
+        bool, typer.Option("--costs-only", help="memory, speed and cost; nothing is followed or scored")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -83,7 +83,7 @@ def report(
 ) -> Reported:
     """Measure, plan, follow, and write `measurements.csv`, `scores.csv`, PNGs and `report.html`. Rows are
     kept as they come: the same call again goes on. With `costs_only` no method is followed: no extractor is
-    asked for, and there are neither scores nor pictures.
+    asked for, and there are neither scores nor pictures; without it the same call scores as well.
     """
     from darkroom.measure.finetuning import parameter_rows, planned_rows
     from darkroom.measure.finetuning_costs import largest_rows, step_rows
@@ -94,9 +94,8 @@ def report(
     from darkroom.sample.memory import parse_bytes
 
     asked = asdict(bench) | {"photos": bench.photos.resolve(), "work": bench.work.resolve()}
-    asked |= {"extractors": extractors, "prompts": prompts, "num": num, "draw": draw, "memory": memory}
-    asked |= {"planned": planned, "gpu": gpu, "cards": cards, "repeats": repeats}
-    asked |= {"costs_only": True} if costs_only else {}
+    asked |= {"memory": memory, "planned": planned, "gpu": gpu, "cards": cards, "repeats": repeats}
+    scoring = {"extractors": extractors, "prompts": prompts, "num": num, "draw": draw}
     file, scores = out / "measurements.csv", out / "scores.csv"
     budget = parse_bytes(memory)
     judging = None
@@ -106,6 +105,8 @@ def report(
     for method in bench.methods:
         bench.recipe(bench.case(method))  # InputError before any work
     check_same(out / "asked.json", file, asked)
+    if judging:
+        check_same(out / "asked-scores.json", scores, scoring)
     table = Growing(file)
     found, best = Followed(), []
     if judging:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,9 @@ def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> N
             if (told := _too_slow(error)) is None:
                 raise
             raise told from error
-        # Nobody reads what it would bring to the driver, and it looks for that ten times a second.
-        ray._private.worker._global_node.kill_log_monitor(check_alive=False)
+        with suppress(AttributeError):  # not public: a later Ray may have it elsewhere
+            # Nobody reads what it would bring to the driver, and it looks for that ten times a second.
+            ray._private.worker._global_node.kill_log_monitor(check_alive=False)
         return
     _check_address(address)
     try:

@@ -15,14 +15,15 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from darkroom.errors import InputError, RecipeError
 
+WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 MONITOR_S = 10.0  # how often it is looked whether there is room for another number of workers
 TOLD_TO_END = threading.Event()  # in a worker: SIGTERM came
 
@@ -107,14 +108,13 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
 
     What Ray Train starts beside the workers are processes that wake a hundred times a second and take about
     one percent of a core each. Those of no use are left out: that of Ray's datasets, and in a Ray that ends
-    with this job (`local`) those that look for nodes that go and for what a dead job left.
+    with this job (`local`) that which looks for nodes that go (unless the user asked for it) and that which
+    clears up after a dead job.
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-    if local:
-        os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
     useless = (DatasetsCallback, PlacementGroupCleanerCallback) if local else (DatasetsCallback,)
 
     class Trainer(TorchTrainer):  # type: ignore[misc]
@@ -127,9 +127,23 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
             if len(counts) > 1:
                 given["failure_policy"] = failure_policy(self.run_config.failure_config, mail)
                 given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
-            return super()._initialize_and_run_controller(**given)
+            with _unless_set(WATCHER, "0") if local else nullcontext():
+                return super()._initialize_and_run_controller(**given)
 
     return Trainer(**settings)
+
+
+@contextmanager
+def _unless_set(name: str, value: str) -> Iterator[None]:
+    """Within, an environment variable that Ray hands on to the job has a value, where the user gave none."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any:

@@ -13,7 +13,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 SILENT_S = 15.0  # workers of which nothing is heard for so long do not run
-LEAVE_S = 10.0  # what Ray Train's own thread gets to return once the driver leaves
+LEAVE_S = 60.0  # what Ray Train's own thread gets to return once the driver leaves
+GONE_S = 10.0  # the same where the cluster is gone
 # Set before ray.train is imported: workers stay in the driver's folder, and Ray's own records are not kept.
 SETTINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
@@ -306,17 +307,20 @@ def _end(thread: threading.Thread, mail: Any) -> None:
     import ray
 
     until = time.monotonic() + LEAVE_S
-    while thread.is_alive() and time.monotonic() < until:
-        with suppress(ray.exceptions.RayError):
+    try:
+        while thread.is_alive() and time.monotonic() < until:
+            # A controller that is still starting has not told of itself.
             controller = ray.get(mail.controlled_by.remote(), timeout=LEAVE_S)
             if controller is not None:
                 ray.kill(controller)
-        thread.join(TICK_S)
+            thread.join(TICK_S)
+    except ray.exceptions.RayError:  # the cluster is gone, which the thread learns as well
+        thread.join(GONE_S)
 
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Within, the first Ctrl-C or SIGTERM is noted; a second one ends the driver at once."""
+    """Within, the first Ctrl-C or SIGTERM is noted; with a second one the driver waits for no worker."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

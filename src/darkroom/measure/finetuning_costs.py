@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.hardware import PeakMemory
-from darkroom.hardware.memory import resident_bytes
+from darkroom.hardware.memory import give_back, resident_bytes
 from darkroom.hush import hush
 from darkroom.measure.drawing import is_out_of_memory
 from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Say, row
@@ -200,6 +200,7 @@ def search(content: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
         def fits(batch: int) -> bool:
             nonlocal ended
             some = {name: tensor[: batch * job.task.rows_a_picture] for name, tensor in inputs.items()}
+            give_back()  # what a larger try left is not this one's
             peak = PeakMemory(device)
             try:
                 job.step(0, some)

@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from darkroom.hardware.memory import give_back
+
 LEAST_BYTES = 32 * 1024**2  # below, a file is not worth it
 ALIGNMENT = 64
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
@@ -46,7 +48,7 @@ def rest(modules: Iterable[nn.Module], folder: Path) -> int:
         for runs in _what_runs(part):
             runs.register_forward_hook(lambda *_: _let_go(mapped))
     _let_go(mapped)
-    _trim()
+    give_back()
     return mapped.nbytes
 
 
@@ -129,9 +131,3 @@ def _drop(start: int, length: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # no such call on this system: the pages stay
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONTNEED)
-
-
-def _trim() -> None:
-    """Give what was freed back to the system (glibc keeps small blocks otherwise)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
