@@ -133,3 +133,25 @@ def test_a_start_that_takes_too_long_is_one_line():
     assert str(told).startswith("Ray did not start on this machine within the time that it allows")
     assert "\n" not in str(told)
     assert _too_slow(ValueError("another mistake")) is None
+
+
+def test_sigterm_is_as_ctrl_c() -> None:
+    """Ray's own answer, a dump of the stack and an abort, is nobody's one clear line."""
+    code = """
+import signal, time
+from darkroom.cluster.connect import connected
+try:
+    with connected("local", num_cpus=1):
+        print("up", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("stopped", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+    clean = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=clean, **pipes) as process:
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        said, errors = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "stopped True\n")
+    assert "SIGTERM received" not in errors

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -102,6 +104,7 @@ def connected(
     `num_cpus`, and its dashboard on localhost if asked); None takes $RAY_ADDRESS, and without it `local`.
     A connection that is there already is used and left open. InputError where no cluster answers, where
     it has another Ray or Python, or lacks the accelerator, unless it `grows`: an autoscaler brings nodes.
+    SIGTERM is as Ctrl-C within, where the caller has no handler of its own.
     """
     ray = require_ray()
     if ray.is_initialized():
@@ -109,14 +112,23 @@ def connected(
         cluster.require(accelerator)
         yield cluster
         return
-    _join(ray, address or os.environ.get("RAY_ADDRESS") or LOCAL, dashboard=dashboard, num_cpus=num_cpus)
+    address = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    before = signal.getsignal(signal.SIGTERM)
+    _join(ray, address, dashboard=dashboard, num_cpus=num_cpus)
     try:
-        local = (address or os.environ.get("RAY_ADDRESS") or LOCAL) == LOCAL
-        cluster = describe(local=local, grows=grows)
+        _take_sigterm(before if callable(before) else signal.default_int_handler)
+        cluster = describe(local=address == LOCAL, grows=grows)
         cluster.require(accelerator)
         yield cluster
     finally:
         ray.shutdown()
+        _take_sigterm(before)
+
+
+def _take_sigterm(handler: Any) -> None:
+    """Ray's own answer to it is a dump of the stack and an abort."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> None:

@@ -186,6 +186,7 @@ def _run(
         return waiting(f"{counts[0]} workers", placement.cpus, gpus, placement.accelerator)
 
     with (
+        _asked_to_stop() as asked,
         TemporaryDirectory(prefix="darkroom-ray-") as records,
         online(
             recipe,
@@ -194,7 +195,7 @@ def _run(
             grows=placement.grows,
         ) as job["feed"],
     ):
-        failure = _followed(_trainer(job, recipe, counts, placement, room, records), mail, waits, say)
+        failure = _followed(_trainer(job, recipe, counts, placement, room, records), mail, asked, waits, say)
     made = ray.get(mail.what_was_made.remote())
     if made is not None and (failure is None or isinstance(failure, Stopped)):
         return _result(made)
@@ -259,7 +260,9 @@ def _known_callback(mail: Any) -> Any:
     return Known()
 
 
-def _followed(trainer: Any, mail: Any, waits: Callable[[], str], say: Say) -> Exception | None:
+def _followed(
+    trainer: Any, mail: Any, asked: threading.Event, waits: Callable[[], str], say: Say
+) -> Exception | None:
     """Run to the end, saying what workers say; the error that Ray Train ended with, if any.
 
     Ray Train waits in a thread of its own: in the main one it would answer Ctrl-C by killing the workers.
@@ -278,20 +281,19 @@ def _followed(trainer: Any, mail: Any, waits: Callable[[], str], say: Say) -> Ex
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
     said = time.monotonic()
     try:
-        with _asked_to_stop() as asked:
-            thread.start()
-            while thread.is_alive():
-                thread.join(TICK_S)
-                silent_s, lines = ray.get(mail.news.remote())
-                for line in lines:
-                    say(line)
-                if asked.is_set():
-                    ray.get(mail.ask_stop.remote())
-                    if silent_s > SILENT_S:
-                        return Stopped("stopped while no worker ran; the same command goes on")
-                if min(silent_s, time.monotonic() - said) > WAIT_SAID_S:
-                    say(waits())
-                    said = time.monotonic()
+        thread.start()
+        while thread.is_alive():
+            thread.join(TICK_S)
+            silent_s, lines = ray.get(mail.news.remote())
+            for line in lines:
+                say(line)
+            if asked.is_set():
+                ray.get(mail.ask_stop.remote())
+                if silent_s > SILENT_S:
+                    return Stopped("stopped while no worker ran; the same command goes on")
+            if min(silent_s, time.monotonic() - said) > WAIT_SAID_S:
+                say(waits())
+                said = time.monotonic()
         for line in ray.get(mail.take.remote()):
             say(line)
     except ray.exceptions.RayError as error:
