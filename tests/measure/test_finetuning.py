@@ -328,8 +328,8 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
 def test_costs_alone_need_no_extractor(root, tmp_path, capsys):
     from darkroom.cli import main
 
-    sizes = f"--batches 1 --ranks 2,4 --rank 2 --batch 1 --resolutions {SIDE} --resolution {SIDE}"
-    flags = f"--class-word dog --methods full,lora --steps 1 --every 1 {sizes}"
+    sizes = f"--batches 1 --ranks 2 --rank 2 --batch 1 --resolutions {SIDE} --resolution {SIDE}"
+    flags = f"--class-word dog --methods lora --steps 1 --every 1 {sizes}"
     flags += " --memory 1KB --planned none --repeats 1 --json"
     command = ["bench", "finetune", str(root / "base"), str(root / "photos"), *flags.split()]
     with pytest.raises(SystemExit) as ended:
@@ -341,7 +341,7 @@ def test_costs_alone_need_no_extractor(root, tmp_path, capsys):
     rows = read_csv(found["measurements"])
     assert {one.benchmark for one in rows} == {STEP, LARGEST, PARAMETERS}
     searched = {one.case for one in rows if one.benchmark == LARGEST}
-    assert searched == {f"full {SIDE} px", f"lora {SIDE} px"}
+    assert searched == {f"lora {SIDE} px"}
     assert not (tmp_path / "out" / "work").exists()  # nothing was trained
     assert "extractors" not in json.loads((tmp_path / "out" / "asked.json").read_text())  # scores may follow
     with pytest.raises(SystemExit) as ended:
