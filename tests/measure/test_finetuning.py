@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -191,6 +194,17 @@ def test_a_process_without_memory_is_told_from_one_with_a_mistake():
     assert "killed" in why
     with pytest.raises(ZeroDivisionError):
         alone_if_it_fits(divmod, 1, 0)
+
+
+def test_a_process_goes_with_the_one_that_asked():
+    """A bench that is killed leaves no process behind that holds gigabytes."""
+    code = "import os; from darkroom.measure.finetuning_costs import alone; "
+    code = f"{code}\nif __name__ == '__main__': alone(os.system, 'echo $PPID; exec sleep 40')"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bench:
+        child = psutil.Process(int(bench.stdout.readline()))
+        assert child.parent().pid == bench.pid
+        bench.kill()
+        child.wait(timeout=20)
 
 
 def test_a_rate_that_diverges_is_a_row_without_scores(root, tmp_path, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -134,17 +136,28 @@ def alone_if_it_fits(
 def alone(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Call in a fresh process, and wait for what it returns."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=hush) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
         return pool.submit(call, *arguments).result()
 
 
 # ---- in the process
 
 
+def _begin() -> None:
+    """Be quiet, and go with the process that asked: one that is killed cannot say that nobody waits."""
+
+    def leave() -> None:
+        asked_by = multiprocessing.parent_process()
+        if asked_by is not None:
+            asked_by.join()
+            os._exit(1)
+
+    hush()
+    threading.Thread(target=leave, name="leave", daemon=True).start()
+
+
 def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
     """Seconds of each step of a recipe, the peak while they ran, and what training itself holds."""
-    import os
-
     import torch
 
     from darkroom.train.adapter import parameter_table
