@@ -83,7 +83,7 @@ def report(
 ) -> Reported:
     """Measure, plan, follow, and write `measurements.csv`, `scores.csv`, PNGs and `report.html`. Rows are
     kept as they come: the same call again goes on. With `costs_only` no method is followed: no extractor is
-    asked for, and there are neither scores nor pictures; without it the same call scores as well.
+    asked for, and there are neither scores nor pictures.
     """
     from darkroom.measure.finetuning import parameter_rows, planned_rows
     from darkroom.measure.finetuning_costs import largest_rows, step_rows
