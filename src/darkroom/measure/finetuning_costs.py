@@ -136,15 +136,15 @@ def alone_if_it_fits(
 def alone(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Call in a fresh process, and wait for what it returns."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as pool:
-        return pool.submit(call, *arguments).result()
+    with ProcessPoolExecutor(1, mp_context=context, initializer=hush) as pool:
+        return pool.submit(_watched, call, *arguments).result()
 
 
 # ---- in the process
 
 
-def _begin() -> None:
-    """Be quiet, and go with the process that asked: one that is killed cannot say that nobody waits."""
+def _watched(call: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Call, and go with the process that asked: one that is killed cannot say that nobody waits."""
 
     def leave() -> None:
         asked_by = multiprocessing.parent_process()
@@ -152,8 +152,8 @@ def _begin() -> None:
             asked_by.join()
             os._exit(1)
 
-    hush()
     threading.Thread(target=leave, name="leave", daemon=True).start()
+    return call(*arguments)
 
 
 def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
