@@ -45,6 +45,13 @@ if hidden:
     os.stat = stat
 """
 
+ONLINE = """
+task: pretrain
+model: {{base: tiny}}
+data: {{store: {store}, resolution: 16, encode: online}}
+train: {{steps: 2, global_batch: 2, micro_batch: 2, precision: float32}}
+"""
+
 AddNode = Callable[..., Any]
 
 
@@ -114,6 +121,20 @@ def test_a_node_that_does_not_answer_is_not_waited_for(cluster, add_node, store)
     check_nodes(store.path, said.append, answer_s=4)
     assert time.monotonic() - began < 12
     assert said == [f"the machine {host} did not tell within 4 s whether {store.path} is there"]
+
+
+def test_a_node_that_reads_for_an_online_feed_must_see_the_store(
+    cluster, add_node, store, tmp_path: Path
+) -> None:
+    """Though it neither trains nor encodes."""
+    recipe, out = tmp_path / "online.yaml", tmp_path / "run"
+    recipe.write_text(ONLINE.format(store=store.path))
+    add_node(hidden=store.path)
+    said = trained(recipe, out, "--engine", "ray", "--ray-address", cluster.address, code=2)
+    told = f"darkroom: {store.path} is not on the machine {socket.gethostname()}; keep the store in a folder"
+    assert said.strip().splitlines()[-1].startswith(told)
+    assert "Traceback" not in said
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,15 @@ def test_the_curve_is_of_all_phases(capsys, recipe):
     # As far as every phase's batch goes round.
     _, out, _ = told(capsys, recipe, "--gpu", "A100-80", "--count", "512..4096", "--json")
     assert [one["count"] for one in json.loads(out)["counts"]] == [512, 1024]
-    code, _, err = told(capsys, recipe, "--gpu", "all", "--count", "1..4")
-    assert code == 2
-    assert "choose one card for the curve" in err
+    # On all cards each number of devices stands in one list, the cheapest first.
+    _, out, _ = told(capsys, recipe, "--gpu", "all", "--count", "1..4", "--deadline", "0.05", "--json")
+    cards = json.loads(out)["cards"]
+    assert {one["count"] for one in cards} == {1, 2, 4}
+    mine = {one["count"]: one for one in cards if one["device"] == "A100-SXM4-80GB"}
+    assert [mine[one["count"]]["usd"] for one in counts] == [one["usd"] for one in counts]
+    assert [mine[one["count"]]["kept"] for one in counts] == [one["kept"] for one in counts]
+    spent = [one["usd"] for one in cards if one["kept"] and one["usd"] is not None]
+    assert spent == sorted(spent)
 
 
 def test_advice_is_of_each_phase_and_adds_up(capsys, recipe):

@@ -121,10 +121,9 @@ def plan(
     else:
         asked = ask.ask_phases(Path(job), overrides or [])
     numbers = [ask.own_count(asked[0], target)] if count == "auto" else ask.counts(count)
-    if plot is not None and len(asked) > 1:
+    if advise and plot is not None:
         raise InputError(
-            f"--plot of a recipe of {len(asked)} phases",
-            mend="plot one phase: phases=[] data.resolution=... train.steps=...",
+            "--plot with --advise", mend="draw without --advise: --gpu all, or a range of --count"
         )
     if advise:
         return _advise(asked, Path(job), overrides or [], target, numbers, as_json)
@@ -153,84 +152,58 @@ def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
 
 
 def _show_plans(asked: list[Any], target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:
-    if len(asked) > 1:
-        _plan_phases(asked, target, numbers, as_json)
-    else:
-        _plan(asked[0], target, numbers, plot, as_json)
-
-
-def _plan(asked: Any, target: Any, numbers: list[int], plot: Path | None, as_json: bool) -> None:
-    from dataclasses import replace
-
+    """One plan in full, several side by side, a recipe's phases one after the other."""
     from darkroom.plan import ask
-    from darkroom.plan.show import comparison, lines, price_lines, to_dict
+    from darkroom.plan.show import comparison, lines, price_lines, to_dict, together
 
-    many = _is_curve(target, numbers)
-    found = (
-        ask.scaling(asked, target, numbers) if many else ask.plans(asked, replace(target, count=numbers[0]))
-    )
-    if plot is not None:
-        from darkroom.plan.plot import draw
-
-        draw(found, plot, curve=many)
-
-    def told() -> Iterator[str]:
-        if len(found) == 1:
-            yield from lines(found[0])
-        else:
-            yield from columns(comparison(found))
-            yield from price_lines(found)
-        if plot is not None:
-            yield f"drawn: {plot}"
-
-    show({"plans": [to_dict(one) for one in found]}, as_json, told)
-
-
-def _plan_phases(asked: list[Any], target: Any, numbers: list[int], as_json: bool) -> None:
-    """A recipe of several phases: on one kind and number of devices each of them and what they take together,
-    on every card or on a range of numbers only the latter.
-    """
-    from dataclasses import replace
-
-    from darkroom.plan import ask
-    from darkroom.plan.show import lines, price_lines, to_dict, together
-
-    if target.gpu == "all" or len(numbers) > 1:
-        _compare_phases(asked, target, numbers, as_json)
+    if len(asked) > 1 and (target.gpu == "all" or len(numbers) > 1):
+        _compare_phases(asked, target, numbers, plot, as_json)
         return
-    found = [ask.plans(one, replace(target, count=numbers[0]))[0] for one in asked]
+    found = [plan for one in asked for plan in ask.compared(one, target, numbers)]
+    several, compared = len(found) > 1, len(found) > len(asked)
+    _draw(found, plot, by_job=len(asked) > 1)
 
     def told() -> Iterator[str]:
-        for one in found:
+        for one in found if not compared else ():
             yield from lines(one)
-        yield together(found)
-        yield from price_lines(found)
+        yield from columns(comparison(found)) if compared else ()
+        yield from [together(found)] if len(asked) > 1 else ()
+        yield from price_lines(found) if several else ()
+        yield from _drawn(plot)
 
     show({"plans": [to_dict(one) for one in found]}, as_json, told)
 
 
-def _compare_phases(asked: list[Any], target: Any, numbers: list[int], as_json: bool) -> None:
+def _compare_phases(
+    asked: list[Any], target: Any, numbers: list[int], plot: Path | None, as_json: bool
+) -> None:
     """What several phases take together: on every card, the cheapest first, or on each number of devices."""
-    from dataclasses import replace
-
-    from darkroom.plan.phases import on_all, on_each
+    from darkroom.plan.phases import compared
     from darkroom.plan.show import price_lines
 
-    many = _is_curve(target, numbers)
-    found = on_each(asked, target, numbers) if many else on_all(asked, replace(target, count=numbers[0]))
+    found = compared(asked, target, numbers)
+    _draw(found, plot)
 
     def told() -> Iterator[str]:
         yield from columns([one.row() for one in found])
         yield from price_lines([plan for one in found for plan in one.plans])
+        yield from _drawn(plot)
 
-    show({"counts" if many else "cards": [one.to_dict() for one in found]}, as_json, told)
+    name = "cards" if target.gpu == "all" else "counts"
+    show({name: [one.to_dict() for one in found]}, as_json, told)
 
 
-def _is_curve(target: Any, numbers: list[int]) -> bool:
-    """Whether a range of numbers is asked for, which goes with one card alone."""
-    if len(numbers) > 1 and target.gpu == "all":
-        raise InputError("--gpu all with a range of --count", mend="choose one card for the curve")
-    return len(numbers) > 1
+def _draw(found: list[Any], plot: Path | None, *, by_job: bool = False) -> None:
+    if plot is None:
+        return
+    from darkroom.plan.plot import draw, points
+
+    draw(points(found, by_job=by_job), plot)
+
+
+def _drawn(plot: Path | None) -> Iterator[str]:
+    if plot is not None:
+        yield f"drawn: {plot}"
 
 
 def _advise(

@@ -28,6 +28,7 @@ from darkroom.cluster.connect import describe
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room
 from darkroom.cluster.encoding import OnlineEncoder, Parts, Source, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
+from darkroom.cluster.seen import check_nodes, stores_here
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import ONLINE, Use
 from darkroom.data.loader import Assembler, Batch
@@ -61,7 +62,7 @@ def online(
 
     To be called on the driver while it is connected to a cluster. The feed may be handed to workers. CPUs
     that training needs are `reserved_cpus`. InputError where the cluster lacks what is asked, unless it
-    `grows`.
+    `grows`; StoreError where a node with CPUs does not see the store's folder.
     """
     import ray
 
@@ -75,6 +76,8 @@ def online(
     if waits := cluster.waits_for(bounds.accelerator):
         say(waits)
     cpus = math.inf if cluster.may_grow else _spare_cpus(bounds, reserved_cpus)
+    for store in stores_here(recipe):
+        check_nodes(store, say)  # any of them may be the one that reads
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )

@@ -5,12 +5,21 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import StoreError
 
+if TYPE_CHECKING:
+    from darkroom.recipe import Recipe
+
 ANSWER_S = 30.0  # how long all nodes together may take to answer
 NAMED = 3  # machines that a line names
+
+
+def stores_here(recipe: Recipe) -> list[str]:
+    """The folders of a recipe's stores that this machine sees, which others must see too."""
+    stores = [recipe.data.store, *(one.store for one in recipe.data.stores)]
+    return [str(Path(store).absolute()) for store in stores if store and Path(store).is_dir()]
 
 
 def check_here(store: str) -> None:

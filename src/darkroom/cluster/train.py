@@ -32,6 +32,7 @@ from darkroom.cluster.elastic import (
 from darkroom.cluster.feed import online
 from darkroom.cluster.mail import Mail
 from darkroom.cluster.room import WAIT_SAID_S, Room, room_of, waiting
+from darkroom.cluster.seen import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 
@@ -178,7 +179,7 @@ def _run(
         "max_failures": placement.max_failures,
         "token": uuid.uuid4().hex[:12],
         "elastic": len(counts) > 1,
-        "stores": _seen(recipe),
+        "stores": stores_here(recipe),
     }
     gpus = 1 if _uses_gpus(recipe, placement, room) else 0
 
@@ -200,12 +201,6 @@ def _run(
     if made is not None and (failure is None or isinstance(failure, Stopped)):
         return _result(made)
     raise _why(failure, ray.get(mail.failed.remote()), placement.max_failures) from failure
-
-
-def _seen(recipe: Recipe) -> list[str]:
-    """The folders of the recipe's stores that this machine sees, which the workers' must see too."""
-    stores = [recipe.data.store, *(one.store for one in recipe.data.stores)]
-    return [str(Path(store).absolute()) for store in stores if store and Path(store).is_dir()]
 
 
 def _at_once(recipe: Recipe, counts: list[int], placement: Placement, room: Room) -> int:

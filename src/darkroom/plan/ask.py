@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -248,17 +248,14 @@ def counts(text: str) -> list[int]:
     return found if found[-1] == high else [*found, high]
 
 
-def scaling(asked: Asked, target: Target, numbers: Iterable[int]) -> list[Plan]:
-    """The plan at each number of devices, as far as the batch goes round."""
-    found = []
-    for number in numbers:
-        batch = asked.settings.get("global_batch")
-        if batch is not None and number > batch:
-            break
-        found += plans(asked, replace(target, count=number))
-    if not found:
-        return plans(asked, replace(target, count=next(iter(numbers))))  # says why not
-    return found
+def compared(asked: Asked, target: Target, numbers: Sequence[int]) -> list[Plan]:
+    """The plans of several numbers of devices, as far as the batch goes round: on one card in their order, on
+    all cards the cheapest first.
+    """
+    batch = asked.settings.get("global_batch")
+    going = [number for number in numbers if batch is None or number <= batch] or numbers[:1]  # says why not
+    found = [plan for number in going for plan in plans(asked, replace(target, count=number))]
+    return sorted(found, key=_order) if target.gpu == "all" else found
 
 
 # ---- jobs

@@ -1,4 +1,4 @@
-"""A recipe of several phases, on every card or on more and more devices: what they take together."""
+"""A recipe of several phases, on every card and on more and more devices: what they take together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ class Together:
 
     plans: tuple[Plan, ...]
     target: Target
+
+    @property
+    def device(self) -> str:
+        """The card's name."""
+        return self.plans[0].device
+
+    @property
+    def count(self) -> int:
+        """The number of them."""
+        return self.plans[0].count
 
     @property
     def fits(self) -> bool:
@@ -55,8 +65,8 @@ class Together:
     def row(self) -> dict[str, Any]:
         """A row of a comparison."""
         return {
-            "device": self.plans[0].device,
-            "count": self.plans[0].count,
+            "device": self.device,
+            "count": self.count,
             "fits": "yes" if self.fits else "no",
             "memory": gb(max(plan.peak_bytes for plan in self.plans)),
             "time": hours(self.hours),
@@ -68,8 +78,8 @@ class Together:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "device": self.plans[0].device,
-            "count": self.plans[0].count,
+            "device": self.device,
+            "count": self.count,
             "fits": self.fits,
             "kept": self.kept,
             "hours": self.hours,
@@ -79,17 +89,16 @@ class Together:
         }
 
 
-def on_all(asked: Sequence[Asked], target: Target) -> list[Together]:
-    """All phases on each card, the cheapest first; what does not fit or keep the limits comes last."""
-    found = [together(asked, replace(target, gpu=card.name)) for card in chosen_cards("all")]
-    return sorted(found, key=_order)
-
-
-def on_each(asked: Sequence[Asked], target: Target, numbers: Sequence[int]) -> list[Together]:
-    """All phases on each number of devices, as far as the batch of every phase goes round."""
+def compared(asked: Sequence[Asked], target: Target, numbers: Sequence[int]) -> list[Together]:
+    """All phases on each number of devices, as far as the batch of every phase goes round: on one card in
+    their order, on all cards the cheapest first; what does not fit or keep the limits comes last.
+    """
     most = min(int(one.settings["global_batch"]) for one in asked)
     going = [number for number in numbers if number <= most] or numbers[:1]  # which says why not
-    return [together(asked, replace(target, count=number)) for number in going]
+    on_all = target.gpu == "all"
+    names = [card.name for card in chosen_cards("all")] if on_all else [target.gpu]
+    found = [together(asked, replace(target, gpu=name, count=n)) for n in going for name in names]
+    return sorted(found, key=_order) if on_all else found
 
 
 def together(asked: Sequence[Asked], target: Target) -> Together:

@@ -1,70 +1,156 @@
-"""The comparison of cards, or the scaling curve, as one picture."""
+"""Plans as one picture: cards or phases side by side, the scaling curve of a card, or those of many cards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from darkroom.plan.ask import kept
 from darkroom.plan.jobs import Plan
+from darkroom.plan.phases import Together
 
 BLUE, ORANGE, GREY = "#2f6690", "#d9822b", "#c9c9c9"
+MARKED = (BLUE, ORANGE, "#3a7d44", "#8e4585", "#b23a48", "#5b8e7d", "#6c757d")
 
 
-def draw(found: Sequence[Plan], path: Path, *, curve: bool) -> None:
-    """Write a PNG (or what the file's ending says): speed and cost over devices, or card by card."""
+@dataclass(frozen=True)
+class Point:
+    """One plan as it is drawn."""
+
+    label: str
+    count: int
+    hours: float
+    device_hours: float
+    usd: float | None
+    images_per_s: float | None
+    kept: bool
+
+
+def points(found: Sequence[Plan | Together], *, by_job: bool = False) -> list[Point]:
+    """What is drawn of plans, or of all phases together: labelled with the card, `by_job` with the phase."""
+    return [_point(one, by_job=by_job) for one in found]
+
+
+def _point(one: Plan | Together, *, by_job: bool) -> Point:
+    if isinstance(one, Together):
+        return Point(one.device, one.count, one.hours, one.device_hours, one.usd, None, one.kept)
+    label, cost = one.job if by_job else one.device, one.cost
+    return Point(label, one.count, one.hours, cost.device_hours, cost.usd, one.images_per_s, kept(one))
+
+
+def draw(found: Sequence[Point], path: Path) -> None:
+    """Write a PNG (or what the file's ending says): bars, or over several numbers of devices curves."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5 if curve else max(3.0, 0.28 * len(found))))
-    if curve:
-        _curve(axes, found)
-    else:
+    curves = len({point.count for point in found}) > 1
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5 if curves else max(3.0, 0.28 * len(found))))
+    if not curves:
         _bars(axes, found)
+    elif len({point.label for point in found}) > 1:
+        _many_curves(axes, found)
+    else:
+        _curve(axes, found)
+    for axis in axes:
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _curve(axes: Sequence[object], found: Sequence[Plan]) -> None:
+def _curve(axes: Sequence[Any], found: Sequence[Point]) -> None:
+    """A card's speed over devices beside the ideal, and what each number of devices costs."""
     left, right = axes
-    numbers = [plan.count for plan in found]
-    rates = [plan.images_per_s for plan in found]
-    ideal = [rates[0] * number / numbers[0] for number in numbers]
-    left.plot(numbers, ideal, color=GREY, linestyle="--", label="ideal")  # type: ignore[attr-defined]
-    left.plot(numbers, rates, color=BLUE, marker="o", label=found[0].device)  # type: ignore[attr-defined]
-    left.set(xscale="log", yscale="log", xlabel="devices", ylabel="images/s")  # type: ignore[attr-defined]
-    left.legend(frameon=False)  # type: ignore[attr-defined]
-    costs = [plan.cost.usd or plan.cost.device_hours for plan in found]
-    priced = found[0].cost.usd is not None
-    right.plot([plan.hours for plan in found], costs, color=ORANGE, marker="o")  # type: ignore[attr-defined]
-    for plan, cost in zip(found, costs, strict=True):
-        right.annotate(str(plan.count), (plan.hours, cost), textcoords="offset points", xytext=(4, 4))  # type: ignore[attr-defined]
-    right.set(xscale="log", xlabel="hours", ylabel="USD" if priced else "device-hours")  # type: ignore[attr-defined]
-    right.set_ylim(bottom=0)  # type: ignore[attr-defined]
-    for axis in axes:
-        _tidy(axis)
+    numbers = [point.count for point in found]
+    speeds, unit = _speeds(found)
+    left.plot(
+        numbers, [speeds[0] * n / numbers[0] for n in numbers], color=GREY, linestyle="--", label="ideal"
+    )
+    left.plot(numbers, speeds, color=BLUE, marker="o", label=found[0].label)
+    left.set(xscale="log", yscale="log", xlabel="devices", ylabel=unit)
+    left.legend(frameon=False)
+    costs, money = _costs(found)
+    right.plot([point.hours for point in found], costs, color=ORANGE, marker="o")
+    for point, cost in zip(found, costs, strict=True):
+        _number(right, point, cost)
+    right.set(xscale="log", xlabel="hours", ylabel=money)
+    right.set_ylim(bottom=0)
 
 
-def _bars(axes: Sequence[object], found: Sequence[Plan]) -> None:
-    names = [plan.device for plan in found][::-1]
-    colours = [BLUE if kept(plan) else GREY for plan in found][::-1]
-    hours = [plan.hours for plan in found][::-1]
-    costs = [plan.cost.usd or 0.0 for plan in found][::-1]
+def _many_curves(axes: Sequence[Any], found: Sequence[Point]) -> None:
+    """A curve for each card; in colour those with a plan that no other beats in both time and cost."""
+    left, right = axes
+    _, unit = _speeds(found)
+    money = _costs(found)[1]
+    best = frontier(found)
+    marked = list(dict.fromkeys(point.label for point in best))
+    colours = {label: MARKED[i % len(MARKED)] for i, label in enumerate(marked)}
+    for label in dict.fromkeys(point.label for point in found):
+        own = sorted((point for point in found if point.label == label and point.kept), key=lambda p: p.count)
+        if not own or (money == "USD" and own[0].usd is None):
+            continue
+        look = {"color": colours.get(label, GREY), "zorder": 2 if label in colours else 1, "marker": "."}
+        left.plot([point.count for point in own], _speeds(own)[0], label=label, **look)
+        right.plot([point.hours for point in own], _costs(own)[0], **look)
+    for point in best:
+        right.plot(point.hours, _costs([point])[0][0], color=colours[point.label], marker="o", zorder=3)
+        _number(right, point, _costs([point])[0][0])
+    left.set(xscale="log", yscale="log", xlabel="devices", ylabel=unit)
+    right.set(xscale="log", yscale="log", xlabel="hours", ylabel=money)
+    handles, labels = left.get_legend_handles_labels()
+    shown = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label in colours]
+    if shown:
+        left.legend(
+            *zip(*shown, strict=True), frameon=False, fontsize=8, title="no other is quicker and cheaper"
+        )
+
+
+def frontier(found: Sequence[Point]) -> list[Point]:
+    """The plans that no other beats in both time and cost, the quickest first."""
+    money = _costs(found)[1]
+    kept = [point for point in found if point.kept and (money != "USD" or point.usd is not None)]
+    best: list[Point] = []
+    for point in sorted(kept, key=lambda p: (p.hours, _costs([p])[0][0])):
+        if not best or _costs([point])[0][0] < _costs(best[-1:])[0][0]:
+            best.append(point)
+    return best
+
+
+def _bars(axes: Sequence[Any], found: Sequence[Point]) -> None:
+    names = [point.label for point in found][::-1]
+    colours = [BLUE if point.kept else GREY for point in found][::-1]
+    hours = [point.hours for point in found][::-1]
+    costs = [point.usd or 0.0 for point in found][::-1]
     for axis, values, label in zip(axes, (costs, hours), ("USD", "hours"), strict=True):
-        axis.barh(names, values, color=colours)  # type: ignore[attr-defined]
-        axis.set_xlabel(label)  # type: ignore[attr-defined]
-        axis.tick_params(axis="y", labelsize=7)  # type: ignore[attr-defined]
-        axis.margins(y=0.01)  # type: ignore[attr-defined]
-        _tidy(axis)
-    for place, plan in enumerate(found[::-1]):
-        if plan.cost.usd is None:
-            axes[0].text(0, place, " no price", va="center", size=7, color=GREY)  # type: ignore[attr-defined]
+        axis.barh(names, values, color=colours)
+        axis.set_xlabel(label)
+        axis.tick_params(axis="y", labelsize=7)
+        axis.margins(y=0.01)
+    for place, point in enumerate(found[::-1]):
+        if point.usd is None:
+            axes[0].text(0, place, " no price", va="center", size=7, color=GREY)
 
 
-def _tidy(axis: object) -> None:
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)  # type: ignore[attr-defined]
+def _speeds(found: Sequence[Point]) -> tuple[list[float], str]:
+    """How quick each is, and in what; phases of several sizes have no one rate of pictures."""
+    if found[0].images_per_s is None:
+        return [1 / point.hours for point in found], "jobs an hour"
+    return [point.images_per_s or 0.0 for point in found], "images/s"
+
+
+def _costs(found: Sequence[Point]) -> tuple[list[float], str]:
+    """What each costs, and in what: dollars where any price is known."""
+    if all(point.usd is None for point in found):
+        return [point.device_hours for point in found], "device-hours"
+    return [point.usd or 0.0 for point in found], "USD"
+
+
+def _number(axis: Any, point: Point, cost: float) -> None:
+    where = (point.hours, cost)
+    axis.annotate(str(point.count), where, textcoords="offset points", xytext=(4, 4), fontsize=8)

@@ -27,6 +27,7 @@ from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS
 from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.extras import make_extras
 from darkroom.train.feed import Feed, bucket_step, make_feed, make_order, read_once
+from darkroom.train.frozen import forget_inputs
 from darkroom.train.gather import class_store_path, gather, gather_class, has_own_store, open_store
 from darkroom.train.micro import ESTIMATED, choose_micro_batch, try_micro_batches
 from darkroom.train.objective import make_objective
@@ -217,6 +218,7 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, 
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if train.gradient_checkpointing:
             _checkpoint_activations(module)
+        forget_inputs(module)
     return Step(
         task,
         task.modules,
