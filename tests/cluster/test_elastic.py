@@ -257,21 +257,33 @@ def test_ray_train_starts_what_the_job_has_a_use_for(monkeypatch, local: bool, g
     """A Ray that ends with the job needs nobody who looks for nodes that go, unless the user says so."""
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
+    from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
 
     monkeypatch.setenv("RAY_TRAIN_V2_ENABLED", "1")
     monkeypatch.delenv(WATCHER, raising=False)
     if given is not None:
         monkeypatch.setenv(WATCHER, given)
-    seen = []
-    monkeypatch.setattr(
-        TorchTrainer, "_initialize_and_run_controller", lambda *_, **__: seen.append(os.environ.get(WATCHER))
-    )
+    seen, policies = [], []
+
+    def run(self: Any, **controlled: Any) -> None:
+        seen.append(os.environ.get(WATCHER))
+        policies.append(controlled["scaling_policy"])
+
+    monkeypatch.setattr(TorchTrainer, "_initialize_and_run_controller", run)
     job = {"train_loop_per_worker": print, "scaling_config": ScalingConfig(num_workers=1)}
     trainer = job_trainer([1], None, local=local, **job)
     kinds = {type(one).__name__ for one in trainer._create_default_callbacks()}
     plain = {type(one).__name__ for one in TorchTrainer(**job)._create_default_callbacks()}
     assert plain - kinds == {"DatasetsCallback", *(["PlacementGroupCleanerCallback"] if local else [])}
     assert kinds < plain
-    trainer._initialize_and_run_controller()
+    rays = create_scaling_policy(ScalingConfig(num_workers=1))
+    trainer._initialize_and_run_controller(scaling_policy=rays)
     assert seen == [given or ("0" if local else None)]
     assert os.environ.get(WATCHER) == given  # the next job may be on a cluster
+    assert (policies[0] is rays) is not local
+    if local:  # nobody is asked for nodes, and the decision is the same
+        policies[0].after_controller_start(None)
+        assert policies[0]._coordinator_client is None
+        decision = policies[0].make_decision_for_non_running_worker_group()
+        assert (decision.num_workers, decision.resources_per_worker) == (1, {"CPU": 1})
+        policies[0].before_controller_abort()

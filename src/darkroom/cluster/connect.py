@@ -142,6 +142,8 @@ def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> N
     if address == LOCAL:
         # Ray would put its workers behind every other process of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        if not dashboard:  # what Ray collects of each process is for its dashboard
+            os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "3600000")
         # It takes an address from the environment even where none is asked for.
         settings |= {"include_dashboard": dashboard, "dashboard_host": "127.0.0.1", "num_cpus": num_cpus}
         try:

@@ -108,8 +108,8 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
 
     What Ray Train starts beside the workers are processes that wake a hundred times a second and take about
     one percent of a core each. Those of no use are left out: that of Ray's datasets, and in a Ray that ends
-    with this job (`local`) that which looks for nodes that go (unless the user asked for it) and that which
-    clears up after a dead job.
+    with this job (`local`) that which looks for nodes that go (unless the user asked for it), that which
+    clears up after a dead job and, where the number of workers is fixed, that which asks for nodes.
     """
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -118,7 +118,7 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
     useless = (DatasetsCallback, PlacementGroupCleanerCallback) if local else (DatasetsCallback,)
 
     class Trainer(TorchTrainer):  # type: ignore[misc]
-        """As TorchTrainer, but for the two policies and the processes left out."""
+        """As TorchTrainer, but for the policies and the processes left out."""
 
         def _create_default_callbacks(self) -> list[Any]:
             return [one for one in super()._create_default_callbacks() if not isinstance(one, useless)]
@@ -127,6 +127,8 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
             if len(counts) > 1:
                 given["failure_policy"] = failure_policy(self.run_config.failure_config, mail)
                 given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
+            elif local:
+                given["scaling_policy"] = unasking_policy(self.scaling_config)
             with _unless_set(WATCHER, "0") if local else nullcontext():
                 return super()._initialize_and_run_controller(**given)
 
@@ -170,6 +172,22 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
                 why = f"there is room for {decision.num_workers} workers"
                 ray.get(mail.ask_pause.remote(f"{why} instead of {worker_group_state.num_workers}"))
             return NoopDecision()
+
+    return Policy(scaling_config)
+
+
+def unasking_policy(scaling_config: Any) -> Any:
+    """Ray's policy of a fixed number of workers, for a machine beside which there will be no other."""
+    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+    class Policy(FixedScalingPolicy):  # type: ignore[misc]
+        """Asks nobody for nodes."""
+
+        def after_controller_start(self, train_run_context: Any) -> None:
+            """Ray would start the process here that nodes are asked for by."""
+
+        def _maybe_send_resource_request(self) -> None:
+            """The machine is there."""
 
     return Policy(scaling_config)
 
