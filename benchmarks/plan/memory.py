@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ SD15 = {
     "data": {"folder": "x", "resolution": 512, "prompt": "a"},
 }
 LORA = {**SD15, "task": "lora", "adapter": {"rank": 8, "targets": "qv"}}
+FOLDER = "a folder of 16 pictures"  # made where the case is measured
+VAE = {"block_out_channels": [128, 128, 256], "layers_per_block": 1}
+RUN = {
+    "task": "lora",
+    "model": {"base": "tiny", "vae": VAE},
+    "data": {"folder": FOLDER, "resolution": 256, "prompt": "a"},
+    "adapter": {"rank": 4},
+    "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "precision": "float32", "device": "cpu"},
+}
+INLINE = {"folder": FOLDER, "resolution": 256, "prompt": "a", "encode": "inline"}
+DRAWN = {"prompts": ["a", "b", "c", "d"], "steps": 2, "solver": "ddim"}
 PICTURES = {"pictures": "sd15", "size": 512}
 TINY_PICTURES = {"pictures": "tiny", "size": 256}
 
@@ -48,6 +60,8 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
     "27 M U-Net, 256 px, batch 4": (MIDDLE, 4),
     "27 M U-Net, 256 px, batch 8, checkpointed": ({**MIDDLE, **CHECKPOINTED}, 8),
     "27 M U-Net, 256 px, batch 4, LoRA rank 8": (MIDDLE_LORA, 4),
+    "a run with latents of its own, 256 px": (RUN, 1),
+    "a run that draws samples of 4, 256 px": ({**RUN, "data": INLINE, "sample": DRAWN}, 1),
     "tiny model, 256 px, pictures, batch 2": (TINY_PICTURES, 2),
     "tiny model, 256 px, pictures, batch 8": (TINY_PICTURES, 8),
 }
@@ -65,8 +79,11 @@ def measure(content: dict[str, Any], rows: int) -> dict[str, int]:
     """Run it here; bytes that the resident set grew by at its peak."""
     from darkroom.hardware import PeakMemory, resident_bytes
 
-    ready = (_pictures if "pictures" in content else _training)(content, rows)
-    _warm_up(content)
+    if content.get("data", {}).get("folder") == FOLDER:
+        ready = _run(content)
+    else:
+        ready = (_pictures if "pictures" in content else _training)(content, rows)
+        _warm_up(content)
     peak, before = PeakMemory(), resident_bytes()
     ready()
     return {"measured": peak.bytes() - before}
@@ -92,7 +109,9 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     import torch
 
     from darkroom import models
-    from darkroom.plan.training import _columns, _NoStore, _without_store, encodes, outline
+    from darkroom.plan.beside import encodes, resting
+    from darkroom.plan.outline import outline
+    from darkroom.plan.training import _columns, _NoStore, _without_store
     from darkroom.recipe import make_recipe
     from darkroom.train import build, job
 
@@ -107,6 +126,7 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
         task = job.make_task(_without_store(recipe), model, _NoStore(), cpu)
         if not encodes(recipe):
             task._encode = None
+        job.rest([model.modules[name] for name in resting(recipe, model, task)], Path(tempfile.mkdtemp()))
         step = job.bare_step(task, recipe, rows, torch.float32)
         columns = {
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
@@ -116,6 +136,30 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
             step(k, task.inputs(columns, cpu))
 
     return run
+
+
+def _run(content: dict[str, Any]) -> Callable[[], None]:
+    """The whole run, from the folder to the file; a small one has loaded the libraries before."""
+    import numpy as np
+    from PIL import Image
+
+    from darkroom.recipe import make_recipe
+    from darkroom.train import train
+
+    place = Path(tempfile.mkdtemp(prefix="darkroom-memory-"))
+    draws = np.random.default_rng(0)
+
+    def one(name: str, side: int, number: int, model: dict[str, Any]) -> None:
+        (place / name).mkdir()
+        for i in range(number):
+            pixels = draws.integers(0, 255, (side, side, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(place / name / f"{i}.png")
+        data = {**content["data"], "folder": str(place / name), "resolution": side}
+        recipe = make_recipe({**content, "model": model, "data": data})
+        train(recipe, out=place / f"{name}-run", console=lambda _: None)
+
+    one("small", 64, 2, {"base": "tiny"})
+    return lambda: one("large", content["data"]["resolution"], 16, content["model"])
 
 
 def _pictures(content: dict[str, Any], rows: int) -> Callable[[], None]:

@@ -43,12 +43,13 @@ class OpCount:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One operation of a trace: what it computes and moves, and in which stage."""
+    """One operation of a trace: what it computes and moves, in which stage; and its largest tensor."""
 
     op: str
     flops: int
     bytes: int
     stage: str
+    largest: int  # bytes
 
 
 @dataclass
@@ -212,16 +213,17 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = int(FORMULAS[packet](*args, **kwargs, out_val=out))
         elif _looks_like_matrix_work(func):
             raise UncountedOperation(f"{func}: add its FLOPs to FORMULAS in {__name__}")
-        self._count(str(packet), flops, _bytes_moved(func, inputs, outputs))
+        largest = max((_size(tensor) for tensor in (*inputs, *outputs)), default=0)
+        self._count(str(packet), flops, _bytes_moved(func, inputs, outputs), largest)
         return out
 
-    def _count(self, name: str, flops: int, moved: int) -> None:
+    def _count(self, name: str, flops: int, moved: int, largest: int) -> None:
         op = self._ops.setdefault(name, OpCount())
         op.calls += 1
         op.flops += flops
         op.bytes += moved
         if self.trace is not None and (flops or moved):  # views and empty memory start nothing
-            self.trace.kernels.append(Kernel(name, flops, moved, self.stage))
+            self.trace.kernels.append(Kernel(name, flops, moved, self.stage, largest))
 
     def _hold(self, tensors: Iterable[Tensor]) -> None:
         """Count each storage once while it lives."""

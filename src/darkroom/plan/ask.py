@@ -33,7 +33,7 @@ from darkroom.plan.money import storage
 from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
 from darkroom.plan.scale import NODE_DEVICES, Cluster, default_cluster
-from darkroom.plan.settings import configs_of, read_phase, rows_of, settings_of, text_of
+from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, settings_of, text_of
 from darkroom.train.parallel import channels_last
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
 def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
     """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
     key = {"recipe": text_of(path), "overrides": list(overrides), "phase": phase}
-    settings = cached({**key, "settings": 6}, lambda: settings_of(read_phase(path, overrides, phase)))
+    settings = cached({**key, "settings": 7}, lambda: settings_of(read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
@@ -322,7 +322,9 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
 
     def profile(precision: str, gpu: bool) -> Profile:
         known = {**key, "precision": precision, "gpu": gpu}
-        return cached_profile(known, lambda: count(precision, gpu))
+        counted = cached_profile(known, lambda: count(precision, gpu))
+        pictures = pictures_of(settings["pictures"])
+        return counted if pictures is None else counted.of_pictures(pictures)
 
     return Asked(
         name,

@@ -18,7 +18,7 @@ from typing import Any
 import darkroom
 from darkroom.plan.profile import Profile
 
-COUNTING = ("adapter", "counting", "training", "generation", "others", "profile")
+COUNTING = ("adapter", "beside", "counting", "training", "generation", "outline", "others", "profile")
 ROOMS = (
     *("train", "sample", "models", "prepare", "count.py", "recipe.py"),
     *(f"plan/{name}.py" for name in COUNTING),

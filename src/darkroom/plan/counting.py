@@ -35,12 +35,14 @@ def kernel_class(op: str) -> str:
     return next((kind for kind, pattern in _CLASSES if pattern.search(op)), "elementwise")
 
 
-def profile_of(traces: tuple[Trace, Trace], rows: tuple[int, int], **known: Any) -> Profile:
+def profile_of(
+    traces: tuple[Trace, Trace], rows: tuple[int, int], *, cpu: bool = False, **known: Any
+) -> Profile:
     """Straight lines through two traces of the same operations; ValueError where the operations differ."""
     a, b = traces
     if [k.op for k in a.kernels] != [k.op for k in b.kernels]:
         raise ValueError(f"other operations at {rows[1]} rows than at {rows[0]}: no straight line")
-    return Profile(kernels=_grouped(a, b, rows), moments=moments_of(traces, rows), **known)
+    return Profile(kernels=_grouped(a, b, rows), moments=moments_of(traces, rows, cpu=cpu), **known)
 
 
 def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
@@ -56,12 +58,20 @@ def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
     )
 
 
-def moments_of(traces: tuple[Trace, Trace], rows: tuple[int, int]) -> tuple[Moment, ...]:
-    """The moments of two traces that can be the peak, as straight lines."""
+def moments_of(
+    traces: tuple[Trace, Trace], rows: tuple[int, int], *, cpu: bool = False
+) -> tuple[Moment, ...]:
+    """The moments of two traces that can be the peak, as straight lines.
+
+    On a CPU oneDNN's convolutions have a copy of their largest tensor beside, in their own layout.
+    """
     a, b = traces
     moments = []
-    for kernel, held_a, held_b in zip(a.kernels, _alive(a), _alive(b), strict=True):
+    for kernel, other, held_a, held_b in zip(a.kernels, b.kernels, _alive(a), _alive(b), strict=True):
         lines = {kind: Line.through(rows, (held_a[i], held_b[i])) for i, kind in enumerate(KINDS)}
+        if cpu and kernel_class(kernel.op) == "conv":
+            copy, held = Line.through(rows, (kernel.largest, other.largest)), lines["temporary"]
+            lines["temporary"] = Line(held.fixed + copy.fixed, held.row + copy.row)
         moments.append(Moment(kernel.stage, lines))
     return highest(moments)
 

@@ -15,8 +15,8 @@ from darkroom.errors import InputError
 from darkroom.models import Model
 from darkroom.models.model import is_flow
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
+from darkroom.plan.outline import outlined, text_configs
 from darkroom.plan.profile import Profile
-from darkroom.plan.training import outlined, text_configs
 from darkroom.prepare import text_states
 from darkroom.prepare.encoders import encode_moments
 from darkroom.sample.choice import make_table
@@ -55,7 +55,7 @@ def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | No
         if prepare is not None:
             prepare(model)
         tag_weights(counter, model.modules.values())
-        traces = tuple(_trace_pictures(counter, model, spec, rows) for rows in (2, 3))
+        traces = tuple(trace_pictures(counter, model, spec, rows) for rows in (2, 3))
     pixels = spec.width * spec.height
     chunk = {"decode": max(1, spec.decode_pixels // pixels)} if spec.decode_pixels else {}
     return profile_of(
@@ -92,7 +92,8 @@ def _set_attention(model: Model, kind: str) -> None:
             part.set_attn_implementation("eager")
 
 
-def _trace_pictures(counter: Counter, model: Model, spec: GenerateSpec, rows: int) -> Trace:
+def trace_pictures(counter: Counter, model: Model, spec: GenerateSpec, rows: int) -> Trace:
+    """Trace so many pictures from captions to pixels, with two denoising steps of which the second counts."""
     trace = counter.start_trace()
     with torch.no_grad():
         counter.stage = "text"

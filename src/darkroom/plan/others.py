@@ -20,9 +20,9 @@ from darkroom.count import Counter, Trace
 from darkroom.models import Model
 from darkroom.plan.cache import cached_profile
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
+from darkroom.plan.outline import outlined
 from darkroom.plan.profile import Profile
 from darkroom.plan.shipped import OthersStep
-from darkroom.plan.training import outlined
 from darkroom.prepare import text_states
 from darkroom.train.adapter import AdapterSettings, add_adapters
 

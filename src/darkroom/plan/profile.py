@@ -8,7 +8,7 @@ moments that can be the peak, each with its bytes by kind. Both come from one ru
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,8 @@ KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
 TRAIN_STAGES = ("inputs", "forward", "backward", "update")
 GENERATE_STAGES = ("text", "denoise", "decode")
 MAX_ROWS = 65536
+# Stages of a run beside its steps.
+LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,11 @@ class Profile:
     def _work(self) -> dict[str, Work]:
         return {}
 
+    def of_pictures(self, number: int) -> Profile:
+        """The same of a run of so few pictures of its own: no more are encoded at once."""
+        most = self.chunks.get(LATENTS, 0)
+        return self if most <= number else replace(self, chunks={**self.chunks, LATENTS: number})
+
     def memory(
         self,
         rows: int,
@@ -142,10 +149,11 @@ class Profile:
     def _held(
         self, moment: Moment, rows: int, accumulate: bool, step_rows: int, shards: int, gathers: bool
     ) -> dict[str, float]:
-        if moment.stage == "latents":  # before training, on each device, whatever its batch will be
-            return {kind: moment.bytes[kind].at(self.chunks["latents"]) for kind in KINDS}
+        if moment.stage == LATENTS:  # before training, on each device, whatever its batch will be
+            return {kind: moment.bytes[kind].at(self.chunks[LATENTS]) for kind in KINDS}
         given = step_rows if moment.stage == "inputs" else rows
-        held = moment.at(min(given, self.chunks.get(moment.stage, MAX_ROWS)))
+        most = self.chunks.get(moment.stage, MAX_ROWS)
+        held = moment.at(most if moment.stage in (SAMPLES, DECODED) else min(given, most))
         if accumulate and moment.stage in ("forward", "backward"):
             held["gradients"] = max(held.get("gradients", 0.0), self.gradient_bytes)
         for kind in ("gradients", "optimiser", "ema"):

@@ -40,6 +40,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "micro_batch": None if train.micro_batch == "auto" else train.micro_batch,
         "precision": train.precision,
         "store": getattr(recipe.data, "store", None),
+        "pictures": None if recipe.data.class_prompt else recipe.data.folder or recipe.data.instance,
         "base": str(recipe.model.base),
         "vae": vae if isinstance(vae, str) else None,
         "resolution": recipe.data.resolution,
@@ -53,11 +54,20 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 def _reads(recipe: Recipe, stores_text: bool) -> list[str]:
     """What is read of the store at each step instead of being computed."""
-    from darkroom.plan.training import encodes
+    from darkroom.plan.beside import encodes
 
     latents = recipe.task != "autoencoder" and not encodes(recipe)
     text = stores_text and "stored" in (recipe.data.text, recipe.data.encode)
     return ["latents"] * latents + ["text"] * text
+
+
+def pictures_of(folder: str | None) -> int | None:
+    """Pictures below a folder, where it is there and has some."""
+    if not folder or not Path(folder).is_dir():
+        return None
+    from darkroom.data.source import pictures_below
+
+    return len(pictures_below(Path(folder))) or None
 
 
 def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> Recipe:

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from darkroom import models
-from darkroom.count import Counter
-from darkroom.errors import ModelError, RecipeError
-from darkroom.models import FAMILIES, PARTS, PUBLISHED, Model
-from darkroom.models.folder import denoiser_class, denoiser_of
-from darkroom.models.model import numbered
+from darkroom.models import Model
 from darkroom.plan.adapter import safetensors_bytes
+from darkroom.plan.beside import (
+    chunks,
+    encodes,
+    own_latents,
+    reads_text,
+    rested,
+    resting,
+    samples,
+)
 from darkroom.plan.counting import (
     as_on_gpu,
     fakes,
-    moments_of,
     profile_of,
     size_bytes,
     tag_weights,
     tensors,
     trace_training,
 )
-from darkroom.plan.profile import Moment, Profile
-from darkroom.prepare.encoders import encode_moments
-from darkroom.train import build, job
+from darkroom.plan.outline import outline, text_configs
+from darkroom.plan.profile import Profile
+from darkroom.train import job
 from darkroom.train.defaults import ADAPTER_TASKS
 from darkroom.train.extras import AlignSettings
-from darkroom.train.gather import has_own_store
-from darkroom.train.objective import scheduler_config
 from darkroom.train.sharing import blocks_of
-from darkroom.train.stored import PREPARED_PIXELS, caches_latents
-from darkroom.train.tasks import ENCODED_PIXELS
 from darkroom.train.weights import cast
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     with fakes(*model.modules.values()) as counter:
         if recipe.task in job.FROZEN_UNET and model.unet is not None:
             cast(model.unet, dtype)
-        before = _own_latents(counter, recipe, model)
+        before = own_latents(counter, recipe, model, dtype, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
         task = job.make_task(quiet, model, _NoStore(), CPU)  # type: ignore[arg-type]
         if not encodes(recipe) and recipe.task != "autoencoder" and hasattr(task, "_encode"):
@@ -68,45 +66,20 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         columns = _columns(recipe, model, task)
         task.inputs(counter.fake(columns(1)), CPU)  # captions whose states are kept are encoded once
         traces = trace_training(counter, step, task, columns, rows=(2, 3))
+        between = samples(counter, recipe, model, gpu=gpu)
         parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in held.items()}
         masters = step.weights.masters
         counted = profile_of(
             traces,
             (2, 3),
+            cpu=not gpu,
             parameters=parameters,
             trained=sum(master.numel() for master in masters.values()),
-            chunks=_chunks(recipe),
+            chunks=chunks(recipe),
             facts=_facts(recipe, model, task.modules.values(), step),
         )
-    return replace(counted, moments=(*counted.moments, *before))
-
-
-def _chunks(recipe: Recipe) -> dict[str, int]:
-    """Pictures that are encoded at once: at each step, or before the first one."""
-    if makes_latents(recipe):
-        return {"latents": max(1, PREPARED_PIXELS // recipe.data.resolution**2)}
-    return {"inputs": max(1, ENCODED_PIXELS // recipe.data.resolution**2)} if encodes(recipe) else {}
-
-
-def makes_latents(recipe: Recipe) -> bool:
-    """Whether the run makes latents of its own pictures before it trains."""
-    return recipe.task != "autoencoder" and has_own_store(recipe) and caches_latents(recipe)
-
-
-def _own_latents(counter: Counter, recipe: Recipe, model: Model) -> tuple[Moment, ...]:
-    """What is alive while a run makes its own latents: all parts are on the device, nothing trains yet."""
-    if not makes_latents(recipe):
-        return ()
-    side, traces = recipe.data.resolution, []
-    tag_weights(counter, model.modules.values())
-    for rows in (2, 3):
-        counter.stage = "latents"
-        pixels = torch.empty(rows, 3, side, side, dtype=torch.uint8, device="meta")
-        given = counter.fake_tensor(pixels)
-        traces.append(counter.start_trace())
-        encode_moments(model.vae, given)
-        counter.stage, counter.trace = "", None
-    return moments_of((traces[0], traces[1]), (2, 3))
+        steps = rested(counted.moments, recipe, model, [] if gpu else resting(recipe, model, task))
+    return replace(counted, moments=(*steps, *before, *between))
 
 
 def _fill_tokenizers(model: Model) -> None:
@@ -131,22 +104,6 @@ def _without_store(recipe: Recipe) -> Recipe:
         return quiet
     plain = word.model_copy(update={"initial": "a"})  # one token of any tokenizer, also of the stand-in
     return quiet.model_copy(update={"model": recipe.model.model_copy(update={"word": plain})})
-
-
-def encodes(recipe: Recipe) -> bool:
-    """Whether pictures are encoded at each step."""
-    data = recipe.data
-    if recipe.task == "autoencoder" or data.encode == "stored":
-        return False
-    return data.encode == "inline" or not caches_latents(recipe)
-
-
-def _reads_text(recipe: Recipe, task: Any) -> bool:
-    """Whether the text's states come from a column; 'auto' takes one where the latents are prepared too."""
-    data = recipe.data
-    if recipe.task == "autoencoder" or getattr(task, "_trains_text", False):
-        return False
-    return data.text == "stored" or (data.text == "auto" and data.encode == "stored")
 
 
 def _facts(recipe: Recipe, model: Model, modules: Collection[Any], step: Any) -> dict[str, Any]:
@@ -207,7 +164,7 @@ def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping
         given["caption"] = ["a picture"] * rows
         if task.rows_a_picture > 1:
             given["is_prior"] = torch.empty(rows, device="meta")
-        if _reads_text(recipe, task):
+        if reads_text(recipe, task):
             given |= _text_columns(model, rows)
         return given
 
@@ -221,108 +178,3 @@ def _text_columns(model: Model, rows: int) -> dict[str, Any]:
     if model.is_sdxl:
         states["pooled"] = torch.empty(rows, configs[-1].projection_dim, dtype=torch.float16, device="meta")
     return states
-
-
-def text_configs(model: Model) -> list[Any]:
-    """The text encoders' settings."""
-    encoders: list[Any] = list(model.text_encoders)
-    return [encoder.config for encoder in encoders]
-
-
-# ---- models without weights
-
-
-def outline(recipe: Recipe) -> Model:
-    """The model of a recipe on the meta device: its shapes, no weights, no downloads of them."""
-    settings = recipe.model
-    parts = ("vae",) if recipe.task == "autoencoder" else PARTS
-    vae = outlined(str(settings.vae), ("vae",)).vae if isinstance(settings.vae, str) else None
-    if settings.base in FAMILIES:
-        own = settings.text_encoder if isinstance(settings.text_encoder, str) else None
-        text = None if own is None else outlined(own, ("text_encoder",))
-        overrides = build._overrides(recipe, vae, text)
-        if settings.tokenizer == "train" and "text_encoder" in overrides:
-            learned = {"vocab_size": settings.vocab_size, "max_position_embeddings": settings.max_length}
-            overrides["text_encoder"] = learned | overrides["text_encoder"]
-        model = outlined(settings.base, parts, overrides)
-        if text is not None:
-            model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
-    else:
-        model = outlined(settings.base, parts)
-    model.vae = vae or model.vae
-    if recipe.task != "autoencoder":
-        if model.unet is None:
-            raise RecipeError("model.base", f"'{settings.base}' has no unet")
-        latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
-        model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
-        build.check_resolution(recipe.data.resolution, model)
-    return model
-
-
-def outlined(ref: str, parts: tuple[str, ...], overrides: Mapping[str, Any] | None = None) -> Model:
-    """A family, folder or hub id without weights; its tokenizers know two words.
-
-    Of a published model the settings are known: nothing is asked of the hub.
-    """
-    ref = ref if Path(ref).is_dir() else PUBLISHED.get(ref, ref)
-    if ref in FAMILIES:
-        wanted = tuple(part for part in parts if part != "tokenizer")
-        model = models.create(ref, parts=wanted, overrides=dict(overrides or {}), device="meta")
-    else:
-        model = _from_configs(_folder(ref), parts)
-    # Any tokenizer gives as many tokens a caption; which they are does not matter.
-    lengths = [config.max_position_embeddings for config in text_configs(model)]
-    words = ["a picture"]
-    model.tokenizers = [
-        models.train_tokenizer(words, vocab_size=514, model_max_length=length) for length in lengths
-    ]
-    return model
-
-
-def _folder(ref: str) -> Path:
-    if (path := Path(ref)).is_dir():
-        return path
-    if ref.count("/") != 1 or ref.startswith((".", "/", "~")):
-        raise ModelError(
-            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(ref, allow_patterns=["*.json"]))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"'{ref}' is no folder here and its settings could not be had from the hub ({reason})"
-        ) from error
-
-
-def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
-    from diffusers import AutoencoderKL
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    file = path / "scheduler" / "scheduler_config.json"
-    model = Model(
-        family="custom", path=str(path), scheduler=json.loads(file.read_text()) if file.is_file() else {}
-    )
-    with torch.device("meta"):
-        if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():
-            model.unet = denoiser_class(folder).from_config(_config(folder))
-        if "vae" in parts and (path / "vae").is_dir():
-            model.vae = AutoencoderKL.from_config(_config(path / "vae"))
-        for i in range(2):
-            if "text_encoder" in parts and (folder := path / numbered("text_encoder", i)).is_dir():
-                config = _config(folder)
-                projected = "CLIPTextModelWithProjection" in config.get("architectures", [])
-                cls = CLIPTextModelWithProjection if projected else CLIPTextModel
-                model.text_encoders.append(cls(CLIPTextConfig(**config)))
-    if not model.modules:
-        raise ModelError(f"'{path}' is no model folder", mend=f"it should hold {', '.join(PARTS)}")
-    for module in model.modules.values():
-        module.eval()
-    return model
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content

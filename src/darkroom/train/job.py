@@ -128,9 +128,8 @@ def make_job(
     )
     if recipe.task in FROZEN_UNET and model.unet is not None:
         cast_opened(model.unet, models.precision(precision))  # never trained: no float32 copy is needed
-    for module in model.modules.values():
-        nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
     stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
+    _move(model, device)
     task = make_task(recipe, model, store, device)
     rest(_seldom_run(model, task), pinned.run)
     if recipe.task in FINE_TUNING:
@@ -178,13 +177,17 @@ def make_job(
 def _made_ready(
     recipe: Recipe, model: Model, store: Store, pinned: Pinned, precision: str, say: Say, ranks: Ranks
 ) -> list[Store]:
-    """The run's store and that of the class; class pictures drawn, latents made of a run's own, if read."""
+    """The run's store and that of the class; class pictures drawn, latents made of a run's own, if read.
+
+    Of a model whose parts are not on the device yet, for latents alone the VAE goes there.
+    """
     stores, makes, column = [store], has_own_store(recipe) and caches_latents(recipe), None
     if recipe.data.class_prompt is not None:
         if not makes:
             column = stored_latents(recipe, model, store)
         if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
             dtype = models.precision(precision)
+            _move(model, _device(recipe, ranks))
             ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
@@ -193,6 +196,11 @@ def _made_ready(
         for one in own:
             one.refresh()
     return stores
+
+
+def _move(model: Model, device: torch.device) -> None:
+    for module in model.modules.values():
+        nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
 
 
 def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
@@ -402,7 +410,8 @@ def _captions_of(recipe: Recipe) -> tuple[str, ...]:
     return recipe.data.prompts
 
 
-def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
+def known_prompts(recipe: Recipe) -> tuple[str, ...] | None:
+    """What samples are drawn of, as far as the recipe alone says it; None: of pictures' captions."""
     settings = recipe.sample
     if recipe.task == "extractor":
         return ()
@@ -411,7 +420,14 @@ def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
     if said := _captions_of(recipe):
         scenes = tuple(scene.format(said[0]) for scene in SCENES)
         return (said[0], *scenes, *filter(None, [recipe.data.class_prompt]))
-    first = rows.positions(np.arange(min(settings.num, len(rows))))
+    return None
+
+
+def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
+    known = known_prompts(recipe)
+    if known is not None:
+        return known
+    first = rows.positions(np.arange(min(recipe.sample.num, len(rows))))
     return tuple(store.take(first, ["caption"])["caption"].to_pylist())
 
 
