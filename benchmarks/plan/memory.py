@@ -33,12 +33,8 @@ CHECKPOINTED = {"train": {"gradient_checkpointing": True}}
 WIDE = {"unet": {"block_out_channels": [128, 256, 256], "layers_per_block": 2, "attention_head_dim": 8}}
 TINY = {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "x", "resolution": 256}}
 MIDDLE = {**TINY, "model": {"base": "tiny", **WIDE}}
-MIDDLE_LORA = {**MIDDLE, "task": "lora", "adapter": {"rank": 8}, "data": {"folder": "x", "resolution": 256}}
-SD15 = {
-    "task": "finetune",
-    "model": {"base": "sd15"},
-    "data": {"folder": "x", "resolution": 512, "prompt": "a"},
-}
+MIDDLE_LORA = {**MIDDLE, "task": "lora", "adapter": {"rank": 8}}
+SD15 = {"task": "finetune", "model": {"base": "sd15"}, "data": {"store": "x", "resolution": 512}}
 LORA = {**SD15, "task": "lora", "adapter": {"rank": 8, "targets": "qv"}}
 FOLDER = "a folder of 16 pictures"  # made where the case is measured
 VAE = {"block_out_channels": [128, 128, 256], "layers_per_block": 1}

@@ -122,7 +122,6 @@ def test_samples_are_counted_where_they_are_drawn(base: Path, photos: Path) -> N
     assert weights(plain, SAMPLES, DECODED) == set()
     [whole] = weights(drawn, SAMPLES, DECODED)
     assert whole == pytest.approx(held(base, *PARTS), rel=0.02)  # nothing rests then; the adapter is there
-    assert drawn.chunks[SAMPLES] == drawn.chunks[DECODED] == 3
     assert sum(drawn.memory(1).values()) > sum(plain.memory(1).values())
     more = drawing(prompts=["a"] * 30)
     assert sum(more.memory(1).values()) > 1.2 * sum(drawn.memory(1).values())

@@ -12,7 +12,8 @@ from torch import nn
 from darkroom.count import ROUND_BYTES, Counter
 from darkroom.models import FAMILIES, Model
 from darkroom.plan.counting import moments_of, size_bytes, tag_weights
-from darkroom.plan.generation import GenerateSpec, trace_pictures
+from darkroom.plan.generation import decoded, unet_call
+from darkroom.plan.outline import text_configs
 from darkroom.plan.profile import DECODED, KINDS, LATENTS, SAMPLES, Line, Moment
 from darkroom.prepare.encoders import encode_moments
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
@@ -29,15 +30,11 @@ ROWS = (2, 3)
 
 
 def chunks(recipe: Recipe) -> dict[str, int]:
-    """Pictures that are worked on at once: encoded at each step or before the first one, drawn, decoded."""
-    pixels, samples = recipe.data.resolution**2, num_samples(recipe)
-    found = {"inputs": max(1, ENCODED_PIXELS // pixels)} if encodes(recipe) else {}
+    """Pictures that are encoded at once: at each step, or before the first one."""
+    pixels = recipe.data.resolution**2
     if makes_latents(recipe):
-        found = {LATENTS: max(1, PREPARED_PIXELS // pixels)}
-    if samples:
-        decoded = max(1, min(samples, DECODE_PICTURES, DECODE_PIXELS // pixels))
-        found |= {SAMPLES: samples, DECODED: decoded}
-    return found
+        return {LATENTS: max(1, PREPARED_PIXELS // pixels)}
+    return {"inputs": max(1, ENCODED_PIXELS // pixels)} if encodes(recipe) else {}
 
 
 def encodes(recipe: Recipe) -> bool:
@@ -115,13 +112,33 @@ def num_samples(recipe: Recipe) -> int:
 
 def samples(counter: Counter, recipe: Recipe, model: Model, *, gpu: bool) -> tuple[Moment, ...]:
     """What is alive while the grid of samples is drawn, beside the optimiser's state and the average."""
-    if not num_samples(recipe):
+    number, guidance = num_samples(recipe), recipe.sample.guidance
+    if not number:
         return ()
-    side, guidance = recipe.data.resolution, recipe.sample.guidance
-    spec = GenerateSpec("", side, side, guided=guidance is None or guidance > 1)
-    a, b = (trace_pictures(counter, model, spec, rows) for rows in ROWS)
-    found = moments_of((a, b), ROWS, cpu=not gpu)
-    return tuple(replace(one, stage=DECODED if one.stage == "decode" else SAMPLES) for one in found)
+    rows = number if guidance is not None and guidance <= 1 else 2 * number
+    side = recipe.data.resolution // model.vae_factor
+    at_once = max(1, min(number, DECODE_PICTURES, DECODE_PIXELS // recipe.data.resolution**2))
+    call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
+    told = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
+    trace = counter.start_trace()
+    with torch.no_grad():
+        counter.stage = SAMPLES
+        call(x, torch.zeros(()), told.pop("text"), told)
+        counter.stage = DECODED
+        decoded(model.vae, x[:at_once])
+    counter.stage, counter.trace = "", None
+    return moments_of((trace, trace), ROWS, cpu=not gpu)  # the same whatever the batch
+
+
+def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a U-Net is told beside its latents: states of its texts, and SDXL's sizes and pooled states."""
+    configs = text_configs(model)
+    width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings
+    found = {"text": torch.empty(rows, length, width, dtype=dtype)}
+    if model.is_sdxl:
+        pooled = torch.empty(rows, configs[-1].projection_dim, dtype=dtype)
+        found |= {"text_embeds": pooled, "time_ids": torch.empty(rows, 6, dtype=dtype)}
+    return found
 
 
 # ---- meanwhile

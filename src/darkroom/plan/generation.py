@@ -55,7 +55,7 @@ def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | No
         if prepare is not None:
             prepare(model)
         tag_weights(counter, model.modules.values())
-        traces = tuple(trace_pictures(counter, model, spec, rows) for rows in (2, 3))
+        traces = tuple(_trace_pictures(counter, model, spec, rows) for rows in (2, 3))
     pixels = spec.width * spec.height
     chunk = {"decode": max(1, spec.decode_pixels // pixels)} if spec.decode_pixels else {}
     return profile_of(
@@ -92,8 +92,7 @@ def _set_attention(model: Model, kind: str) -> None:
             part.set_attn_implementation("eager")
 
 
-def trace_pictures(counter: Counter, model: Model, spec: GenerateSpec, rows: int) -> Trace:
-    """Trace so many pictures from captions to pixels, with two denoising steps of which the second counts."""
+def _trace_pictures(counter: Counter, model: Model, spec: GenerateSpec, rows: int) -> Trace:
     trace = counter.start_trace()
     with torch.no_grad():
         counter.stage = "text"
@@ -101,11 +100,16 @@ def trace_pictures(counter: Counter, model: Model, spec: GenerateSpec, rows: int
         counter.stage = "denoise"
         latents = _denoise(counter, model, spec, told)
         counter.stage = "decode"
-        vae: Any = model.vae
-        pixels = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
-        pixels.float().clamp(0, 1).mul(255).round().to(torch.uint8)
+        decoded(model.vae, latents)
     counter.stage, counter.trace = "", None
     return trace
+
+
+def decoded(vae: Any, latents: Tensor) -> Tensor:
+    """Latents to uint8 pixels."""
+    pixels = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+    out: Tensor = pixels.float().clamp(0, 1).mul(255).round().to(torch.uint8)
+    return out
 
 
 def _conditions(model: Model, spec: GenerateSpec, rows: int) -> list[Condition]:
@@ -133,7 +137,7 @@ def _denoise(counter: Counter, model: Model, spec: GenerateSpec, told: list[Cond
         Row(table, noise, condition, negative, guidance=7.5 if spec.guided else 1.0)
         for noise, condition in zip(torch.zeros(len(positives), *shape), positives, strict=True)
     ]
-    steps: Any = denoise(_unet_call(model.unet), rows)
+    steps: Any = denoise(unet_call(model.unet), rows)
     counter.stage = "first"
     next(steps)
     counter.stage = "denoise"
@@ -143,7 +147,8 @@ def _denoise(counter: Counter, model: Model, spec: GenerateSpec, told: list[Cond
     return latents
 
 
-def _unet_call(unet: Any) -> Callable[..., Tensor]:
+def unet_call(unet: Any) -> Callable[..., Tensor]:
+    """The U-Net as `sample.denoise` calls it: latents, timestep, text and what else it is told."""
     dtype = next(unet.parameters()).dtype
 
     def call(x: Tensor, t: Tensor, text: Tensor, added: dict[str, Tensor]) -> Tensor:

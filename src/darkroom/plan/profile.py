@@ -152,8 +152,7 @@ class Profile:
         if moment.stage == LATENTS:  # before training, on each device, whatever its batch will be
             return {kind: moment.bytes[kind].at(self.chunks[LATENTS]) for kind in KINDS}
         given = step_rows if moment.stage == "inputs" else rows
-        most = self.chunks.get(moment.stage, MAX_ROWS)
-        held = moment.at(most if moment.stage in (SAMPLES, DECODED) else min(given, most))
+        held = moment.at(min(given, self.chunks.get(moment.stage, MAX_ROWS)))
         if accumulate and moment.stage in ("forward", "backward"):
             held["gradients"] = max(held.get("gradients", 0.0), self.gradient_bytes)
         for kind in ("gradients", "optimiser", "ema"):
