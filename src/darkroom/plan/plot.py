@@ -132,6 +132,7 @@ def _bars(axes: Sequence[Any], found: Sequence[Point]) -> None:
         axis.set_xlabel(label)
         axis.tick_params(axis="y", labelsize=7)
         axis.margins(y=0.01)
+    axes[1].tick_params(axis="y", labelleft=False)  # as on the left
     for place, point in enumerate(found[::-1]):
         if point.usd is None:
             axes[0].text(0, place, " no price", va="center", size=7, color=GREY)
