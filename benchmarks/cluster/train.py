@@ -108,7 +108,8 @@ def main() -> None:
         }
         for name, timing in timings.items():
             base = timings["torchrun"] if name == "ray" else None
-            rows.append(measurement("ray-train", timing, baseline=base, images=count, settings=settings))
+            told = {**settings, "runs_s": [round(value, 4) for value in found[name]]}
+            rows.append(measurement("ray-train", timing, baseline=base, images=count, settings=told))
     for row in rows:
         print(f"{row.case}: {row.median_s:.4f} s" + (f", {row.ratio:.3f} of torchrun's" if row.ratio else ""))
     if given.out:

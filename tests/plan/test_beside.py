@@ -127,6 +127,19 @@ def test_samples_are_counted_where_they_are_drawn(base: Path, photos: Path) -> N
     assert sum(more.memory(1).values()) > 1.2 * sum(drawn.memory(1).values())
     assert sum(more.memory(1).values()) == sum(more.memory(2).values())  # whatever the batch
     assert plain.flops(1) == more.flops(1)  # a step is a step
+    # As many go through the U-Net at once as `generate` lets through, whatever the prompts.
+    many, most = drawing(prompts=["a"] * 64), drawing(prompts=["a"] * 200)
+    assert sum(more.memory(1).values()) < sum(many.memory(1).values()) == sum(most.memory(1).values())
+
+
+def test_an_autoencoders_prompts_are_drawn_by_nobody() -> None:
+    told = {
+        "task": "autoencoder",
+        "model": {"base": "tiny"},
+        "data": {"store": "nowhere", "resolution": 64},
+        "sample": {"prompts": ["a"], "every": 1},
+    }
+    assert weights(counted(told), SAMPLES, DECODED) == set()
 
 
 def test_no_more_pictures_are_encoded_at_once_than_there_are(

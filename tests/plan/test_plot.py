@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from darkroom.cli import main
+from darkroom.plan import plot
 from darkroom.plan.plot import BLUE, GREY, ORANGE, Point, draw, frontier
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -22,6 +24,7 @@ model: {base: tiny}
 data: {store: nowhere.lance, resolution: 64}
 train: {global_batch: 4096, steps: 100}
 """
+SERVE = ("serve", "--model", "tiny", "--size", "64x64", "--steps", "4", "--rate", "3000", "--latency", "2")
 PHASES = "phases:\n- {resolution: 64, samples: 409600}\n- {resolution: 128, samples: 163840}\n"
 
 
@@ -71,6 +74,17 @@ def test_what_breaks_the_deadline_is_grey(capsys, tmp_path):
         drawn[hours] = share(to, BLUE)
     assert drawn["1000"] > 0.01
     assert drawn["0.000001"] == 0
+
+
+def test_cards_that_need_several_are_bars(capsys, tmp_path, monkeypatch):
+    """Of serving each card's number is the plan's: that is no curve."""
+    kinds = []
+    for kind in ("_bars", "_curve", "_many_curves"):
+        monkeypatch.setattr(plot, kind, lambda *_, kind=kind: kinds.append(kind))
+    told(capsys, *SERVE, "--gpu", "all", "--plot", str(tmp_path / "serve.png"))
+    assert kinds == ["_bars"]
+    counts = json.loads(told(capsys, *SERVE, "--gpu", "all", "--json")[1])["plans"]
+    assert len({plan["count"] for plan in counts}) > 1
 
 
 def test_a_plot_of_advice_is_refused(capsys, tmp_path):

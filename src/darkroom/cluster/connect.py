@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,19 @@ def connected(
         _take_sigterm(before)
 
 
+@contextmanager
+def unless_set(name: str, value: str) -> Iterator[None]:
+    """Within, an environment variable that Ray hands on has a value, where the user gave none."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 def _take_sigterm(handler: Any) -> None:
     """Ray's own answer to it is a dump of the stack and an abort."""
     if threading.current_thread() is threading.main_thread() and handler is not None:
@@ -142,12 +155,12 @@ def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> N
     if address == LOCAL:
         # Ray would put its workers behind every other process of the machine.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        if not dashboard:  # what Ray collects of each process is for its dashboard
-            os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "3600000")
         # It takes an address from the environment even where none is asked for.
         settings |= {"include_dashboard": dashboard, "dashboard_host": "127.0.0.1", "num_cpus": num_cpus}
         try:
-            ray.init(address=LOCAL, **settings)
+            # What Ray collects of each process is for its dashboard.
+            with nullcontext() if dashboard else unless_set("REPORTER_UPDATE_INTERVAL_MS", "3600000"):
+                ray.init(address=LOCAL, **settings)
         except Exception as error:  # Ray has no class of its own for this
             if (told := _too_slow(error)) is None:
                 raise

@@ -15,12 +15,13 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from darkroom.cluster.connect import unless_set
 from darkroom.errors import InputError, RecipeError
 
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
@@ -129,23 +130,10 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
                 given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
             elif local:
                 given["scaling_policy"] = unasking_policy(self.scaling_config)
-            with _unless_set(WATCHER, "0") if local else nullcontext():
+            with unless_set(WATCHER, "0") if local else nullcontext():
                 return super()._initialize_and_run_controller(**given)
 
     return Trainer(**settings)
-
-
-@contextmanager
-def _unless_set(name: str, value: str) -> Iterator[None]:
-    """Within, an environment variable that Ray hands on to the job has a value, where the user gave none."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any:

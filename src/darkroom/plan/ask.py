@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,11 +321,14 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
         made = plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
         return replace(made, notes=(*made.notes, UNCOUNTED)) if settings["aligns"] else made
 
+    @cache
+    def own_pictures() -> int | None:
+        return pictures_of(settings["pictures"])
+
     def profile(precision: str, gpu: bool) -> Profile:
         known = {**key, "precision": precision, "gpu": gpu}
         counted = cached_profile(known, lambda: count(precision, gpu))
-        pictures = pictures_of(settings["pictures"])
-        return counted if pictures is None else counted.of_pictures(pictures)
+        return counted if own_pictures() is None else counted.of_pictures(own_pictures() or 1)
 
     return Asked(
         name,

@@ -16,6 +16,7 @@ from darkroom.plan.generation import decoded, unet_call
 from darkroom.plan.outline import text_configs
 from darkroom.plan.profile import DECODED, KINDS, LATENTS, SAMPLES, Line, Moment
 from darkroom.prepare.encoders import encode_moments
+from darkroom.sample.generate import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train import job
 from darkroom.train.gather import has_own_store
@@ -105,7 +106,9 @@ def _there_early(recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool)
 
 
 def num_samples(recipe: Recipe) -> int:
-    """How many pictures a sample grid has; 0 where none is drawn."""
+    """How many pictures a sample grid has; 0 where none is drawn, as by an autoencoder."""
+    if recipe.task == "autoencoder":
+        return 0
     known = job.known_prompts(recipe)
     return recipe.sample.num if known is None else len(known)
 
@@ -115,9 +118,10 @@ def samples(counter: Counter, recipe: Recipe, model: Model, *, gpu: bool) -> tup
     number, guidance = num_samples(recipe), recipe.sample.guidance
     if not number:
         return ()
-    rows = number if guidance is not None and guidance <= 1 else 2 * number
     side = recipe.data.resolution // model.vae_factor
-    at_once = max(1, min(number, DECODE_PICTURES, DECODE_PIXELS // recipe.data.resolution**2))
+    together = min(number, pictures_a_call(side**2))
+    rows = together if guidance is not None and guidance <= 1 else 2 * together
+    at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // recipe.data.resolution**2))
     call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
     told = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
     trace = counter.start_trace()

@@ -47,11 +47,12 @@ def draw(found: Sequence[Point], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    curves = len({point.count for point in found}) > 1
+    labels = {point.label for point in found}
+    curves = len({(point.label, point.count) for point in found}) > len(labels)  # some on several numbers
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5 if curves else max(3.0, 0.28 * len(found))))
     if not curves:
         _bars(axes, found)
-    elif len({point.label for point in found}) > 1:
+    elif len(labels) > 1:
         _many_curves(axes, found)
     else:
         _curve(axes, found)

@@ -147,8 +147,12 @@ class Pass:
     @property
     def rows_a_call(self) -> int:
         """Pictures for one U-Net call: eight of 512 px, more of smaller ones."""
-        pixels = self.latent_shape[1] * self.latent_shape[2]
-        return max(1, min(self.most_a_call, CALL_LATENT_PIXELS // pixels))
+        return pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
+
+
+def pictures_a_call(latent_pixels: int, most: int = CALL_PICTURES) -> int:
+    """How many pictures of so many latent pixels go through the U-Net together."""
+    return max(1, min(most, CALL_LATENT_PIXELS // latent_pixels))
 
 
 def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int]) -> Pass | None:
