@@ -66,7 +66,7 @@ FULL: dict[str, tuple[dict[str, Any], int]] = {
     "SD 1.5, 512 px, pictures, batch 2": (PICTURES, 2),
     "SD 1.5, 512 px, LoRA rank 8, batch 1": (LORA, 1),
     "SD 1.5, 512 px, LoRA rank 8, batch 1, checkpointed": ({**LORA, **CHECKPOINTED}, 1),
-    "SD 1.5, 512 px, LoRA rank 8, batch 2, checkpointed": ({**LORA, **CHECKPOINTED}, 2),
+    "SD 1.5, 512 px, LoRA rank 8, batch 4, checkpointed": ({**LORA, **CHECKPOINTED}, 4),
     "SD 1.5, 512 px, all weights, batch 1, checkpointed": ({**SD15, **CHECKPOINTED}, 1),
 }
 
