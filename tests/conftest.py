@@ -14,11 +14,26 @@ import pytest
 # Before torch is imported: two thread counts differ in last bits, and two tests at once share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import home
+
+home.move()  # before any library looks for its caches and settings
+
 import darkroom  # noqa: F401 - sets the OpenMP spin count
 from needs import missing
 
 PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The user's own home is as it was; says what a test left there and fails the run."""
+    if home.is_mine() and (left := home.written()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nFAILED: tests wrote to the user's home: {', '.join(left)}")
+
+
+def pytest_unconfigure() -> None:
+    home.remove()
 
 
 @pytest.fixture(scope="session")

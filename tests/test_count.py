@@ -175,7 +175,7 @@ def test_sd15_forward_at_512_px_is_0_803_tflop():
     assert found.start_memory_bytes == pytest.approx(4 * 859_520_964, rel=0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sd15_training_image_is_2_41_tflop_and_3_00_with_checkpointing():
     unet = sd15_unet()
     assert count(train_step, unet, *sd15_inputs()).flops / 1e12 == pytest.approx(2.41, abs=0.005)
@@ -231,7 +231,7 @@ with counting(twin) as counter:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the resident set's high-water mark is reset through /proc"
 )

@@ -6,7 +6,6 @@ import io
 import json
 import random
 import signal
-import subprocess
 import sys
 import tarfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from material import encoded, noise_picture
 
+import warm
 from darkroom.data import Store, import_pictures
 
 NUM = 1200
@@ -51,9 +51,9 @@ def tars(tmp_path_factory) -> Path:
     return folder
 
 
-def start(source: Path, store: Path) -> subprocess.Popen[str]:
+def start(source: Path, store: Path) -> warm.Popen:
     command = [sys.executable, "-c", CHILD, str(source), str(store)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.Popen(command, stdout=warm.PIPE, stderr=warm.PIPE, text=True)
 
 
 def numbers_in(store: Path) -> list[int]:
@@ -70,7 +70,7 @@ def check_whole(store: Path) -> None:
     assert len(lines) == len({line["key"] for line in lines}) == NUM // 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_random_moments(tars, tmp_path):
     store, chance, kills = tmp_path / "s.lance", random.Random(0), 0
     for _ in range(60):
@@ -93,7 +93,7 @@ def test_killed_at_random_moments(tars, tmp_path):
     assert import_pictures(tars, store).added == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_commits_what_it_has(tars, tmp_path, number):
     store = tmp_path / "s.lance"

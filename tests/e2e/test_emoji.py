@@ -23,7 +23,7 @@ def heldout_losses(run: Path) -> list[float]:
     return [row["heldout_loss"] for row in rows if "heldout_loss" in row]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_emoji_recipes_learn(shared_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     darkroom("import", shared_data / "noto_emoji_64", "emoji.lance", "--json")

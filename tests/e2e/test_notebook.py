@@ -72,7 +72,7 @@ def pictures_of(cell: Any) -> int:
     return sum("image/png" in output.get("data", {}) for output in cell.get("outputs", ()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs_whole(
     settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +93,7 @@ def test_the_notebook_runs_whole(
     assert len(list((tmp_path / "runs" / "notebook" / "pictures").glob("*.png"))) == 5  # and their grid
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_broken_cell_fails(
     settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ def serve(arguments: list[str]) -> None:
         assert process.wait(timeout=60) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_command_of_the_readme_runs(place: Path) -> None:
     assert len(COMMANDS) >= 20
     for line in COMMANDS:

@@ -279,7 +279,7 @@ def no_such_thing(*_):
     raise DarkroomError("the machine went away")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
     from darkroom.cli import main
     from darkroom.data import Store

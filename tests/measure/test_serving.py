@@ -109,7 +109,7 @@ def test_the_plain_server_draws_batches_and_stops_what_is_given_up(small: Path, 
     assert told[3]["finished_s"] > told[0]["finished_s"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cancelled_job_frees_its_row_by_the_next_step(small: Path, tmp_path: Path) -> None:
     async def scenario() -> tuple[dict[str, Any], dict[str, float]]:
         with ServerProcess(str(small), tmp_path / "state", threads=1) as server:
@@ -129,7 +129,7 @@ def test_a_cancelled_job_frees_its_row_by_the_next_step(small: Path, tmp_path: P
     assert metrics['darkroom_cancel_steps_bucket{le="1.0"}'] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_and_page_of_a_small_bench(small: Path, tmp_path: Path) -> None:
     bench = ServeBench(str(small), adapters=2, seconds=1.0, rounds=1, loads=(1.0,), threads=1, device="cpu")
     rows = bench_serve(bench)

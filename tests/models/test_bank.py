@@ -205,7 +205,7 @@ def test_fused_projections_are_not_passed_by(tiny: Model, model: Model) -> None:
         merge(model, made(tiny, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_never_compile_again_when_adapters_change(tiny: Model, model: Model) -> None:
     import torch._dynamo as dynamo
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from settings import RESOLUTION, fill, picture, tiny
 
 import darkroom
+import warm
 from darkroom.data import Store, nearest_bucket
 from darkroom.data.pictures import buckets, decode, resize_crop, to_tensor
 from darkroom.errors import ColumnError, InputError, StoreError
@@ -46,10 +46,10 @@ def latents(store: Store, model: Model) -> dict[str, object]:
     return column_of(store, latents_column(store, RESOLUTION, VaeEncoder(model.vae).identity))
 
 
-def process(action: str, store: Store, *numbers: float) -> subprocess.Popen[str]:
+def process(action: str, store: Store, *numbers: float) -> warm.Popen:
     command = [sys.executable, str(HERE / "settings.py"), action, store.path, *map(str, numbers)]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=alone)
+    return warm.Popen(command, stdout=warm.PIPE, stderr=warm.PIPE, text=True, env=alone)
 
 
 def test_every_row_gets_its_own_latents(store: Store, model: Model) -> None:
@@ -217,7 +217,7 @@ def test_a_finished_but_uncommitted_fragment_is_taken_over(store: Store, model: 
     assert not list(Path(store.path).glob("_prepare/*/*.lance"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_random_moments_the_columns_are_the_same_to_the_bit(tmp_path: Path, model: Model) -> None:
     calm, killed = (Store.create(tmp_path / f"{name}.lance") for name in ("calm", "killed"))
     for start in range(0, 600, 20):
@@ -239,7 +239,7 @@ def test_killed_at_random_moments_the_columns_are_the_same_to_the_bit(tmp_path: 
     assert not [path for path in Path(killed.path).glob("_prepare/*/*") if path.name != "lock"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_store_that_moves_meanwhile_loses_nothing(store: Store, model: Model) -> None:
     """Another process imports, deletes and joins fragments; in the end every row has its own latents."""
     worker = process("disturb", store, 1)

@@ -153,7 +153,7 @@ class _Interrupted(Exception):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_journey_that_was_stopped_goes_on_where_it_was(done, tmp_path):
     result, _, _ = done
     out = tmp_path / "out"

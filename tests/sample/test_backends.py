@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import warm
 from darkroom import models
 from darkroom.errors import InputError, MissingExtra
 from darkroom.models import Model
@@ -99,7 +99,7 @@ def test_openvino_draws_what_torch_draws(small: Model, cache: Path) -> None:
     check_like_torch(small, "openvino")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_onnx_draws_what_torch_draws(small: Model, cache: Path) -> None:
     check_like_torch(small, "onnx")
 
@@ -108,12 +108,12 @@ def test_openvino_draws_what_sdxl_draws(small_xl: Model, cache: Path) -> None:
     check_like_torch(small_xl, "openvino")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_onnx_draws_what_sdxl_draws(small_xl: Model, cache: Path) -> None:
     check_like_torch(small_xl, "onnx")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compile_draws_what_torch_draws(small: Model, cache: Path) -> None:
     notices: list[str] = []
     opened = open_backend("compile", small, optimise="none", notice=notices.append)
@@ -213,13 +213,13 @@ print("open", flush=True)
 """
 
 
-def start_export(cache: Path) -> subprocess.Popen[str]:
+def start_export(cache: Path) -> warm.Popen:
     code = EXPORT.format(overrides=SMALL)
     environment = {**os.environ, "DARKROOM_CACHE": str(cache)}
-    return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    return warm.Popen([sys.executable, "-c", code], env=environment, stdout=warm.PIPE, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_export_leaves_nothing_half(
     small: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +241,7 @@ def test_a_killed_export_leaves_nothing_half(
     assert not [place for place in folder.iterdir() if place.is_dir() and place.name.startswith(".")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_export_once(tmp_path: Path) -> None:
     processes = [start_export(tmp_path) for _ in range(2)]
     told = [process.communicate(timeout=300)[0] for process in processes]

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,6 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
+import warm
 from darkroom import models
 from darkroom.models.adapters import Adapter, Layer, adaptable, write_adapter
 from darkroom.serve.core import Core
@@ -112,7 +112,7 @@ class Server:
         command = [*DARKROOM, "serve", str(model), "--port", "0"]
         with self.log.open("a") as log:
             self._seen = self.log.read_text().count("listening on")
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 [*command, "--state", str(state), "--capacity", "8", *options],
                 stderr=log,
                 stdout=log,

@@ -162,7 +162,7 @@ def test_200_pictures_of_random_mixes_equal_their_lone_runs(small, adapter_folde
         assert difference(one, another) >= 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_200_pictures_in_bf16_are_near_their_lone_runs(adapter_folder):
     """Batches of other sizes round differently: by 3/255 at most when measured; bf16 itself is 11/255 off."""
     half = models.create("tiny", seed=1, overrides=SMALL).to(dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ import time
 import pytest
 from PIL import Image
 
+import warm
 from darkroom import sample
 from serve.conftest import DARKROOM, Server, difference, free_port
 
@@ -25,7 +26,7 @@ def png(server: Server, job_id: str, index: int = 0) -> Image.Image:
     return Image.open(io.BytesIO(answer.content))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accepted_jobs_survive_being_killed_again_and_again(serve, small, tmp_path):
     draw = random.Random(3)
     accepted: dict[str, int] = {}
@@ -137,7 +138,7 @@ def test_keys_open_everything_but_health_and_signed_pictures(serve, tmp_path):
     keys = tmp_path / "keys"
     command = [*DARKROOM, "serve", "--api-key-file", str(keys), "--make-key"]
     alice, bob = (
-        subprocess.run([*command, name], capture_output=True, text=True, check=True).stdout.strip()
+        warm.run([*command, name], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("alice", "bob")
     )
     assert alice not in keys.read_text()
@@ -199,7 +200,7 @@ def test_foreign_pages_names_and_bodies_are_refused(serve):
 
 def test_a_public_address_without_keys_is_refused(model_folder, tmp_path):
     command = [*DARKROOM, "serve", str(model_folder), "--host", "0.0.0.0"]
-    done = subprocess.run(
+    done = warm.run(
         [*command, "--state", str(tmp_path / "s")], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
@@ -209,7 +210,7 @@ def test_a_public_address_without_keys_is_refused(model_folder, tmp_path):
 def test_two_servers_do_not_share_a_folder(serve, model_folder, tmp_path):
     serve().ready()
     command = [*DARKROOM, "serve", str(model_folder), "--port", "0"]
-    done = subprocess.run(
+    done = warm.run(
         [*command, "--state", str(tmp_path / "state")],
         capture_output=True,
         text=True,

@@ -71,7 +71,7 @@ def test_its_card_names_its_own_solvers(transformer: models.Model) -> None:
     assert model_card(told, ServeSettings(model="runs/some/model")).guidance == 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_real_server_makes_its_pictures(transformer: models.Model, tmp_path) -> None:
     models.save(transformer, tmp_path / "model")
     server = Server(tmp_path / "model", tmp_path / "state")

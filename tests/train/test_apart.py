@@ -112,7 +112,7 @@ def apart(recipe, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_machines_agree_on_the_version_and_go_on_without_a_shared_folder(
     recipe_of, own_store, tmp_path
 ) -> None:

@@ -132,7 +132,7 @@ while True:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_process_killed_while_saving_leaves_a_whole_one(tmp_path: Path) -> None:
     """SIGKILL to processes that do nothing but save."""
     folder, found = tmp_path / "checkpoints", None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import warm
 from darkroom import cli, models, sample
 from darkroom.models.adapters import read_adapter
 from darkroom.recipe import Recipe
@@ -95,7 +95,7 @@ def test_checkpointing_and_bf16_learn_the_same(trained: Path, recipe_of: MakeRec
     assert CLOSE < apart < 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_ranks_learn_what_one_process_does(
     mode: str, trained: Path, recipe_of: MakeRecipe, tmp_path: Path
@@ -106,7 +106,7 @@ def test_two_ranks_learn_what_one_process_does(
     file.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     command = [sys.executable, "-m", "darkroom", "train", str(file), "--out", str(tmp_path / "run")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
+    done = warm.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert np.abs(np.array(losses(tmp_path / "run")) - losses(trained)).max() < CLOSE
     one, other = models.load(trained / "model"), models.load(tmp_path / "run" / "model")

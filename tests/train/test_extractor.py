@@ -205,7 +205,7 @@ def test_the_contrastive_loss_is_the_cross_entropy_of_pairs():
 # ---- photographs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_tells_subjects_apart_that_it_never_saw(shared_data, tmp_path):
     photographs = shared_data / "dreambooth"
     for subject in ("dog2", "cat2", "teapot", "backpack"):

@@ -40,7 +40,7 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("task", "more"),
     [

@@ -22,7 +22,7 @@ def script():
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_killed_ranks_end_with_the_same_bits(script, tmp_path, mode):
     found = script.kill_matrix(

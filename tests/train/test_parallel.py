@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
+import warm
 from darkroom.errors import RecipeError
 from darkroom.train.checkpoint import checkpoints, load_checkpoint
 from darkroom.train.parallel import channels_last
@@ -33,7 +33,7 @@ def command(recipe, out: Path, *more: str) -> list[str]:
 
 def told(recipe, out: Path, *more: str, code: int = 0) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command(recipe, out, *more), capture_output=True, text=True, env=env, timeout=240)
+    done = warm.run(command(recipe, out, *more), capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == code, done.stderr + done.stdout
     return done.stderr + done.stdout
 
@@ -80,7 +80,7 @@ def same_model(one: Path, other: Path) -> float:
     return max(float((a[name] - b[name]).abs().max()) for a, b in pairs for name in a)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_learn_what_one_process_does(alone, long_recipe, tmp_path):
     said = told(long_recipe("parallel.mode=ddp", "parallel.devices=2"), tmp_path / "run")
     assert "2 processes (ddp), 4 pictures a step each" in said
@@ -93,7 +93,7 @@ def test_two_ranks_learn_what_one_process_does(alone, long_recipe, tmp_path):
     assert furthest(first, losses(other)) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cut_weights_learn_the_same_and_go_on_alone(alone, sharded, long_recipe):
     """Ten steps of fsdp on two ranks, then one process goes on: the same losses, the same model."""
     newest = checkpoints(sharded / "checkpoints")[-1]
@@ -113,7 +113,7 @@ def test_cut_weights_learn_the_same_and_go_on_alone(alone, sharded, long_recipe)
     assert same_model(alone / "model", sharded / "model") < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_let_go_after_each_block_are_there_for_checkpointing_and_samples(
     alone, long_recipe, tmp_path
 ):
@@ -133,7 +133,7 @@ def test_weights_let_go_after_each_block_are_there_for_checkpointing_and_samples
     assert len(list((tmp_path / "cut" / "samples").iterdir())) == 1  # the other rank's is gone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "ranks", "micro"), [("ddp", 4, 1), ("fsdp", 2, 4)])
 def test_one_process_goes_on_as_several(alone, long_recipe, tmp_path, mode, ranks, micro):
     out = tmp_path / "run"
@@ -144,7 +144,7 @@ def test_one_process_goes_on_as_several(alone, long_recipe, tmp_path, mode, rank
     assert furthest(losses(alone), losses(out), after=10) < CLOSE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bf16_masters_stay_alike(long_recipe, tmp_path):
     """Computing in bf16, two ranks differ from one by rounding only; masters are float32."""
     short = ("train.steps=6", "train.precision=bf16")
@@ -166,7 +166,7 @@ def rank_of(pid: int) -> str:
     return next(each.decode() for each in environment if each.startswith(b"RANK="))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "words"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "hangs")]
 )
@@ -175,10 +175,8 @@ def test_a_lost_or_hung_rank_is_named(long_recipe, tmp_path, number, words):
     limit = ("train.steps=100000", "parallel.timeout_s=5", "checkpoint.every=20")
     recipe = long_recipe(*limit, "parallel.mode=ddp", "parallel.devices=2")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command(recipe, out), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env
-    ) as job:
+    pipe = warm.PIPE
+    with warm.Popen(command(recipe, out), stdout=pipe, stderr=warm.STDOUT, text=True, env=env) as job:
         assert job.stdout is not None
         while "step" not in job.stdout.readline().split()[:1]:
             assert job.poll() is None
@@ -192,17 +190,15 @@ def test_a_lost_or_hung_rank_is_named(long_recipe, tmp_path, number, words):
     assert words in said, said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_to_the_job_saves(long_recipe, tmp_path):
     out = tmp_path / "run"
     recipe = long_recipe(
         "train.steps=100000", "checkpoint.every=90000", "parallel.mode=ddp", "parallel.devices=2"
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command(recipe, out), stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env
-    ) as job:
+    pipe = warm.PIPE
+    with warm.Popen(command(recipe, out), stdout=pipe, stderr=warm.STDOUT, text=True, env=env) as job:
         assert job.stdout is not None
         while "step" not in job.stdout.readline().split()[:1]:
             assert job.poll() is None
@@ -245,7 +241,7 @@ def test_convolutions_lie_channels_last_where_that_is_faster_and_possible(
     assert channels_last(asked, device_type, sharded=sharded) is innermost
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -103,7 +103,7 @@ def wait_for_a_save(out: Path, pid: int, patience_s: float) -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_at_25_moments_ends_bit_identical(
     server: TrainingServer, undisturbed: Path, recipe_of: MakeRecipe, tmp_path: Path
 ) -> None:
@@ -133,7 +133,7 @@ def test_killed_at_25_moments_ends_bit_identical(
     assert bill.images >= STEPS * 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_seed_is_another_run(
     server: TrainingServer, undisturbed: Path, recipe_of: MakeRecipe, tmp_path: Path
 ) -> None:
@@ -145,7 +145,7 @@ def test_another_seed_is_another_run(
     assert exact_metrics(undisturbed)[1] != exact_metrics(tmp_path / "run")[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_saves_and_leaves_cleanly(
     server: TrainingServer, undisturbed: Path, recipe_of: MakeRecipe, tmp_path: Path, number: int

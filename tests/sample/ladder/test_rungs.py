@@ -220,7 +220,7 @@ def test_two_models_in_one_process_share_nothing(tiny):
     assert not torch.allclose(plain[0], plain[1], atol=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler for torch.compile"
 )

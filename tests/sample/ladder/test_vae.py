@@ -177,7 +177,7 @@ print(json.dumps([base, peak.bytes() - base, int(needs.vae[tile] * CPU_MARGIN)])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tiles_keep_the_resident_memory_under_what_was_counted():
     """Peak resident memory of a 1024 x 768 decode in a process of its own, plain and in tiles of 256 px."""
     grown = {}

@@ -36,7 +36,7 @@ def server_errors(server: Server) -> dict[str, float]:
     return {name: float(value) for name, value in counted}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_route_answers_with_a_server_error(fuzzed, tmp_path):
     if not SCHEMATHESIS.exists():
         missing("schemathesis is not installed: pip install 'darkroom[dev]'")

@@ -103,7 +103,7 @@ def test_escape_cancels_on_the_server(page, server):
     assert sheet(page) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reload_keeps_pictures_form_and_the_job_on_its_way(page, server):
     expose(page, "kept", steps=4, seed=1)
     page.until(DONE)
@@ -298,7 +298,7 @@ def test_everything_has_a_name_and_fits_a_phone(page):
     assert page.js("document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_key_is_asked_for_and_sent_with_everything(chromium, model_folder, tmp_path):
     from darkroom.serve.keys import make_key
 

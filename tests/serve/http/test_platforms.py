@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 from PIL import Image
 from starlette.requests import Request
 
+import warm
 from darkroom.errors import InputError
 from darkroom.serve import Job, PictureRequest
 from darkroom.serve.core import Core
@@ -116,11 +116,11 @@ def test_huggingface_answers_with_the_picture(http, server):
     assert http.post("/", content=b"[" * 100_000).status_code == 400
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_reading_is_open_where_there_are_keys(model_folder, tmp_path):
     keys = tmp_path / "keys"
     made = [*DARKROOM, "serve", "--api-key-file", str(keys), "--make-key", "anna"]
-    key = subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip()
+    key = warm.run(made, capture_output=True, text=True, check=True).stdout.strip()
     server = Server(model_folder, tmp_path / "state", "--api-key-file", str(keys))
     try:
         server.ready()
