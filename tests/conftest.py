@@ -14,11 +14,8 @@ import pytest
 # Before torch is imported: two thread counts differ in last bits, and two tests at once share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import home
-
-home.move()  # before any library looks for its caches and settings
-
 import darkroom  # noqa: F401 - sets the OpenMP spin count
+import home  # moves HOME before any library looks for its caches and settings
 from needs import missing
 
 PG_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))

@@ -1,4 +1,7 @@
-"""A home of their own for all tests of a run, so that none touches the user's settings and caches."""
+"""A home of their own for all tests of a run, so that none touches the user's settings and caches.
+
+Importing it moves HOME.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import tempfile
 from pathlib import Path
 
 VARIABLE = "DARKROOM_TESTS_HOME"
-POINTING = ("DARKROOM_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "HF_HOME")
+POINTING = (
+    "DARKROOM_CACHE",
+    "HF_HOME",
+    *(f"XDG_{kind}_HOME" for kind in ("CACHE", "CONFIG", "DATA", "STATE")),
+)
 WATCHED = (
     "",
     ".ray",
@@ -69,3 +76,6 @@ def _names(folder: Path) -> set[str]:
     if folder.is_file():
         return {f"{folder.name} of {folder.stat().st_mtime_ns}"}
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+move()

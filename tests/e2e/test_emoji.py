@@ -54,27 +54,19 @@ def some_emoji(shared_data, tmp_path, monkeypatch) -> Path:
     return folder
 
 
+TOY = ["train.steps=24", "train.global_batch=8", "evaluate.every=12", "evaluate.rows=4"]
+TOY_TEXT = "{hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
+
+
 def test_the_emoji_recipes_learn_at_toy_size(some_emoji):
-    vae, unet = learn(
-        some_emoji,
-        ["model.vae.block_out_channels=[8,8,16,16]", "model.vae.norm_num_groups=8", "train.steps=24"]
-        + ["train.global_batch=8", "evaluate.every=12", "evaluate.rows=4"],
-        [
-            "model.unet.block_out_channels=[16,32]",
-            "model.unet.norm_num_groups=8",
-            "model.unet.attention_head_dim=8",
-        ]
-        + [
-            "model.text_encoder={hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
-        ]
-        + [
-            "model.vocab_size=600",
-            "train.steps=24",
-            "train.global_batch=8",
-            "evaluate.every=12",
-            "evaluate.rows=4",
-        ],
-    )
+    small_vae = ["model.vae.block_out_channels=[8,8,16,16]", "model.vae.norm_num_groups=8"]
+    small_unet = ["model.unet.block_out_channels=[16,32]", "model.unet.norm_num_groups=8"]
+    small_unet += [
+        "model.unet.attention_head_dim=8",
+        f"model.text_encoder={TOY_TEXT}",
+        "model.vocab_size=600",
+    ]
+    vae, unet = learn(some_emoji, small_vae + TOY, small_unet + TOY)
     assert vae < 0.7
     assert unet < 0.9
 
