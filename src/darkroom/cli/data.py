@@ -104,12 +104,39 @@ def delete(
 ) -> None:
     """Delete pictures from a store for good: their bytes leave the disk; by id they stay out.
 
+    Stopped or killed, the same command goes on. Versions that a run has pinned keep their pictures; it says
+    so. An id that is not in the store deletes nothing.
+
     Example: darkroom delete pictures.lance --id 2c26b46b68ffc68ff99b453c1d304134
     """
     from darkroom.data import Store
 
     deleted = Store.open(store).delete(ids=ids or None, source=source)
-    show({"deleted": deleted}, as_json, lambda: [f"{deleted:,} pictures deleted from {store}"])
+    said = {"deleted": deleted.rows, "purged": deleted.purged}
+    show(said, as_json, lambda: [f"{deleted.rows:,} pictures deleted from {store}", *deleted.purged.lines()])
+
+
+@app.command()
+def verify(
+    store: Annotated[Path, typer.Argument(help="the picture store")],
+    purge: Annotated[
+        bool, typer.Option("--purge", help="first remove what was deleted and what belongs to no version")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Whether a store is whole: reads every picture, compares hashes and counts, names what is left over.
+
+    Exit code 0: nothing is wrong. 1: something is, told in a line each.
+
+    Example: darkroom verify pictures.lance
+    """
+    from darkroom import data
+
+    with progress_bar("verify", as_json) as progress:
+        found = data.verify(store, purge=purge, progress=progress)
+    show(found.to_dict(), as_json, found.lines)
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -125,6 +125,7 @@ def import_pictures(
     with Sidecars(target.path).alone():
         target.refresh()
         target.mend()
+        target.finish_purges()
         run = _Import(target, path, kind, reader, filter_, json.dumps(settings), rows_per_fragment)
         return run(workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))), progress)
 

@@ -26,7 +26,17 @@ from numpy.typing import NDArray
 
 from darkroom.data.chosen import Chosen
 from darkroom.data.complaints import Filtering, no_column, not_opened
-from darkroom.data.races import committing, conflicted, dropping, look, vanished, wait
+from darkroom.data.purging import Journal, Purged, affected, files_of, remove_files, with_deletions
+from darkroom.data.races import (
+    committing,
+    conflicted,
+    dropping,
+    look,
+    sole_writer,
+    vanished,
+    wait,
+    writing,
+)
 from darkroom.data.sidecars import Sidecars
 from darkroom.errors import StoreError
 
@@ -74,6 +84,14 @@ class FragmentInfo:
     offset: int
 
 
+@dataclass(frozen=True)
+class Deleted:
+    """What a deletion did: how many rows, and what left the disk."""
+
+    rows: int
+    purged: Purged
+
+
 class Store:
     """A picture store at one version; what changes the store moves on to the version that it made.
 
@@ -84,6 +102,7 @@ class Store:
         self.path = path
         self.dataset = dataset
         self.sidecars = Sidecars(path)
+        self._journal = Journal(self.sidecars.root)
         self._fragments: list[FragmentInfo] | None = None
 
     @classmethod
@@ -242,15 +261,19 @@ class Store:
         """
         sizes: Shapes = Counter()
         reader = _counting(rows if isinstance(rows, pa.RecordBatchReader) else rows.to_reader(), sizes)
-        fragments = lance.fragment.write_fragments(
-            reader, self.dataset, mode="append", max_rows_per_file=2**31, data_storage_version="2.1"
-        )
-        if not fragments or not sum(sizes.values()):
-            return 0
-        # Noted before the commit: a note without its fragment harms nobody, the other way costs a scan.
-        self.sidecars.write_shapes(fragments[0].files[0].path, sizes)
-        operation = lance.LanceOperation.Append(fragments)
-        self.commit(lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version))
+        with writing(self.sidecars.root):
+            fragments = lance.fragment.write_fragments(
+                reader, self.dataset, mode="append", max_rows_per_file=2**31, data_storage_version="2.1"
+            )
+            if not fragments or not sum(sizes.values()):
+                return 0
+            # Noted before the commit: a note without its fragment harms nobody, the other way costs a scan.
+            self.sidecars.write_shapes(fragments[0].files[0].path, sizes)
+            operation = lance.LanceOperation.Append(fragments)
+            self._commit(
+                lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version)
+            )
+        self.finish_purges()
         return sum(sizes.values())
 
     def patiently(self, call: Callable[[], T]) -> T:
@@ -278,6 +301,10 @@ class Store:
 
     def commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         """Commit, trying again from the newest version where another process was quicker."""
+        self._commit(commit)
+        self.finish_purges()
+
+    def _commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         self._move_to(self.patiently(lambda: self._committed(commit)))
 
     def change(self, change: Callable[[lance.LanceDataset], object]) -> None:
@@ -301,6 +328,7 @@ class Store:
 
         if wanted:
             self.change(add)
+            self.finish_purges()
 
     def widen(self, types: Mapping[str, pa.DataType]) -> None:
         """Change columns to types that hold all they have: whole numbers to fractions, any to text."""
@@ -325,37 +353,56 @@ class Store:
             else:
                 self.change(methodcaller("alter_columns", {"path": temporary, "name": name}))
 
-    def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> int:
-        """Delete rows by id or source for good; returns their number.
+    def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> Deleted:
+        """Delete rows by id or source for good, with all that was prepared from them.
 
         The rows' bytes leave the disk with every version that is not pinned (at an address ten minutes
         later, with the next deletion or compaction), and fragments that lost rows are written anew behind
-        the others, so positions change. Pictures deleted by id stay out when their source is imported again;
-        a source that was deleted whole may be imported anew.
+        the others, so positions change. Killed at any moment, the same call goes on, and so does the next
+        write of any kind. Pictures deleted by id stay out when their source is imported again; a source that
+        was deleted whole may be imported anew. StoreError, with nothing deleted, for an id or a source that
+        was never there.
         """
         if (ids is None) == (source is None):
             raise StoreError("delete without a choice, or with two", allowed="either ids or source")
-        deleted = self._delete_ids(list(ids)) if ids is not None else self._delete_source(str(source))
-        if deleted:
-            self._purge()
-        return deleted
+        self.refresh()
+        rows = self._delete_ids(list(ids)) if ids is not None else self._delete_source(str(source))
+        return Deleted(rows, self.purge())
 
     def _delete_ids(self, ids: list[str]) -> int:
-        # Noted first: stopped in between, the rows are still there and the same call goes on.
-        self.sidecars.note_deleted(ids)
         parts = [ids[start : start + IDS_PER_DELETE] for start in range(0, len(ids), IDS_PER_DELETE)]
-        return sum(self._delete_where(f"id IN ({', '.join(map(_quoted, part))})") for part in parts)
+        where = [f"id IN ({', '.join(map(_quoted, part))})" for part in parts]
+        there = {id_ for one in where for b in self.scan(["id"], filter=one) for id_ in b["id"].to_pylist()}
+        unknown = [id_ for id_ in ids if id_ not in there]
+        if unknown and (unknown := sorted(set(unknown) - self.deleted_ids())):
+            self.purge()
+            more = f" and {len(unknown) - 3:,} others" if len(unknown) > 3 else ""
+            raise StoreError(
+                f"no picture with the id {', '.join(unknown[:3])}{more} in {self.path}",
+                mend="nothing was deleted",
+            )
+        # Noted first: stopped in between, the rows are still there and the same call goes on.
+        self.sidecars.note_deleted(there)
+        return sum(self._delete_where(one) for one in where) if there else 0
 
     def _delete_source(self, source: str) -> int:
         sources = self.sources()
-        if source not in sources:
+        if source in sources:
+            self.sidecars.forget_finished(source)
+            return self._delete_where(f"source = {_quoted(source)}", source)
+        if source not in {note.source for note in self._journal.notes()}:
+            self.purge()
             raise no_column(source, list(sources), "source")
-        self.sidecars.forget_finished(source)
-        return self._delete_where(f"source = {_quoted(source)}")
+        return 0
 
-    def _delete_where(self, where: str) -> int:
+    def _delete_where(self, where: str, source: str | None = None) -> int:
         counted: list[int] = []
-        self.change(lambda dataset: counted.append(dataset.delete(where)["num_deleted_rows"]))
+
+        def delete(dataset: lance.LanceDataset) -> None:
+            self._journal.add(source, affected(dataset, where))
+            counted.append(dataset.delete(where)["num_deleted_rows"])
+
+        self.change(delete)
         return sum(counted)
 
     def name_source(self, path: Path) -> str:
@@ -387,10 +434,30 @@ class Store:
         """Ids of rows that were deleted by id, and stay out."""
         return self.sidecars.deleted_ids()
 
-    def _purge(self) -> None:
-        """Rewrite the fragments that lost rows, those alone, and drop the versions that still show them."""
-        longest = max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments), 1)
-        self._rewrite(longest, only_deletions=True)
+    def purge(self) -> Purged:
+        """Take off the disk what was deleted and what no version names, pinned versions excepted.
+
+        Fragments that lost rows are written anew, those alone. Files that are in no version, such as those
+        of a killed import, are removed unless somebody is writing.
+        """
+        self.refresh()
+        if with_deletions(self.dataset):
+            self._rewrite(max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments)), only_deletions=True)
+        freed = self.drop_old_versions()
+        root = self.sidecars.root
+        if root is None:
+            return Purged(bytes=freed)
+        with sole_writer(root) as alone, dropping(root) as locked:
+            self.refresh()
+            purged = remove_files(root, self.dataset, alone=alone and locked, pins=self.pins())
+        purged.bytes += freed
+        return purged
+
+    def finish_purges(self) -> None:
+        """Purge what a killed deletion left, or what a pin held that is gone."""
+        notes = self._journal.notes()
+        if notes and any(not note.pins or note.pins.items() - self.pins().items() for note in notes):
+            self.purge()
 
     def compact(self, *, rows_per_fragment: int = ROWS_PER_FRAGMENT) -> None:
         """Join small fragments and drop the versions that nobody has pinned.
@@ -398,21 +465,25 @@ class Store:
         Positions and fragments are others afterwards; a run that must keep its order has pinned its version.
         """
         self._rewrite(rows_per_fragment)
+        self.drop_old_versions()
+        self.finish_purges()
 
     def _rewrite(self, rows_per_fragment: int, *, only_deletions: bool = False) -> None:
         def rewrite(dataset: lance.LanceDataset) -> None:
-            fragments = dataset.get_fragments() if only_deletions else []
+            lost_rows = with_deletions(dataset)
+            if lost_rows:
+                self._journal.add(None, set().union(*map(files_of, lost_rows)))
+            kept = {f.fragment_id for f in dataset.get_fragments()} - {f.fragment_id for f in lost_rows}
             dataset.optimize.compact_files(
                 target_rows_per_fragment=rows_per_fragment,
                 materialize_deletions=True,
                 materialize_deletions_threshold=0.0,
-                excluded_fragment_ids=[f.fragment_id for f in fragments if not f.metadata.num_deletions],
+                excluded_fragment_ids=sorted(kept) if only_deletions else [],
                 batch_size=COMPACT_BATCH_ROWS,
                 num_threads=1,
             )
 
         self.change(rewrite)
-        self.drop_old_versions()
 
     # ---- versions
 
@@ -431,6 +502,7 @@ class Store:
         if _tag(name) not in self.dataset.tags.list():
             return False
         self.dataset.tags.delete(_tag(name))
+        self.finish_purges()
         return True
 
     def pins(self) -> dict[str, int]:
