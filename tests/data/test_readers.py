@@ -389,7 +389,7 @@ def test_broken_webdataset_samples_are_set_aside(tmp_path):
     rows = rows_of(tmp_path / "s.lance", ["caption", "key", "n", "cls", "source_caption"])
     assert rows == [
         {"caption": "told in JSON", "key": "from_json", "n": 1, "cls": None, "source_caption": None},
-        {"caption": "text � wins", "key": "many", "n": None, "cls": 7, "source_caption": "other"},
+        {"caption": "text ÿ wins", "key": "many", "n": None, "cls": 7, "source_caption": "other"},
     ]
     assert report.left_out == ["npy"]
 

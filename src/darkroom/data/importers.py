@@ -31,6 +31,7 @@ from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.source import Columns, Item, PartRead, Problem, Sample, Source, paths_below
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store
+from darkroom.data.texts import flaw_of, readable
 from darkroom.data.webdataset import WebdatasetSource, tars_in
 from darkroom.data.writing import FragmentWriter
 from darkroom.errors import InputError, Stopped
@@ -51,7 +52,7 @@ MAX_WORKERS = 16
 class ImportReport:
     """What an import did. `doubles` were there already, with the same caption; `rejected` counts by reason.
 
-    `left_out` names columns of the source that are neither number, text nor list; `renamed` those whose
+    `recoded` counts texts that were not UTF-8, by the encoding they were read as; `left_out` names columns of the source that are neither number, text nor list; `renamed` those whose
     name the store needs itself; `widened` those whose type had to change for values that came later.
     """
 
@@ -63,6 +64,7 @@ class ImportReport:
     rejected: dict[str, int] = field(default_factory=dict)
     rejected_file: str = ""
     left_out: list[str] = field(default_factory=list)
+    recoded: dict[str, int] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     widened: dict[str, str] = field(default_factory=dict)
     num_rows: int = 0
@@ -82,6 +84,9 @@ class ImportReport:
             told.append(f"set aside: {reasons}; see {self.rejected_file}")
         if "no-caption" in self.rejected:
             told.append("pictures without a caption come in with: --missing-caption keep")
+        if self.recoded:
+            counts = ", ".join(f"{count:,} as {name}" for name, count in self.recoded.items())
+            told.append(f"texts that are not UTF-8, read {counts}: look whether their letters are right")
         if self.left_out:
             told.append(f"left out, no number, text or list: {', '.join(self.left_out)}")
         if self.renamed:
@@ -201,6 +206,8 @@ class _Filter:
 
     def _judge(self, sample: Sample) -> tuple[Item | Row | _Double, str]:
         caption = sample.caption or ""
+        if flaw := flaw_of(caption):
+            return Problem(sample.key, "bad-caption", flaw), ""
         id_ = picture_id(sample.picture, caption)
         if prefix(id_) in self.seen:
             return _Double(id_), id_
@@ -321,7 +328,7 @@ class _Import:
 
     def _reject(self, problem: Problem, id_: str) -> None:
         self._of_part.rejected[problem.reason] += 1
-        place = {"source": self.report.source, "key": problem.key}
+        place = {"source": self.report.source, "key": readable(problem.key)}
         # A moved source names its pictures the same, so what can be told by its bytes is told once.
         if self.rejected_before.add(short_id(f"{problem.reason}|{id_ or place}")):
             told = {**place, "reason": problem.reason, "detail": problem.detail, "id": id_ or None}
@@ -366,6 +373,7 @@ class _Import:
         report = self.report
         report.rejected = dict(sorted(self.rejected.items()))
         report.left_out = sorted(self.reader.left_out)
+        report.recoded = dict(sorted(self.reader.recoded.items()))
         report.renamed, report.widened = self.extras.renamed, self.extras.widened
         report.num_rows, report.wall_s = self.store.num_rows, wall_s
         report.pictures_per_s = self._read / wall_s

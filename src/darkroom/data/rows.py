@@ -14,6 +14,7 @@ import pyarrow as pa
 from darkroom.data.pictures import Facts
 from darkroom.data.source import clean
 from darkroom.data.store import SCHEMA, widened
+from darkroom.data.texts import readable
 
 TEXT, WHOLE, FRACTION, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 NOTHING = pa.null()
@@ -182,7 +183,7 @@ def table(rows: Sequence[Row], source: str, extras: Mapping[str, pa.Array]) -> p
         "format": [row.facts.format for row in rows],
         "phash": [row.facts.phash for row in rows],
         "source": [source] * len(rows),
-        "key": [clean(row.key) for row in rows],
+        "key": [readable(row.key) for row in rows],
     }
     made = pa.table(own, schema=SCHEMA)
     for name, array in extras.items():

@@ -38,6 +38,7 @@ from darkroom.data.races import (
     writing,
 )
 from darkroom.data.sidecars import Sidecars
+from darkroom.data.texts import readable
 from darkroom.errors import StoreError
 
 T = TypeVar("T")
@@ -411,15 +412,15 @@ class Store:
         A path that is no longer there gives its name away: the source was moved.
         """
         place = path.resolve()
-        known = self.dataset.config()
-        name = place.name
+        known, told = self.dataset.config(), readable(str(place))
+        name = readable(place.name)
         for parent in place.parents:
             noted = known.get(SOURCE_KEY + name)
-            if noted is None or Path(noted) == place or not Path(noted).exists():
+            if noted is None or noted == told or not Path(noted).exists():
                 break
-            name = f"{parent.name}/{name}"
-        if known.get(SOURCE_KEY + name) != str(place):
-            self.change(methodcaller("update_config", {SOURCE_KEY + name: str(place)}))
+            name = readable(f"{parent.name}/{name}")
+        if known.get(SOURCE_KEY + name) != told:
+            self.change(methodcaller("update_config", {SOURCE_KEY + name: told}))
         return name
 
     def sources(self) -> dict[str, int]:
