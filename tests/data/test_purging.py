@@ -40,7 +40,9 @@ def rows_of(source: str, start: int, num: int) -> pa.Table:
         ("caption", captions),
     ):
         at = table.schema.get_field_index(name)
-        table = table.set_column(at, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+        table = table.set_column(
+            at, table.schema.field(name), pa.array(values, table.schema.field(name).type)
+        )
     return table
 
 
@@ -156,7 +158,9 @@ def test_an_import_that_adds_nothing_finishes_it_too(tmp_path):
         (tmp_path / name / "a.txt").write_text(name)
         import_pictures(tmp_path / name, tmp_path / "s.lance")
     picture = (tmp_path / "A" / "a.png").read_bytes()
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "s.lance"), "drop_old_versions"], check=False)
+    subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "s.lance"), "drop_old_versions"], check=False
+    )
     files = list((tmp_path / "s.lance" / "data").iterdir())
     assert any(picture in file.read_bytes() for file in files)
     assert import_pictures(tmp_path / "B", tmp_path / "s.lance").added == 0
@@ -255,38 +259,59 @@ CALLS = {
 DELETE = "import sys; from darkroom.data import Store; Store.open(sys.argv[1]).delete(source='A')"
 
 
-def strace(arguments: list[str], path: Path) -> int:
-    command = ["strace", "-f", *arguments, sys.executable, "-c", DELETE, str(path)]
-    return subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=60).returncode
+def killed_at(path: Path, calls: str, when: int, *, at: Path | None = None) -> bool:
+    """Delete A, killed at a thread's n-th of some system calls, or of those on one file; whether it was."""
+    where = ["-P", str(at)] if at is not None else []
+    inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=SIGKILL:when={when}"]
+    command = ["strace", "-f", "-o", "/dev/null", *where, *inject, sys.executable, "-c", DELETE, str(path)]
+    return subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=120).returncode != 0
+
+
+def check_finished(path: Path) -> None:
+    """The same call goes on; so does another write, where the deletion was committed."""
+    other = Path(shutil.copytree(path, path.with_name("other.lance")))
+    try:
+        Store.open(path).delete(source="A")
+    except StoreError:
+        check_gone(other)  # it was killed when all was done
+    check_gone(path)
+    store = Store.open(other)
+    if "A" not in store.sources():
+        store.append(rows_of("B", 20, 1))
+        check_gone(other)
+    shutil.rmtree(path)
+    shutil.rmtree(other)
+
+
+@pytest.fixture
+def strace() -> None:
+    if shutil.which("strace") is None:
+        missing("strace is not installed: apt-get install strace")
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("kind", CALLS)
-def test_killed_at_every_call_that_writes(made, tmp_path, kind):
-    if shutil.which("strace") is None:
-        missing("strace is not installed: apt-get install strace")
-    calls, log = CALLS[kind], tmp_path / "log"
-    shutil.copytree(made, tmp_path / "whole.lance")
-    assert strace(["-o", str(log), "-e", f"trace={calls}"], tmp_path / "whole.lance") == 0
-    number = sum("(" in line and "unfinished" not in line for line in log.read_text().splitlines())
-    killed = committed = 0
-    for when in range(1, number + 1):
-        path = Path(shutil.copytree(made, tmp_path / f"{when}.lance"))
-        inject = ["-o", "/dev/null", "-e", f"trace={calls}"]
-        code = strace([*inject, "-e", f"inject={calls}:signal=SIGKILL:when={when}"], path)
-        killed += code != 0
-        other = Path(shutil.copytree(path, tmp_path / f"{when}-other.lance"))
-        try:
-            Store.open(path).delete(source="A")
-        except StoreError:
-            check_gone(other)  # it was killed when all was done
-        check_gone(path)
-        store = Store.open(other)
-        if "A" not in store.sources():
-            committed += 1
-            store.append(rows_of("B", 20, 1))
-            check_gone(other)
-        shutil.rmtree(path)
-        shutil.rmtree(other)
-    assert killed >= number - 2, "the control: it was killed nearly each time"
-    print(f"{kind}: killed {killed} times of {number}, {committed} times after the commit")
+def test_killed_at_each_threads_calls_that_write(made, tmp_path, kind):
+    kills = 0
+    path = Path(shutil.copytree(made, tmp_path / "s.lance"))
+    while killed_at(path, CALLS[kind], kills + 1):
+        kills += 1
+        check_finished(path)
+        shutil.copytree(made, path)
+    assert kills >= 1, "the control: it makes such calls"
+    check_gone(path)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("strace")
+def test_killed_at_the_removal_of_each_file(made, tmp_path):
+    whole = Path(shutil.copytree(made, tmp_path / "whole.lance"))
+    Store.open(whole).delete(source="A")
+    files = [f.relative_to(made) for f in sorted(made.rglob("*")) if f.is_file()]
+    gone = [file for file in files if not (whole / file).is_file()]
+    assert len(gone) >= 8, "the control: it removes files"
+    for file in gone:
+        path = Path(shutil.copytree(made, tmp_path / "s.lance"))
+        assert killed_at(path, CALLS["unlink"], 1, at=path / file), file
+        check_finished(path)

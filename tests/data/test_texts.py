@@ -144,7 +144,11 @@ def test_lines_that_are_no_text_hide_no_others(tmp_path):
     source.mkdir()
     for name in "abc":
         (source / f"{name}.png").write_bytes(encoded(noise_picture(ord(name))))
-    lines = [b'{"file_name": "a.png", "text": "caf\xe9"}', b"\x81\xff", b'{"file_name": "b.png", "text": "b"}']
+    lines = [
+        b'{"file_name": "a.png", "text": "caf\xe9"}',
+        b"\x81\xff",
+        b'{"file_name": "b.png", "text": "b"}',
+    ]
     surrogate = b'{"file_name": "c.png", "text": "half \\ud83d"}'
     (source / "metadata.jsonl").write_bytes(b"\n".join([*lines, surrogate, b"[" * 100_000]))
     report = import_pictures(source, tmp_path / "s.lance")
@@ -216,7 +220,7 @@ def test_members_of_archives_that_are_no_files(tmp_path):
 
 def test_texts_one_by_one():
     counted: Counter[str] = Counter()
-    assert decode_text("ascii".encode(), counted) == "ascii"
+    assert decode_text(b"ascii", counted) == "ascii"
     assert decode_text(b"", counted) == ""
     assert counted == Counter()
     assert decode_text(b"\x93quoted\x94", counted) == "“quoted”"

@@ -33,7 +33,7 @@ from darkroom.data.source import Columns, Item, PartRead, Problem, Sample, Sourc
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store
 from darkroom.data.texts import flaw_of, readable
 from darkroom.data.webdataset import WebdatasetSource, tars_in
-from darkroom.data.writing import FragmentWriter
+from darkroom.data.writing import COMMIT_EVERY_S, FragmentWriter
 from darkroom.errors import InputError, Stopped
 
 Kind = Literal["auto", "folder", "webdataset", "parquet", "mds"]
@@ -262,7 +262,9 @@ class _Import:
         self.rejected: Counter[str] = Counter()
         self._read = 0
         self._of_part = Finished()
+        self._ended: dict[str, Finished] = {}
         self._parts: dict[str, Finished] = {}
+        self._flushed_at = time.monotonic()
         self._rows: list[Row] = []
         self._bytes = 0
         self._problems: list[str] = []
@@ -276,7 +278,7 @@ class _Import:
                 self._run(workers, stopped, progress)
             finally:
                 self._flush()
-                self.writer.close()
+                self.writer.finish()
             self._finish(time.perf_counter() - started)
             if stopped():
                 raise Stopped(f"stopped with {self.report.added:,} pictures added; the same command goes on")
@@ -289,13 +291,15 @@ class _Import:
         with ThreadPoolExecutor(workers, thread_name_prefix="import") as pool:
             for chunk in _chunks(self.reader.items(self.finished)):
                 pending.append(pool.submit(self.filter, chunk))
-                if stopped():
-                    return pool.shutdown(cancel_futures=True)
-                if len(pending) > 2 * workers:
+                while pending and (pending[0].done() or len(pending) > 2 * workers) and not stopped():
                     self._take(pending.popleft().result(), progress)
-            while pending and not stopped():
+                if stopped():
+                    break
+            while pending:
+                if stopped() and pending[0].cancel():
+                    break  # what comes behind it in the source is read by the next import
                 self._take(pending.popleft().result(), progress)
-        return None
+            pool.shutdown(cancel_futures=True)
 
     def _take(
         self,
@@ -313,7 +317,8 @@ class _Import:
                 case PartRead():
                     self._end_part(what.name)
             self._read += not isinstance(what, PartRead)
-        if len(self._rows) >= TABLE_ROWS or self._bytes >= TABLE_BYTES:
+        late = time.monotonic() >= self._flushed_at + COMMIT_EVERY_S
+        if len(self._rows) >= TABLE_ROWS or self._bytes >= TABLE_BYTES or late:
             self._flush()
         if progress is not None:
             progress(self._read, self.reader.total)
@@ -341,7 +346,7 @@ class _Import:
             part = Finished(0, before.added + before.doubles, before.rejected)
             self._read += part.doubles + part.rejected.total()
         else:
-            part = self._parts[name] = self._of_part
+            part = self._ended[name] = self._of_part
         self._count(part)
         self._of_part = Finished()
 
@@ -353,8 +358,13 @@ class _Import:
     def _flush(self) -> None:
         """Hand the rows on to the writer, with the store's columns fit to take them."""
         rows, self._rows, self._bytes = self._rows, [], 0
-        if not rows:
-            return
+        ended, self._ended = self._ended, {}
+        self._flushed_at = time.monotonic()
+        if rows:
+            self._write(rows)
+        self._parts |= ended  # only now: a commit within the writing did not yet hold all of their rows
+
+    def _write(self, rows: list[Row]) -> None:
         arrays, needed = self.extras.columns(rows)
         if needed:
             self.writer.close()

@@ -155,7 +155,9 @@ class MdsSource:
         encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
         try:
             picture = _picture(encodings.pop(image), columns[image])
-            values = {name: self._value(encodings[name], columns[name]) for name in encodings if name != caption}
+            values = {
+                name: self._value(encodings[name], columns[name]) for name in encodings if name != caption
+            }
         except (ValueError, RecursionError, struct.error) as error:
             yield Problem(key, "bad-metadata", f"a column does not decode: {error}")
             return

@@ -100,7 +100,8 @@ class ParquetSource:
             return batch.to_pylist()
         except UnicodeDecodeError:
             arrays = [
-                column.cast(pa.large_binary()) if _is_text(column.type) else column for column in batch.columns
+                column.cast(pa.large_binary()) if _is_text(column.type) else column
+                for column in batch.columns
             ]
             rows = pa.RecordBatch.from_arrays(arrays, batch.schema.names).to_pylist()
         texts = [field.name for field in batch.schema if _is_text(field.type)]

@@ -134,15 +134,21 @@ class VersionFiles:
 
 
 def unnamed(root: Path, named: set[str]) -> list[Path]:
-    """Files in Lance's folders, and counts of fragments beside them, that belong to no version."""
+    """Files in Lance's folders that belong to no version."""
     found = []
     for folder in LANCE_FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and path.relative_to(root).as_posix() not in named and path.name != HINT:
                 found.append(path)
-    stems = {Path(name).stem for name in named if name.startswith("data/")}
-    counts = sorted((root / "_shapes").glob("*.json"))
-    return found + [path for path in counts if path.stem not in stems]
+    return found
+
+
+def remove_counts(root: Path) -> None:
+    """Remove the sizes noted for data files that are no more."""
+    files = {path.stem for path in (root / "data").glob("*.lance")}
+    for path in (root / "_shapes").glob("*.json"):
+        if path.stem not in files:
+            path.unlink(missing_ok=True)
 
 
 def remove_files(root: Path, dataset: lance.LanceDataset, *, alone: bool, pins: dict[str, int]) -> Purged:
@@ -159,6 +165,7 @@ def remove_files(root: Path, dataset: lance.LanceDataset, *, alone: bool, pins: 
         purged.bytes += path.stat().st_size if path.is_file() else 0
         purged.files += path.is_file()
         path.unlink(missing_ok=True)
+    remove_counts(root)
     left = (noted & named.all) - named.newest
     purged.left_files, purged.left_bytes = len(left), sum((root / file).stat().st_size for file in left)
     if left:

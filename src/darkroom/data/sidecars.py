@@ -21,6 +21,7 @@ from darkroom.errors import StoreError
 
 REJECTED = "rejected.jsonl"
 PARTS = "_parts.jsonl"
+UNJOINED = "_unjoined.json"
 PREPARING = "_prepare"
 """The folder of files that a prepare has finished and not yet committed, a folder a column."""
 
@@ -45,7 +46,9 @@ class Sidecars:
         """The sizes noted for a fragment, None where its rows are not those that were counted."""
         if self.root is None or not (path := self._shapes_path(data_file)).is_file():
             return None
-        counts = Counter({(width, height): number for width, height, number in json.loads(path.read_text("utf-8"))})
+        counts = Counter(
+            {(width, height): number for width, height, number in json.loads(path.read_text("utf-8"))}
+        )
         return counts if counts.total() == num_rows else None
 
     def shape_rows(self, data_file: str) -> NDArray[np.int64] | None:
@@ -141,6 +144,20 @@ class Sidecars:
         lines = [json.dumps(told) + "\n" for told in self._lines(PARTS) if told.get("source") != source]
         if self.root is not None and (self.root / PARTS).is_file():
             write_atomically(self.root / PARTS, "".join(lines))
+
+    def unjoined(self) -> list[list[str]]:
+        """Groups of small fragments that an import left, each by its data file."""
+        if self.root is None or not (self.root / UNJOINED).is_file():
+            return []
+        groups: list[list[str]] = json.loads((self.root / UNJOINED).read_text("utf-8"))
+        return groups
+
+    def note_unjoined(self, groups: list[list[str]]) -> None:
+        """Note which small fragments are to be joined."""
+        if self.root is not None and any(groups):
+            write_atomically(self.root / UNJOINED, json.dumps(groups))
+        elif self.root is not None:
+            (self.root / UNJOINED).unlink(missing_ok=True)
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         """The entries of a file of JSON lines; one torn by a kill is no entry."""

@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 
 from darkroom.data.chosen import Chosen
 from darkroom.data.complaints import Filtering, no_column, not_opened
-from darkroom.data.purging import Journal, Purged, affected, files_of, remove_files, with_deletions
+from darkroom.data.purging import (
+    Journal,
+    Purged,
+    affected,
+    files_of,
+    remove_counts,
+    remove_files,
+    with_deletions,
+)
 from darkroom.data.races import (
     committing,
     conflicted,
@@ -469,6 +477,33 @@ class Store:
         self.drop_old_versions()
         self.finish_purges()
 
+    def join(self, files: Sequence[str]) -> None:
+        """Join neighbouring fragments, each named by its first data file, into one; rows keep their order."""
+        sizes: Shapes = Counter()
+
+        def chosen(dataset: lance.LanceDataset) -> list[lance.LanceFragment]:
+            return [f for f in dataset.get_fragments() if f.data_files()[0].path in files]
+
+        def join(dataset: lance.LanceDataset) -> None:
+            several = chosen(dataset)
+            sizes.clear()
+            sizes.update(sum((self._shapes_of(fragment) for fragment in several), Counter()))
+            dataset.optimize.compact_files(
+                target_rows_per_fragment=max(sum(f.metadata.num_rows for f in several), 1),
+                excluded_fragment_ids=[
+                    f.fragment_id for f in dataset.get_fragments() if f.data_files()[0].path not in files
+                ],
+                batch_size=COMPACT_BATCH_ROWS,
+                num_threads=1,
+                compaction_mode="try_binary_copy",
+            )
+
+        before = {f.id for f in self.fragments}
+        self.change(join)
+        new = [f for f in self.fragments if f.id not in before]
+        if len(new) == 1 and new[0].num_rows == sizes.total():
+            self.sidecars.write_shapes(self.dataset.get_fragment(new[0].id).data_files()[0].path, sizes)
+
     def _rewrite(self, rows_per_fragment: int, *, only_deletions: bool = False) -> None:
         def rewrite(dataset: lance.LanceDataset) -> None:
             lost_rows = with_deletions(dataset)
@@ -521,6 +556,8 @@ class Store:
             stats = look(
                 lambda: self.dataset.cleanup_old_versions(older_than=age, error_if_tagged_old_versions=False)
             )
+            if self.sidecars.root is not None:
+                remove_counts(self.sidecars.root)
         return int(stats.bytes_removed)
 
 

@@ -73,7 +73,9 @@ class Verification:
         return told + ([f"wrong: {problem}" for problem in self.problems] or ["nothing is wrong"])
 
 
-def verify(store: Store | str | Path, *, purge: bool = False, progress: Progress | None = None) -> Verification:
+def verify(
+    store: Store | str | Path, *, purge: bool = False, progress: Progress | None = None
+) -> Verification:
     """Read a whole store and say what is wrong with it; `purge` first removes what no version names.
 
     Looked at: that every file of every version is there, as long as the manifest says, with as many rows;
@@ -157,7 +159,9 @@ def _check_rows(store: Store, found: Verification, progress: Progress | None) ->
             found.problems.append(f"fragment {info.id} has {read:,} of {info.num_rows:,} rows")
         noted = store.sidecars.read_shapes(fragment.data_files()[0].path, info.num_rows)
         if noted is not None and noted != sizes:
-            found.problems.append(f"fragment {info.id}: the sizes noted for buckets are not those of its rows")
+            found.problems.append(
+                f"fragment {info.id}: the sizes noted for buckets are not those of its rows"
+            )
     found.hashed = done - len(changed)
     found.problems += _listed(changed, "pictures do not have the hash of their bytes and caption")
     found.problems += _listed(twice, "ids come more than once")
