@@ -189,7 +189,7 @@ def test_what_a_killed_writer_left_is_found_and_removed(path):
     lance.fragment.write_fragments(rows_of("A", 99, 1), Store.open(path).dataset, mode="append")
     found = verify(path)
     assert found.unreferenced_files >= 1
-    assert any("belong to no version" in problem for problem in found.problems)
+    assert any("that belong to no version" in problem for problem in found.problems)
     from darkroom.data.races import writing
 
     with writing(path):
@@ -219,7 +219,7 @@ def test_verify_names_what_is_damaged(path):
 def test_verify_finds_wrong_counts(path):
     note = next((path / "_shapes").glob("*.json"))
     note.write_text(note.read_text().replace("24", "25"))
-    assert any("sizes noted for buckets" in problem for problem in verify(path).problems)
+    assert any("sizes are noted for buckets" in problem for problem in verify(path).problems)
 
 
 def test_the_commands(path):

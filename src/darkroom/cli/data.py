@@ -73,6 +73,8 @@ def inspect(
 
 
 def _described(what: Path, out: Path | None) -> dict[str, Any]:
+    from darkroom.data.store import exists
+
     if (what / "metrics.jsonl").is_file() or (what / "recipe.yaml").is_file():
         from darkroom.run import Run, summarise
 
@@ -83,13 +85,15 @@ def _described(what: Path, out: Path | None) -> dict[str, Any]:
         from darkroom import models
 
         return models.describe_adapter(what) if models.is_adapter(what) else models.describe(what)
-    if (what / "model_index.json").is_file() or what.suffix != ".lance":
+    if (what / "model_index.json").is_file() or (what.suffix != ".lance" and not exists(what)):
         from darkroom import models
 
         return models.describe(what)
     from darkroom import data
 
     store = data.Store.open(what)
+    if not store.num_rows:
+        return {**data.describe(store), "contact_sheet": None}
     sheet = out or what.with_suffix(".contact.png")
     data.contact_sheet(store, sheet)
     return {**data.describe(store), "contact_sheet": str(sheet)}
@@ -113,7 +117,9 @@ def delete(
 
     deleted = Store.open(store).delete(ids=ids or None, source=source)
     said = {"deleted": deleted.rows, "purged": deleted.purged}
-    show(said, as_json, lambda: [f"{deleted.rows:,} pictures deleted from {store}", *deleted.purged.lines()])
+    before = "" if deleted.rows else ": what was asked for was deleted before"
+    line = f"{deleted.rows:,} pictures deleted from {store}{before}"
+    show(said, as_json, lambda: [line, *deleted.purged.lines()])
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -30,7 +31,7 @@ from darkroom.data.rows import Extras, Row, table
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.source import Columns, Item, PartRead, Problem, Sample, Source, paths_below
-from darkroom.data.store import ROWS_PER_FRAGMENT, Store
+from darkroom.data.store import ROWS_PER_FRAGMENT, Store, exists
 from darkroom.data.texts import flaw_of, readable
 from darkroom.data.webdataset import WebdatasetSource, tars_in
 from darkroom.data.writing import COMMIT_EVERY_S, FragmentWriter
@@ -52,8 +53,9 @@ MAX_WORKERS = 16
 class ImportReport:
     """What an import did. `doubles` were there already, with the same caption; `rejected` counts by reason.
 
-    `recoded` counts texts that were not UTF-8, by the encoding they were read as; `left_out` names columns of the source that are neither number, text nor list; `renamed` those whose
-    name the store needs itself; `widened` those whose type had to change for values that came later.
+    `recoded` counts texts that were not UTF-8, by the encoding they were read as; `left_out` names columns of
+    the source that are neither number, text nor list; `renamed` those whose name the store needs itself;
+    `widened` those whose type had to change for values that came later.
     """
 
     store: str
@@ -124,6 +126,7 @@ def import_pictures(
     path = Path(source)
     kind = find_kind(path, kind)
     reader = KINDS[kind](path, Columns(image_column, caption_column))
+    made = not isinstance(store, Store) and not exists(store)
     target = store if isinstance(store, Store) else Store.open_or_create(store)
     settings = [image_column, caption_column, min_size, max_pixels, on_missing_caption]
     filter_ = _Filter(background, min_size, max_pixels, on_missing_caption == "keep")
@@ -132,7 +135,11 @@ def import_pictures(
         target.mend()
         target.finish_purges()
         run = _Import(target, path, kind, reader, filter_, json.dumps(settings), rows_per_fragment)
-        return run(workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))), progress)
+        report = run(workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))), progress)
+        if made and not report.num_rows and not report.rejected:
+            shutil.rmtree(target.path)
+            raise InputError(f"no pictures in {path}", mend="no store was made")
+        return report
 
 
 def _check(background: str, min_size: int, max_pixels: int, missing: str, rows_per_fragment: int) -> None:

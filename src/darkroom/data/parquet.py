@@ -96,8 +96,10 @@ class ParquetSource:
 
     def _decoded(self, batch: pa.RecordBatch) -> list[dict[str, Any]]:
         """Rows of a batch; texts that are no UTF-8, which Parquet does not check, come as bytes."""
+        rows: list[dict[str, Any]]
         try:
-            return batch.to_pylist()
+            rows = batch.to_pylist()
+            return rows
         except UnicodeDecodeError:
             arrays = [
                 column.cast(pa.large_binary()) if _is_text(column.type) else column

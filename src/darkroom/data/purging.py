@@ -3,7 +3,7 @@
 A deletion only marks rows. Their bytes go in three steps: fragments that lost rows are written anew, the
 versions that still show them are dropped, and the files that no version names any more are removed. A note in
 `_purge/` lists the files that hold deleted rows; it is made before the deletion commits and removed when
-none of them is left, so that a purge that was killed at any moment is finished by the next write to the store.
+none of them is left. So a purge that was killed at any moment is finished by the next write to the store.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class VersionFiles:
     newest: set[str]
 
     @classmethod
-    def of(cls, dataset: lance.LanceDataset) -> Named:
+    def of(cls, dataset: lance.LanceDataset) -> VersionFiles:
         """Read from the manifests of every version that there is."""
         rows = dataset.tracked_files().read_all()
         pairs = list(zip(rows["version"].to_pylist(), rows["path"].to_pylist(), strict=True))
@@ -170,7 +170,8 @@ def remove_files(root: Path, dataset: lance.LanceDataset, *, alone: bool, pins: 
     purged.left_files, purged.left_bytes = len(left), sum((root / file).stat().st_size for file in left)
     if left:
         purged.pinned = {name: version for name, version in pins.items() if version != dataset.version}
-    for note in notes:
+    # The note that knows the source goes last: while it is there, the same deletion again is no mistake.
+    for note in sorted(notes, key=lambda note: note.source is not None):
         journal.settle(note, [file for file in note.files if file in left], purged.pinned)
     return purged
 

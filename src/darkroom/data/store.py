@@ -140,8 +140,7 @@ class Store:
     @classmethod
     def open_or_create(cls, path: str | Path) -> Self:
         """The store, made first where there is none."""
-        exists = "://" in str(path) or (Path(path) / "_versions").is_dir()
-        return cls.open(path) if exists else cls.create(path)
+        return cls.open(path) if exists(path) else cls.create(path)
 
     def refresh(self) -> None:
         """Move on to the newest version, which another process may have made."""
@@ -559,6 +558,11 @@ class Store:
             if self.sidecars.root is not None:
                 remove_counts(self.sidecars.root)
         return int(stats.bytes_removed)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether a store is at a path; at an address one is taken to be there."""
+    return "://" in str(path) or (Path(path) / "_versions").is_dir()
 
 
 def count_shapes(tables: Iterable[pa.Table | pa.RecordBatch]) -> Shapes:

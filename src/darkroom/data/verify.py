@@ -1,4 +1,4 @@
-"""Whether a store is whole: its files against its manifest, its pictures against their ids, what is left over."""
+"""Whether a store is whole: files against the manifest, pictures against their ids, what is left over."""
 
 from __future__ import annotations
 
@@ -159,9 +159,7 @@ def _check_rows(store: Store, found: Verification, progress: Progress | None) ->
             found.problems.append(f"fragment {info.id} has {read:,} of {info.num_rows:,} rows")
         noted = store.sidecars.read_shapes(fragment.data_files()[0].path, info.num_rows)
         if noted is not None and noted != sizes:
-            found.problems.append(
-                f"fragment {info.id}: the sizes noted for buckets are not those of its rows"
-            )
+            found.problems.append(f"fragment {info.id}: other sizes are noted for buckets than its rows have")
     found.hashed = done - len(changed)
     found.problems += _listed(changed, "pictures do not have the hash of their bytes and caption")
     found.problems += _listed(twice, "ids come more than once")
@@ -185,16 +183,17 @@ def _check_left_over(store: Store, root: Path, found: Verification) -> None:
     found.unreferenced_bytes = sum(path.stat().st_size for path in over if path.is_file())
     mend = f"run: darkroom verify {store.path} --purge"
     if over:
-        told = f"{len(over):,} files of {found.unreferenced_bytes:,} bytes belong to no version"
+        told = f"files that belong to no version: {len(over):,} of {found.unreferenced_bytes:,} bytes"
         found.problems.append(f"{told}, such as {over[0].relative_to(root)}; {mend}")
     notes = Journal(root).notes()
     found.pinned = {name: version for note in notes for name, version in note.pins.items()}
-    if with_deletions(store.dataset) or any(not note.pins for note in notes):
+    waiting = {file for note in notes if not note.pins for file in note.files} - files.newest
+    if with_deletions(store.dataset) or any((root / file).is_file() for file in waiting):
         found.problems.append(f"deleted pictures are still on the disk; {mend}")
     there = _still_there(store)
     if there:
         found.problems.append(
-            f"{there:,} pictures were to be deleted and are still there: the deletion was stopped; run it again"
+            f"{there:,} pictures that were to be deleted are still there; delete them again, it was stopped"
         )
 
 

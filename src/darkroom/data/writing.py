@@ -1,4 +1,4 @@
-"""Writing rows as they come: committed every few seconds in the background, then joined to whole fragments."""
+"""Writing rows as they come: committed every few seconds, then joined to whole fragments."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class FragmentWriter:
 
     A commit is made after some seconds, so that a kill costs no more than those. Each makes a small fragment;
     a group of them that makes a whole one is joined, and so is the last group by `finish`. Groups that a kill
-    left are continued. Fragments thus begin and end at the same rows however often an import was killed. While
-    a fragment is open the store belongs to the writer's thread; a table with other columns closes it.
+    left are continued. Fragments thus begin and end at the same rows however often an import was killed.
+    While a fragment is open the store belongs to the writer's thread; a table with other columns closes it.
     `committed` is called after each commit, when all that was written before is safe.
     """
 

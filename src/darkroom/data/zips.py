@@ -171,7 +171,7 @@ class ZipReader:
 
 
 def _name(raw: bytes, is_utf8: bool) -> str:
-    """A member's name; one that says it is UTF-8 and is not is read as any other, by which no byte is lost."""
+    """A member's name; one that says it is UTF-8 and is not is read as any other: no byte is lost."""
     if is_utf8:
         try:
             return raw.decode()
