@@ -285,7 +285,8 @@ class _Import:
                 self._run(workers, stopped, progress)
             finally:
                 self._flush()
-                self.writer.finish()
+                self.writer.close()
+            self.writer.finish()
             self._finish(time.perf_counter() - started)
             if stopped():
                 raise Stopped(f"stopped with {self.report.added:,} pictures added; the same command goes on")

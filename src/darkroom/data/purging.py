@@ -160,7 +160,7 @@ def remove_files(root: Path, dataset: lance.LanceDataset, *, alone: bool, pins: 
     noted = {file for note in notes for file in note.files}
     gone = {root / file for file in noted - named.all}
     gone.update(unnamed(root, named.all) if alone else ())
-    gone.update(_stale_preparations(root, named.newest))
+    gone.update(stale_preparations(root, named.newest))
     for path in sorted(gone):
         purged.bytes += path.stat().st_size if path.is_file() else 0
         purged.files += path.is_file()
@@ -176,7 +176,7 @@ def remove_files(root: Path, dataset: lance.LanceDataset, *, alone: bool, pins: 
     return purged
 
 
-def _stale_preparations(root: Path, newest: set[str]) -> Iterator[Path]:
+def stale_preparations(root: Path, newest: set[str]) -> Iterator[Path]:
     """Values that a killed prepare left for fragments that are no more, and what it left half-written."""
     for folder in sorted((root / PREPARING).glob("*/")):
         with _unused(folder) as unused:

@@ -79,6 +79,8 @@ IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
 WIDENED = "_widened_"
 SOURCE_KEY = "darkroom.source."
+DOUBLE_OF = "double_of"
+"""The column that names the picture a row is a double of, once doubles were marked."""
 
 Shapes = Counter[tuple[int, int]]
 """How many rows there are of each (width, height), in upright pixels."""
@@ -325,6 +327,27 @@ class Store:
         with committing(self.sidecars.root):
             return commit()
 
+    def set_by_id(self, column: str, values: Mapping[str, str]) -> None:
+        """Have a column of text hold these values by id, and null in all other rows.
+
+        Nothing but the column is written, and only in fragments where it changes.
+        """
+        self.commit(lambda: self._with_values(column, values))
+
+    def _with_values(self, column: str, values: Mapping[str, str]) -> lance.LanceDataset:
+        updated, fields = [], list[int]()
+        for fragment in self.dataset.get_fragments():
+            now = fragment.to_table(columns=["id", column])
+            wanted = pa.array([values.get(id_) for id_ in now["id"].to_pylist()], pa.string())
+            if not now[column].combine_chunks().equals(wanted):
+                table = pa.table({"id": now["id"], column: wanted})
+                metadata, fields = fragment.update_columns(table, left_on="id", right_on="id")
+                updated.append(metadata)
+        if not updated:
+            return self.dataset
+        operation = lance.LanceOperation.Update(updated_fragments=updated, fields_modified=fields)
+        return lance.LanceDataset.commit(self.dataset, operation, read_version=self.version)
+
     def add_columns(self, fields: Iterable[pa.Field]) -> None:
         """Add columns that are null in all rows; nothing is rewritten."""
         wanted = list(fields)
@@ -375,12 +398,39 @@ class Store:
             raise StoreError("delete without a choice, or with two", allowed="either ids or source")
         self.refresh()
         rows = self._delete_ids(list(ids)) if ids is not None else self._delete_source(str(source))
+        self._forget_originals()
         return Deleted(rows, self.purge())
 
+    def _forget_originals(self) -> None:
+        """Of the doubles of a picture that is gone, the first is a double no more, the others are its own."""
+        if DOUBLE_OF not in self.dataset.schema.names:
+            return
+        marks = {
+            id_: original
+            for batch in self.scan(["id", DOUBLE_OF], filter=f"{DOUBLE_OF} IS NOT NULL")
+            for id_, original in zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        }
+        gone = set(marks.values()) - self._ids_among(sorted(set(marks.values())))
+        heirs: dict[str, str] = {}
+        for id_, original in list(marks.items()):
+            if original in gone and heirs.setdefault(original, id_) == id_:
+                del marks[id_]
+            elif original in gone:
+                marks[id_] = heirs[original]
+        if heirs:
+            self.set_by_id(DOUBLE_OF, marks)
+
+    def _ids_among(self, ids: Sequence[str]) -> set[str]:
+        """Those of some ids that rows have."""
+        return {
+            id_
+            for where in _id_filters(ids)
+            for batch in self.scan(["id"], filter=where)
+            for id_ in batch.column("id").to_pylist()
+        }
+
     def _delete_ids(self, ids: list[str]) -> int:
-        parts = [ids[start : start + IDS_PER_DELETE] for start in range(0, len(ids), IDS_PER_DELETE)]
-        where = [f"id IN ({', '.join(map(_quoted, part))})" for part in parts]
-        there = {id_ for one in where for b in self.scan(["id"], filter=one) for id_ in b["id"].to_pylist()}
+        there = self._ids_among(ids)
         unknown = [id_ for id_ in ids if id_ not in there]
         if unknown and (unknown := sorted(set(unknown) - self.deleted_ids())):
             self.purge()
@@ -391,7 +441,7 @@ class Store:
             )
         # Noted first: stopped in between, the rows are still there and the same call goes on.
         self.sidecars.note_deleted(there)
-        return sum(self._delete_where(one) for one in where) if there else 0
+        return sum(self._delete_where(where) for where in _id_filters(sorted(there)))
 
     def _delete_source(self, source: str) -> int:
         sources = self.sources()
@@ -583,6 +633,12 @@ def _counting(reader: pa.RecordBatchReader, sizes: Shapes) -> pa.RecordBatchRead
             yield batch
 
     return pa.RecordBatchReader.from_batches(reader.schema, batches())
+
+
+def _id_filters(ids: Sequence[str]) -> list[str]:
+    """Filters that find rows by their ids, a thousand each."""
+    parts = [ids[start : start + IDS_PER_DELETE] for start in range(0, len(ids), IDS_PER_DELETE)]
+    return [f"id IN ({', '.join(map(_quoted, part))})" for part in parts]
 
 
 def _quoted(text: str) -> str:

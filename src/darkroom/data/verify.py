@@ -13,7 +13,14 @@ import pyarrow as pa
 from lance.file import LanceFileReader
 
 from darkroom.data.importers import picture_id, prefix
-from darkroom.data.purging import Journal, Purged, VersionFiles, unnamed, with_deletions
+from darkroom.data.purging import (
+    Journal,
+    Purged,
+    VersionFiles,
+    stale_preparations,
+    unnamed,
+    with_deletions,
+)
 from darkroom.data.races import dropping, sole_writer
 from darkroom.data.seen import Seen
 from darkroom.data.store import Store, count_shapes
@@ -177,7 +184,7 @@ def _check_ids(batch: pa.RecordBatch, seen: Seen, changed: list[str], twice: lis
 def _check_left_over(store: Store, root: Path, found: Verification) -> None:
     with sole_writer(root) as alone, dropping(root):
         files = VersionFiles.of(lance.dataset(store.path))
-        over = unnamed(root, files.all) if alone else []
+        over = [*(unnamed(root, files.all) if alone else ()), *stale_preparations(root, files.newest)]
     found.others_writing = not alone
     found.unreferenced_files = len(over)
     found.unreferenced_bytes = sum(path.stat().st_size for path in over if path.is_file())
