@@ -167,8 +167,8 @@ def boundaries(store: Path) -> list[int]:
 def test_commits_on_the_way_are_joined_and_a_kill_changes_no_boundary(tars, tmp_path, monkeypatch):
     plain, killed = tmp_path / "plain.lance", tmp_path / "killed.lance"
     import_pictures(tars, plain, rows_per_fragment=64)
-    monkeypatch.setattr("darkroom.data.importers.TABLE_ROWS", 8)
-    killed_after(11, tars, killed, table_rows=8, commit_every_s=0)
+    monkeypatch.setattr("darkroom.data.importers.TABLE_ROWS", 24)
+    killed_after(11, tars, killed, table_rows=24, commit_every_s=0)
     store = Store.open(killed)
     had = numbers_in(killed)
     assert 64 < len(had) < 64 * 11

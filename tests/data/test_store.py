@@ -13,6 +13,7 @@ import pytest
 from material import rows
 
 from darkroom.data.races import writing
+from darkroom.data.rows import widen
 from darkroom.data.store import SCHEMA, FragmentInfo, Store, count_shapes
 from darkroom.errors import StoreError
 
@@ -282,6 +283,6 @@ def test_shapes_are_noted_and_true_after_any_change(tmp_path):
 def test_widening_a_column(store):
     store.add_columns([pa.field("n", pa.int64())])
     store.append(rows(1, 50).append_column("n", pa.array([7])))
-    store.widen({"n": pa.float64()})
+    widen(store, {"n": pa.float64()})
     store.append(rows(1, 51).append_column("n", pa.array([0.5])))
     assert store.take([50, 51], ["n"])["n"].to_pylist() == [7.0, 0.5]

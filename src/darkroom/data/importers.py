@@ -27,7 +27,7 @@ from darkroom.data.folder import METADATA, FolderSource
 from darkroom.data.mds import MdsSource, indices_in
 from darkroom.data.parquet import ParquetSource, parquets_in
 from darkroom.data.pictures import EXTENSIONS, MAX_PIXELS, PILLOW_MAX_PIXELS, PictureError, colour, examine
-from darkroom.data.rows import Extras, Row, table
+from darkroom.data.rows import Extras, Row, finish_widening, table, widen
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.source import Columns, Item, PartRead, Problem, Sample, Source, paths_below
@@ -132,7 +132,7 @@ def import_pictures(
     filter_ = _Filter(background, min_size, max_pixels, on_missing_caption == "keep")
     with Sidecars(target.path).alone():
         target.refresh()
-        target.mend()
+        finish_widening(target)
         target.finish_purges()
         run = _Import(target, path, kind, reader, filter_, json.dumps(settings), rows_per_fragment)
         report = run(workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))), progress)
@@ -378,7 +378,7 @@ class _Import:
             self.writer.close()
             has = set(self.store.dataset.schema.names)
             self.store.add_columns(pa.field(n, t) for n, t in needed.items() if n not in has)
-            self.store.widen({n: t for n, t in needed.items() if n in has})
+            widen(self.store, {n: t for n, t in needed.items() if n in has})
         self.writer.write(table(rows, self.report.source, arrays))
 
     def _committed(self) -> None:

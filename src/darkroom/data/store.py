@@ -8,7 +8,6 @@ compacted and dropped.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -77,7 +76,6 @@ COMMIT_S = 600.0
 """Longer than a commit takes: no version younger than this is dropped where commits cannot be locked out."""
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
-WIDENED = "_widened_"
 SOURCE_KEY = "darkroom.source."
 DOUBLE_OF = "double_of"
 """The column that names the picture a row is a double of, once doubles were marked."""
@@ -361,29 +359,6 @@ class Store:
             self.change(add)
             self.finish_purges()
 
-    def widen(self, types: Mapping[str, pa.DataType]) -> None:
-        """Change columns to types that hold all they have: whole numbers to fractions, any to text."""
-        self.mend()
-        for name, type_ in types.items():
-            read, temporary = self.dataset.schema.field(name), WIDENED + name
-            converted = lance.batch_udf(pa.schema([pa.field(temporary, type_, metadata=read.metadata)]))(
-                lambda batch, name=name, type_=type_, to=temporary: pa.record_batch(
-                    [widened(batch.column(name), type_)], [to]
-                )
-            )
-            self.change(methodcaller("add_columns", converted, read_columns=[name]))
-            self.change(methodcaller("drop_columns", [name]))
-            self.mend()
-
-    def mend(self) -> None:
-        """Finish what a kill in the middle of widening a column left."""
-        for temporary in [n for n in self.dataset.schema.names if n.startswith(WIDENED)]:
-            name = temporary.removeprefix(WIDENED)
-            if name in self.dataset.schema.names:
-                self.change(methodcaller("drop_columns", [temporary]))
-            else:
-                self.change(methodcaller("alter_columns", {"path": temporary, "name": name}))
-
     def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> Deleted:
         """Delete rows by id or source for good, with all that was prepared from them.
 
@@ -643,13 +618,6 @@ def _id_filters(ids: Sequence[str]) -> list[str]:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def widened(column: pa.Array, type_: pa.DataType) -> pa.Array:
-    """A column as another type that holds all of its values; text is JSON but for what is text already."""
-    if not pa.types.is_string(type_) or pa.types.is_string(column.type):
-        return column.cast(type_)
-    return pa.array([None if v is None else json.dumps(v) for v in column.to_pylist()], type_)
 
 
 def _tag(name: str) -> str:
