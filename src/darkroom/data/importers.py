@@ -304,10 +304,12 @@ class _Import:
                 if stopped():
                     break
             while pending:
-                if stopped() and pending[0].cancel():
-                    break  # what comes behind it in the source is read by the next import
-                self._take(pending.popleft().result(), progress)
-            pool.shutdown(cancel_futures=True)
+                if stopped():
+                    pool.shutdown(wait=False, cancel_futures=True)
+                first = pending.popleft()
+                if first.cancelled():
+                    break  # it and what comes behind it in the source are read by the next import
+                self._take(first.result(), progress)
 
     def _take(
         self,
