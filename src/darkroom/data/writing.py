@@ -39,6 +39,9 @@ class FragmentWriter:
 
     def _left_by_a_kill(self) -> tuple[int, int]:
         """Rows and bytes of the group that a killed import had begun."""
+        if not self._groups:
+            self._groups.append([])
+            return 0, 0
         there = {
             fragment.data_files()[0].path: (fragment.metadata.num_rows, _data_bytes(fragment))
             for fragment in self._store.dataset.get_fragments()
