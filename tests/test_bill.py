@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from darkroom.bill import Bill, Meter, format_bytes, format_seconds, format_usd
+from darkroom.bill import Bill, Meter, format_bytes, format_number, format_seconds, format_usd
 from darkroom.hardware import machine
 
 
@@ -166,3 +166,10 @@ def test_figures_are_short_and_right():
     assert [format_usd(usd) for usd in (0, 1234.5, 0.103, 0.0034, 0.000083)] == [
         "USD 0.00", "USD 1,234.50", "USD 0.103", "USD 0.0034", "USD 0.000083"]  # fmt: skip
     assert [format_bytes(n) for n in (380 * 2**20, 1.4 * 2**30)] == ["380 MiB", "1.4 GiB"]
+
+
+def test_numbers_have_no_exponent():
+    assert [format_number(v, 2) for v in (100.0, 99.6, 9.96, 12, 1.234, 0.0123)] == [
+        "100", "100", "10", "12", "1.2", "0.012",
+    ]  # fmt: skip
+    assert [format_number(v) for v in (1234.6, 99.96, 12.34, 0.5)] == ["1,235", "100", "12.3", "0.5"]

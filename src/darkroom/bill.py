@@ -86,13 +86,13 @@ class Bill(BaseModel):
         """One line for the console."""
         parts = [
             f"{format_seconds(self.wall_s)} wall",
-            f"{self.device_hours:.3g} device-hours on {self.device}",
+            f"{format_number(self.device_hours)} device-hours on {self.device}",
         ]
         if self.usd is not None:
             parts.append(f"{format_usd(self.usd)} ({self.price_note()})")
         if self.kwh is not None:
             estimated = "about " if "estimate" in (self.kwh_source or "") else ""
-            parts.append(f"{estimated}{self.kwh:.3g} kWh")
+            parts.append(f"{estimated}{format_number(self.kwh)} kWh")
         parts.append(f"peak {format_bytes(self.peak_memory_bytes)}")
         if self.images:
             parts.append(f"{self.images:,} images")
@@ -204,6 +204,11 @@ def _sum(a: float | None, b: float | None) -> float | None:
 
 def _both(a: str | None, b: str | None) -> str | None:
     return b if a is None or a == b else a if b is None else f"{a}; {b}" if b not in a else a
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """So many significant digits, large numbers whole: '0.0123', '12.3', '1,235'; never '1e+02'."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 from material import encoded, noise_picture
 from PIL import Image, ImageDraw
 
-from darkroom.data import Store, find_doubles, import_pictures, mark_doubles
+from darkroom.data import Store, describe, find_doubles, import_pictures, mark_doubles, verify
 from darkroom.data.doubles import candidates
 from darkroom.errors import InputError
 
@@ -78,6 +78,28 @@ def test_marks_make_a_filter_and_follow_what_is_imported(tmp_path):
     store.delete(ids=[store.take([0], ["id"])["id"][0].as_py()])
     assert mark_doubles(store) == 1
     assert len(store.select("double_of IS NULL")) == 2
+
+
+def test_a_double_takes_the_place_of_a_picture_that_is_deleted(tmp_path):
+    """Or a filter by `double_of` would leave out all of them."""
+    kinds = ((1, "PNG"), (2, "PNG"), (1, "WEBP"), (1, "BMP"), (2, "WEBP"))
+    store = store_of(tmp_path / "a", [encoded(photo(i), f) for i, f in kinds])
+    assert mark_doubles(store) == 3
+    ids = store.take(range(5), ["id"])["id"].to_pylist()
+    by_id = dict(zip(ids, kinds, strict=True))
+
+    def marks() -> dict[str, str | None]:
+        rows = store.take(store.select(None), ["id", "double_of"]).to_pylist()
+        return {row["id"]: row["double_of"] for row in rows}
+
+    assert [by_id[id_] for id_, mark in marks().items() if mark is None] == [(1, "PNG"), (2, "PNG")]
+    store.delete(ids=[ids[0]])
+    left = marks()
+    assert left[ids[2]] is None, "the first of its doubles stands for it"
+    assert left[ids[3]] == ids[2]
+    assert left[ids[4]] == ids[1], "the control: other marks stay"
+    assert describe(store)["doubles"]["marked"] == 2
+    assert verify(store).problems == []
 
 
 def test_candidates_are_all_pairs_within_the_distance():

@@ -235,7 +235,7 @@ def test_what_was_deleted_by_id_stays_out(tmp_path, target):
     report = import_pictures(source, target)
     assert (report.added, report.doubles, report.rejected) == (0, 2, {"deleted": 1})
     store.refresh()
-    assert store.delete(source="a") == 2
+    assert store.delete(source="a").rows == 2
     assert import_pictures(source, target).added == 2, "a source deleted whole may come in again"
 
 

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from material import encoded, noise_picture
+from typer.testing import CliRunner
 
+from darkroom.cli import app
 from darkroom.data import Store, import_pictures
 from darkroom.data.importers import find_kind
 from darkroom.data.source import pictures_below
@@ -389,7 +391,7 @@ def test_broken_webdataset_samples_are_set_aside(tmp_path):
     rows = rows_of(tmp_path / "s.lance", ["caption", "key", "n", "cls", "source_caption"])
     assert rows == [
         {"caption": "told in JSON", "key": "from_json", "n": 1, "cls": None, "source_caption": None},
-        {"caption": "text � wins", "key": "many", "n": None, "cls": 7, "source_caption": "other"},
+        {"caption": "text ÿ wins", "key": "many", "n": None, "cls": 7, "source_caption": "other"},
     ]
     assert report.left_out == ["npy"]
 
@@ -444,3 +446,28 @@ def test_paths_in_parquet_stay_inside(tmp_path):
     pq.write_table(table.set_column(0, "file_name", paths), source / "train-00000-of-00002.parquet")
     report = import_pictures(source, tmp_path / "s.lance")
     assert (report.added, report.rejected) == (3, {"no-picture": 3})
+
+
+def test_a_source_in_which_nothing_is_a_picture_leaves_no_store(tmp_path):
+    """Or one that inspect tells of, where there were pictures that could not be used."""
+    tarfile.open(tmp_path / "a.tar", "w").close()
+    pq.write_table(
+        pa.table({"image": pa.array([], pa.binary()), "text": pa.array([], pa.string())}),
+        tmp_path / "a.parquet",
+    )
+    for name in ("a.tar", "a.parquet"):
+        with pytest.raises(InputError, match=f"no pictures in .*{name}; no store was made"):
+            import_pictures(tmp_path / name, tmp_path / "store")
+        assert not (tmp_path / "store").exists()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "a.png").write_bytes(b"torn")
+    (tmp_path / "torn" / "a.txt").write_text("torn")
+    assert import_pictures(tmp_path / "torn", tmp_path / "store").rejected == {"undecodable": 1}
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "store"), "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.output)
+    assert (told["rows"], told["set_aside"], told["contact_sheet"]) == (0, {"undecodable": 1}, None)
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "store")]).exit_code == 0
+    Store.create(tmp_path / "mine.lance")
+    assert import_pictures(tmp_path / "a.tar", tmp_path / "mine.lance").added == 0
+    assert Store.open(tmp_path / "mine.lance").num_rows == 0, "the control: a store that was there stays"

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from darkroom.data.pictures import Facts
-from darkroom.data.rows import Extras, Row, plain, type_of
-from darkroom.data.store import SCHEMA, widened
+from darkroom.data.rows import Extras, Row, plain, type_of, widened
+from darkroom.data.store import SCHEMA
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from material import encoded, noise_picture
 
 import warm
-from darkroom.data import Store, import_pictures
+from darkroom.data import Store, import_pictures, verify
 
 NUM = 1200
 CHILD = """
@@ -107,6 +107,7 @@ def test_asked_to_stop_it_commits_what_it_has(tars, tmp_path, number):
     assert "the same command goes on" in out
     had = len(numbers_in(store))
     assert 0 < had < len(EXPECTED)
+    assert f"stopped with {had:,} pictures added" in out
     report = import_pictures(tars, store)
     assert report.added == len(EXPECTED) - had
     check_whole(store)
@@ -127,3 +128,60 @@ def test_parts_that_are_read_are_not_read_again(tars, tmp_path):
     assert import_pictures(tars, store).doubles == len(EXPECTED) + 1
     Store.open(store).delete(source=tars.name)
     assert import_pictures(tars, store).added == len(EXPECTED)
+
+
+KILLED = """
+import os, signal, sys
+from darkroom.data import Store, import_pictures, importers, writing
+importers.TABLE_ROWS = int(sys.argv[4])
+writing.COMMIT_EVERY_S = float(sys.argv[5])
+append, left = Store.append, [int(sys.argv[3])]
+def killed(store, rows):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    return append(store, rows)
+Store.append = killed
+import_pictures(sys.argv[1], sys.argv[2], rows_per_fragment=64)
+"""
+
+
+def killed_after(commits: int, source: Path, store: Path, *, table_rows: int, commit_every_s: float) -> None:
+    arguments = [str(source), str(store), str(commits), str(table_rows), str(commit_every_s)]
+    assert warm.run([sys.executable, "-c", KILLED, *arguments]).returncode == -9
+
+
+def test_a_part_counts_as_read_when_all_of_it_is_committed(tars, tmp_path):
+    """A table of many parts is written in several fragments; a kill between them leaves no gap."""
+    store = tmp_path / "s.lance"
+    killed_after(3, tars, store, table_rows=1024, commit_every_s=1e9)
+    assert numbers_in(store) == EXPECTED[: 3 * 64]
+    import_pictures(tars, store)
+    check_whole(store)
+
+
+def boundaries(store: Path) -> list[int]:
+    return [fragment.num_rows for fragment in Store.open(store).fragments]
+
+
+def test_commits_on_the_way_are_joined_and_a_kill_changes_no_boundary(tars, tmp_path, monkeypatch):
+    plain, killed = tmp_path / "plain.lance", tmp_path / "killed.lance"
+    import_pictures(tars, plain, rows_per_fragment=64)
+    monkeypatch.setattr("darkroom.data.importers.TABLE_ROWS", 24)
+    killed_after(11, tars, killed, table_rows=24, commit_every_s=0)
+    store = Store.open(killed)
+    had = numbers_in(killed)
+    assert 64 < len(had) < 64 * 11
+    assert had == EXPECTED[: len(had)]
+    assert boundaries(killed)[0] == 64, "a whole group was joined"
+    assert len(boundaries(killed)) > 2, "the next was not"
+    pinned, before = store.pin("a-run"), boundaries(killed)
+    monkeypatch.setattr("darkroom.data.writing.COMMIT_EVERY_S", 0)
+    report = import_pictures(tars, killed, rows_per_fragment=64)
+    assert report.added == len(EXPECTED) - len(had)
+    check_whole(killed)
+    assert boundaries(killed) == boundaries(plain) == [64] * 18 + [len(EXPECTED) - 64 * 18]
+    assert verify(killed).problems == []
+    at_pin = Store.open(killed, version=pinned)
+    assert [fragment.num_rows for fragment in at_pin.fragments] == before, "what a run reads stays"
+    assert at_pin.take(range(len(had)), ["n"])["n"].to_pylist() == had

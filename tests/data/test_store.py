@@ -12,6 +12,8 @@ import pyarrow as pa
 import pytest
 from material import rows
 
+from darkroom.data.races import writing
+from darkroom.data.rows import widen
 from darkroom.data.store import SCHEMA, FragmentInfo, Store, count_shapes
 from darkroom.errors import StoreError
 
@@ -140,18 +142,20 @@ def fill(store: Store, name: str) -> None:
     """Fill a column of the fragments there are, in the way of a job that adds columns."""
     table = pa.table({"id": [f"{i:032x}" for i in range(50)], name: pa.array(range(50), pa.int32())})
     for _ in range(50):
-        store.refresh()
-        parts = [
-            fragment.update_columns(table, left_on="id", right_on="id")
-            for fragment in store.dataset.get_fragments()
-        ]
-        operation = lance.LanceOperation.Update(
-            updated_fragments=[p[0] for p in parts], fields_modified=parts[0][1]
-        )
-        try:
-            lance.LanceDataset.commit(store.dataset, operation, read_version=store.version)
-        except OSError:
-            continue  # another was quicker
+        # Whoever writes data files holds this lock, or a purge takes them for a killed writer's.
+        with writing(store.sidecars.root):
+            store.refresh()
+            parts = [
+                fragment.update_columns(table, left_on="id", right_on="id")
+                for fragment in store.dataset.get_fragments()
+            ]
+            operation = lance.LanceOperation.Update(
+                updated_fragments=[p[0] for p in parts], fields_modified=parts[0][1]
+            )
+            try:
+                lance.LanceDataset.commit(store.dataset, operation, read_version=store.version)
+            except OSError:
+                continue  # another was quicker
         return
     raise AssertionError("never came through")
 
@@ -191,11 +195,11 @@ def on_disk(path: str, text: bytes) -> bool:
 
 def test_deleting_takes_the_bytes_off_the_disk(store):
     assert on_disk(store.path, b"picture 21")
-    assert store.delete(ids=[f"{21:032x}", "0" * 31 + "x"]) == 1
+    assert store.delete(ids=[f"{21:032x}"]).rows == 1
     assert store.num_rows == 49
     assert not on_disk(store.path, b"picture 21")
     assert on_disk(store.path, b"picture 22"), "the control: its neighbour is still there"
-    assert store.deleted_ids() == {f"{21:032x}", "0" * 31 + "x"}
+    assert store.deleted_ids() == {f"{21:032x}"}
     assert sorted(f.num_rows for f in store.fragments) == [10, 19, 20]
 
 
@@ -227,7 +231,7 @@ def test_deleting_a_source(store):
     assert store.sources() == {"made": 50, "other's": 5}
     with pytest.raises(StoreError, match="no source 'othres'; .*did you mean other's"):
         store.delete(source="othres")
-    assert store.delete(source="other's") == 5
+    assert store.delete(source="other's").rows == 5
     assert store.sources() == {"made": 50}
     assert store.deleted_ids() == set()
     with pytest.raises(StoreError, match="either ids or source"):
@@ -279,6 +283,6 @@ def test_shapes_are_noted_and_true_after_any_change(tmp_path):
 def test_widening_a_column(store):
     store.add_columns([pa.field("n", pa.int64())])
     store.append(rows(1, 50).append_column("n", pa.array([7])))
-    store.widen({"n": pa.float64()})
+    widen(store, {"n": pa.float64()})
     store.append(rows(1, 51).append_column("n", pa.array([0.5])))
     assert store.take([50, 51], ["n"])["n"].to_pylist() == [7.0, 0.5]

@@ -73,6 +73,8 @@ def inspect(
 
 
 def _described(what: Path, out: Path | None) -> dict[str, Any]:
+    from darkroom.data.store import exists
+
     if (what / "metrics.jsonl").is_file() or (what / "recipe.yaml").is_file():
         from darkroom.run import Run, summarise
 
@@ -83,13 +85,15 @@ def _described(what: Path, out: Path | None) -> dict[str, Any]:
         from darkroom import models
 
         return models.describe_adapter(what) if models.is_adapter(what) else models.describe(what)
-    if (what / "model_index.json").is_file() or what.suffix != ".lance":
+    if (what / "model_index.json").is_file() or (what.suffix != ".lance" and not exists(what)):
         from darkroom import models
 
         return models.describe(what)
     from darkroom import data
 
     store = data.Store.open(what)
+    if not store.num_rows:
+        return {**data.describe(store), "contact_sheet": None}
     sheet = out or what.with_suffix(".contact.png")
     data.contact_sheet(store, sheet)
     return {**data.describe(store), "contact_sheet": str(sheet)}
@@ -104,12 +108,41 @@ def delete(
 ) -> None:
     """Delete pictures from a store for good: their bytes leave the disk; by id they stay out.
 
+    Stopped or killed, the same command goes on. Versions that a run has pinned keep their pictures; it says
+    so. An id that is not in the store deletes nothing.
+
     Example: darkroom delete pictures.lance --id 2c26b46b68ffc68ff99b453c1d304134
     """
     from darkroom.data import Store
 
     deleted = Store.open(store).delete(ids=ids or None, source=source)
-    show({"deleted": deleted}, as_json, lambda: [f"{deleted:,} pictures deleted from {store}"])
+    said = {"deleted": deleted.rows, "purged": deleted.purged}
+    before = "" if deleted.rows else ": what was asked for was deleted before"
+    line = f"{deleted.rows:,} pictures deleted from {store}{before}"
+    show(said, as_json, lambda: [line, *deleted.purged.lines()])
+
+
+@app.command()
+def verify(
+    store: Annotated[Path, typer.Argument(help="the picture store")],
+    purge: Annotated[
+        bool, typer.Option("--purge", help="first remove what was deleted and what belongs to no version")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Whether a store is whole: reads every picture, compares hashes and counts, names what is left over.
+
+    Exit code 0: nothing is wrong. 1: something is, told in a line each.
+
+    Example: darkroom verify pictures.lance
+    """
+    from darkroom import data
+
+    with progress_bar("verify", as_json) as progress:
+        found = data.verify(store, purge=purge, progress=progress)
+    show(found.to_dict(), as_json, found.lines)
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 @app.command()

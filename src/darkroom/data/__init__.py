@@ -7,12 +7,14 @@ from darkroom.data.importers import ImportReport, import_pictures
 from darkroom.data.inspect import contact_sheet, describe
 from darkroom.data.pictures import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.store import FragmentInfo, Store
+from darkroom.data.verify import Verification, verify
 
 __all__ = [
     "FragmentInfo",
     "ImportReport",
     "PictureError",
     "Store",
+    "Verification",
     "buckets",
     "contact_sheet",
     "decode",
@@ -23,4 +25,5 @@ __all__ = [
     "nearest_bucket",
     "resize_crop",
     "to_tensor",
+    "verify",
 ]

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import lance
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from PIL import Image
 
 from darkroom.data.pictures import PictureError, decode
-from darkroom.data.store import Store
+from darkroom.data.store import DOUBLE_OF, Store
 from darkroom.errors import InputError
 
-DOUBLE_OF = "double_of"
 FIELD = pa.field(DOUBLE_OF, pa.string(), metadata={"darkroom.kind": DOUBLE_OF})
 
 MAX_DISTANCE = 7
@@ -70,28 +68,13 @@ def mark_doubles(
     ids = dict(zip(doubles.tolist(), _ids(store, doubles), strict=True))
     originals = dict(zip(doubles.tolist(), _ids(store, [found[i] for i in doubles.tolist()]), strict=True))
     marks = {ids[position]: originals[position] for position in ids}
-    store.commit(lambda: _commit_marks(store, marks))
+    store.set_by_id(DOUBLE_OF, marks)
     return len(marks)
 
 
 def _ids(store: Store, positions: Sequence[int] | Ints) -> list[str]:
     ids: list[str] = store.take(np.asarray(positions, np.int64), ["id"])["id"].to_pylist()
     return ids
-
-
-def _commit_marks(store: Store, marks: dict[str, str]) -> lance.LanceDataset:
-    updated, fields = [], list[int]()
-    for fragment in store.dataset.get_fragments():
-        now = fragment.to_table(columns=["id", DOUBLE_OF])
-        wanted = pa.array([marks.get(id_) for id_ in now["id"].to_pylist()], pa.string())
-        if not now[DOUBLE_OF].combine_chunks().equals(wanted):
-            table = pa.table({"id": now["id"], DOUBLE_OF: wanted})
-            metadata, fields = fragment.update_columns(table, left_on="id", right_on="id")
-            updated.append(metadata)
-    if not updated:
-        return store.dataset
-    operation = lance.LanceOperation.Update(updated_fragments=updated, fields_modified=fields)
-    return lance.LanceDataset.commit(store.dataset, operation, read_version=store.version)
 
 
 def candidates(hashes: Hashes, max_distance: int) -> list[Ints]:

@@ -7,10 +7,11 @@ import json
 import os
 import posixpath
 import stat
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,12 +32,16 @@ from darkroom.data.source import (
     is_hidden,
     no_column,
     typed,
+    why_no_file,
 )
+from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, TextLines, decode_text
 from darkroom.data.zips import ZipReader
 from darkroom.errors import InputError
 
 METADATA = ("metadata.jsonl", "captions.jsonl", "metadata.csv", "captions.csv")
 BESIDE = (".txt", ".caption")
+READ_BYTES = 1024**2
+OUTSIDE = "its name leads out of the source"
 Entry = tuple[str, dict[str, Any] | str]
 """Where it stands (file:line), and the entry itself or why it is none."""
 
@@ -60,6 +65,8 @@ class Tree(Protocol):
     """Files under names with slashes, in a folder or a zip."""
 
     label: str
+    skipped: dict[str, str]
+    """The folders that are not read, and why; known once `names` was read to its end."""
 
     def names(self) -> Iterator[str]:
         """The names of all files, hidden ones and stores left out."""
@@ -69,8 +76,12 @@ class Tree(Protocol):
         """The file of a name; None where there is none."""
         ...
 
-    def lines(self, name: str) -> Iterator[str]:
-        """The lines of a text file."""
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A file's content, piece by piece; OSError or ValueError where it cannot be read."""
+        ...
+
+    def why_not(self, name: str) -> str:
+        """Why `find` finds no file under one of the tree's own names."""
         ...
 
 
@@ -81,13 +92,18 @@ class FolderTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.skipped: dict[str, str] = {}
 
     def names(self) -> Iterator[str]:
         """Every file below the folder, by its path in it."""
         prefix = len(str(self.root)) + 1
+
+        def skipped(path: str, why: str) -> None:
+            self.skipped[path[prefix:].replace(os.sep, "/")] = why
+
         return (
             posixpath.join(folder[prefix:].replace(os.sep, "/"), name)
-            for folder, name in files_below(self.root)
+            for folder, name in files_below(self.root, skipped)
         )
 
     def find(self, name: str) -> Found | None:
@@ -99,17 +115,24 @@ class FolderTree:
             return None
         return Found(self, name, status.st_size, path.read_bytes) if stat.S_ISREG(status.st_mode) else None
 
-    def lines(self, name: str) -> Iterator[str]:
-        """A text file's lines."""
-        with (self.root / name).open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            yield from file
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A file's content."""
+        if self.find(name) is None:
+            raise OSError(self.why_not(name))
+        with (self.root / name).open("rb") as file:
+            while piece := file.read(READ_BYTES):
+                yield piece
+
+    def why_not(self, name: str) -> str:
+        """What it is instead of a file."""
+        return why_no_file(self.root / name)
 
 
 class ZipTree:
     """The files in a zip."""
 
     def __init__(self, path: Path, label: str = "") -> None:
-        self.label = label
+        self.label, self.skipped = label, dict[str, str]()
         self._zip = ZipReader(path)
 
     def names(self) -> Iterator[str]:
@@ -121,15 +144,14 @@ class ZipTree:
         member = self._zip.find(name)
         return None if member is None else Found(self, name, member.size, partial(self._zip.read, member))
 
-    def lines(self, name: str) -> Iterator[str]:
-        """A text member's lines."""
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A member's content."""
         member = self._zip.find(name)
-        rest = b""
-        for chunk in self._zip.chunks(member) if member else ():
-            *whole, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode("utf-8-sig", "replace") + "\n" for line in whole)
-        if rest:
-            yield rest.decode("utf-8-sig", "replace")
+        yield from self._zip.chunks(member) if member else ()
+
+    def why_not(self, name: str) -> str:
+        """Every name has its member."""
+        return f"{name} is not in the zip"
 
 
 class FolderSource:
@@ -144,6 +166,7 @@ class FolderSource:
         self._trees = _trees(path)
         self._metadata: list[tuple[Tree, str]] = []
         self.left_out: set[str] = set()
+        self.recoded: Counter[str] = Counter()
         self.total: int | None = 0
         self._with_pictures: list[Tree] = []
         for tree in self._trees:
@@ -160,17 +183,34 @@ class FolderSource:
     def items(self, finished: Collection[str]) -> Iterator[Item]:
         """Pictures with their captions: those that metadata list first, then the rest."""
         listed = Seen()
+        for tree in self._trees:
+            yield from (Problem(tree.label + name, "no-file", why) for name, why in tree.skipped.items())
         for tree, name in self._metadata:
-            yield from self._listed(tree, name, listed)
+            if _is_outside(name):
+                yield Problem(tree.label + name, "unsafe-name", OUTSIDE)
+            else:
+                yield from self._listed(tree, name, listed)
         for tree in self._with_pictures:
             for name in tree.names():
                 if is_picture(name) and short_id(tree.label + name) not in listed:
-                    found = tree.find(name)
-                    if found is not None:
-                        yield _sample(found, _caption_beside(tree, name), {})
+                    yield self._unlisted(tree, name)
+
+    def _unlisted(self, tree: Tree, name: str) -> Item:
+        """A picture that no metadata file names, with the text beside it."""
+        key = tree.label + name
+        if _is_outside(name):
+            return Problem(key, "unsafe-name", OUTSIDE)
+        found = tree.find(name)
+        if found is None:
+            return Problem(key, "no-file", tree.why_not(name))
+        try:
+            caption = _caption_beside(tree, name, self.recoded)
+        except TextError as error:
+            return Problem(key, "bad-caption", str(error))
+        return _sample(found, caption, {})
 
     def _listed(self, tree: Tree, metadata: str, listed: Seen) -> Iterator[Item]:
-        entries = read_entries(tree, metadata)
+        entries = read_entries(tree, metadata, self.recoded)
         first = list(islice(entries, KEYS_LOOKED_AT))
         names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
         image = find_name(self._columns.image, IMAGE_NAMES, names, "image")
@@ -225,32 +265,48 @@ def _trees(path: Path) -> list[Tree]:
     return [FolderTree(root), *(ZipTree(z, f"{z.name}/" if len(zips) > 1 else "") for z in zips)]
 
 
-def _caption_beside(tree: Tree, name: str) -> str | None:
+def _is_outside(name: str) -> bool:
+    return ".." in name.split("/")
+
+
+def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
     stem = posixpath.splitext(name)[0]
     for extension in BESIDE:
         found = tree.find(stem + extension)
-        if found is not None and found.size <= MAX_PICTURE_BYTES:
-            text = found.read().decode("utf-8-sig", "replace")
-            return captions_of(" ".join(text.split()))[0]
+        if found is None:
+            continue
+        what = posixpath.basename(found.name)
+        if found.size > MAX_CAPTION_BYTES:
+            raise TextError(f"{what}: a caption of {found.size:,} bytes, the most is {MAX_CAPTION_BYTES:,}")
+        try:
+            text = decode_text(found.read(), recoded)
+        except (OSError, ValueError) as error:
+            raise TextError(f"{what}: {error}") from error
+        return captions_of(" ".join(text.split()))[0]
     return None
 
 
-def read_entries(tree: Tree, name: str) -> Iterator[Entry]:
+def read_entries(tree: Tree, name: str, recoded: Counter[str]) -> Iterator[Entry]:
     """The entries of a metadata file, line by line."""
-    lines = tree.lines(name)
+    lines = TextLines(tree.pieces(name), recoded)
     yield from _csv_entries(name, lines) if name.lower().endswith(".csv") else _json_entries(name, lines)
 
 
 def _json_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number in count(1):
         try:
-            entry = json.loads(line)
-        except ValueError as error:
+            line = next(lines)
+            entry = json.loads(line) if line.strip() else None
+        except StopIteration:
+            return
+        except TextError as error:
+            yield f"{name}:{number}", str(error)
+            continue
+        except (ValueError, RecursionError) as error:
             yield f"{name}:{number}", f"no JSON: {error}"
             continue
-        yield f"{name}:{number}", entry if isinstance(entry, dict) else "no JSON object"
+        if line.strip():
+            yield f"{name}:{number}", entry if isinstance(entry, dict) else "no JSON object"
 
 
 def _csv_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
@@ -260,6 +316,9 @@ def _csv_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
             row = next(reader)
         except StopIteration:
             return
+        except TextError as error:
+            yield f"{name}:{reader.line_num + 1}", str(error)
+            continue
         except csv.Error as error:
             yield f"{name}:{reader.line_num}", f"no CSV: {error}"
             continue

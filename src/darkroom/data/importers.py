@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -26,13 +27,14 @@ from darkroom.data.folder import METADATA, FolderSource
 from darkroom.data.mds import MdsSource, indices_in
 from darkroom.data.parquet import ParquetSource, parquets_in
 from darkroom.data.pictures import EXTENSIONS, MAX_PIXELS, PILLOW_MAX_PIXELS, PictureError, colour, examine
-from darkroom.data.rows import Extras, Row, table
+from darkroom.data.rows import Extras, Row, finish_widening, table, widen
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.source import Columns, Item, PartRead, Problem, Sample, Source, paths_below
-from darkroom.data.store import ROWS_PER_FRAGMENT, Store
+from darkroom.data.store import ROWS_PER_FRAGMENT, Store, exists
+from darkroom.data.texts import flaw_of, readable
 from darkroom.data.webdataset import WebdatasetSource, tars_in
-from darkroom.data.writing import FragmentWriter
+from darkroom.data.writing import COMMIT_EVERY_S, FragmentWriter
 from darkroom.errors import InputError, Stopped
 
 Kind = Literal["auto", "folder", "webdataset", "parquet", "mds"]
@@ -51,8 +53,9 @@ MAX_WORKERS = 16
 class ImportReport:
     """What an import did. `doubles` were there already, with the same caption; `rejected` counts by reason.
 
-    `left_out` names columns of the source that are neither number, text nor list; `renamed` those whose
-    name the store needs itself; `widened` those whose type had to change for values that came later.
+    `recoded` counts texts that were not UTF-8, by the encoding they were read as; `left_out` names columns of
+    the source that are neither number, text nor list; `renamed` those whose name the store needs itself;
+    `widened` those whose type had to change for values that came later.
     """
 
     store: str
@@ -63,6 +66,7 @@ class ImportReport:
     rejected: dict[str, int] = field(default_factory=dict)
     rejected_file: str = ""
     left_out: list[str] = field(default_factory=list)
+    recoded: dict[str, int] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     widened: dict[str, str] = field(default_factory=dict)
     num_rows: int = 0
@@ -82,6 +86,9 @@ class ImportReport:
             told.append(f"set aside: {reasons}; see {self.rejected_file}")
         if "no-caption" in self.rejected:
             told.append("pictures without a caption come in with: --missing-caption keep")
+        if self.recoded:
+            counts = ", ".join(f"{count:,} as {name}" for name, count in self.recoded.items())
+            told.append(f"texts that are not UTF-8, read {counts}: look whether their letters are right")
         if self.left_out:
             told.append(f"left out, no number, text or list: {', '.join(self.left_out)}")
         if self.renamed:
@@ -119,14 +126,20 @@ def import_pictures(
     path = Path(source)
     kind = find_kind(path, kind)
     reader = KINDS[kind](path, Columns(image_column, caption_column))
+    made = not isinstance(store, Store) and not exists(store)
     target = store if isinstance(store, Store) else Store.open_or_create(store)
     settings = [image_column, caption_column, min_size, max_pixels, on_missing_caption]
     filter_ = _Filter(background, min_size, max_pixels, on_missing_caption == "keep")
     with Sidecars(target.path).alone():
         target.refresh()
-        target.mend()
+        finish_widening(target)
+        target.finish_purges()
         run = _Import(target, path, kind, reader, filter_, json.dumps(settings), rows_per_fragment)
-        return run(workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))), progress)
+        report = run(workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))), progress)
+        if made and not report.num_rows and not report.rejected:
+            shutil.rmtree(target.path)
+            raise InputError(f"no pictures in {path}", mend="no store was made")
+        return report
 
 
 def _check(background: str, min_size: int, max_pixels: int, missing: str, rows_per_fragment: int) -> None:
@@ -200,6 +213,8 @@ class _Filter:
 
     def _judge(self, sample: Sample) -> tuple[Item | Row | _Double, str]:
         caption = sample.caption or ""
+        if flaw := flaw_of(caption):
+            return Problem(sample.key, "bad-caption", flaw), ""
         id_ = picture_id(sample.picture, caption)
         if prefix(id_) in self.seen:
             return _Double(id_), id_
@@ -254,7 +269,9 @@ class _Import:
         self.rejected: Counter[str] = Counter()
         self._read = 0
         self._of_part = Finished()
+        self._ended: dict[str, Finished] = {}
         self._parts: dict[str, Finished] = {}
+        self._flushed_at = time.monotonic()
         self._rows: list[Row] = []
         self._bytes = 0
         self._problems: list[str] = []
@@ -269,6 +286,7 @@ class _Import:
             finally:
                 self._flush()
                 self.writer.close()
+            self.writer.finish()
             self._finish(time.perf_counter() - started)
             if stopped():
                 raise Stopped(f"stopped with {self.report.added:,} pictures added; the same command goes on")
@@ -281,13 +299,17 @@ class _Import:
         with ThreadPoolExecutor(workers, thread_name_prefix="import") as pool:
             for chunk in _chunks(self.reader.items(self.finished)):
                 pending.append(pool.submit(self.filter, chunk))
-                if stopped():
-                    return pool.shutdown(cancel_futures=True)
-                if len(pending) > 2 * workers:
+                while pending and (pending[0].done() or len(pending) > 2 * workers) and not stopped():
                     self._take(pending.popleft().result(), progress)
-            while pending and not stopped():
-                self._take(pending.popleft().result(), progress)
-        return None
+                if stopped():
+                    break
+            while pending:
+                if stopped():
+                    pool.shutdown(wait=False, cancel_futures=True)
+                first = pending.popleft()
+                if first.cancelled():
+                    break  # it and what comes behind it in the source are read by the next import
+                self._take(first.result(), progress)
 
     def _take(
         self,
@@ -305,7 +327,8 @@ class _Import:
                 case PartRead():
                     self._end_part(what.name)
             self._read += not isinstance(what, PartRead)
-        if len(self._rows) >= TABLE_ROWS or self._bytes >= TABLE_BYTES:
+        late = time.monotonic() >= self._flushed_at + COMMIT_EVERY_S
+        if len(self._rows) >= TABLE_ROWS or self._bytes >= TABLE_BYTES or late:
             self._flush()
         if progress is not None:
             progress(self._read, self.reader.total)
@@ -320,7 +343,7 @@ class _Import:
 
     def _reject(self, problem: Problem, id_: str) -> None:
         self._of_part.rejected[problem.reason] += 1
-        place = {"source": self.report.source, "key": problem.key}
+        place = {"source": self.report.source, "key": readable(problem.key)}
         # A moved source names its pictures the same, so what can be told by its bytes is told once.
         if self.rejected_before.add(short_id(f"{problem.reason}|{id_ or place}")):
             told = {**place, "reason": problem.reason, "detail": problem.detail, "id": id_ or None}
@@ -333,7 +356,7 @@ class _Import:
             part = Finished(0, before.added + before.doubles, before.rejected)
             self._read += part.doubles + part.rejected.total()
         else:
-            part = self._parts[name] = self._of_part
+            part = self._ended[name] = self._of_part
         self._count(part)
         self._of_part = Finished()
 
@@ -345,14 +368,19 @@ class _Import:
     def _flush(self) -> None:
         """Hand the rows on to the writer, with the store's columns fit to take them."""
         rows, self._rows, self._bytes = self._rows, [], 0
-        if not rows:
-            return
+        ended, self._ended = self._ended, {}
+        self._flushed_at = time.monotonic()
+        if rows:
+            self._write(rows)
+        self._parts |= ended  # only now: a commit within the writing did not yet hold all of their rows
+
+    def _write(self, rows: list[Row]) -> None:
         arrays, needed = self.extras.columns(rows)
         if needed:
             self.writer.close()
             has = set(self.store.dataset.schema.names)
             self.store.add_columns(pa.field(n, t) for n, t in needed.items() if n not in has)
-            self.store.widen({n: t for n, t in needed.items() if n in has})
+            widen(self.store, {n: t for n, t in needed.items() if n in has})
         self.writer.write(table(rows, self.report.source, arrays))
 
     def _committed(self) -> None:
@@ -365,6 +393,7 @@ class _Import:
         report = self.report
         report.rejected = dict(sorted(self.rejected.items()))
         report.left_out = sorted(self.reader.left_out)
+        report.recoded = dict(sorted(self.reader.recoded.items()))
         report.renamed, report.widened = self.extras.renamed, self.extras.widened
         report.num_rows, report.wall_s = self.store.num_rows, wall_s
         report.pictures_per_s = self._read / wall_s

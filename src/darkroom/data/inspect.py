@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image, ImageDraw, ImageFont
 
-from darkroom.data.doubles import DOUBLE_OF
 from darkroom.data.pictures import PictureError, decode, resize_crop
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Sidecars
-from darkroom.data.store import Store
+from darkroom.data.store import DOUBLE_OF, Store
 from darkroom.errors import StoreError
 
 LONGEST_CAPTION = 10_000

@@ -14,6 +14,7 @@ import json
 import os
 import struct
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -38,6 +39,7 @@ from darkroom.data.source import (
     part_name,
     paths_below,
 )
+from darkroom.data.texts import decode_text
 from darkroom.errors import InputError
 
 INDEX = "index.json"
@@ -96,6 +98,7 @@ class MdsSource:
     def __init__(self, path: Path, columns: Columns) -> None:
         self._root, self._columns = path if path.is_dir() else path.parent, columns
         self.left_out: set[str] = set()
+        self.recoded: Counter[str] = Counter()
         self._shards = [(folder, shard) for folder in indices_in(path) for shard in _shards(folder)]
         if not self._shards:
             raise InputError(f"no MDS shards in {path}", allowed=f"a folder with an {INDEX}")
@@ -152,8 +155,10 @@ class MdsSource:
         encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))
         try:
             picture = _picture(encodings.pop(image), columns[image])
-            values = {name: _value(encoding, columns[name]) for name, encoding in encodings.items()}
-        except (ValueError, struct.error) as error:
+            values = {
+                name: self._value(encodings[name], columns[name]) for name in encodings if name != caption
+            }
+        except (ValueError, RecursionError, struct.error) as error:
             yield Problem(key, "bad-metadata", f"a column does not decode: {error}")
             return
         self.left_out |= {name for name, value in values.items() if value is NotImplemented}
@@ -161,8 +166,18 @@ class MdsSource:
         if len(picture) > MAX_PICTURE_BYTES:
             yield Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
             return
-        for text in captions_of(kept.pop(caption, None)):
+        try:
+            encoding = "str" if encodings[caption] == "bytes" else encodings[caption]
+            texts = captions_of(self._value(encoding, columns[caption]))
+        except (ValueError, RecursionError, struct.error) as error:
+            yield Problem(key, "bad-caption", str(error))
+            return
+        for text in texts:
             yield Sample(key, picture, text, kept)
+
+    def _value(self, encoding: str, data: bytes) -> Any:
+        """A column's value; NotImplemented for what is neither number, text nor JSON."""
+        return decode_text(data, self.recoded) if encoding == "str" else _value(encoding, data)
 
 
 def _shards(folder: Path) -> list[_Shard]:
@@ -259,14 +274,12 @@ def _picture(encoding: str, data: bytes) -> bytes:
 
 
 def _value(encoding: str, data: bytes) -> Any:
-    """A column's value; NotImplemented for what is neither number, text nor JSON."""
+    """A number or JSON, else NotImplemented."""
     if encoding in NUMBERS:
         return np.frombuffer(data, np.dtype(encoding).newbyteorder("<"))[0].item()
     if encoding == "int":
         return struct.unpack("<q", data)[0]
-    if encoding == "str":
-        return data.decode("utf-8", "replace")
     if encoding == "json":
-        return json.loads(data)
+        return json.loads(decode_text(data))
     readers: dict[str, Callable[[str], Any]] = {"str_int": int, "str_float": float, "str_decimal": float}
     return readers[encoding](data.decode()) if encoding in readers else NotImplemented

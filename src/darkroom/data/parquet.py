@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from darkroom.data.source import (
     captions_of,
     find_name,
     no_column,
+    no_files_below,
     part_key,
     part_name,
     paths_below,
 )
+from darkroom.data.texts import TextError, decode_text
 from darkroom.errors import InputError
 
 BATCH_ROWS = 64
@@ -46,6 +49,7 @@ class ParquetSource:
         self._root, self._columns = path, columns
         self._files = [path] if path.is_file() else parquets_in(path)
         self.left_out: set[str] = set()
+        self.recoded: Counter[str] = Counter()
         self.total: int | None = 0
         if not self._files:
             raise InputError(f"no .parquet file in {path}")
@@ -55,6 +59,7 @@ class ParquetSource:
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
         """Rows of all files that are not `finished`."""
+        yield from no_files_below(self._root, (".parquet",))
         for file in self._files:
             part = part_name(file, self._root if self._root.is_dir() else file)
             if part not in finished:
@@ -64,7 +69,7 @@ class ParquetSource:
     def _names(self, schema: pa.Schema, file: Path) -> tuple[str, str]:
         """Which columns hold the picture and the caption."""
         given, with_bytes = self._columns.image, [f.name for f in schema if _holds_bytes(f.type)]
-        paths = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        paths = [f.name for f in schema if _is_text(f.type)]
         image = (
             find_name(given, IMAGE_NAMES, schema.names if given else with_bytes, "image")
             or find_name(None, IMAGE_NAMES, paths, "image")
@@ -80,17 +85,35 @@ class ParquetSource:
         try:
             parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
             image, caption = self._names(parquet.schema_arrow, file)
-            columns = self._kept(parquet.schema_arrow, image)
+            columns = self._kept(parquet.schema_arrow, image, caption)
             number = 0
             for batch in parquet.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                for row in batch.to_pylist():
+                for row in self._decoded(batch):
                     yield from self._row(f"{prefix}{number}", row, image, caption, file)
                     number += 1
         except (pa.ArrowException, OSError) as error:
             yield Problem(prefix or file.name, "torn-part", " ".join(str(error).split()))
 
-    def _kept(self, schema: pa.Schema, image: str) -> list[str]:
-        out = {f.name for f in schema if _holds_bytes(f.type) and f.name != image}
+    def _decoded(self, batch: pa.RecordBatch) -> list[dict[str, Any]]:
+        """Rows of a batch; texts that are no UTF-8, which Parquet does not check, come as bytes."""
+        rows: list[dict[str, Any]]
+        try:
+            rows = batch.to_pylist()
+            return rows
+        except UnicodeDecodeError:
+            arrays = [
+                column.cast(pa.large_binary()) if _is_text(column.type) else column
+                for column in batch.columns
+            ]
+            rows = pa.RecordBatch.from_arrays(arrays, batch.schema.names).to_pylist()
+        texts = [field.name for field in batch.schema if _is_text(field.type)]
+        for row in rows:
+            for name in texts:
+                row[name] = _text_or_bytes(row[name], self.recoded)
+        return rows
+
+    def _kept(self, schema: pa.Schema, image: str, caption: str) -> list[str]:
+        out = {f.name for f in schema if _holds_bytes(f.type) and f.name not in (image, caption)}
         self.left_out |= out
         return [name for name in schema.names if name not in out]
 
@@ -106,7 +129,13 @@ class ParquetSource:
         elif len(data) > MAX_PICTURE_BYTES:
             yield Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
         else:
-            for text in captions_of(row.pop(caption)):
+            told = row.pop(caption)
+            try:
+                captions = captions_of(decode_text(told, self.recoded) if isinstance(told, bytes) else told)
+            except TextError as error:
+                yield Problem(key, "bad-caption", str(error))
+                return
+            for text in captions:
                 yield Sample(key, data, text, row)
 
     def _read(self, path: str | None, file: Path) -> bytes | str:
@@ -126,6 +155,19 @@ def _opened(file: Path) -> pq.ParquetFile:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{file} is no Parquet file: {' '.join(str(error).split())}") from error
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
+
+
+def _text_or_bytes(value: bytes | None, recoded: Counter[str]) -> str | bytes | None:
+    if value is None:
+        return None
+    try:
+        return decode_text(value, recoded)
+    except TextError:
+        return value
 
 
 def _holds_bytes(type_: pa.DataType) -> bool:

@@ -4,6 +4,9 @@ Lance gives a version its number by making a file that must not be there yet. Wh
 between a writer's look at the newest and its commit, that number may be free again: the commit goes well,
 below the newest version, and its rows are in no version after it. So whoever commits holds a shared lock on
 the store's folder, and whoever drops versions an exclusive one.
+
+A data file is in no version until its commit. So whoever writes one holds a second lock, shared, from the
+file's start to its commit, and whoever removes files that no version names holds it exclusively.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ VANISHED = re.compile(
     r"not found.*/(_versions/[^/,]+\.manifest|data/[^/,]+\.lance,|_deletions/|_transactions/)", re.I
 )
 PATH = re.compile(r"\S*/\S*")
-LOCK = "_commits.lock"
+COMMITS, WRITERS = "_commits.lock", "_writers.lock"
 
 
 def conflicted(error: Exception) -> bool:
@@ -57,26 +60,40 @@ def look(call: Callable[[], T]) -> T:
 @contextmanager
 def committing(folder: Path | None) -> Iterator[None]:
     """Within, nobody drops versions of the store in a folder; other commits go on."""
-    with _locked(folder, fcntl.LOCK_SH):
+    with _locked(folder, COMMITS, fcntl.LOCK_SH):
         yield
 
 
 @contextmanager
 def dropping(folder: Path | None) -> Iterator[bool]:
     """Within, nobody commits to the store in a folder; False where that cannot be had, as at an address."""
-    with _locked(folder, fcntl.LOCK_EX) as locked:
+    with _locked(folder, COMMITS, fcntl.LOCK_EX) as locked:
         yield locked
 
 
 @contextmanager
-def _locked(folder: Path | None, how: int) -> Iterator[bool]:
+def writing(folder: Path | None) -> Iterator[None]:
+    """Within, nobody removes data files that are in no version yet; other writers go on."""
+    with _locked(folder, WRITERS, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def sole_writer(folder: Path | None) -> Iterator[bool]:
+    """Within, nobody writes data files; False where somebody does, or where there are no locks."""
+    with _locked(folder, WRITERS, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
+        yield locked
+
+
+@contextmanager
+def _locked(folder: Path | None, name: str, how: int) -> Iterator[bool]:
     if folder is None:
         yield False
         return
-    with (folder / LOCK).open("ab") as file:
+    with (folder / name).open("ab") as file:
         try:
             fcntl.flock(file, how)
             locked = True
-        except OSError:  # a file system without locks
+        except OSError:  # a file system without locks, or somebody else has it
             locked = False
         yield locked

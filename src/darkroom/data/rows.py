@@ -6,18 +6,22 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
+from operator import methodcaller
 from typing import Any, NamedTuple
 
+import lance
 import numpy as np
 import pyarrow as pa
 
 from darkroom.data.pictures import Facts
 from darkroom.data.source import clean
-from darkroom.data.store import SCHEMA, widened
+from darkroom.data.store import SCHEMA, Store
+from darkroom.data.texts import readable
 
 TEXT, WHOLE, FRACTION, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 NOTHING = pa.null()
 LARGEST = 2**63
+WIDENED = "_widened_"
 
 
 class Row(NamedTuple):
@@ -106,6 +110,38 @@ def _text(value: Any) -> str:
     return clean(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def widened(column: pa.Array, type_: pa.DataType) -> pa.Array:
+    """A column as another type that holds all of its values; text is JSON but for what is text already."""
+    if not pa.types.is_string(type_) or pa.types.is_string(column.type):
+        return column.cast(type_)
+    return pa.array([None if v is None else json.dumps(v) for v in column.to_pylist()], type_)
+
+
+def widen(store: Store, types: Mapping[str, pa.DataType]) -> None:
+    """Change a store's columns to types that hold all they have: whole numbers to fractions, any to text."""
+    finish_widening(store)
+    for name, type_ in types.items():
+        read, temporary = store.dataset.schema.field(name), WIDENED + name
+        converted = lance.batch_udf(pa.schema([pa.field(temporary, type_, metadata=read.metadata)]))(
+            lambda batch, name=name, type_=type_, to=temporary: pa.record_batch(
+                [widened(batch.column(name), type_)], [to]
+            )
+        )
+        store.change(methodcaller("add_columns", converted, read_columns=[name]))
+        store.change(methodcaller("drop_columns", [name]))
+        finish_widening(store)
+
+
+def finish_widening(store: Store) -> None:
+    """Finish what a kill in the middle of widening a column left."""
+    for temporary in [n for n in store.dataset.schema.names if n.startswith(WIDENED)]:
+        name = temporary.removeprefix(WIDENED)
+        if name in store.dataset.schema.names:
+            store.change(methodcaller("drop_columns", [temporary]))
+        else:
+            store.change(methodcaller("alter_columns", {"path": temporary, "name": name}))
+
+
 class Extras:
     """The source's own columns, as the store has them."""
 
@@ -182,7 +218,7 @@ def table(rows: Sequence[Row], source: str, extras: Mapping[str, pa.Array]) -> p
         "format": [row.facts.format for row in rows],
         "phash": [row.facts.phash for row in rows],
         "source": [source] * len(rows),
-        "key": [clean(row.key) for row in rows],
+        "key": [readable(row.key) for row in rows],
     }
     made = pa.table(own, schema=SCHEMA)
     for name, array in extras.items():

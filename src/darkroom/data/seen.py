@@ -17,8 +17,8 @@ Ids = NDArray[np.uint64]
 
 
 def short_id(text: str) -> int:
-    """64 bits of a text, as a member of the set."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+    """64 bits of a text, as a member of the set; a file's name that is no UTF-8 is one too."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 class Seen:

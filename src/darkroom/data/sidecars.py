@@ -21,6 +21,9 @@ from darkroom.errors import StoreError
 
 REJECTED = "rejected.jsonl"
 PARTS = "_parts.jsonl"
+UNJOINED = "_unjoined.json"
+PREPARING = "_prepare"
+"""The folder of files that a prepare has finished and not yet committed, a folder a column."""
 
 
 @dataclass
@@ -43,14 +46,16 @@ class Sidecars:
         """The sizes noted for a fragment, None where its rows are not those that were counted."""
         if self.root is None or not (path := self._shapes_path(data_file)).is_file():
             return None
-        counts = Counter({(width, height): number for width, height, number in json.loads(path.read_text())})
+        counts = Counter(
+            {(width, height): number for width, height, number in json.loads(path.read_text("utf-8"))}
+        )
         return counts if counts.total() == num_rows else None
 
     def shape_rows(self, data_file: str) -> NDArray[np.int64] | None:
         """The sizes noted for a fragment as rows of (width, height, how many), parsed as one."""
         if self.root is None or not (path := self._shapes_path(data_file)).is_file():
             return None
-        plain = path.read_text().replace("[", "").replace("]", "")
+        plain = path.read_text("utf-8").replace("[", "").replace("]", "")
         return np.fromstring(plain, dtype=np.int64, sep=",").reshape(-1, 3)
 
     def write_shapes(self, data_file: str, counts: Counter[tuple[int, int]]) -> None:
@@ -140,6 +145,20 @@ class Sidecars:
         if self.root is not None and (self.root / PARTS).is_file():
             write_atomically(self.root / PARTS, "".join(lines))
 
+    def unjoined(self) -> list[list[str]]:
+        """Groups of small fragments that an import left, each by its data file."""
+        if self.root is None or not (self.root / UNJOINED).is_file():
+            return []
+        groups: list[list[str]] = json.loads((self.root / UNJOINED).read_text("utf-8"))
+        return groups
+
+    def note_unjoined(self, groups: list[list[str]]) -> None:
+        """Note which small fragments are to be joined."""
+        if self.root is not None and any(groups):
+            write_atomically(self.root / UNJOINED, json.dumps(groups))
+        elif self.root is not None:
+            (self.root / UNJOINED).unlink(missing_ok=True)
+
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         """The entries of a file of JSON lines; one torn by a kill is no entry."""
         if self.root is None or not (self.root / name).is_file():
@@ -158,7 +177,7 @@ class Sidecars:
         """Within, no other import writes to the store; the system ends the claim with its process."""
         if self.root is None:
             raise StoreError("an import into a store that is not in a local folder", mend="import, then copy")
-        with (self.root / "_import.lock").open("w") as file:
+        with (self.root / "_import.lock").open("wb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -170,7 +189,7 @@ class Sidecars:
     def deleted_ids(self) -> set[str]:
         """Ids of the rows that were deleted by id."""
         path = self.root / "deleted.txt" if self.root is not None else None
-        return set(path.read_text().split()) if path is not None and path.is_file() else set()
+        return set(path.read_text("utf-8").split()) if path is not None and path.is_file() else set()
 
 
 def _opened(address: str, mode: str) -> Any:
@@ -180,12 +199,27 @@ def _opened(address: str, mode: str) -> Any:
     return fsspec.open(address, mode)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a small file so that it is there whole or not at all."""
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a small file so that it is there whole or not at all; `durable`: also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(content.encode() if isinstance(content, str) else content)
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of files to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
@@ -196,3 +230,5 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
             if file.tell() and (file.seek(-1, os.SEEK_END) or True) and file.read(1) != b"\n":
                 text = "\n" + text
             file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,10 +64,14 @@ class Columns:
 
 
 class Source(Protocol):
-    """A stream of samples in an order that is the same each time."""
+    """A stream of samples in an order that is the same each time.
+
+    `recoded` counts the texts read so far that were not UTF-8, by their encoding.
+    """
 
     total: int | None
     left_out: set[str]
+    recoded: Counter[str]
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
         """Everything in order, but for the parts (see `part_name`) that were finished before."""
@@ -73,13 +79,25 @@ class Source(Protocol):
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder is the system's or an editor's business."""
-    return name.startswith((".", "__MACOSX"))
+    return name.startswith((".", "__MACOSX")) and name not in (".", "..")
 
 
-def files_below(root: Path) -> Iterator[tuple[str, str]]:
-    """All files as (folder, name) in a fixed order; hidden ones and stores are left out."""
-    for folder, folders, files in os.walk(root):
+def files_below(
+    root: Path, skipped: Callable[[str, str], None] = lambda path, why: None
+) -> Iterator[tuple[str, str]]:
+    """All files as (folder, name) in a fixed order; hidden ones and stores are left out.
+
+    `skipped` is called with the path of each folder that is not read, and the reason.
+    """
+
+    def failed(error: OSError) -> None:
+        skipped(str(error.filename), f"cannot be read: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=failed):
         folders[:] = sorted(f for f in folders if not is_hidden(f) and not f.endswith(".lance"))
+        for name in folders:
+            if os.path.islink(os.path.join(folder, name)):
+                skipped(os.path.join(folder, name), "a link to a folder, which is not followed")
         yield from ((folder, file) for file in sorted(files) if not is_hidden(file))
 
 
@@ -87,7 +105,30 @@ def paths_below(root: Path, endings: tuple[str, ...]) -> list[Path]:
     """The files below a folder whose names end so, or the file that the path is."""
     if root.is_file():
         return [root] if root.name.lower().endswith(endings) else []
-    return [Path(folder, name) for folder, name in files_below(root) if name.lower().endswith(endings)]
+    paths = (Path(folder, name) for folder, name in files_below(root) if name.lower().endswith(endings))
+    return [path for path in paths if path.is_file()]
+
+
+def no_files_below(root: Path, endings: tuple[str, ...]) -> Iterator[Problem]:
+    """What has the name of a file that is looked for and is none, and folders that are not read."""
+    folders: list[tuple[str, str]] = []
+    if root.is_file():
+        return
+    for folder, name in files_below(root, lambda path, why: folders.append((path, why))):
+        path = os.path.join(folder, name)
+        if name.lower().endswith(endings) and not os.path.isfile(path):
+            yield Problem(os.path.relpath(path, root), "no-file", why_no_file(path))
+    yield from (Problem(os.path.relpath(path, root), "no-file", why) for path, why in folders)
+
+
+def why_no_file(path: str | Path) -> str:
+    """What it is that has a file's name and cannot be read as one."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return "a link that leads nowhere" if os.path.islink(path) else f"{error.strerror}"
+    kinds = ((stat.S_ISFIFO, "a fifo"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder"))
+    return next((f"{what}, no file" for test, what in kinds if test(mode)), "a device, no file")
 
 
 def pictures_below(root: Path) -> list[Path]:
@@ -133,7 +174,7 @@ def captions_of(value: Any) -> list[str | None]:
         return list(found) or [None]
     if value is None or isinstance(value, (dict, bytes)):
         return [None]
-    return [clean(str(value)).strip() or None]
+    return [str(value).strip() or None]
 
 
 def clean(text: str) -> str:

@@ -8,7 +8,6 @@ compacted and dropped.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +25,27 @@ from numpy.typing import NDArray
 
 from darkroom.data.chosen import Chosen
 from darkroom.data.complaints import Filtering, no_column, not_opened
-from darkroom.data.races import committing, conflicted, dropping, look, vanished, wait
+from darkroom.data.purging import (
+    Journal,
+    Purged,
+    affected,
+    files_of,
+    remove_counts,
+    remove_files,
+    with_deletions,
+)
+from darkroom.data.races import (
+    committing,
+    conflicted,
+    dropping,
+    look,
+    sole_writer,
+    vanished,
+    wait,
+    writing,
+)
 from darkroom.data.sidecars import Sidecars
+from darkroom.data.texts import readable
 from darkroom.errors import StoreError
 
 T = TypeVar("T")
@@ -58,8 +76,9 @@ COMMIT_S = 600.0
 """Longer than a commit takes: no version younger than this is dropped where commits cannot be locked out."""
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
-WIDENED = "_widened_"
 SOURCE_KEY = "darkroom.source."
+DOUBLE_OF = "double_of"
+"""The column that names the picture a row is a double of, once doubles were marked."""
 
 Shapes = Counter[tuple[int, int]]
 """How many rows there are of each (width, height), in upright pixels."""
@@ -74,6 +93,14 @@ class FragmentInfo:
     offset: int
 
 
+@dataclass(frozen=True)
+class Deleted:
+    """What a deletion did: how many rows, and what left the disk."""
+
+    rows: int
+    purged: Purged
+
+
 class Store:
     """A picture store at one version; what changes the store moves on to the version that it made.
 
@@ -84,6 +111,7 @@ class Store:
         self.path = path
         self.dataset = dataset
         self.sidecars = Sidecars(path)
+        self._journal = Journal(self.sidecars.root)
         self._fragments: list[FragmentInfo] | None = None
 
     @classmethod
@@ -112,8 +140,7 @@ class Store:
     @classmethod
     def open_or_create(cls, path: str | Path) -> Self:
         """The store, made first where there is none."""
-        exists = "://" in str(path) or (Path(path) / "_versions").is_dir()
-        return cls.open(path) if exists else cls.create(path)
+        return cls.open(path) if exists(path) else cls.create(path)
 
     def refresh(self) -> None:
         """Move on to the newest version, which another process may have made."""
@@ -242,15 +269,19 @@ class Store:
         """
         sizes: Shapes = Counter()
         reader = _counting(rows if isinstance(rows, pa.RecordBatchReader) else rows.to_reader(), sizes)
-        fragments = lance.fragment.write_fragments(
-            reader, self.dataset, mode="append", max_rows_per_file=2**31, data_storage_version="2.1"
-        )
-        if not fragments or not sum(sizes.values()):
-            return 0
-        # Noted before the commit: a note without its fragment harms nobody, the other way costs a scan.
-        self.sidecars.write_shapes(fragments[0].files[0].path, sizes)
-        operation = lance.LanceOperation.Append(fragments)
-        self.commit(lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version))
+        with writing(self.sidecars.root):
+            fragments = lance.fragment.write_fragments(
+                reader, self.dataset, mode="append", max_rows_per_file=2**31, data_storage_version="2.1"
+            )
+            if not fragments or not sum(sizes.values()):
+                return 0
+            # Noted before the commit: a note without its fragment harms nobody, the other way costs a scan.
+            self.sidecars.write_shapes(fragments[0].files[0].path, sizes)
+            operation = lance.LanceOperation.Append(fragments)
+            self._commit(
+                lambda: lance.LanceDataset.commit(self.dataset, operation, read_version=self.version)
+            )
+        self.finish_purges()
         return sum(sizes.values())
 
     def patiently(self, call: Callable[[], T]) -> T:
@@ -278,6 +309,10 @@ class Store:
 
     def commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         """Commit, trying again from the newest version where another process was quicker."""
+        self._commit(commit)
+        self.finish_purges()
+
+    def _commit(self, commit: Callable[[], lance.LanceDataset]) -> None:
         self._move_to(self.patiently(lambda: self._committed(commit)))
 
     def change(self, change: Callable[[lance.LanceDataset], object]) -> None:
@@ -290,6 +325,27 @@ class Store:
         with committing(self.sidecars.root):
             return commit()
 
+    def set_by_id(self, column: str, values: Mapping[str, str]) -> None:
+        """Have a column of text hold these values by id, and null in all other rows.
+
+        Nothing but the column is written, and only in fragments where it changes.
+        """
+        self.commit(lambda: self._with_values(column, values))
+
+    def _with_values(self, column: str, values: Mapping[str, str]) -> lance.LanceDataset:
+        updated, fields = [], list[int]()
+        for fragment in self.dataset.get_fragments():
+            now = fragment.to_table(columns=["id", column])
+            wanted = pa.array([values.get(id_) for id_ in now["id"].to_pylist()], pa.string())
+            if not now[column].combine_chunks().equals(wanted):
+                table = pa.table({"id": now["id"], column: wanted})
+                metadata, fields = fragment.update_columns(table, left_on="id", right_on="id")
+                updated.append(metadata)
+        if not updated:
+            return self.dataset
+        operation = lance.LanceOperation.Update(updated_fragments=updated, fields_modified=fields)
+        return lance.LanceDataset.commit(self.dataset, operation, read_version=self.version)
+
     def add_columns(self, fields: Iterable[pa.Field]) -> None:
         """Add columns that are null in all rows; nothing is rewritten."""
         wanted = list(fields)
@@ -301,61 +357,85 @@ class Store:
 
         if wanted:
             self.change(add)
+            self.finish_purges()
 
-    def widen(self, types: Mapping[str, pa.DataType]) -> None:
-        """Change columns to types that hold all they have: whole numbers to fractions, any to text."""
-        self.mend()
-        for name, type_ in types.items():
-            read, temporary = self.dataset.schema.field(name), WIDENED + name
-            converted = lance.batch_udf(pa.schema([pa.field(temporary, type_, metadata=read.metadata)]))(
-                lambda batch, name=name, type_=type_, to=temporary: pa.record_batch(
-                    [widened(batch.column(name), type_)], [to]
-                )
-            )
-            self.change(methodcaller("add_columns", converted, read_columns=[name]))
-            self.change(methodcaller("drop_columns", [name]))
-            self.mend()
-
-    def mend(self) -> None:
-        """Finish what a kill in the middle of widening a column left."""
-        for temporary in [n for n in self.dataset.schema.names if n.startswith(WIDENED)]:
-            name = temporary.removeprefix(WIDENED)
-            if name in self.dataset.schema.names:
-                self.change(methodcaller("drop_columns", [temporary]))
-            else:
-                self.change(methodcaller("alter_columns", {"path": temporary, "name": name}))
-
-    def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> int:
-        """Delete rows by id or source for good; returns their number.
+    def delete(self, *, ids: Iterable[str] | None = None, source: str | None = None) -> Deleted:
+        """Delete rows by id or source for good, with all that was prepared from them.
 
         The rows' bytes leave the disk with every version that is not pinned (at an address ten minutes
         later, with the next deletion or compaction), and fragments that lost rows are written anew behind
-        the others, so positions change. Pictures deleted by id stay out when their source is imported again;
-        a source that was deleted whole may be imported anew.
+        the others, so positions change. Killed at any moment, the same call goes on, and so does the next
+        write of any kind. Pictures deleted by id stay out when their source is imported again; a source that
+        was deleted whole may be imported anew. StoreError, with nothing deleted, for an id or a source that
+        was never there.
         """
         if (ids is None) == (source is None):
             raise StoreError("delete without a choice, or with two", allowed="either ids or source")
-        deleted = self._delete_ids(list(ids)) if ids is not None else self._delete_source(str(source))
-        if deleted:
-            self._purge()
-        return deleted
+        self.refresh()
+        rows = self._delete_ids(list(ids)) if ids is not None else self._delete_source(str(source))
+        self._forget_originals()
+        return Deleted(rows, self.purge())
+
+    def _forget_originals(self) -> None:
+        """Of the doubles of a picture that is gone, the first is a double no more, the others are its own."""
+        if DOUBLE_OF not in self.dataset.schema.names:
+            return
+        marks = {
+            id_: original
+            for batch in self.scan(["id", DOUBLE_OF], filter=f"{DOUBLE_OF} IS NOT NULL")
+            for id_, original in zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        }
+        gone = set(marks.values()) - self._ids_among(sorted(set(marks.values())))
+        heirs: dict[str, str] = {}
+        for id_, original in list(marks.items()):
+            if original in gone and heirs.setdefault(original, id_) == id_:
+                del marks[id_]
+            elif original in gone:
+                marks[id_] = heirs[original]
+        if heirs:
+            self.set_by_id(DOUBLE_OF, marks)
+
+    def _ids_among(self, ids: Sequence[str]) -> set[str]:
+        """Those of some ids that rows have."""
+        return {
+            id_
+            for where in _id_filters(ids)
+            for batch in self.scan(["id"], filter=where)
+            for id_ in batch.column("id").to_pylist()
+        }
 
     def _delete_ids(self, ids: list[str]) -> int:
+        there = self._ids_among(ids)
+        unknown = [id_ for id_ in ids if id_ not in there]
+        if unknown and (unknown := sorted(set(unknown) - self.deleted_ids())):
+            self.purge()
+            more = f" and {len(unknown) - 3:,} others" if len(unknown) > 3 else ""
+            raise StoreError(
+                f"no picture with the id {', '.join(unknown[:3])}{more} in {self.path}",
+                mend="nothing was deleted",
+            )
         # Noted first: stopped in between, the rows are still there and the same call goes on.
-        self.sidecars.note_deleted(ids)
-        parts = [ids[start : start + IDS_PER_DELETE] for start in range(0, len(ids), IDS_PER_DELETE)]
-        return sum(self._delete_where(f"id IN ({', '.join(map(_quoted, part))})") for part in parts)
+        self.sidecars.note_deleted(there)
+        return sum(self._delete_where(where) for where in _id_filters(sorted(there)))
 
     def _delete_source(self, source: str) -> int:
         sources = self.sources()
-        if source not in sources:
+        if source in sources:
+            self.sidecars.forget_finished(source)
+            return self._delete_where(f"source = {_quoted(source)}", source)
+        if source not in {note.source for note in self._journal.notes()}:
+            self.purge()
             raise no_column(source, list(sources), "source")
-        self.sidecars.forget_finished(source)
-        return self._delete_where(f"source = {_quoted(source)}")
+        return 0
 
-    def _delete_where(self, where: str) -> int:
+    def _delete_where(self, where: str, source: str | None = None) -> int:
         counted: list[int] = []
-        self.change(lambda dataset: counted.append(dataset.delete(where)["num_deleted_rows"]))
+
+        def delete(dataset: lance.LanceDataset) -> None:
+            self._journal.add(source, affected(dataset, where))
+            counted.append(dataset.delete(where)["num_deleted_rows"])
+
+        self.change(delete)
         return sum(counted)
 
     def name_source(self, path: Path) -> str:
@@ -364,15 +444,15 @@ class Store:
         A path that is no longer there gives its name away: the source was moved.
         """
         place = path.resolve()
-        known = self.dataset.config()
-        name = place.name
+        known, told = self.dataset.config(), readable(str(place))
+        name = readable(place.name)
         for parent in place.parents:
             noted = known.get(SOURCE_KEY + name)
-            if noted is None or Path(noted) == place or not Path(noted).exists():
+            if noted is None or noted == told or not Path(noted).exists():
                 break
-            name = f"{parent.name}/{name}"
-        if known.get(SOURCE_KEY + name) != str(place):
-            self.change(methodcaller("update_config", {SOURCE_KEY + name: str(place)}))
+            name = readable(f"{parent.name}/{name}")
+        if known.get(SOURCE_KEY + name) != told:
+            self.change(methodcaller("update_config", {SOURCE_KEY + name: told}))
         return name
 
     def sources(self) -> dict[str, int]:
@@ -387,10 +467,30 @@ class Store:
         """Ids of rows that were deleted by id, and stay out."""
         return self.sidecars.deleted_ids()
 
-    def _purge(self) -> None:
-        """Rewrite the fragments that lost rows, those alone, and drop the versions that still show them."""
-        longest = max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments), 1)
-        self._rewrite(longest, only_deletions=True)
+    def purge(self) -> Purged:
+        """Take off the disk what was deleted and what no version names, pinned versions excepted.
+
+        Fragments that lost rows are written anew, those alone. Files that are in no version, such as those
+        of a killed import, are removed unless somebody is writing.
+        """
+        self.refresh()
+        if with_deletions(self.dataset):
+            self._rewrite(max(ROWS_PER_FRAGMENT, *(f.num_rows for f in self.fragments)), only_deletions=True)
+        freed = self.drop_old_versions()
+        root = self.sidecars.root
+        if root is None:
+            return Purged(bytes=freed)
+        with sole_writer(root) as alone, dropping(root) as locked:
+            self.refresh()
+            purged = remove_files(root, self.dataset, alone=alone and locked, pins=self.pins())
+        purged.bytes += freed
+        return purged
+
+    def finish_purges(self) -> None:
+        """Purge what a killed deletion left, or what a pin held that is gone."""
+        notes = self._journal.notes()
+        if notes and any(not note.pins or note.pins.items() - self.pins().items() for note in notes):
+            self.purge()
 
     def compact(self, *, rows_per_fragment: int = ROWS_PER_FRAGMENT) -> None:
         """Join small fragments and drop the versions that nobody has pinned.
@@ -398,21 +498,52 @@ class Store:
         Positions and fragments are others afterwards; a run that must keep its order has pinned its version.
         """
         self._rewrite(rows_per_fragment)
+        self.drop_old_versions()
+        self.finish_purges()
+
+    def join(self, files: Sequence[str]) -> None:
+        """Join neighbouring fragments, each named by its first data file, into one; rows keep their order."""
+        sizes: Shapes = Counter()
+
+        def chosen(dataset: lance.LanceDataset) -> list[lance.LanceFragment]:
+            return [f for f in dataset.get_fragments() if f.data_files()[0].path in files]
+
+        def join(dataset: lance.LanceDataset) -> None:
+            several = chosen(dataset)
+            sizes.clear()
+            sizes.update(sum((self._shapes_of(fragment) for fragment in several), Counter()))
+            dataset.optimize.compact_files(
+                target_rows_per_fragment=max(sum(f.metadata.num_rows for f in several), 1),
+                excluded_fragment_ids=[
+                    f.fragment_id for f in dataset.get_fragments() if f.data_files()[0].path not in files
+                ],
+                batch_size=COMPACT_BATCH_ROWS,
+                num_threads=1,
+                compaction_mode="try_binary_copy",
+            )
+
+        before = {f.id for f in self.fragments}
+        self.change(join)
+        new = [f for f in self.fragments if f.id not in before]
+        if len(new) == 1 and new[0].num_rows == sizes.total():
+            self.sidecars.write_shapes(self.dataset.get_fragment(new[0].id).data_files()[0].path, sizes)
 
     def _rewrite(self, rows_per_fragment: int, *, only_deletions: bool = False) -> None:
         def rewrite(dataset: lance.LanceDataset) -> None:
-            fragments = dataset.get_fragments() if only_deletions else []
+            lost_rows = with_deletions(dataset)
+            if lost_rows:
+                self._journal.add(None, set().union(*map(files_of, lost_rows)))
+            kept = {f.fragment_id for f in dataset.get_fragments()} - {f.fragment_id for f in lost_rows}
             dataset.optimize.compact_files(
                 target_rows_per_fragment=rows_per_fragment,
                 materialize_deletions=True,
                 materialize_deletions_threshold=0.0,
-                excluded_fragment_ids=[f.fragment_id for f in fragments if not f.metadata.num_deletions],
+                excluded_fragment_ids=sorted(kept) if only_deletions else [],
                 batch_size=COMPACT_BATCH_ROWS,
                 num_threads=1,
             )
 
         self.change(rewrite)
-        self.drop_old_versions()
 
     # ---- versions
 
@@ -431,6 +562,7 @@ class Store:
         if _tag(name) not in self.dataset.tags.list():
             return False
         self.dataset.tags.delete(_tag(name))
+        self.finish_purges()
         return True
 
     def pins(self) -> dict[str, int]:
@@ -448,7 +580,14 @@ class Store:
             stats = look(
                 lambda: self.dataset.cleanup_old_versions(older_than=age, error_if_tagged_old_versions=False)
             )
+            if self.sidecars.root is not None:
+                remove_counts(self.sidecars.root)
         return int(stats.bytes_removed)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether a store is at a path; at an address one is taken to be there."""
+    return "://" in str(path) or (Path(path) / "_versions").is_dir()
 
 
 def count_shapes(tables: Iterable[pa.Table | pa.RecordBatch]) -> Shapes:
@@ -471,15 +610,14 @@ def _counting(reader: pa.RecordBatchReader, sizes: Shapes) -> pa.RecordBatchRead
     return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
 
+def _id_filters(ids: Sequence[str]) -> list[str]:
+    """Filters that find rows by their ids, a thousand each."""
+    parts = [ids[start : start + IDS_PER_DELETE] for start in range(0, len(ids), IDS_PER_DELETE)]
+    return [f"id IN ({', '.join(map(_quoted, part))})" for part in parts]
+
+
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def widened(column: pa.Array, type_: pa.DataType) -> pa.Array:
-    """A column as another type that holds all of its values; text is JSON but for what is text already."""
-    if not pa.types.is_string(type_) or pa.types.is_string(column.type):
-        return column.cast(type_)
-    return pa.array([None if v is None else json.dumps(v) for v in column.to_pylist()], type_)
 
 
 def _tag(name: str) -> str:

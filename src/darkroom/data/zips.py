@@ -118,7 +118,7 @@ class ZipReader:
         extra_end = name_end + fields[11]
         raw, extra = buffer[at + ENTRY.size : name_end], buffer[name_end:extra_end]
         size, packed, offset = _wide(extra, size, packed, fields[16])
-        name = raw.decode("utf-8" if flags & UTF8 else "cp437", "replace").replace("\\", "/")
+        name = _name(raw, bool(flags & UTF8)).replace("\\", "/")
         member = Member(name, method, bool(flags & ENCRYPTED), crc, packed, size, offset + self._shift)
         return member, extra_end + fields[12]
 
@@ -168,6 +168,16 @@ class ZipReader:
     def _pieces(self, start: int, length: int) -> Iterator[bytes]:
         for at in range(0, length, READ_BYTES):
             yield self._read_at(start + at, min(READ_BYTES, length - at))
+
+
+def _name(raw: bytes, is_utf8: bool) -> str:
+    """A member's name; one that says it is UTF-8 and is not is read as any other: no byte is lost."""
+    if is_utf8:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            pass
+    return raw.decode("cp437")
 
 
 def _inflated(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:

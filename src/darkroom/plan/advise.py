@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards
 from darkroom.plan.ask import (
@@ -112,7 +113,7 @@ class Advice:
             for reason in (*self.reasons[name], *option.notes, *plan.notes):
                 yield f"  - {reason}"
         if self.break_even_epochs is not None:
-            yield f"encoding beforehand pays from {self.break_even_epochs:.2g} epochs on"
+            yield f"encoding beforehand pays from {format_number(self.break_even_epochs, 2)} epochs on"
         yield f"{self.looked_at} combinations looked at"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
@@ -390,7 +391,9 @@ def plan_serving(
     offer = offer_for(where.card, usd_per_hour, prices)
     hour = cost(where.card, number, cores=where.cores, offer=offer)
     kept = latency <= job.latency_s
-    notes = () if kept else (f"the goal of {job.latency_s:g} s is out of reach: {latency:.2g} s",)
+    notes = (
+        () if kept else (f"the goal of {job.latency_s:g} s is out of reach: {format_number(latency, 2)} s",)
+    )
     told = {
         "devices": number,
         "batch": batch,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from darkroom.bill import format_number
 from darkroom.plan.ask import kept
 from darkroom.plan.jobs import Plan
 
@@ -29,7 +30,7 @@ def lines(plan: Plan) -> Iterator[str]:
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     total, trained = plan.parameters["total"], plan.parameters["trained"]
-    share = f"; trained {trained:,} ({100 * trained / total:.2g} %)" if trained else ""
+    share = f"; trained {trained:,} ({format_number(100 * trained / total, 2)} %)" if trained else ""
     yield "parameters", f"{total:,}{share}"
     yield "arithmetic", f"{flops(plan.flops_an_image)} an image, {flops(plan.flops_a_step)} a step"
     yield (

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.prices import Price
 from darkroom.plan.ask import Asked, PictureSettings, layout_of, picture_profile
@@ -250,6 +251,7 @@ def _flops(request: Request, profile: Profile) -> float:
 def _notes(requests: Sequence[Request], found: Served, kept: bool, latency_s: float) -> Iterator[str]:
     sizes = ", ".join(f"{width}x{height}" for width, height in sorted({r.size for r in requests}))
     steps = sorted(request.steps for request in requests)
-    yield f"{len(requests)} requests in {requests[-1].at:.3g} s: {sizes}, {steps[0]} to {steps[-1]} steps"
+    wall = format_number(requests[-1].at)
+    yield f"{len(requests)} requests in {wall} s: {sizes}, {steps[0]} to {steps[-1]} steps"
     if not kept:
-        yield f"the goal of {latency_s:g} s is out of reach: {found.p95_s:.2g} s"
+        yield f"the goal of {latency_s:g} s is out of reach: {format_number(found.p95_s, 2)} s"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from darkroom.data.sidecars import write_atomically
+from darkroom.data.sidecars import PREPARING, write_atomically
 from darkroom.errors import StoreError
 
 
@@ -37,7 +37,7 @@ class Notes:
         if "://" in store_path:
             raise StoreError(f"{store_path} is no local folder", mend="prepare a store on a local disk")
         self.column = column
-        self.folder = Path(store_path) / "_prepare" / column
+        self.folder = Path(store_path) / PREPARING / column
         self._data = Path(store_path) / "data"
         self._lock: IO[str] | None = None
 

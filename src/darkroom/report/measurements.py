@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from darkroom.bill import format_bytes
+from darkroom.bill import format_bytes, format_number
 from darkroom.measure import Measurement, read_csv
 from darkroom.report import html, plots
 from darkroom.report.drawing import drawing_plots
@@ -23,8 +23,8 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "steps_per_s": ("steps/s", lambda v: rate(v)),
     "mfu": ("MFU", lambda v: f"{v:.1%}"),
     "peak_memory_bytes": ("peak memory", format_bytes),
-    "energy_j": ("energy", lambda v: f"{v:.3g} J"),
-    "usd_per_image": ("USD/1000 images", lambda v: f"{v * 1000:.2g}"),
+    "energy_j": ("energy", lambda v: f"{format_number(v)} J"),
+    "usd_per_image": ("USD/1000 images", lambda v: format_number(v * 1000, 2)),
     "warmup_s": ("warm-up", lambda v: seconds(v)),
 }
 _MEASURED = ("psnr_db", "ssim", "nrmse", "max_diff", "lpips", "in_place")
@@ -49,7 +49,7 @@ def seconds(value: float) -> str:
     """'12.3 ms', '4.56 s', '2 min 03 s'."""
     if value < 1e-3:
         return f"{value * 1e6:.3g} µs"
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{format_number(value)} s"
 
 
 def rate(value: float) -> str:

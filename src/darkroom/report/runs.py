@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from darkroom.bill import Bill, format_bytes, format_seconds, format_usd
+from darkroom.bill import Bill, format_bytes, format_number, format_seconds, format_usd
 from darkroom.report import html, plots
 from darkroom.report.planned import planned_table
 from darkroom.report.plots import Curve, as_curve
@@ -129,7 +129,7 @@ def _figures(one: Told) -> list[tuple[str, str, str]]:
 def _bill_figures(bill: Bill) -> list[tuple[str, str, str]]:
     return [
         ("wall time", format_seconds(bill.wall_s), f"{bill.sessions} sessions" if bill.sessions > 1 else ""),
-        ("device-hours", f"{bill.device_hours:.3g}", bill.device),
+        ("device-hours", format_number(bill.device_hours), bill.device),
         ("cost", format_usd(bill.usd) if bill.usd is not None else "", bill.price_note()),
         ("peak memory", format_bytes(bill.peak_memory_bytes) if bill.peak_memory_bytes else "", ""),
     ]
@@ -278,7 +278,7 @@ def _bill(one: Told, *, titled: bool) -> str:
         else "no price known",
         "price from": bill.price_source or "",
         "a thousand images": format_usd(bill.usd_per_image * 1000) if bill.usd_per_image else "",
-        "energy": f"{bill.kwh:.3g} kWh ({bill.kwh_source})" if bill.kwh is not None else "",
+        "energy": f"{format_number(bill.kwh)} kWh ({bill.kwh_source})" if bill.kwh is not None else "",
         "peak memory": format_bytes(bill.peak_memory_bytes),
         "images": f"{bill.images:,}",
         "sessions": str(bill.sessions),

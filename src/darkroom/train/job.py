@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from darkroom import hardware, models
+from darkroom.bill import format_number
 from darkroom.data import Store
 from darkroom.data.loader import ReadSettings
 from darkroom.data.mixing import versions_of
@@ -134,7 +135,9 @@ def make_job(
     rest(_seldom_run(model, task), pinned.run)
     if recipe.task in FINE_TUNING:
         trained, total = parameter_table(task.modules)
-        notes.append(f"{trained:,} of {total:,} parameters are trained ({100 * trained / total:.2g} %)")
+        notes.append(
+            f"{trained:,} of {total:,} parameters are trained ({format_number(100 * trained / total, 2)} %)"
+        )
     heldout = _heldout(recipe, task, store, held_rows, device)
     calibration = _calibration(recipe, task, store, train_rows, device)
     one_row = partial(_one_row, task, store, train_rows, device)

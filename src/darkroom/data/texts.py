@@ -1,0 +1,145 @@
+"""Text from files of any age: UTF-8, else what its mark says, else Windows' Western encoding, counted.
+
+What is none of these is no text and is set aside: a letter that was replaced is noticed by nobody.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+MAX_CAPTION_BYTES = 1024**2
+MAX_LINE_BYTES = 64 * 1024**2
+FALLBACK = "cp1252"
+MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16, whose mark it begins with
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+
+
+class TextError(ValueError):
+    """Bytes that are no text, with the reason."""
+
+
+def encoding_of(start: bytes) -> tuple[str, int]:
+    """The encoding that a text's first bytes tell, and the length of its mark; UTF-8 where they tell none."""
+    for mark, encoding in MARKS:
+        if start.startswith(mark):
+            return encoding, len(mark)
+    # Without a mark, Latin letters in UTF-16 have a NUL for every other byte.
+    even, odd = start[0::2], start[1::2]
+    if odd and odd.count(0) * 2 > len(odd) and not even.count(0):
+        return "utf-16-le", 0
+    if odd and even.count(0) * 2 > len(even) and not odd.count(0):
+        return "utf-16-be", 0
+    return "utf-8", 0
+
+
+def decode_text(data: bytes, recoded: Counter[str] | None = None) -> str:
+    """A text's bytes as text; `recoded` counts those that were not UTF-8, by encoding. Raises TextError."""
+    encoding, mark = encoding_of(data)
+    try:
+        text = data[mark:].decode(encoding)
+    except UnicodeDecodeError as error:
+        if encoding != "utf-8":
+            raise TextError(f"no whole {encoding.upper()} ({error.reason})") from None
+        encoding = FALLBACK
+        try:
+            text = data.decode(encoding)
+        except UnicodeDecodeError:
+            raise TextError(f"neither UTF-8 nor UTF-16 nor {FALLBACK}") from None
+    if recoded is not None and encoding != "utf-8":
+        recoded[encoding.removesuffix("-le").removesuffix("-be")] += 1
+    return text
+
+
+def flaw_of(caption: str) -> str:
+    """Why a caption cannot be stored as it is; empty where it can."""
+    if "\0" in caption:
+        return "the caption holds NUL characters"
+    try:
+        length = len(caption.encode())
+    except UnicodeEncodeError:
+        return "the caption holds half of a surrogate pair"
+    if length > MAX_CAPTION_BYTES:
+        return f"a caption of {length:,} bytes, the most is {MAX_CAPTION_BYTES:,}"
+    return ""
+
+
+def readable(name: str) -> str:
+    """A file's name as text that can be stored: bytes that are no UTF-8 are written as \\xNN."""
+    try:
+        return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:
+        return name.encode("utf-8", "backslashreplace").decode()
+
+
+class TextLines:
+    """The lines of a text file that is read piece by piece.
+
+    A line that is no text raises TextError; the next call goes on behind it.
+    """
+
+    def __init__(self, pieces: Iterable[bytes], recoded: Counter[str]) -> None:
+        self._lines = _split(_as_utf8(iter(pieces), recoded))
+        self._recoded = recoded
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            line = next(self._lines)
+        except TextError:
+            raise
+        except (OSError, ValueError) as error:
+            raise TextError(f"cannot be read on: {error}") from error
+        if line is None:
+            raise TextError(f"a line of more than {MAX_LINE_BYTES:,} bytes")
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
+            return decode_text(line, self._recoded)
+
+
+def _as_utf8(pieces: Iterator[bytes], recoded: Counter[str]) -> Iterator[bytes]:
+    first = next(pieces, b"")
+    while len(first) < 4 and (more := next(pieces, b"")):
+        first += more
+    encoding, mark = encoding_of(first[:4096])
+    if encoding == "utf-8":
+        yield first[mark:]
+        yield from pieces
+        return
+    recoded[encoding.removesuffix("-le").removesuffix("-be")] += 1
+    decoder = codecs.getincrementaldecoder(encoding)()
+    try:
+        yield decoder.decode(first[mark:]).encode()
+        for piece in pieces:
+            yield decoder.decode(piece).encode()
+        decoder.decode(b"", final=True)
+    except UnicodeError as error:
+        raise TextError(f"no whole {encoding.upper()}: {error}") from None
+
+
+def _split(pieces: Iterator[bytes]) -> Iterator[bytes | None]:
+    """Lines with their ends; None for one that is too long."""
+    rest, end, skipping = b"", b"", False
+    for piece in pieces:
+        if not end and piece:
+            end = b"\r" if b"\r" in piece and b"\n" not in piece else b"\n"
+        *whole, rest = (rest + piece).split(end) if end else [rest + piece]
+        for line in whole:
+            if not skipping:
+                yield line + end
+            skipping = False
+        if len(rest) > MAX_LINE_BYTES:
+            if not skipping:
+                yield None
+            rest, skipping = b"", True
+    if rest and not skipping:
+        yield rest

@@ -1,0 +1,319 @@
+"""Deleting for good: wherever it is killed, the bytes leave the disk with the same call or the next write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lance
+import pyarrow as pa
+import pytest
+from material import encoded, noise_picture, rows
+from typer.testing import CliRunner
+
+import warm
+from darkroom.cli import app
+from darkroom.data import Store, import_pictures, verify
+from darkroom.data.importers import picture_id
+from darkroom.errors import StoreError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from needs import missing
+
+LATENTS = pa.field(
+    "latents_64_ab",
+    pa.struct([pa.field("moments", pa.large_binary(), metadata={"lance-encoding:compression": "none"})]),
+    metadata={"darkroom.kind": "latents"},
+)
+
+
+def rows_of(source: str, start: int, num: int) -> pa.Table:
+    """Rows whose bytes name their source, with the ids that an import gives them."""
+    pictures = [f"<picture {source} {i}>".encode() for i in range(start, start + num)]
+    captions = [f"{source} {i}" for i in range(start, start + num)]
+    table = rows(num, start, source=source)
+    for name, values in (
+        ("id", [picture_id(p, c) for p, c in zip(pictures, captions, strict=True)]),
+        ("picture", pictures),
+        ("caption", captions),
+    ):
+        at = table.schema.get_field_index(name)
+        table = table.set_column(
+            at, table.schema.field(name), pa.array(values, table.schema.field(name).type)
+        )
+    return table
+
+
+def make_store(path: Path) -> Path:
+    """A fragment with pictures of A and B, one of B, one of A; latents in the first two; what a killed
+    prepare left of the first."""
+    store = Store.create(path)
+    store.append(pa.concat_tables([rows_of("A", 0, 5), rows_of("B", 5, 5)]))
+    store.append(rows_of("B", 10, 5))
+    store.append(rows_of("A", 15, 5))
+    store.add_columns([LATENTS])
+    for info in store.fragments[:2]:
+        fragment = store.dataset.get_fragment(info.id)
+        table = fragment.to_table(columns=["id", "source", "key"])
+        values = [
+            {"moments": f"<latents {s} {k}>".encode() * 8}
+            for s, k in zip(table["source"].to_pylist(), table["key"].to_pylist(), strict=True)
+        ]
+        updated = pa.table({"id": table["id"], LATENTS.name: pa.array(values, LATENTS.type)})
+        metadata, fields = fragment.update_columns(updated, "id", "id")
+        operation = lance.LanceOperation.Update(updated_fragments=[metadata], fields_modified=fields)
+        store.commit(
+            lambda o=operation: lance.LanceDataset.commit(store.dataset, o, read_version=store.version)
+        )
+    folder = path / "_prepare" / "text_ab"
+    folder.mkdir(parents=True)
+    first, second = (store.dataset.get_fragment(f.id).data_files()[0].path for f in store.fragments[:2])
+    for number, (base, content) in enumerate(((first, "<states A>"), (second, "<states B>"))):
+        (folder / f"text-{number}.lance").write_text(content)
+        noted = {"fragment": number, "physical_rows": 5, "base": base, "file": f"text-{number}.lance"}
+        (folder / f"{number}.json").write_text(json.dumps({**noted, "rows": 5, "unreadable": []}))
+    store.drop_old_versions()
+    return path
+
+
+def found_on_disk(store: Path, text: str) -> bool:
+    return subprocess.run(["grep", "-rqaF", text, str(store)], check=False).returncode == 0
+
+
+OF_A = ("<picture A", "<latents A", "<states A")
+OF_B = ("<picture B", "<latents B", "<states B")
+
+
+def check_gone(store: Path) -> None:
+    """All of A is off the disk, all of B is there, and nothing is wrong."""
+    assert [text for text in OF_A if found_on_disk(store, text)] == []
+    assert [text for text in OF_B if not found_on_disk(store, text)] == []
+    assert Store.open(store).sources()["B"] >= 10
+    found = verify(store)
+    assert found.problems == []
+    assert found.hashed == found.rows >= 10
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    store = make_store(tmp_path_factory.mktemp("made") / "s.lance")
+    assert all(found_on_disk(store, text) for text in OF_A + OF_B), "the control: all of it is on the disk"
+    assert verify(store).problems == []
+    return store
+
+
+@pytest.fixture
+def path(made, tmp_path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "s.lance"))
+
+
+def test_all_that_was_made_of_a_picture_leaves_the_disk(path):
+    deleted = Store.open(path).delete(source="A")
+    assert deleted.rows == 10
+    assert deleted.purged.bytes > 0
+    check_gone(path)
+    with pytest.raises(StoreError, match="no source 'A'; allowed: B"):
+        Store.open(path).delete(source="A")
+
+
+KILLED = """
+import os, signal, sys
+from darkroom.data import purging, store
+from darkroom.data.store import Store
+def killed(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+where = sys.argv[2]
+if where == "remove_files":
+    store.remove_files = killed
+else:
+    setattr(Store, where, killed)
+Store.open(sys.argv[1]).delete(source="A")
+"""
+
+
+@pytest.mark.parametrize("where", ["_rewrite", "drop_old_versions", "remove_files"])
+def test_killed_between_its_steps_it_is_finished(path, where):
+    """By the same call, and by another write."""
+    child = warm.run([sys.executable, "-c", KILLED, str(path), where])
+    assert child.returncode == -9
+    store = Store.open(path)
+    assert store.sources() == {"B": 10}, "it was committed"
+    told = " ".join(verify(path).problems)
+    assert "--purge" in told
+    if where != "remove_files":
+        assert "deleted pictures are still on the disk" in told
+        assert found_on_disk(path, "<picture A"), "the control: the kill came before the bytes went"
+    other = Path(shutil.copytree(path, path.with_name("other.lance")))
+    assert store.delete(source="A").rows == 0
+    check_gone(path)
+    Store.open(other).append(rows_of("B", 20, 1))
+    check_gone(other)
+
+
+def test_an_import_that_adds_nothing_finishes_it_too(tmp_path):
+    for name, number in (("A", 0), ("B", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(encoded(noise_picture(number)))
+        (tmp_path / name / "a.txt").write_text(name)
+        import_pictures(tmp_path / name, tmp_path / "s.lance")
+    picture = (tmp_path / "A" / "a.png").read_bytes()
+    subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "s.lance"), "drop_old_versions"], check=False
+    )
+    files = list((tmp_path / "s.lance" / "data").iterdir())
+    assert any(picture in file.read_bytes() for file in files)
+    assert import_pictures(tmp_path / "B", tmp_path / "s.lance").added == 0
+    files = list((tmp_path / "s.lance" / "data").iterdir())
+    assert [picture in file.read_bytes() for file in files] == [False]
+
+
+def test_what_a_run_has_pinned_stays_and_is_said(path):
+    store = Store.open(path)
+    version = store.pin("my-run")
+    purged = store.delete(source="A").purged
+    assert purged.pinned == {"my-run": version}
+    assert purged.left_bytes > 0
+    assert "'my-run'" in purged.lines()[0]
+    assert Store.open(path, version=version).num_rows == 20
+    found = verify(path)
+    assert (found.problems, found.pinned) == ([], {"my-run": version})
+    store.append(rows_of("B", 20, 1))
+    assert found_on_disk(path, "<picture A"), "a write leaves what is pinned"
+    assert Store.open(path).unpin("my-run")
+    check_gone(path)
+
+
+def test_what_a_killed_writer_left_is_found_and_removed(path):
+    """As an import leaves that is killed before its commit; not while somebody writes."""
+    lance.fragment.write_fragments(rows_of("A", 99, 1), Store.open(path).dataset, mode="append")
+    found = verify(path)
+    assert found.unreferenced_files >= 1
+    assert any("that belong to no version" in problem for problem in found.problems)
+    from darkroom.data.races import writing
+
+    with writing(path):
+        assert verify(path, purge=True).others_writing
+    assert verify(path).unreferenced_files == found.unreferenced_files, "the control: it may be in use"
+    assert verify(path, purge=True).problems == []
+    assert not found_on_disk(path, "<picture A 99>")
+
+
+def test_verify_names_what_is_damaged(path):
+    (data,) = [f for f in (path / "data").iterdir() if b"<picture B 12>" in f.read_bytes()]
+    whole = data.read_bytes()
+    data.write_bytes(whole.replace(b"<picture B 12>", b"<picture B 21>"))
+    wrong = picture_id(b"<picture B 12>", "B 12")
+    found = verify(path)
+    assert found.problems == [f"1 pictures do not have the hash of their bytes and caption: {wrong}"]
+    assert found.hashed == 19
+    data.write_bytes(whole[:-100])
+    assert any(f"has {len(whole) - 100:,} of {len(whole):,} bytes" in p for p in verify(path).problems)
+    data.unlink()
+    told = verify(path).problems
+    assert any("is missing" in p for p in told)
+    assert any("cannot be read after 0 rows" in p for p in told)
+    assert verify(path).hashed == 15, "the other fragments are read all the same"
+
+
+def test_verify_finds_wrong_counts(path):
+    note = next((path / "_shapes").glob("*.json"))
+    note.write_text(note.read_text().replace("24", "25"))
+    assert any("sizes are noted for buckets" in problem for problem in verify(path).problems)
+
+
+def test_the_commands(path):
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, list(arguments))
+        return result.exit_code, result.output
+
+    code, told = run("verify", str(path), "--json")
+    assert (code, json.loads(told)["ok"], json.loads(told)["hashed"]) == (0, True, 20)
+    (path / "data" / "left.lance").write_bytes(b"x" * 10)
+    code, told = run("verify", str(path))
+    assert code == 1
+    assert "data/left.lance" in told
+    code, told = run("verify", str(path), "--purge")
+    assert code == 0
+    assert "nothing is wrong" in told
+    known = picture_id(b"<picture A 0>", "A 0")
+    for ids in (["beef"], [known, "beef"]):
+        with pytest.raises(StoreError, match="no picture with the id beef in .*; nothing was deleted"):
+            Store.open(path).delete(ids=ids)
+    assert Store.open(path).num_rows == 20
+    assert Store.open(path).deleted_ids() == set()
+    assert run("delete", str(path), "--id", known)[0] == 0
+    code, told = run("delete", str(path), "--id", known)
+    assert (code, "0 pictures deleted" in told) == (0, True), "the same call again goes well"
+    assert Store.open(path).num_rows == 19
+
+
+CALLS = {
+    "write": "write,pwrite64,writev",
+    "sync": "fsync,fdatasync",
+    "rename": "rename,renameat,renameat2",
+    "link": "link,linkat",
+    "unlink": "unlink,unlinkat",
+    "mkdir": "mkdir,mkdirat",
+}
+DELETE = "import sys; from darkroom.data import Store; Store.open(sys.argv[1]).delete(source='A')"
+
+
+def killed_at(path: Path, calls: str, when: int, *, at: Path | None = None) -> bool:
+    """Delete A, killed at a thread's n-th of some system calls, or of those on one file; whether it was."""
+    where = ["-P", str(at)] if at is not None else []
+    inject = ["-e", f"trace={calls}", "-e", f"inject={calls}:signal=SIGKILL:when={when}"]
+    command = ["strace", "-f", "-o", "/dev/null", *where, *inject, sys.executable, "-c", DELETE, str(path)]
+    return subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=120).returncode != 0
+
+
+def check_finished(path: Path) -> None:
+    """The same call goes on; so does another write, where the deletion was committed."""
+    other = Path(shutil.copytree(path, path.with_name("other.lance")))
+    try:
+        Store.open(path).delete(source="A")
+    except StoreError:
+        check_gone(other)  # it was killed when all was done
+    check_gone(path)
+    store = Store.open(other)
+    if "A" not in store.sources():
+        store.append(rows_of("B", 20, 1))
+        check_gone(other)
+    shutil.rmtree(path)
+    shutil.rmtree(other)
+
+
+@pytest.fixture
+def strace() -> None:
+    if shutil.which("strace") is None:
+        missing("strace is not installed: apt-get install strace")
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("strace")
+@pytest.mark.parametrize("kind", CALLS)
+def test_killed_at_each_threads_calls_that_write(made, tmp_path, kind):
+    kills = 0
+    path = Path(shutil.copytree(made, tmp_path / "s.lance"))
+    while killed_at(path, CALLS[kind], kills + 1):
+        kills += 1
+        check_finished(path)
+        shutil.copytree(made, path)
+    assert kills >= 1, "the control: it makes such calls"
+    check_gone(path)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("strace")
+def test_killed_at_the_removal_of_each_file(made, tmp_path):
+    whole = Path(shutil.copytree(made, tmp_path / "whole.lance"))
+    Store.open(whole).delete(source="A")
+    files = [f.relative_to(made) for f in sorted(made.rglob("*")) if f.is_file()]
+    gone = [file for file in files if not (whole / file).is_file()]
+    assert len(gone) >= 8, "the control: it removes files"
+    for file in gone:
+        path = Path(shutil.copytree(made, tmp_path / "s.lance"))
+        assert killed_at(path, CALLS["unlink"], 1, at=path / file), file
+        check_finished(path)
