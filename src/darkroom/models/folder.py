@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError
 from darkroom.models.families import FAMILIES, create
+from darkroom.models.latents import LatentScaling
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
 from darkroom.models.place import slow_bf16
 from darkroom.models.quiet import quiet
@@ -131,6 +132,7 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
         said = json.loads((path / "vae" / "config.json").read_text())
         model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
+        LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
             model.text_encoders.append(_weights(_text_class(folder), folder, variant))

@@ -321,6 +321,11 @@ def save_single_file(model: Model, path: str | Path) -> Path:
     path = Path(path)
     if path.suffix.lower() != SUFFIX:
         raise ModelError(f"'{path}'", allowed=f"a name that ends in {SUFFIX}")
+    if model.vae is not None and (model.latent_scaling.shift or model.latent_scaling.std):
+        LOG.warning(
+            "'%s' keeps the VAE's shift in a note that only darkroom reads: elsewhere colours are off",
+            path.name,
+        )
     weights = {name: tensor.contiguous().cpu() for name, tensor in original_weights(model)}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")

@@ -41,7 +41,7 @@ from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
 from darkroom.train.stored import caches_latents, prepare_own, stored_latents, stored_masks, stored_text
-from darkroom.train.tasks import Autoencoder, Diffusion, Task
+from darkroom.train.tasks import SIZES, Autoencoder, Diffusion, Task
 from darkroom.train.words import add_word
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
             "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
             "shuffle_tags": data.shuffle_tags,
             "keep_tokens": data.keep_tokens,
-            "columns": () if masks is None else (masks.column,),
+            "columns": (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,))),
         }
     )
     objective = make_objective(model.scheduler, recipe.objective.min_snr_gamma, device)
