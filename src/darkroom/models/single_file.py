@@ -20,6 +20,7 @@ from torch import nn
 
 from darkroom.errors import ModelError
 from darkroom.models import original
+from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model, noted_guidance
 from darkroom.models.original import UNET, VAE, Weights
@@ -62,6 +63,9 @@ def load_single_file(path: str | Path, parts: Sequence[str] | None = None) -> Mo
         )
     if not path.is_file():
         raise ModelError(f"no file '{path}'")
+    whole_numbers = [name for name, kind in tensor_types([path]).items() if kind not in FLOATS]
+    odd = [name for name in whole_numbers if not ALSO_THERE.search(name)]
+    check_complete(f"'{path}'", whole_numbers=odd)
     with _opened(path) as file:
         return _read(path, file, parts)
 
