@@ -336,7 +336,7 @@ def _check_size(text: str) -> None:
             if isinstance(event, yaml.AliasEvent):
                 if any(anchor == event.anchor for anchor, _ in open_):
                     raise _wrong(f"*{event.anchor} stands inside of what it names", event.start_mark)
-                nodes += sizes.get(event.anchor, 1)
+                nodes += sizes.get(str(event.anchor), 1)
             else:
                 nodes += 1
             if isinstance(event, yaml.CollectionStartEvent):

@@ -83,7 +83,7 @@ def tensor_types(files: Iterable[Path]) -> dict[str, str]:
     types: dict[str, str] = {}
     for file in files:
         try:
-            with safe_open(str(file), "pt"):  # type: ignore[no-untyped-call]
+            with safe_open(str(file), "pt"):
                 pass
         except (SafetensorError, OSError) as error:
             reason = " ".join(str(error).split())[:200]

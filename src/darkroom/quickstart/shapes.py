@@ -79,7 +79,8 @@ def held_out(count: int = NUM_HELD_OUT, *, seed: int = 0) -> list[Triple]:
 def varied(triples: Sequence[Triple], count: int) -> list[Triple]:
     """At most `count` of them, spread evenly over colours, shapes and backgrounds; of equals the first."""
     used: dict[str, int] = {}
-    left, chosen = list(triples), []
+    left = list(triples)
+    chosen: list[Triple] = []
     while left and len(chosen) < count:
         best = min(left, key=lambda t: sum(used.get(k, 0) ** 2 for k in _keys(t)))
         left.remove(best)

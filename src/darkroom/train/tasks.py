@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from darkroom.train.objective import (
     offset_noise,
     square_error,
 )
+
+if TYPE_CHECKING:
+    from darkroom.evaluate.extractors import Extractor
 
 Columns = Mapping[str, Any]
 """A batch's columns and draws by name: tensors with B rows, and lists of B captions."""
@@ -123,6 +126,11 @@ class Diffusion:
     @property
     def points(self) -> Sequence[int]:
         return self._points
+
+    @property
+    def extractor(self) -> Extractor | None:
+        """What a transformer's tokens are aligned with."""
+        return None if self._extras is None else self._extras.extractor
 
     @property
     def rested_text(self) -> list[str]:
