@@ -2,7 +2,7 @@
 
 A store's version is a number that another store may have too. Its fingerprint is of the names of its data
 files, which are random and stay in a copy; where they differ, as in a store that was imported anew, ids,
-captions and sizes of all rows decide (a picture's id is a hash of its bytes).
+captions and sizes of all rows decide (an id is a hash of a picture's bytes and caption).
 
 A base's fingerprint is of the values at the start, the middle and the end of each tensor, of the scaling of
 latents and of the words: the same for a folder, a single file and any division into files.
