@@ -15,6 +15,12 @@ optim: {lr: 1e-4}
 """
 
 
+def laughs(form: str) -> str:
+    """Twelve levels of ten aliases each: a kilobyte that means 10^12 values."""
+    levels = (f"x{i}: &x{i} {form % ','.join([f'*x{i - 1}'] * 10)}\n" for i in range(1, 13))
+    return "x0: &x0 {a: 1}\n" + "".join(levels)
+
+
 @pytest.fixture
 def recipe_file(tmp_path):
     file = tmp_path / "job.yaml"
@@ -74,6 +80,11 @@ def test_a_resolved_recipe_reads_back_the_same(recipe_file, tmp_path):
         ("train.steps", "train.steps: not an override; allowed: key=value"),
         ("task.steps=4", "task.steps: 'task' holds a value"),
         ("data.filter=[", "data.filter: not readable as YAML"),
+        ("model.unet=" + "[" * 50_000, "^model.unet: not readable as YAML.*nested deeper than 32 levels$"),
+        ("." * 5000 + "=1", "a key of 5001 parts; allowed: at most 32"),
+        ("train.steps=" + "1" * 5000, "^train.steps: not readable as YAML: .{400,500} is no int$"),
+        ("model.unet={? {a: 1} : 3}", "a key that is a list or a mapping"),
+        ("train.steps=" + "a" * 5000, r"^train.steps: 'a{199}\.\.\. was given; allowed: a valid integer"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_path(recipe_file, override, message):
@@ -95,6 +106,17 @@ def test_what_is_missing_is_named(recipe_file):
         ("- a\n", "not a recipe; allowed: a mapping of task"),
         ("task: [", "not readable as YAML"),
         ("", "not a recipe"),
+        ("[" * 50_000, "nested deeper than 32 levels"),
+        ("- " * 50_000, "nested deeper than 32 levels"),
+        ("{a: 1}: b\n", "a key that is a list or a mapping"),
+        ("a: &a [*a]\n", r"\*a stands inside of what it names"),
+        ("x: &x {a: 1}\ny: {<<: *x, <<: *x}\n", "the key '<<' is given twice"),
+        (laughs("[%s]"), "more than 10,000 values, aliases written out"),
+        (laughs("{<<: [%s]}"), "more than 10,000 values, aliases written out"),
+        ("a: [" + "1," * 20_000 + "]", "more than 10,000 values"),
+        ("task: 2026-13-45\n", "'2026-13-45' is no timestamp"),
+        ("task: !!bool maybe\n", "'maybe' is no bool"),
+        ("a: " + "1" * 2**20, "1,048,579 bytes; allowed: a recipe of at most 1,048,576 bytes"),
     ],
 )
 def test_a_file_that_is_no_recipe(recipe_file, text, message):
@@ -118,3 +140,62 @@ def test_the_callers_dictionary_is_left_alone():
     content = {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "a"}}
     assert make_recipe(content, ["data.store=b", "train.steps=3"]).data.store == "b"
     assert content == {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "a"}}
+
+
+def test_merge_keys_are_merged(recipe_file):
+    phases = (
+        "phases: [&one {resolution: 64, samples: 640, lr: 1.0e-3}, {<<: *one, samples: 64}, {<<: [*one]}]\n"
+    )
+    recipe_file.write_text(GOOD + phases)
+    found = [(phase.resolution, phase.samples, phase.lr) for phase in read_recipe(recipe_file).phases]
+    assert found == [(64, 640, 1e-3), (64, 64, 1e-3), (64, 640, 1e-3)]
+    recipe_file.write_text(GOOD + phases.replace("<<: *one, samples: 64", "<<: *one, sample: 64"))
+    with pytest.raises(RecipeError, match="phases.1.sample: no such key"):
+        read_recipe(recipe_file)
+
+
+LONG = "optim: {lr: 1e-4, warmup_steps: 200}\ntrain: {steps: 9000, ema: {start_step: 500}}\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup", "ema", "notes"),
+    [
+        ((), 200, 500, 0),
+        (("train.steps=600",), 200, 500, 0),
+        (("train.steps=201",), 200, 100, 1),
+        (("train.steps=60",), 6, 30, 2),
+        (("train.steps=1",), 0, 0, 2),
+        (("train.steps=60", "optim.warmup_steps=50", "train.ema.start_step=59"), 50, 59, 0),
+        (
+            ("train.steps=60", "optim.warmup_steps=100", "train.ema.enabled=false"),
+            100,
+            500,
+            0,
+        ),  # refused later
+    ],
+)
+def test_a_trial_has_a_short_warm_up(recipe_file, overrides, warmup, ema, notes):
+    """A recipe of 9000 steps tried with a few: not refused, and what was made shorter is said."""
+    recipe_file.write_text(GOOD.replace("optim: {lr: 1e-4}\n", LONG))
+    recipe = read_recipe(recipe_file, overrides)
+    assert (recipe.optim.warmup_steps, recipe.train.ema.start_step) == (warmup, ema)
+    assert len(recipe.derived) == notes
+    if "train.steps=60" in overrides and notes:
+        assert recipe.derived == (
+            "optim.warmup_steps 6, not 200: a tenth of train.steps 60",
+            "train.ema.start_step 30, not 500: half of train.steps 60",
+        )
+
+
+def test_an_override_of_where_the_pictures_are_wins(recipe_file):
+    recipe_file.write_text(GOOD.replace("pretrain", "lora").replace("base: tiny", "base: sd15"))
+    recipe = read_recipe(recipe_file, ["data.folder=photos/"])
+    assert (recipe.data.store, recipe.data.folder) == (None, "photos/")
+    assert recipe.derived[0] == "data.store pictures.lance is left out: data.folder photos/ is given"
+    assert read_recipe(recipe_file, ["data.store=other.lance"]).derived == read_recipe(recipe_file).derived
+    assert read_recipe(recipe_file, ["data.folder=null"]).data.store == "pictures.lance"
+    with pytest.raises(RecipeError, match="data: store and folder are both given"):
+        read_recipe(recipe_file, ["data.folder=photos/", "data.store=other.lance"])
+    recipe_file.write_text(recipe_file.read_text().replace("store:", "folder: photos/, store:"))
+    with pytest.raises(RecipeError, match="data: store and folder are both given"):
+        read_recipe(recipe_file)

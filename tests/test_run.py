@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from darkroom.bill import Bill
+from darkroom.cli import app
 from darkroom.errors import InputError
 from darkroom.run import Run, compare, differences, is_free, list_runs, numbered_folder
 
@@ -100,7 +102,31 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert told["settings"] == {"optim.lr": (1e-4, 3e-4)}
     assert told["metrics"]["step"] == (3, 2)
     assert told["bill"] == {}
-    assert compare(tmp_path / "a", tmp_path / "a")["settings"] == {}
+    same = compare(tmp_path / "a", tmp_path / "a")
+    assert (same["settings"], same["metrics"], same["bill"]) == ({}, {}, {})
+
+
+def test_runs_side_by_side_are_flat_and_show_what_differs(tmp_path: Path) -> None:
+    for name, loss in (("a", 0.5), ("b", 0.25)):
+        make_run(tmp_path / name).log({"step": 4, "heldout_loss_by_timestep": {"62": loss, "937": 0.125}})
+        bill = Bill(wall_s=9, device_hours=0.1, device="cpu", images=8, parts={"train": loss, "sample": 1.0})
+        bill.save(tmp_path / name / "bill.json")
+    told = compare(tmp_path / "a", tmp_path / "b")
+    assert told["metrics"] == {"heldout_loss_by_timestep.62": (0.5, 0.25)}
+    assert told["bill"] == {"parts.train": (0.5, 0.25)}
+    shown = CliRunner().invoke(app, ["runs", "compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert shown.exit_code == 0
+    lines = [line.split() for line in shown.output.splitlines()]
+    assert lines == [
+        ["settings:", "the", "same"],
+        [],
+        ["metrics:", str(tmp_path / "a"), str(tmp_path / "b")],
+        ["heldout_loss_by_timestep.62", "0.5", "0.25"],
+        [],
+        ["bill:", str(tmp_path / "a"), str(tmp_path / "b")],
+        ["parts.train", "0.5", "0.25"],
+        [],
+    ]
 
 
 def test_differences_are_told_by_dotted_key() -> None:

@@ -56,7 +56,9 @@ def shapes(family: str, resolution: int) -> tuple[int, int, int]:
 def fill(path: Path, rows: int, shape: tuple[int, int, int], resolution: int) -> tuple[Store, list[str]]:
     """A store of random numbers in the columns that preparing makes."""
     fields = [
-        latents_field(resolution, IDENTITY, scale=1.0, crop="centre", precision="float32"),
+        latents_field(
+            resolution, IDENTITY, scaling=models.LatentScaling(), crop="centre", precision="float32"
+        ),
         text_field(IDENTITY, empty="", precision="float32"),
     ]
     store = Store.create(path)

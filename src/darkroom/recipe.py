@@ -40,6 +40,14 @@ from darkroom.train.words import WordSettings
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
 """Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
+SOURCES = ("store", "stores", "folder", "instance")
+"""Where pictures come from, in `data`: one of them."""
+MAX_BYTES, MAX_NODES, MAX_DEPTH = 2**20, 10_000, 32
+"""Of a recipe's YAML, aliases counted as what they stand for; recipes here have 100 nodes, 5 levels deep."""
+MAX_SHOWN = 200
+"""Characters of a wrong value that are quoted."""
+TRIAL_WARMUP, TRIAL_EMA = 10, 2
+"""A run that the command line shortens warms up for a tenth of its steps, and averages its last half."""
 
 
 class ModelSettings(BaseModel):
@@ -209,7 +217,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[tuple[di
     for chosen in itertools.product(*choices):
         apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
         pairs = (one.partition("=") for one in apart)
-        settings = {key: yaml.load(value, Loader=_Loader) for key, _, value in pairs}
+        settings = {key: _parsed(value) for key, _, value in pairs}
         found.append((settings, make_recipe(content, chosen, source=str(path))))
     return found
 
@@ -227,13 +235,54 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     content = copy.deepcopy(content)
     for override in overrides:
         _override(content, override)
+    notes = _replace_sources(content, overrides)
+    recipe = _validated(content, source)
+    if shorter := _shortened(content, recipe, overrides):
+        notes += shorter
+        recipe = _validated(content, source)
+    check_together(recipe)
+    recipe._derived = (*notes, *_derivations(content))
+    return recipe
+
+
+def _validated(content: dict[str, Any], source: str) -> Recipe:
     try:
-        recipe = Recipe.model_validate(content)
+        return Recipe.model_validate(content)
     except ValidationError as error:
         raise _told(error.errors(), source) from error
-    check_together(recipe)
-    recipe._derived = tuple(_derivations(content))
-    return recipe
+
+
+def _replace_sources(content: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Where an override says where the pictures are, what the recipe itself says of it is left out, aloud."""
+    data, keys = content.get("data"), {override.partition("=")[0] for override in overrides}
+    if not isinstance(data, dict):
+        return []
+    new = [name for name in SOURCES if f"data.{name}" in keys and data.get(name)]
+    old = [name for name in SOURCES if f"data.{name}" not in keys and data.get(name)]
+    if not new:
+        return []
+    return [
+        f"data.{name} {data.pop(name)} is left out: data.{new[0]} {data[new[0]]} is given" for name in old
+    ]
+
+
+def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Fit a warm-up and an average that would begin only after the `train.steps` of the command line."""
+    keys, steps, notes = {override.partition("=")[0] for override in overrides}, recipe.train.steps, []
+    if "train.steps" not in keys or recipe.phases:
+        return []
+    warmup, ema = recipe.optim.warmup_steps, recipe.train.ema
+    if warmup > steps and "optim.warmup_steps" not in keys:
+        content["optim"]["warmup_steps"] = steps // TRIAL_WARMUP
+        notes.append(
+            f"optim.warmup_steps {steps // TRIAL_WARMUP}, not {warmup}: a tenth of train.steps {steps}"
+        )
+    if ema.enabled and ema.start_step >= steps and "train.ema.start_step" not in keys:
+        content["train"]["ema"]["start_step"] = steps // TRIAL_EMA
+        notes.append(
+            f"train.ema.start_step {steps // TRIAL_EMA}, not {ema.start_step}: half of train.steps {steps}"
+        )
+    return notes
 
 
 def _derivations(content: dict[str, Any]) -> list[str]:
@@ -248,13 +297,64 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _wrong("a key that is a list or a mapping", key_node.start_mark)
+            merges = key_node.tag == "tag:yaml.org,2002:merge"  # `<<: *others`
+            key = key_node.value if merges else self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key}' is given twice", key_node.start_mark
-                )
+                raise _wrong(f"the key '{key}' is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, OverflowError) as error:  # 2026-13-45, or !!bool maybe
+            kind = node.tag.rpartition(":")[2]
+            raise _wrong(f"{_shown(node.value)} is no {kind}", node.start_mark) from error
+
+
+def _parsed(text: str) -> Any:
+    """What YAML says; YAMLError where it is wrong, or larger than any recipe."""
+    _check_size(text)
+    return yaml.load(text, Loader=_Loader)
+
+
+def _check_size(text: str) -> None:
+    """YAMLError for what is nested too deep or, with aliases written out, too long; nothing is built."""
+    open_: list[tuple[str | None, int]] = []  # anchors of the collections around, and nodes before them
+    sizes: dict[str, int] = {}
+    nodes = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_.pop()
+            if anchor is not None:
+                sizes[anchor] = nodes - before
+        elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.AliasEvent):
+                if any(anchor == event.anchor for anchor, _ in open_):
+                    raise _wrong(f"*{event.anchor} stands inside of what it names", event.start_mark)
+                nodes += sizes.get(str(event.anchor), 1)
+            else:
+                nodes += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_.append((event.anchor, nodes))
+            if len(open_) > MAX_DEPTH:
+                raise _wrong(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
+            if nodes > MAX_NODES:
+                raise _wrong(f"more than {MAX_NODES:,} values, aliases written out", event.start_mark)
+
+
+def _wrong(problem: str, mark: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+def _shown(value: Any) -> str:
+    """A value as it is quoted in a message."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -262,8 +362,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         mend = f"did you mean '{path.with_name(near[0])}'?" if near else ""
         raise RecipeError(str(path), "no such recipe file", mend=mend)
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise RecipeError(str(path), f"{size:,} bytes", allowed=f"a recipe of at most {MAX_BYTES:,} bytes")
     try:
-        content = yaml.load(path.read_text(), Loader=_Loader)
+        content = _parsed(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(str(path), f"not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -276,15 +378,20 @@ def _override(content: dict[str, Any], override: str) -> None:
     if not given or not path:
         raise RecipeError(override, "not an override", allowed="key=value, such as train.steps=1000")
     *parents, last = path.split(".")
+    if len(parents) > MAX_DEPTH:
+        raise RecipeError(
+            _shown(path)[1:-1], f"a key of {len(parents) + 1} parts", allowed=f"at most {MAX_DEPTH}"
+        )
     for key in parents:
         inner = content.setdefault(key, {})
         if not isinstance(inner, dict):
             raise RecipeError(path, f"'{key}' holds a value, so it has no '{last}'")
         content = inner
     try:
-        content[last] = value.strip() if _is_literal(path, value) else yaml.load(value, Loader=_Loader)
+        content[last] = value.strip() if _is_literal(path, value) else _parsed(value)
     except yaml.YAMLError as error:
-        raise RecipeError(path, f"not readable as YAML: {value}") from error
+        why = getattr(error, "problem", None) or "no YAML"
+        raise RecipeError(_shown(path)[1:-1], f"not readable as YAML: {_shown(value)}: {why}") from error
 
 
 def _is_literal(path: str, value: str) -> bool:
@@ -305,7 +412,7 @@ def _told(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
         return RecipeError(key, "no such key", allowed=", ".join(names), mend=mend)
     if first["type"] == "missing":
         return RecipeError(key, "missing", mend=more or f"say it in {source} or as {key}=VALUE")
-    given = "" if isinstance(first["input"], dict) else f"{first['input']!r} was given"
+    given = "" if isinstance(first["input"], dict) else f"{_shown(first['input'])} was given"
     allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return RecipeError(key, given or "impossible", allowed=allowed, mend=more)
 

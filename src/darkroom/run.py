@@ -247,22 +247,25 @@ def summarise(run: Run) -> RunSummary:
 
 
 def compare(*paths: Path | str) -> dict[str, Any]:
-    """Runs side by side: settings that differ, last metrics, bills; each value as (of the first, ...)."""
+    """Runs side by side: what differs of settings, last metrics and bills, each by its dotted key.
+
+    Each value is (of the first run, of the second, ...).
+    """
     found = [Run.open(path) for path in paths]
-    settings = _side_by_side(*(_flat(run.recipe) for run in found))
+    settings = [run.recipe for run in found]
     metrics = [_final(run.metrics()) for run in found]
     bills = [bill.model_dump(mode="json") if (bill := run.bill()) else {} for run in found]
     return {
         "runs": tuple(str(path) for path in paths),
-        "settings": {key: values for key, values in settings.items() if any(v != values[0] for v in values)},
-        "metrics": _side_by_side(*metrics),
-        "bill": _side_by_side(*bills),
+        "settings": _differing(settings),
+        "metrics": _differing(metrics),
+        "bill": _differing(bills),
     }
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Where two nested settings differ: dotted key -> (value of a, value of b), None where missing."""
-    return {key: pair for key, pair in _side_by_side(_flat(a), _flat(b)).items() if pair[0] != pair[1]}
+    return {key: (was, is_now) for key, (was, is_now) in _differing([a, b]).items()}
 
 
 def is_free(path: Path) -> bool:
@@ -329,6 +332,12 @@ def _final(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _side_by_side(*columns: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     keys = dict.fromkeys(key for column in columns for key in column)
     return {key: tuple(column.get(key) for column in columns) for key in keys}
+
+
+def _differing(columns: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+    """By dotted key, the values of nested settings that are not all the same."""
+    rows = _side_by_side(*map(_flat, columns))
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

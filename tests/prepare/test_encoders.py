@@ -49,8 +49,8 @@ def test_moments_are_the_vaes(model: Model) -> None:
 def test_sampled_latents_are_scaled_mean_plus_std_times_draw(model: Model) -> None:
     moments = torch.tensor([[[[[2.0]]], [[[0.5]]]]])
     draw = torch.full((1, 1, 1, 1), -3.0)
-    assert sample_latents(moments, draw, 0.5).item() == 0.25
-    assert sample_latents(moments, None, 0.5).item() == 1.0
+    assert sample_latents(moments, draw, models.LatentScaling(0.5)).item() == 0.25
+    assert sample_latents(moments, None, models.LatentScaling(0.5)).item() == 1.0
 
 
 def test_identity_is_of_weights_and_vocabulary(model: Model) -> None:
@@ -138,7 +138,7 @@ def test_inline_encoding_gives_the_stored_numbers(store: Store, model: Model) ->
             assert torch.equal(there["dropped"], here["dropped"])
             assert torch.equal(there["noise"], here["noise"])
             assert torch.allclose(there["text"].float(), here["text"].float(), atol=2e-3)
-            a, b = (sample_latents(x["moments"], x["posterior"], vae.scale) for x in (there, here))
+            a, b = (sample_latents(x["moments"], x["posterior"], vae.scaling) for x in (there, here))
             assert torch.allclose(a, b, atol=2e-3 * float(a.abs().max()))
             probe = np.linspace(-1, 1, a[0].numel())
             losses = [((x.flatten(1).numpy() @ probe - 1) ** 2).mean() for x in (a, b)]

@@ -66,7 +66,7 @@ def test_every_row_gets_its_own_latents(store: Store, model: Model) -> None:
         assert (got["height"], got["width"]) == (4, 4)
     noted = Store.open(store.path).columns()[name]
     assert noted["darkroom.encoder"] == vae.identity
-    assert float(noted["darkroom.scale"]) == vae.scale
+    assert float(noted["darkroom.scale"]) == vae.scaling.factor
     assert {k: noted[f"darkroom.{k}"] for k in ("kind", "resolution", "crop", "precision", "made_by")} == {
         "kind": "latents",
         "resolution": "16",

@@ -19,6 +19,7 @@ from darkroom.quickstart.shapes import (
     draw,
     held_out,
     scenes,
+    varied,
     write_set,
 )
 
@@ -97,3 +98,16 @@ def test_a_written_set_is_a_folder_the_importer_knows(tmp_path):
     with Image.open(tmp_path / rows[7]["file_name"]) as picture:
         assert picture.size == (32, 32)
         assert np.array_equal(np.asarray(picture), np.asarray(draw(list(scenes(8, seed=1))[7])))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_a_few_prompts_show_every_kind(seed):
+    """Eight of the held-out ones: all colours and backgrounds, and no shape more than twice."""
+    chosen = varied(held_out(seed=seed), 8)
+    assert len({triple.color for triple in chosen}) >= 7
+    assert len({triple.background for triple in chosen}) >= 7
+    shapes = Counter(triple.shape for triple in chosen)
+    assert len(shapes) == len(SHAPES)
+    assert max(shapes.values()) == 2
+    assert set(chosen) <= set(held_out(seed=seed))
+    assert len(varied(chosen, 99)) == 8

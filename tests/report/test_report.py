@@ -15,7 +15,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import environment
 from darkroom.measure import Measurement, append_csv
 from darkroom.report import write_report
-from darkroom.report.plots import Curve, smooth, thin
+from darkroom.report.plots import Curve, curves, smooth, smoothing, thin
 from darkroom.run import Run
 
 TIMESTEPS = (62, 437, 937)
@@ -294,3 +294,38 @@ def test_thinning_keeps_spikes_and_ends():
     assert (few_x[0], few_x[-1]) == (0, 99_999)
     curve = Curve("a", x[:10], y[:10])
     assert thin(curve.x, curve.y)[0] is curve.x
+
+
+def test_a_short_runs_smoothed_loss_is_no_single_point(tmp_path):
+    """Four to sixty rows: the figure weighs the last few, and the first of them hardly."""
+    for count in (4, 8, 20, 40):
+        y = np.r_[np.ones(count - 1), 5.0]
+        end = smooth(y, smoothing(count))[-1]
+        assert 1.2 < end < 4.0
+    assert smoothing(600) == 10
+    assert smooth(np.array([1.0, 2.0, 5.0]), smoothing(3))[-1] == 5.0  # nothing to smooth
+    run = make_run(tmp_path / "run", steps=8, rich=False)
+    last = run.metrics()[-1]["loss"]
+    write_report([run.path], tmp_path / "report.html")
+    texts = Page((tmp_path / "report.html").read_text()).texts
+    assert "smoothed, at the end" in texts
+    assert f"{last:.4g}" not in texts
+
+
+def marks_and_axis(svg):
+    """Heights of all marks in a drawing, and where its axis ends."""
+    marks = [float(y) for y in re.findall(r'<use [^>]*?y="([\d.]+)" style="fill: var\(--s\d\)', svg)]
+    frame = re.search(r'<g id="patch_2">\s*<path d="([^"]*)"', svg)
+    heights = [float(y) for _, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", frame[1])]
+    return marks, min(heights), max(heights)
+
+
+@pytest.mark.parametrize("value", [0.02, 0.9, 3.0])
+def test_held_out_points_are_within_the_axis(value):
+    draws = np.random.default_rng(0)
+    raw = Curve("a", np.arange(1, 401.0), draws.uniform(0.4, 0.6, 400))
+    held = Curve("a", np.array([100.0, 400.0]), np.array([0.5, value]))
+    marks, top, bottom = marks_and_axis(curves([raw], label="x", held_out=[held]))
+    assert len(marks) == 2
+    assert all(top < mark < bottom for mark in marks)
+    assert abs(marks[1] - marks[0]) > 1

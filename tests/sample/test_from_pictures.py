@@ -69,7 +69,7 @@ def theirs(model: Model, solver: str, kind: str, *, seed: int = SEED, **options:
         "a red circle", generator=torch.Generator().manual_seed(seed), output_type="latent", **options
     ).images
     with torch.no_grad():
-        pixels = model.vae.decode(latents / model.vae_scale).sample  # type: ignore[union-attr]
+        pixels = model.vae.decode(latents / model.vae.config.scaling_factor).sample  # type: ignore[union-attr]
     (image,) = pipe.image_processor.postprocess(pixels, output_type="pil")
     return Picture(image, {}, latents[0])
 

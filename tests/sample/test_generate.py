@@ -69,7 +69,7 @@ def theirs(
         **more,
     ).images
     with torch.no_grad():
-        pixels = model.vae.decode(latents / model.vae_scale).sample  # type: ignore[union-attr]
+        pixels = model.vae.decode(latents / model.vae.config.scaling_factor).sample  # type: ignore[union-attr]
     images = pipe.image_processor.postprocess(pixels, output_type="np")
     return latents, (images * 255).round().astype(np.uint8)
 

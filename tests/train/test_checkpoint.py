@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from darkroom.errors import CheckpointError
-from darkroom.train.checkpoint import checkpoints, load_checkpoint, newest_checkpoint
-from darkroom.train.places import LocalPlace
+from darkroom.train.checkpoint import Checkpoint, checkpoints, load_checkpoint
+from darkroom.train.places import LocalPlace, newest
+from darkroom.train.ranks import ALONE
 
 AWKWARD = {"tenth": 0.1, "third": 1 / 3, "tiny": 5e-324, "large": 1.7976931348623157e308, "n": 2**62 + 1}
 
@@ -36,6 +38,11 @@ def save_checkpoint(folder: Path, step: int, named: Any, scalars: dict[str, Any]
     place.write_share(step, token, 0, 1, named, {})
     place.complete(step, token, 1, scalars, keep)
     return folder / f"step-{step:08d}"
+
+
+def newest_in(*folders: Path, say: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
+    """As a run that goes on looks for it."""
+    return newest([LocalPlace(folder) for folder in folders], say, ALONE)[1]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -100,22 +107,80 @@ def test_a_damaged_one_is_passed_over_aloud(tmp_path: Path, damage: object) -> N
     newest = save_checkpoint(tmp_path, 20, tensors(2), {"k": 20}, keep=2)
     damage(newest)  # type: ignore[operator]
     said: list[str] = []
-    found = newest_checkpoint(tmp_path, said.append)
+    found = newest_in(tmp_path, say=said.append)
     assert found is not None
     assert (found.step, found.scalars) == (10, {"k": 10})
     assert len(said) == 1
     assert "step-00000020' is damaged" in said[0]
     save_checkpoint(tmp_path, 20, tensors(3), {"k": 20}, keep=2)  # its place can be taken
-    again = newest_checkpoint(tmp_path, said.append)
+    again = newest_in(tmp_path, say=said.append)
     assert again is not None
     assert same(again.tensors["weights"], tensors(3)["weights"])
 
 
 def test_none_whole_is_an_error_and_none_at_all_is_not(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path, print) is None
+    assert newest_in(tmp_path) is None
     damage_a_byte(save_checkpoint(tmp_path, 10, tensors(), {}, keep=2))
     with pytest.raises(CheckpointError, match="none of 1 checkpoints .* another hash"):
-        newest_checkpoint(tmp_path, lambda _: None)
+        newest_in(tmp_path)
+
+
+def test_all_damaged_ones_are_passed_over_in_all_places(tmp_path: Path) -> None:
+    """Two places, as after `checkpoint.url` changed: the newest whole one of both, on a tie the first's."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, step, k in [
+        (here, 10, "a"),
+        (there, 10, "b"),
+        (there, 20, "c"),
+        (here, 30, "d"),
+        (here, 40, "e"),
+    ]:
+        save_checkpoint(folder, step, tensors(step), {"k": k}, keep=9)
+    expected = {"e": here / "step-00000040", "d": here / "step-00000030", "c": there / "step-00000020"}
+    said: list[str] = []
+    for k, path in expected.items():
+        said.clear()
+        found = newest_in(here, there, say=said.append)
+        assert found is not None
+        assert (found.scalars, found.path) == ({"k": k}, path)
+        damage_a_byte(path)
+    assert [line.partition("' is damaged")[0].rpartition("/")[2] for line in said] == [
+        "step-00000040",
+        "step-00000030",
+    ]
+    tied = newest_in(here, there)
+    assert tied is not None
+    assert tied.scalars == {"k": "a"}
+    damage_a_byte(here / "step-00000010")
+    other = newest_in(here, there)
+    assert other is not None
+    assert other.scalars == {"k": "b"}
+    damage_a_byte(there / "step-00000010")
+    with pytest.raises(
+        CheckpointError, match=r"none of 5 checkpoints in '.*here' and '.*there' is whole: .*-00000040"
+    ):
+        newest_in(here, there)
+
+
+@pytest.mark.parametrize("file", ["weights.safetensors", "ema.safetensors"])
+def test_an_older_one_goes_only_when_the_new_one_reads_back(tmp_path: Path, file: str) -> None:
+    """A disk that loses what it was given: the new one is refused, and the one before still opens."""
+    save_checkpoint(tmp_path, 10, tensors(1), {"k": 10}, keep=1)
+    place = LocalPlace(tmp_path)
+    place.write_share(20, "t", 0, 1, tensors(2), {})
+    written = next(tmp_path.glob(f".beside-*/{file}"))
+    content = bytearray(written.read_bytes())
+    content[-1] ^= 1
+    written.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=f"step-00000020' is damaged: {file} has another hash"):
+        place.complete(20, "t", 1, {"k": 20}, 1)
+    found = newest_in(tmp_path)
+    assert found is not None
+    assert found.scalars == {"k": 10}
+    assert same(found.tensors["weights"], tensors(1)["weights"])
+    place.write_share(30, "t", 0, 1, tensors(3), {})  # one that reads back takes its place
+    place.complete(30, "t", 1, {"k": 30}, 1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000030"]
 
 
 SAVES_WITHOUT_PAUSE = """
@@ -143,7 +208,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_one(tmp_path: Path) -> Non
             child.stdout.readline()
             time.sleep(0.05 + 0.013 * i)
             child.kill()
-        if (found := newest_checkpoint(folder, lambda _: None)) is not None:
+        if (found := newest_in(folder)) is not None:
             assert found.scalars == {"k": found.step}
             assert same(found.tensors["weights"], tensors(found.step)["weights"])
     assert found is not None

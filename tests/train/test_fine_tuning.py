@@ -18,10 +18,11 @@ from subjects import SIDE, recipe_for
 from darkroom import models, sample
 from darkroom.errors import InputError, RecipeError
 from darkroom.models.adapters import read_adapter
-from darkroom.recipe import Recipe
+from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
 from darkroom.train import Pinned, TrainResult, export, make_job, train
 from darkroom.train.checkpoint import checkpoints, load_checkpoint
+from darkroom.train.result import trained_adapter
 
 
 def quietly(recipe: Recipe, out: Path, **more: Any) -> TrainResult:
@@ -118,7 +119,8 @@ def test_dreambooth_lora_with_five_photographs_and_no_captions(
     with safe_open(result.outputs[0], framework="pt") as file:
         metadata = file.metadata()
     assert metadata["modelspec.trigger_phrase"] == "a photo of sks dog"
-    assert metadata["ss_sd_model_name"] == str(base)
+    assert metadata["ss_sd_model_name"] == base.name  # whoever gets the file learns no path
+    assert not [value for value in metadata.values() if str(base.parent) in value]
     assert metadata["ss_network_dim"] == "8"
     again: list[str] = []
     train(recipe, out=tmp_path / "run", console=again.append)
@@ -487,3 +489,24 @@ def test_a_pattern_that_names_nothing_and_a_folder_without_pictures(
     assert (
         quietly(recipe_for("dreambooth-lora", base, photos), tmp_path / "run").steps == 6
     )  # it is free still
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("stable-diffusion-v1-5/stable-diffusion-v1-5", "stable-diffusion-v1-5/stable-diffusion-v1-5"),
+        ("sd15", "sd15"),
+        ("{here}/people/mine", "mine"),
+        ("{here}/runs/first/model", "first"),
+        ("{here}/gone/mine.safetensors", "mine.safetensors"),
+        ("../mine", "mine"),
+    ],
+)
+def test_an_adapter_names_its_base_without_a_path(tmp_path: Path, given: str, named: str) -> None:
+    for folder in ("people/mine", "runs/first/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/first/recipe.yaml").write_text("task: pretrain\n")
+    recipe = make_recipe(
+        {"task": "lora", "model": {"base": given.format(here=tmp_path)}, "data": {"folder": "x"}}
+    )
+    assert trained_adapter(recipe, {}, "a").metadata["ss_sd_model_name"] == named

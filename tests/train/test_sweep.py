@@ -61,7 +61,9 @@ def test_a_sweep_from_the_command_line(recipe_of: MakeRecipe, tmp_path: Path, ca
     with pytest.raises(SystemExit) as left:
         cli.main(["runs", "compare", *map(str, runs), str(third.run)])
     assert left.value.code == 0
-    assert "0.001, 0.002, 0.004" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert ["optim.lr", "0.001", "0.002", "0.004"] in [line.split() for line in shown.splitlines()]
+    assert "{" not in shown
 
 
 def test_a_run_that_diverges_or_finds_no_memory_is_noted_and_the_others_are_made(

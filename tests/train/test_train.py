@@ -58,7 +58,7 @@ def test_an_autoencoder_learns_and_measures_its_scale(vae_run: Path) -> None:
     assert rows[-1]["heldout_psnr_db"] > rows[0]["heldout_psnr_db"] + 3
     config = json.loads((vae_run / "model" / "vae" / "config.json").read_text())
     assert config["scaling_factor"] != 1.0
-    assert models.load(vae_run / "model", parts=("vae",)).vae_scale == config["scaling_factor"]
+    assert models.load(vae_run / "model", parts=("vae",)).latent_scaling.factor == config["scaling_factor"]
     grid = Image.open(vae_run / "samples" / "step-00000060.png")
     assert grid.size == (4 * SIDE, 2 * SIDE)  # held-out pictures above what the VAE gives back
 

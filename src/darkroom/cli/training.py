@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, Out, app, columns, console, show, table
+from darkroom.cli.door import Json, Out, app, columns, console, show
 from darkroom.errors import DarkroomError, InputError
 
 if TYPE_CHECKING:
@@ -176,7 +176,18 @@ def runs(
     if compare[0] != "compare" or len(compare) < 3:
         raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN ...")
     side_by_side = run.compare(*map(Path, compare[1:]))
-    show(side_by_side, as_json, lambda: table(side_by_side))
+    show(side_by_side, as_json, lambda: _side_by_side(side_by_side))
+
+
+def _side_by_side(compared: dict[str, Any]) -> Iterator[str]:
+    """A line for each key that differs, a column for each run."""
+    for part in ("settings", "metrics", "bill"):
+        rows = [
+            {f"{part}:": key, **dict(zip(compared["runs"], values, strict=True))}
+            for key, values in compared[part].items()
+        ]
+        yield from columns(rows) if rows else [f"{part}: the same"]
+        yield ""
 
 
 @app.command()

@@ -16,10 +16,11 @@ from darkroom.data.order import Order
 from darkroom.data.store import SCHEMA
 from darkroom.errors import InputError
 from darkroom.measure.timing import Measurement, interleave, measurement
+from darkroom.models import LatentScaling
 from darkroom.prepare.columns import latents_field
 
 IDENTITY = "0" * 64
-COLUMN = latents_field(512, IDENTITY, scale=1.0, crop="centre", precision="float32")
+COLUMN = latents_field(512, IDENTITY, scaling=LatentScaling(), crop="centre", precision="float32")
 SHAPE = (2, 2, 64, 64)  # moments of 32 KB: as many bytes as one latent of 4x64x64 in float16
 ROW_BYTES = 2 * int(np.prod(SHAPE))
 CHUNK_ROWS = 4096

@@ -13,6 +13,7 @@ from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_a
 from darkroom.models.bank import Bank
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
 from darkroom.models.folder import base_family, describe, export_model, identity, is_model, load, save
+from darkroom.models.latents import LatentScaling
 from darkroom.models.model import PARTS, Model
 from darkroom.models.place import device, precision, slow_bf16
 from darkroom.models.single_file import save_single_file
@@ -26,6 +27,7 @@ __all__ = [
     "Bank",
     "Factors",
     "Family",
+    "LatentScaling",
     "Layer",
     "Model",
     "about",

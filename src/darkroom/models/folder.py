@@ -19,12 +19,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError
+from darkroom.models.checked import (
+    FLOATS,
+    check_complete,
+    read_json,
+    read_scheduler,
+    tensor_types,
+    weight_files,
+)
 from darkroom.models.families import FAMILIES, create
+from darkroom.models.latents import LatentScaling
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
 from darkroom.models.place import slow_bf16
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
-from darkroom.models.tokenizer import tokenizer_or_stand_in
+from darkroom.models.tokenizer import read_tokenizer, tokenizer_or_stand_in
 
 LOG = logging.getLogger("darkroom.models")
 # Of a hub's repository only what is opened: no other frameworks' weights, no single files beside the parts.
@@ -47,6 +56,16 @@ DIT_PIPELINE = "DarkroomDiTPipeline"
 """What `model_index.json` says of a model with a `DiT`: no class of diffusers, which has none for it."""
 OWN = "_darkroom"
 """The key of `model_index.json` under which darkroom notes what diffusers has no place for."""
+BAD_SETTINGS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    ZeroDivisionError,
+    AssertionError,
+)
+"""What diffusers and transformers raise for a configuration that no module can be built by."""
 HUB_VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema_only*", "*openvino*"]
 
 
@@ -129,19 +148,46 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model
 
         model.vae = _weights(AutoencoderKL, path / "vae", variant)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
-        said = json.loads((path / "vae" / "config.json").read_text())
+        said = read_json(path / "vae" / "config.json")
         model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
+        LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
             model.text_encoders.append(_weights(_text_class(folder), folder, variant))
         if "tokenizer" in wanted and (folder := path / numbered("tokenizer", i)).is_dir():
-            from transformers import CLIPTokenizer
-
-            model.tokenizers.append(CLIPTokenizer.from_pretrained(str(folder)))
+            model.tokenizers.append(read_tokenizer(folder))
+    _check_fit(model, path)
     model.family = _family_of(path)
     for module in model.modules.values():
         module.eval()
     return model
+
+
+def _check_fit(model: Model, path: Path) -> None:
+    """ModelError where parts of a folder do not go together: the first step would fail far from here."""
+    encoders: list[Any] = [*model.text_encoders]
+    given = sum(encoder.config.hidden_size for encoder in encoders)
+    takes = None if model.unet is None else model.unet.config.cross_attention_dim
+    if encoders and isinstance(takes, int) and takes != given:
+        raise ModelError(
+            f"'{path}': its {model.denoiser} takes text of width {takes}, its text encoders give {given}",
+            mend="a part is of another model",
+        )
+    if model.unet is not None and model.vae is not None:
+        made, read = int(model.unet.config.out_channels), int(model.vae.config.latent_channels)
+        if made not in (read, 2 * read):
+            raise ModelError(
+                f"'{path}': its {model.denoiser} makes latents of {made} channels, its VAE reads {read}",
+                mend="a part is of another model",
+            )
+    for encoder, tokenizer in zip(encoders, model.tokenizers, strict=False):
+        most = max(tokenizer.get_vocab().values(), default=0)
+        if most >= encoder.config.vocab_size:
+            raise ModelError(
+                f"'{path}': its tokenizer has words up to number {most}, its text encoder knows "
+                f"{encoder.config.vocab_size}",
+                mend="a part is of another model",
+            )
 
 
 def _wanted(path: Path, parts: Sequence[str] | None) -> list[str]:
@@ -170,7 +216,7 @@ def denoiser_class(folder: Path) -> Any:
     from darkroom.models.dit import DiT
 
     file = folder / "config.json"
-    kind = json.loads(file.read_text()).get("_class_name") if file.is_file() else None
+    kind = read_json(file).get("_class_name") if file.is_file() else None
     if kind != DiT.__name__:
         raise ModelError(f"'{folder}' is a {kind}", allowed=f"a U-Net, or darkroom's own {DiT.__name__}")
     return DiT
@@ -179,8 +225,10 @@ def denoiser_class(folder: Path) -> Any:
 def _text_class(folder: Path) -> Any:
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-    config = json.loads((folder / "config.json").read_text())
-    with_projection = "CLIPTextModelWithProjection" in config.get("architectures", [])
+    config = read_json(folder / "config.json")
+    if (kind := config.get("model_type", "clip_text_model")) not in ("clip_text_model", "clip"):
+        raise ModelError(f"'{folder}' is a {kind}", allowed="CLIP's text encoder (clip_text_model)")
+    with_projection = "CLIPTextModelWithProjection" in (config.get("architectures") or [])
     return CLIPTextModelWithProjection if with_projection else CLIPTextModel
 
 
@@ -192,33 +240,54 @@ def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
         )
     if variant and not any(folder.glob(f"*.{variant}*.safetensors")):
         raise ModelError(f"'{folder}' holds no weights of variant '{variant}'", mend="leave the variant out")
-    dtype = "dtype" if cls.__module__.startswith("transformers") else "torch_dtype"
+    of_transformers = cls.__module__.startswith("transformers")
+    _check_kind(cls, folder, of_transformers)
+    types = tensor_types(weight_files(folder, variant))
+    # transformers then says which tensors have another shape; diffusers says it in its error.
+    named = {"dtype": torch.float32, "ignore_mismatched_sizes": True}
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
-        return cls.from_pretrained(
+        opened, told = cls.from_pretrained(
             str(folder),
             variant=variant,
             use_safetensors=True,
             local_files_only=True,
-            **{dtype: torch.float32},
+            output_loading_info=True,
+            **(named if of_transformers else {"torch_dtype": torch.float32}),
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, RuntimeError, StrictDataclassError, *BAD_SETTINGS) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ModelError(f"'{folder}' could not be opened: {reason}") from error
+    extra = {name for name in told["unexpected_keys"] if not name.endswith("position_ids")}
+    whole = [name for name, kind in types.items() if kind not in FLOATS and not name.endswith("position_ids")]
+    check_complete(
+        f"'{folder}'",
+        missing=list(told["missing_keys"]),
+        whole_numbers=[name for name in whole if name not in extra],
+        shapes=list(told["mismatched_keys"]),
+    )
+    if unused := sorted(extra):
+        LOG.warning("'%s': %d tensors are not used, such as %s", folder, len(unused), unused[0])
+    return opened
+
+
+def _check_kind(cls: Any, folder: Path, of_transformers: bool) -> None:
+    """ModelError for a configuration of another class: its weights would be looked for in vain."""
+    kind = read_json(folder / "config.json").get("_class_name", cls.__name__)
+    if not of_transformers and kind != cls.__name__:
+        raise ModelError(f"'{folder}' is a {kind}", allowed=cls.__name__)
 
 
 def _scheduler(path: Path) -> dict[str, Any]:
     file = path / "scheduler" / "scheduler_config.json"
-    if not file.is_file():
-        return {}
-    config: dict[str, Any] = json.loads(file.read_text())
-    return config
+    return read_scheduler(file) if file.is_file() else {}
 
 
 def _guidance(path: Path) -> float | None:
     """The guidance scale that was noted with a model; what is no number is none."""
-    try:
-        return noted_guidance(json.loads((path / "model_index.json").read_text())[OWN])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    index = path / "model_index.json"
+    return noted_guidance(read_json(index).get(OWN)) if index.is_file() else None
 
 
 def _family_of(path: Path) -> str:
@@ -226,7 +295,7 @@ def _family_of(path: Path) -> str:
     file = path / denoiser_of(path) / "config.json"
     if not file.is_file():
         return "custom"
-    config = json.loads(file.read_text())
+    config = read_json(file)
     prediction = _scheduler(path).get("prediction_type", "epsilon")
     for name in _shaped_as(config, file.parent.name):
         if file.parent.name == TRANSFORMER or FAMILIES[name].scheduler["prediction_type"] == prediction:

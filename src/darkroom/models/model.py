@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import InputError
+from darkroom.models.latents import LatentScaling
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -68,10 +69,10 @@ class Model:
         return 8 if self.vae is None else 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     @property
-    def vae_scale(self) -> float:
-        """What latents are multiplied by before the U-Net sees them."""
+    def latent_scaling(self) -> LatentScaling:
+        """How the VAE's latents become what the U-Net sees."""
         assert self.vae is not None
-        return float(self.vae.config.scaling_factor)
+        return LatentScaling.of(self.vae)
 
     @property
     def sample_size(self) -> int:

@@ -20,6 +20,7 @@ from torch import nn
 
 from darkroom.errors import ModelError
 from darkroom.models import original
+from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model, noted_guidance
 from darkroom.models.original import UNET, VAE, Weights
@@ -62,6 +63,9 @@ def load_single_file(path: str | Path, parts: Sequence[str] | None = None) -> Mo
         )
     if not path.is_file():
         raise ModelError(f"no file '{path}'")
+    whole_numbers = [name for name, kind in tensor_types([path]).items() if kind not in FLOATS]
+    odd = [name for name in whole_numbers if not ALSO_THERE.search(name)]
+    check_complete(f"'{path}'", whole_numbers=odd)
     with _opened(path) as file:
         return _read(path, file, parts)
 
@@ -321,6 +325,11 @@ def save_single_file(model: Model, path: str | Path) -> Path:
     path = Path(path)
     if path.suffix.lower() != SUFFIX:
         raise ModelError(f"'{path}'", allowed=f"a name that ends in {SUFFIX}")
+    if model.vae is not None and (model.latent_scaling.shift or model.latent_scaling.std):
+        LOG.warning(
+            "'%s' keeps the VAE's shift in a note that only darkroom reads: elsewhere colours are off",
+            path.name,
+        )
     weights = {name: tensor.contiguous().cpu() for name, tensor in original_weights(model)}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from darkroom.errors import InputError, ModelError
+from darkroom.models.checked import check_tokenizer
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
@@ -76,13 +77,32 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
         mend=f"set {ENVIRONMENT} to a folder with vocab.json and merges.txt",
     )
     try:
-        found = CLIPTokenizer.from_pretrained(str(place or HUB_ID))
+        found = read_tokenizer(Path(place)) if place else CLIPTokenizer.from_pretrained(HUB_ID)
+    except ModelError as error:
+        raise ModelError(str(error), mend=missing.mend) from error
     except (OSError, ValueError) as error:
         raise missing from error
     if len(found) < NUM_BYTES:  # without a network transformers gives one of no words at all
         raise missing
     # A folder of vocabulary and merges alone does not say how long a text may be.
     found.model_max_length = min(found.model_max_length, MAX_LENGTH)
+    return found
+
+
+def read_tokenizer(folder: Path) -> CLIPTokenizer:
+    """The tokenizer of a folder; ModelError names the file that is damaged."""
+    from transformers import CLIPTokenizer
+
+    check_tokenizer(folder)
+    try:
+        found = CLIPTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"the tokenizer in '{folder}' could not be opened: {reason}") from error
+    if len(found) < NUM_BYTES:  # transformers makes one of no words of what it does not understand
+        raise ModelError(
+            f"the tokenizer in '{folder}' has {len(found)} words", allowed=f"{NUM_BYTES} or more"
+        )
     return found
 
 

@@ -35,6 +35,7 @@ from darkroom.train import job
 from darkroom.train.defaults import ADAPTER_TASKS
 from darkroom.train.extras import AlignSettings
 from darkroom.train.sharing import blocks_of
+from darkroom.train.tasks import SIZES
 from darkroom.train.weights import cast
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping
         given["caption"] = ["a picture"] * rows
         if task.rows_a_picture > 1:
             given["is_prior"] = torch.empty(rows, device="meta")
+        if model.is_sdxl:
+            given |= {name: torch.empty(rows, dtype=torch.int32, device="meta") for name in SIZES}
         if reads_text(recipe, task):
             given |= _text_columns(model, rows)
         return given

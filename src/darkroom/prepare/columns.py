@@ -11,6 +11,7 @@ import pyarrow as pa
 from darkroom import __version__
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError
+from darkroom.models import LatentScaling
 
 # Latents and states hardly compress: trying only costs time.
 _RAW = {"lance-encoding:compression": "none"}
@@ -44,13 +45,15 @@ def text_name(identity: str) -> str:
     return f"text_{identity[:8]}"
 
 
-def latents_field(resolution: int, identity: str, *, scale: float, crop: str, precision: str) -> pa.Field:
+def latents_field(
+    resolution: int, identity: str, *, scaling: LatentScaling, crop: str, precision: str
+) -> pa.Field:
     """The latents column with its metadata."""
     noted = {
         "kind": "latents",
         "encoder": identity,
         "resolution": str(resolution),
-        "scale": repr(scale),
+        **scaling.noted(),
         "crop": crop,
         "precision": precision,
         "made_by": __version__,

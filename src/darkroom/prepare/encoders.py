@@ -39,7 +39,7 @@ def _placed(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.M
 class VaeEncoder:
     """Pictures to the mean and standard deviation of their latents.
 
-    `identity` is the SHA-256 of the VAE's float32 weights, `scale` its scaling factor.
+    `identity` is the SHA-256 of the VAE's float32 weights, `scaling` how its latents become the U-Net's.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class VaeEncoder:
         self.precision, self._dtype = precision, compute_type(precision, self.device)
         self.identity = models.identity(vae)
         config: Any = vae.config
-        self.scale = float(config.scaling_factor)
+        self.scaling = models.LatentScaling.of(vae)
         self.channels = int(config.latent_channels)
         self.factor: int = 2 ** (len(config.block_out_channels) - 1)
         self._vae = _placed(vae, self.device, self._dtype)
@@ -74,10 +74,12 @@ def encode_moments(vae: Any, pixels_B3HW: Tensor) -> Tensor:
     return torch.stack([latents.mean, latents.std], dim=1).to(torch.float16)
 
 
-def sample_latents(moments_B2CHW: Tensor, posterior_BCHW: Tensor | None, scale: float) -> Tensor:
-    """Latents as the U-Net takes them, float32: (mean + std * draw) * scale; without a draw the mean."""
+def sample_latents(
+    moments_B2CHW: Tensor, posterior_BCHW: Tensor | None, scaling: models.LatentScaling
+) -> Tensor:
+    """Latents as the U-Net takes them, float32: mean + std * draw, scaled; without a draw the mean."""
     mean, std = moments_B2CHW.float().unbind(1)
-    return (mean if posterior_BCHW is None else mean + std * posterior_BCHW.to(mean)) * scale
+    return scaling.seen(mean if posterior_BCHW is None else mean + std * posterior_BCHW.to(mean))
 
 
 def tokenize(tokenizers: Sequence[Any], captions: Sequence[str]) -> list[Tensor]:

@@ -93,7 +93,7 @@ def latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batch
         raise InputError(f"{name} {odd}", allowed=f"multiples of {vae.factor}, the side of a latent pixel")
     sizes = bucket_sizes(resolution, step=bucket_step) if bucket_step else [(resolution, resolution)]
     crop = f"buckets-{bucket_step}" if bucket_step else "centre"
-    made = latents_field(resolution, vae.identity, scale=vae.scale, crop=crop, precision=vae.precision)
+    made = latents_field(resolution, vae.identity, scaling=vae.scaling, crop=crop, precision=vae.precision)
     ready = partial(cut_picture, sizes=sizes)
     return Column(made, "picture", ready, MakeLatents(vae), batch_rows, 3 * resolution**2)
 

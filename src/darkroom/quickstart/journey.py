@@ -19,7 +19,16 @@ from darkroom.bill import Bill, Meter, format_seconds
 from darkroom.errors import DarkroomError, InputError
 from darkroom.quickstart.gallery import gallery
 from darkroom.quickstart.score import Scores, score
-from darkroom.quickstart.shapes import COLORS, NUM_HELD_OUT, PICTURE_SIZE, SHAPES, Triple, held_out, write_set
+from darkroom.quickstart.shapes import (
+    COLORS,
+    NUM_HELD_OUT,
+    PICTURE_SIZE,
+    SHAPES,
+    Triple,
+    held_out,
+    varied,
+    write_set,
+)
 
 RECIPES = Path(__file__).parent
 STATE, RESULT, BILL = "quickstart.json", "result.json", "bill.json"
@@ -204,7 +213,7 @@ class Journey:
             self._tell(line)
 
     def _train_unet(self) -> Path:
-        prompts = [triple.caption for triple in self.wanted[:: max(1, len(self.wanted) // _SAMPLE_PROMPTS)]]
+        prompts = [triple.caption for triple in varied(self.wanted, _SAMPLE_PROMPTS)]
         named = (f"model.vae={self.vae_run / 'model'}", f"sample.prompts={json.dumps(prompts)}")
         check_unseen(self.store, self.hidden)
         return self._train("pretrain", self.run, (*named, *self.scale.pretrain))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,16 +73,21 @@ def held_out(count: int = NUM_HELD_OUT, *, seed: int = 0) -> list[Triple]:
     """`count` triples kept from training, spread evenly over colours, shapes and backgrounds."""
     rng = np.random.default_rng([seed, 64])
     triples = all_triples()
+    return sorted(varied([triples[i] for i in rng.permutation(len(triples))], count))
+
+
+def varied(triples: Sequence[Triple], count: int) -> list[Triple]:
+    """At most `count` of them, spread evenly over colours, shapes and backgrounds; of equals the first."""
     used: dict[str, int] = {}
+    left = list(triples)
     chosen: list[Triple] = []
-    order = [triples[i] for i in rng.permutation(len(triples))]
-    for _ in range(count):
-        best = min(order, key=lambda t: sum(used.get(k, 0) ** 2 for k in _keys(t)))
-        order.remove(best)
+    while left and len(chosen) < count:
+        best = min(left, key=lambda t: sum(used.get(k, 0) ** 2 for k in _keys(t)))
+        left.remove(best)
         chosen.append(best)
         for k in _keys(best):
             used[k] = used.get(k, 0) + 1
-    return sorted(chosen)
+    return chosen
 
 
 def _keys(t: Triple) -> tuple[str, ...]:

@@ -75,6 +75,11 @@ def smooth(y: np.ndarray, width: float) -> np.ndarray:
     return np.asarray(np.convolve(y, kernel, mode="full")[reach : reach + len(y)] / weights)
 
 
+def smoothing(count: int) -> float:
+    """The width to smooth so many values by: a sixtieth of them, of few values two or a quarter of them."""
+    return max(count / 60, min(2.0, count / 4))
+
+
 def thin(x: np.ndarray, y: np.ndarray, most: int = _MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """At most so many points, lowest and highest of each stretch kept, so that a spike stays."""
     if len(x) <= most:
@@ -108,7 +113,7 @@ def curves(
             axes.plot(
                 curve.x, curve.y, "o", ms=4.2, color=colour, mec=PAPER, mew=0.8, zorder=5, clip_on=False
             )
-        _scale(axes, [curve.y for curve in (*raw, *held_out)])
+        _scale(axes, [curve.y for curve in raw], whole=[curve.y for curve in held_out])
         if log_x:
             _doublings(axes, [*raw, *held_out])
         else:
@@ -284,19 +289,30 @@ def _curve(axes: Axes, curve: Curve, colour: str, *, faint: float) -> None:
     x, y = curve.x[known], curve.y[known]
     if not len(x):
         return
-    width = len(y) / 60 if faint else 0
+    width = smoothing(len(y)) if faint else 0
     if width >= 0.5:
         axes.plot(*thin(x, y), color=colour, lw=0.6, alpha=faint)
     axes.plot(*thin(x, smooth(y, width), 400), color=colour, lw=1.7)
 
 
-def _scale(axes: Axes, values: Sequence[np.ndarray], *, may_be_log: bool = True) -> None:
-    """Logarithmic where the values span more than a factor of 12; outliers do not squash the rest."""
-    known = np.concatenate([v[np.isfinite(v)] for v in values]) if len(values) else np.array([])
+def _scale(
+    axes: Axes,
+    values: Sequence[np.ndarray],
+    *,
+    whole: Sequence[np.ndarray] = (),
+    may_be_log: bool = True,
+) -> None:
+    """Logarithmic where the values span more than a factor of 12; outliers do not squash the rest.
+
+    Those of `whole` are never outliers: all of them are within the axis.
+    """
+    shown, marked = _finite(values), _finite(whole)
+    known = np.concatenate([shown, marked])
     if not len(known):
         return
     low, high = float(known.min()), float(known.max())
-    typical = np.quantile(known, [0.005, 0.995])
+    typical = np.concatenate([np.quantile(shown, [0.005, 0.995]) if len(shown) else shown, marked])
+    typical = np.array([typical.min(), typical.max()])
     if may_be_log and low > 0 and typical[1] / typical[0] > 12:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
@@ -305,6 +321,10 @@ def _scale(axes: Axes, values: Sequence[np.ndarray], *, may_be_log: bool = True)
         room = 0.06 * (typical[1] - typical[0]) or abs(high) or 1.0
         axes.set_ylim(max(low, typical[0]) - room, min(high, typical[1]) + room)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+
+
+def _finite(values: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.array([]), *(some[np.isfinite(some)] for some in values)])
 
 
 def _steps(axes: Axes, group: Sequence[Curve]) -> None:

@@ -375,7 +375,7 @@ def _last(curve: Curve) -> float | None:
 
 
 def _smoothed_end(curve: Curve) -> float | None:
-    return float(plots.smooth(curve.y, len(curve.y) / 60)[-1]) if len(curve.y) else None
+    return float(plots.smooth(curve.y, plots.smoothing(len(curve.y)))[-1]) if len(curve.y) else None
 
 
 def _median(curve: Curve) -> float | None:

@@ -21,6 +21,7 @@ import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.models import LatentScaling
 
 JSON_KEY, A1111_KEY = "darkroom", "parameters"
 # The decoder's widest activations take about 1.2 GB a megapixel in float32.
@@ -70,22 +71,13 @@ def decode(
     pixels = latents_BCHW.shape[-2] * latents_BCHW.shape[-1] * factor**2
     rows = max(1, min(DECODE_PICTURES, max_pixels // pixels))
     if decoder is not None:
-        parts = torch.split(_unscaled(vae, latents_BCHW.float()), rows)
+        parts = torch.split(LatentScaling.of(vae).undone(latents_BCHW.float()), rows)
         return [image for some in parts for image in _to_images(decoder(some))]
     with _decoding_precision(vae):
         weight = next(vae.parameters())
-        scaled = _unscaled(vae, latents_BCHW.float()).to(weight.device, weight.dtype)
+        scaled = LatentScaling.of(vae).undone(latents_BCHW.float()).to(weight.device, weight.dtype)
         parts = torch.split(scaled, rows)
         return [image for some in parts for image in _to_images(vae.decode(some).sample)]
-
-
-def _unscaled(vae: Any, latents_BCHW: torch.Tensor) -> torch.Tensor:
-    latents: torch.Tensor = latents_BCHW / float(vae.config.scaling_factor)
-    mean, std = vae.config.get("latents_mean"), vae.config.get("latents_std")
-    if mean is None or std is None:
-        return latents
-    shape = (1, -1, 1, 1)
-    return torch.addcmul(latents.new_tensor(mean).view(shape), latents, latents.new_tensor(std).view(shape))
 
 
 @torch.no_grad()
@@ -97,14 +89,8 @@ def encode(vae: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     with _decoding_precision(vae):
         weight = next(vae.parameters())
         told = vae.encode(pixels_B3HW.to(weight.device, weight.dtype)).latent_dist
-    mean_BCHW, std_BCHW = told.mean.float(), told.std.float()
-    scale = float(vae.config.scaling_factor)
-    mean, std = vae.config.get("latents_mean"), vae.config.get("latents_std")
-    if mean is not None and std is not None:
-        shape = (1, -1, 1, 1)
-        mean_BCHW = mean_BCHW - mean_BCHW.new_tensor(mean).view(shape)
-        scale = scale / mean_BCHW.new_tensor(std).view(shape)
-    return mean_BCHW * scale, std_BCHW * scale
+    scaling = LatentScaling.of(vae)
+    return scaling.seen(told.mean.float()), scaling.spread(told.std.float())
 
 
 @contextmanager

@@ -246,25 +246,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(manifest["step"], path, tensors, json.loads((path / "state.json").read_text()))
 
 
-def newest_checkpoint(folder: Path, say: Say) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None if there is none at all.
-
-    A damaged one is passed over aloud. Raises CheckpointError where every one is damaged: to start from
-    nothing then is for the user to decide.
-    """
-    found = checkpoints(folder)
-    damaged = []
-    for path in reversed(found):
-        try:
-            return load_checkpoint(path)
-        except CheckpointError as error:
-            damaged.append(str(error))
-            say(f"{error}; trying the one before")
-    if found:
-        raise CheckpointError(f"none of {len(found)} checkpoints in '{folder}' is whole: {damaged[0]}")
-    return None
-
-
 def _verify(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, when every file is as it was written."""
     try:

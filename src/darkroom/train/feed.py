@@ -21,7 +21,7 @@ from darkroom.models import Model
 from darkroom.train.build import size_unit
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.repeats import repeated
-from darkroom.train.tasks import Columns, Task
+from darkroom.train.tasks import SIZES, Columns, Task
 
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe
@@ -144,7 +144,8 @@ def _class_order(recipe: Recipe, task: Task, store: Store) -> tuple[Order, ReadS
     """Which class pictures come when, and how they are read: with their own prompt and noise."""
     seed, prompt = recipe.train.seed ^ CLASS_SEED, recipe.data.class_prompt
     rows = Rows.of(min(recipe.data.num_class_images, store.num_rows))
-    update = {"prompts": (prompt,), "prompts_replace": True, "seed": seed, "columns": ()}
+    update: dict[str, Any] = {"prompts": (prompt,), "prompts_replace": True, "seed": seed}
+    update["columns"] = tuple(name for name in task.read.columns if name in SIZES)  # they have no masks
     order = Order(rows, seed=seed, global_batch=recipe.train.global_batch)
     return order, task.read.model_copy(update=update)
 

@@ -24,6 +24,7 @@ from darkroom.prepare import VaeEncoder
 from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model
 from darkroom.train.checks import check_settings, select_rows
+from darkroom.train.contents import Contents, base_of, check_base, contents_of
 from darkroom.train.defaults import ADAPTER_TASKS, FINE_TUNING, SUBJECT_TASKS
 from darkroom.train.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.extras import make_extras
@@ -42,7 +43,7 @@ from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
 from darkroom.train.stored import caches_latents, prepare_own, stored_latents, stored_masks, stored_text
-from darkroom.train.tasks import Autoencoder, Diffusion, Task
+from darkroom.train.tasks import SIZES, Autoencoder, Diffusion, Task
 from darkroom.train.words import add_word
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Job:
     device: torch.device
     rows: int  # pictures trained on
     environment: Mapping[str, Any]  # what bit-exactness depends on
-    store: Mapping[str, Any]  # version and rows, which the run pins
+    store: Mapping[str, Any]  # version, rows and contents, which the run pins
+    base: Mapping[str, str]  # fingerprints of what is read of a base model, likewise
     heldout: dict[str, Tensor] | None
     scores: Scores | None
     calibration: list[dict[str, Tensor]]
@@ -91,6 +93,8 @@ class Pinned:
     version: int | Sequence[int] | None = None  # of each store, where there are several
     rows: int | None = None
     micro_batch: int | None = None
+    contents: Contents | None = None
+    base: Mapping[str, str] | None = None
 
 
 def make_job(
@@ -119,6 +123,7 @@ def make_job(
     store = open_store(recipe, pinned.run, pinned.version)
     train_rows, held_rows = select_rows(store, recipe)
     _check_pinned(store, pinned)
+    contents = ranks.tell(lambda: contents_of(store, pinned.contents))
     device = _device(recipe, ranks)
     precision, why = choose_precision(recipe.train.precision, device, hardware.machine().instructions)
     notes = [f"precision {precision}: {why}"]
@@ -127,11 +132,15 @@ def make_job(
         if recipe.task == "extractor"
         else build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
     )
+    base = base_of(recipe, model)
+    check_base(base, pinned.base, recipe)
     if recipe.task in FROZEN_UNET and model.unet is not None:
         cast_opened(model.unet, models.precision(precision))  # never trained: no float32 copy is needed
     stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
     _move(model, device)
     task = make_task(recipe, model, store, device)
+    base |= seen_by(task)
+    check_base(base, pinned.base, recipe)
     rest(_seldom_run(model, task), pinned.run)
     if recipe.task in FINE_TUNING:
         trained, total = parameter_table(task.modules)
@@ -167,7 +176,8 @@ def make_job(
         device=device,
         rows=rows_an_epoch(recipe, store, train_rows),
         environment=exactness(device, precision, micro, ranks),
-        store={"version": versions_of(store), "rows": store.num_rows},
+        store={"version": versions_of(store), "rows": store.num_rows, "contents": contents},
+        base=base,
         heldout=heldout,
         scores=_scores(recipe, task, store, held_rows, device, ranks),
         calibration=calibration,
@@ -295,7 +305,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
             "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
             "shuffle_tags": data.shuffle_tags,
             "keep_tokens": data.keep_tokens,
-            "columns": () if masks is None else (masks.column,),
+            "columns": (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,))),
         }
     )
     objective = make_objective(model.scheduler, recipe.objective.min_snr_gamma, device)
@@ -314,6 +324,12 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         masks=masks,
         extras=extras,
     )
+
+
+def seen_by(task: Task) -> dict[str, str]:
+    """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
+    extractor = task.extractor if isinstance(task, Diffusion) else None
+    return {} if extractor is None else {"extractor": extractor.sha256[:16]}
 
 
 def _seldom_run(model: Model, task: Task) -> list[nn.Module]:

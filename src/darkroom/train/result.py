@@ -86,10 +86,17 @@ def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
     metadata = about(
         title=name,
         trigger=recipe.adapter.trigger or (recipe.data.prompts or (None,))[0],
-        base_model=recipe.model.base,
+        base_model=_base_name(recipe.model.base),
         resolution=f"{side}x{side}",
     )
     return adapter_of(name, values, recipe.adapter, metadata)
+
+
+def _base_name(ref: str) -> str:
+    """What an adapter's file says of where its base was: a hub id, or a name without its path."""
+    if ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not Path(ref).exists():
+        return ref
+    return models.Model("custom", path=ref).name
 
 
 def write_whole_model(

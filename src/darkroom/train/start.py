@@ -218,7 +218,14 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
     known = store.get("version") if here else None
     anew = checkpoint is None or isinstance(place, RemotePlace)
     version = ranks.tell(lambda: settled(recipe, run.path, known, say) if anew else known)
-    pinned = Pinned(run.path, version, store.get("rows"), micro)
+    pinned = Pinned(
+        run.path,
+        version,
+        store.get("rows"),
+        micro,
+        contents=store.get("contents"),
+        base=ranks.tell(lambda: run.environment.get("fingerprints")),
+    )
     job = make_job(recipe, pinned, feed, say, ranks)
     if checkpoint:
         notes += check_environment(checkpoint.scalars["environment"], job.environment)
@@ -243,7 +250,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
 
 def _environment(job: Job) -> dict[str, Any]:
     """Where a session runs, the store it reads, and of an adapter what it is trained on."""
-    told = {**hardware.environment(), "store": dict(job.store)}
+    told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
     adapts = job.recipe.task in ADAPTER_TASKS
     return told | ({"base": described_base(job.task.model)} if adapts else {})
 

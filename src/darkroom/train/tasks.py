@@ -12,7 +12,8 @@ L tokens, D text width, P pooled width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +32,15 @@ from darkroom.train.objective import (
     square_error,
 )
 
+if TYPE_CHECKING:
+    from darkroom.evaluate.extractors import Extractor
+
 Columns = Mapping[str, Any]
 """A batch's columns and draws by name: tensors with B rows, and lists of B captions."""
 
 
+SIZES = ("width", "height")
+"""A store's columns of pictures' sizes, which SDXL learns from."""
 CACHED_CAPTIONS = 100_000
 CACHED_STATES_BYTES = 2**28  # of captions whose states are kept: 1,000 of SD 1.5's
 ENCODED_PIXELS = 2**22  # at a time, where pictures are encoded inline: 16 of 512 px
@@ -122,6 +128,11 @@ class Diffusion:
         return self._points
 
     @property
+    def extractor(self) -> Extractor | None:
+        """What a transformer's tokens are aligned with."""
+        return None if self._extras is None else self._extras.extractor
+
+    @property
     def rested_text(self) -> list[str]:
         """Text encoders that do not run at each step."""
         stored = self.read.text is not None or self._caches_text
@@ -132,14 +143,18 @@ class Diffusion:
         drawn = {name: _to(columns[name], device) for name in self.read.draws}
         moments_B2Chw = _to(self._moments(columns), device)
         assert self.model.vae is not None
-        latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.vae_scale)
+        latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.latent_scaling)
         noise_BChw = drawn["noise"]
         if self._offset:
             noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._offset)
         inputs = {"latents": latents_BChw, "noise": noise_BChw, "u": drawn["u"]}
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
-            inputs["time_ids"] = self._time_ids(latents_BChw)
+            target = (
+                latents_BChw.shape[-2] * self.model.vae_factor,
+                latents_BChw.shape[-1] * self.model.vae_factor,
+            )
+            inputs["time_ids"] = _to(size_conditioning(columns, target), device)
         if "is_prior" in columns:
             inputs["is_prior"] = _to(columns["is_prior"], device).float()
         if self._extras is not None and self._extras.extractor is not None:
@@ -277,11 +292,26 @@ class Diffusion:
         encoders = self.model.text_encoders
         return text_states(encoders, [inputs[f"ids_{i}"] for i in range(len(encoders))])
 
-    def _time_ids(self, latents_BChw: Tensor) -> Tensor:
-        """SDXL's size conditioning [B, 6]: original size, crop's corner, target size."""
-        height, width = (side * self.model.vae_factor for side in latents_BChw.shape[-2:])
-        ids = torch.tensor([height, width, 0, 0, height, width], device=latents_BChw.device)
-        return ids.float().expand(len(latents_BChw), 6)
+
+def size_conditioning(columns: Columns, target: tuple[int, int]) -> Tensor:
+    """SDXL's size conditioning, float32 [B, 6]: original size, the cut's corner and target size, each with
+    the height before the width.
+
+    The corner is in pixels of the picture scaled to cover the target, mirrored where the picture is, as
+    diffusers' train_text_to_image_sdxl.py has it. Prepared latents are cut at the centre.
+    """
+    width_B, height_B = (torch.as_tensor(columns[name]).long() for name in SIZES)
+    height, width = target
+    wide_B = width_B * height > height_B * width  # what stands over is at the sides
+    scaled_w_B = torch.where(wide_B, width_B * height // height_B, width)
+    scaled_h_B = torch.where(wide_B, height, height_B * width // width_B)
+    over_B2 = torch.stack([scaled_w_B - width, scaled_h_B - height], dim=1).clamp(min=0)
+    at_B2 = columns.get("cut_at")
+    left_B, top_B = (over_B2 * (0.5 if at_B2 is None else at_B2)).round().unbind(1)
+    if "mirrored" in columns:
+        left_B = torch.where(columns["mirrored"], over_B2[:, 0] - left_B, left_B)
+    target_B = [torch.full_like(left_B, side) for side in target]
+    return torch.stack([height_B, width_B, top_B, left_B, *target_B], dim=1).float()
 
 
 class Autoencoder:
@@ -327,11 +357,15 @@ class Autoencoder:
 
     @torch.no_grad()
     def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
-        """The scale that brings sampled latents to a standard deviation of one (Rombach et al. 2022)."""
+        """The factor that brings sampled latents to a standard deviation of one (Rombach et al. 2022).
+
+        A shift and a deviation for each channel that the VAE's configuration has stay as they are.
+        """
+        scaling = replace(self.model.latent_scaling, factor=1.0)
         total, count = np.zeros(2), 0
         for some in inputs:
             mean_bChw, logvar_bChw = self._encode(some["pixels"])
-            latents = (mean_bChw + (0.5 * logvar_bChw).exp() * some["posterior"]).double()
+            latents = scaling.seen(mean_bChw + (0.5 * logvar_bChw).exp() * some["posterior"]).double()
             total += np.array([latents.sum().item(), latents.square().sum().item()])
             count += latents.numel()
         mean, square = total / max(count, 1)

@@ -1,0 +1,218 @@
+"""What a model's files are checked for before a library opens them: JSON, weights, schedulers, words.
+
+The libraries pass over much of this: a tensor given twice, whole numbers for weights, a text encoder's
+missing layers (made up at random); the rest ends in errors that name no file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from darkroom.errors import ModelError
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+MAX_HEADER_BYTES = 100_000_000
+MAX_TIMESTEPS = 100_000
+PREDICTIONS = ("epsilon", "sample", "v_prediction", "flow_prediction")
+_NUMBERS = {
+    "num_train_timesteps": (1, MAX_TIMESTEPS),
+    "beta_start": (0.0, 1.0),
+    "beta_end": (0.0, 1.0),
+    "steps_offset": (0, MAX_TIMESTEPS),
+    "shift": (0.0, 1000.0),
+}
+"""Of a scheduler's configuration, what is counted with, and from where to where."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; ModelError for a file that is missing, no JSON, or something else."""
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ModelError(f"'{file}' cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"'{file}' is no JSON: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(content, dict):
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ModelError(f"'{file}' holds {kind}", allowed="a JSON object")
+    return content
+
+
+# ---- weights
+
+
+def weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The safetensors files of a part: the shards that an index names, or what lies there.
+
+    ModelError for an index that names files which are not there or lie elsewhere.
+    """
+    ending = f".{variant}" if variant else ""
+    indexes = sorted(folder.glob(f"*.safetensors.index{ending}.json"))
+    if not indexes:
+        found = sorted(folder.glob(f"*{ending}.safetensors"))
+        usual = [f for f in found if f.name in _usual(ending)]
+        return usual or found
+    shards: dict[str, None] = {}
+    for index in indexes:
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(p, str) for p in places.values()):
+            raise ModelError(f"'{index}' has no weight_map of tensors and their files")
+        for name in places.values():
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ModelError(f"'{index}' names '{name[:200]}', which is not beside it")
+        shards |= dict.fromkeys(places.values())
+    return [folder / name for name in shards]
+
+
+def _usual(ending: str) -> tuple[str, ...]:
+    return f"diffusion_pytorch_model{ending}.safetensors", f"model{ending}.safetensors"
+
+
+def tensor_types(files: Iterable[Path]) -> dict[str, str]:
+    """Of each tensor in safetensors files its type, such as F32.
+
+    ModelError for what is cut short, damaged, or holds a tensor twice.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    types: dict[str, str] = {}
+    for file in files:
+        try:
+            with safe_open(str(file), "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(
+                f"'{file}' is damaged: {reason}", mend="it may have been cut short: copy it anew"
+            ) from error
+        for name, told in _header(file):
+            if name == "__metadata__":
+                continue
+            if name in types:
+                raise ModelError(f"'{file}' holds the tensor '{name}' twice")
+            types[name] = told["dtype"]
+    return types
+
+
+def _header(file: Path) -> list[tuple[str, Any]]:
+    """Names and descriptions of a file's tensors, also those given twice; safetensors has read it before."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        raw = stream.read(min(length, MAX_HEADER_BYTES))
+    pairs: list[tuple[str, Any]] = []
+
+    def keep(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        pairs[:] = found  # the outermost object comes last
+        return dict(found)
+
+    json.loads(raw, object_pairs_hook=keep)
+    return pairs
+
+
+def check_complete(
+    what: str, *, missing: Sequence[str] = (), whole_numbers: Sequence[str] = (), shapes: Sequence[Any] = ()
+) -> None:
+    """ModelError where weights lack tensors, hold whole numbers, or have other shapes than are described."""
+    if missing:
+        raise ModelError(
+            f"{what} lacks {_named(missing)}", mend="the file is of another model, or was not written whole"
+        )
+    if whole_numbers:
+        raise ModelError(f"{what} holds whole numbers for {_named(whole_numbers)}", allowed="floats")
+    if shapes:
+        raise ModelError(
+            f"{what}: {_named([str(one[0]) for one in shapes])} has another shape than config.json says",
+            mend=f"{list(shapes[0][1])} in the file, {list(shapes[0][2])} by config.json",
+        )
+
+
+def _named(names: Sequence[str]) -> str:
+    first = sorted(names)
+    return f"the tensor '{first[0]}'" + (f" and {len(first) - 1} more" if len(first) > 1 else "")
+
+
+# ---- schedulers
+
+
+def read_scheduler(file: Path) -> dict[str, Any]:
+    """A scheduler's configuration; ModelError for what nobody could draw or train with."""
+    config = read_json(file)
+    for key, (low, high) in _NUMBERS.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not low <= value <= high:
+            raise _wrong(file, key, value, f"a number from {low:g} to {high:g}")
+    named = config.get("_class_name")
+    if named is not None and not isinstance(named, str):
+        raise _wrong(file, "_class_name", named, "a scheduler's name")
+    predicted = config.get("prediction_type", "epsilon")
+    if predicted not in PREDICTIONS:
+        raise _wrong(file, "prediction_type", predicted, ", ".join(PREDICTIONS))
+    for key in ("rescale_betas_zero_snr", "use_flow_sigmas"):
+        if not isinstance(value := config.get(key, False), bool):
+            raise _wrong(file, key, value, "true or false")
+    betas = config.get("trained_betas")
+    if betas is not None and not (
+        isinstance(betas, list)
+        and 0 < len(betas) <= MAX_TIMESTEPS
+        and all(isinstance(beta, (int, float)) and 0 <= beta <= 1 for beta in betas)
+    ):
+        raise _wrong(file, "trained_betas", betas, "a list of numbers from 0 to 1")
+    return config
+
+
+def _wrong(file: Path, key: str, value: Any, allowed: str) -> ModelError:
+    return ModelError(f"'{file}': {key} is {repr(value)[:100]}", allowed=allowed)
+
+
+# ---- words
+
+
+def check_tokenizer(folder: Path) -> None:
+    """ModelError for a tokenizer folder whose files are no vocabulary that words can be looked up in."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)
+    whole, vocabulary, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if whole.is_file():
+        model = read_json(whole).get("model")
+        if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
+            raise ModelError(f"'{whole}' has no model of vocabulary and merges")
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        _check_words(whole, model.get("vocab"), pairs)
+    elif vocabulary.is_file() and merges.is_file():
+        try:
+            lines = merges.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"'{merges}' is no text: {error}") from error
+        pairs = [line.split(" ") for line in lines if line.strip() and not line.startswith("#version")]
+        _check_words(merges, read_json(vocabulary), pairs)
+    else:
+        raise ModelError(
+            f"'{folder}' has no tokenizer", allowed="tokenizer.json, or vocab.json and merges.txt"
+        )
+
+
+def _check_words(file: Path, words: Any, merges: Sequence[Any]) -> None:
+    if not isinstance(words, Mapping) or not words:
+        raise ModelError(f"'{file}': its vocabulary is empty or none at all")
+    odd = next((n for n in words.values() if not isinstance(n, int) or isinstance(n, bool) or n < 0), None)
+    if odd is not None:
+        raise ModelError(f"'{file}': a word's number is {repr(odd)[:100]}", allowed="0, 1, 2, ...")
+    number, times = Counter(words.values()).most_common(1)[0]
+    if times > 1:
+        raise ModelError(f"'{file}': {times} words have the number {number}")
+    for pair in merges:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise ModelError(f"'{file}': {repr(pair)[:100]} is no merge", allowed="two parts of a word")
+        if unknown := next((part for part in (*pair, "".join(pair)) if part not in words), None):
+            raise ModelError(
+                f"'{file}': the merge {' '.join(pair)[:100]} needs '{unknown[:100]}', which no word is"
+            )

@@ -1,0 +1,324 @@
+"""Damaged model folders: each is refused in one line that names the file, before anything is drawn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from darkroom import models
+from darkroom.errors import ModelError
+from darkroom.models import PARTS
+
+WEIGHTS = {
+    "unet": "unet/diffusion_pytorch_model.safetensors",
+    "vae": "vae/diffusion_pytorch_model.safetensors",
+    "text_encoder": "text_encoder/model.safetensors",
+}
+SCHEDULER = "scheduler/scheduler_config.json"
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    overrides: dict[str, Any] = {
+        "vae": {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1},
+        "unet": {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2},
+        "text_encoder": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2},
+    }
+    overrides["unet"] |= {"layers_per_block": 1, "cross_attention_dim": 16}
+    overrides["text_encoder"] |= {"num_hidden_layers": 1}
+    models.save(models.create("tiny", seed=1, overrides=overrides), folder)
+    return folder
+
+
+@pytest.fixture
+def model(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def tensors(part: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        held = load_file(folder / WEIGHTS[part])
+        change(held)
+        save_file(held, folder / WEIGHTS[part], metadata={"format": "pt"})
+
+    return damage
+
+
+def setting(file: str, **values: Any) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | values))
+
+    return damage
+
+
+def content(file: str, new: bytes | Callable[[bytes], bytes]) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / file
+        path.write_bytes(new if isinstance(new, bytes) else new(path.read_bytes()))
+
+    return damage
+
+
+def header(part: str, change: Callable[[str], str]) -> Damage:
+    def changed(raw: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", raw[:8])
+        text = change(raw[8 : 8 + length].decode()).encode()
+        return struct.pack("<Q", len(text)) + text + raw[8 + length :]
+
+    return content(WEIGHTS[part], changed)
+
+
+def twice(text: str) -> str:
+    told = json.loads(text)
+    name = next(name for name in told if name != "__metadata__")
+    return f"{text.rstrip()[:-1]}, {json.dumps(name)}: {json.dumps(told[name])}}}"
+
+
+def shards(part: str, index: Callable[[dict[str, str]], Any]) -> Damage:
+    def damage(folder: Path) -> None:
+        file = folder / WEIGHTS[part]
+        shard = file.with_name(file.name.replace(".safetensors", "-00001-of-00001.safetensors"))
+        places = dict.fromkeys(load_file(file), shard.name)
+        file.rename(shard)
+        file.with_name(f"{file.name}.index.json").write_text(json.dumps(index(places)))
+
+    return damage
+
+
+def first(held: dict[str, torch.Tensor]) -> str:
+    return min(name for name in held if held[name].dim() == 1)
+
+
+def of_every_part(part: str) -> dict[str, tuple[Damage, str]]:
+    config, weights = f"{part}/config.json", WEIGHTS[part]
+    damaged = rf"{weights}' is damaged: "
+    return {
+        "a tensor lacks": (
+            tensors(part, lambda t: t.pop(first(t))),
+            rf"/{part}' lacks the tensor '[\w.]+bias'",
+        ),
+        "whole numbers": (
+            tensors(part, lambda t: t.update({first(t): t[first(t)].long()})),
+            rf"/{part}' holds whole numbers for the tensor '[\w.]+'; allowed: floats",
+        ),
+        "another shape": (
+            tensors(part, lambda t: t.update({first(t): torch.zeros(3, 3)})),
+            r"expected shape .*8|\[3, 3\] in the file, \[16\] by config.json",
+        ),
+        "a tensor twice": (header(part, twice), rf"{weights}' holds the tensor '[\w.]+' twice"),
+        "cut short": (content(weights, lambda raw: raw[: len(raw) // 2]), damaged),
+        "empty": (content(weights, b""), damaged),
+        "a header too long": (content(weights, lambda raw: struct.pack("<Q", 2**40) + raw[8:]), damaged),
+        "a shape of NaN": (header(part, lambda h: h.replace('"shape":[', '"shape":[NaN,', 1)), damaged),
+        "an unknown type": (header(part, lambda h: h.replace('"F32"', '"F99"', 1)), damaged),
+        "no config": (lambda folder: (folder / config).unlink(), rf"{config}' cannot be read: No such file"),
+        "an empty config": (content(config, b""), rf"{config}' is no JSON"),
+        "a list as config": (content(config, b"[]"), rf"{config}' holds a list; allowed: a JSON object"),
+        "null as config": (content(config, b"null"), rf"{config}' holds null"),
+        "a config of nothing": (
+            content(config, b"{}"),
+            rf"/{part}'.* could not be opened|another shape|lacks the tensor",
+        ),
+        "another class": (
+            setting(config, _class_name="FluxTransformer2DModel", model_type="bert"),
+            rf"/{part}' is a (FluxTransformer2DModel|bert); allowed: ",
+        ),
+        "a shard lacks": (
+            shards(part, lambda places: {"weight_map": places | {"x": "gone.safetensors"}}),
+            r"index.json' names 'gone.safetensors', which is not beside it",
+        ),
+        "a shard elsewhere": (
+            shards(part, lambda places: {"weight_map": {"x": "../../secret"}}),
+            r"index.json' names '../../secret', which is not beside it",
+        ),
+        "an index of nothing": (shards(part, lambda places: []), r"index.json' holds a list"),
+        "an index without a map": (shards(part, lambda places: {}), r"index.json' has no weight_map"),
+    }
+
+
+CASES: dict[str, tuple[Damage, str]] = {
+    f"{part}: {name}": case for part in WEIGHTS for name, case in of_every_part(part).items()
+}
+CASES |= {
+    "unet: wider text": (
+        setting("unet/config.json", cross_attention_dim=24),
+        r"/unet' could not be .*24",
+    ),
+    "unet: no groups": (setting("unet/config.json", norm_num_groups=0), "/unet' could not be opened"),
+    "unet: a text of widths": (
+        setting("unet/config.json", block_out_channels="ab"),
+        "/unet' could not be opened",
+    ),
+    "unet: no such block": (setting("unet/config.json", down_block_types=["No"] * 2), "No does not exist"),
+    "vae: one width": (setting("vae/config.json", block_out_channels=5), "/vae' could not be opened"),
+    "text_encoder: odd heads": (
+        setting("text_encoder/config.json", num_attention_heads=3),
+        "not a multiple of",
+    ),
+    "text_encoder: a text as width": (
+        setting("text_encoder/config.json", hidden_size="x"),
+        "expected int, got str",
+    ),
+    "text_encoder: few words": (
+        setting("text_encoder/config.json", vocab_size=10),
+        r"\[10, 16\] by config",
+    ),
+    "scheduler: a list": (content(SCHEDULER, b"[]"), f"{SCHEDULER}' holds a list"),
+    "scheduler: empty": (content(SCHEDULER, b""), f"{SCHEDULER}' is no JSON"),
+    "scheduler: bytes": (content(SCHEDULER, b"\xff\xfe\x00"), f"{SCHEDULER}' is no JSON"),
+    "index: a list": (content("model_index.json", b"[]"), "model_index.json' holds a list"),
+    "tokenizer: gone": (lambda f: (f / "tokenizer/tokenizer.json").unlink(), "/tokenizer' has no tokenizer"),
+    "tokenizer: a list": (content("tokenizer/tokenizer.json", b"[]"), "tokenizer.json' holds a list"),
+    "tokenizer: no model": (content("tokenizer/tokenizer.json", b"{}"), "has no model of vocabulary"),
+}
+CASES |= {
+    f"scheduler: {key} {value}": (
+        setting(SCHEDULER, **{key: value}),
+        rf"{SCHEDULER}': {key} is .*; allowed: ",
+    )
+    for key, value in [
+        *(("num_train_timesteps", n) for n in ("x", 0, 10**9)),
+        *(("beta_start", "x"), ("beta_start", float("nan")), ("beta_end", [1]), ("prediction_type", "no")),
+        *(("prediction_type", 3), ("_class_name", 5), ("trained_betas", "x"), ("steps_offset", "x")),
+        ("rescale_betas_zero_snr", "x"),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_damage_is_told_in_one_line(model: Path, name: str) -> None:
+    damage, message = CASES[name]
+    damage(model)
+    part = name.partition(":")[0]
+    with pytest.raises(ModelError, match=message) as caught:
+        models.load(model, parts=(part if part in PARTS else "vae",))
+    assert "\n" not in str(caught.value)
+
+
+def vocabulary(change: Callable[[dict[str, Any]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        file = folder / "tokenizer/tokenizer.json"
+        told = json.loads(file.read_text())
+        change(told["model"])
+        file.write_text(json.dumps(told))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(vocab={}), "its vocabulary is empty"),
+        (lambda m: m["vocab"].update(a="x"), "a word's number is 'x'"),
+        (lambda m: m["vocab"].update(a=-1), "a word's number is -1"),
+        (lambda m: m["vocab"].update(a=m["vocab"]["b"]), "2 words have the number"),
+        (
+            lambda m: m["merges"].append(["a", "nowhere"]),
+            "the merge a nowhere needs 'nowhere', which no word is",
+        ),
+        (lambda m: m["merges"].append(["a"]), r"\['a'\] is no merge"),
+        (lambda m: m["vocab"].update({"w": 10**6}), "words up to number 1000000, its text encoder knows"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(
+    model: Path, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    vocabulary(change)(model)
+    with pytest.raises(ModelError, match=message) as caught:
+        models.load(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_older_tokenizers_files_are_looked_through(model: Path) -> None:
+    """vocab.json and merges.txt, as the published models have them."""
+    learned = json.loads((model / "tokenizer/tokenizer.json").read_text())["model"]
+    (model / "tokenizer/tokenizer.json").unlink()
+    merges = ["#version: 0.2", *(" ".join(pair) for pair in learned["merges"])]
+    (model / "tokenizer/vocab.json").write_text(json.dumps(learned["vocab"]))
+    (model / "tokenizer/merges.txt").write_text("\n".join(merges) + "\n")
+    assert models.load(model).tokenizers[0].get_vocab() == learned["vocab"]
+    (model / "tokenizer/merges.txt").write_text("\n".join([*merges, "a nowhere"]))
+    with pytest.raises(ModelError, match="merges.txt': the merge a nowhere needs 'nowhere'"):
+        models.load(model)
+    (model / "tokenizer/merges.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match="merges.txt' is no text"):
+        models.load(model)
+
+
+@pytest.mark.parametrize("part", WEIGHTS)
+def test_a_tensor_too_many_is_named_and_shards_are_read(
+    model: Path, part: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def identity() -> str:
+        return models.identity(models.load(model, parts=(part,)).modules[part])
+
+    before = identity()
+    assert not [line for line in caplog.messages if "not used" in line]
+    tensors(part, lambda held: held.update({"odd.one": torch.ones(2)}))(model)
+    assert identity() == before
+    assert f"'{model / part}': 1 tensors are not used, such as odd.one" in caplog.messages
+    shards(part, lambda places: {"metadata": {}, "weight_map": places})(model)
+    assert identity() == before
+
+
+def test_a_part_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    """Each part whole, but one listens to text, or makes latents, of another width."""
+    for name, overrides in (
+        ("text", {"unet": {"cross_attention_dim": 24}}),
+        ("latents", {"unet": {"cross_attention_dim": 16, "in_channels": 8, "out_channels": 3}}),
+    ):
+        unet = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2}
+        other = models.create("tiny", parts=("unet",), overrides={"unet": unet | overrides["unet"]})
+        models.save(other, tmp_path / name)
+        shutil.rmtree(model / "unet")
+        shutil.copytree(tmp_path / name / "unet", model / "unet")
+        message = {
+            "text": "its unet takes text of width 24, its text encoders give 16; a part is of another model",
+            "latents": "its unet makes latents of 3 channels, its VAE reads 4",
+        }[name]
+        with pytest.raises(ModelError, match=message):
+            models.load(model)
+        assert models.load(model, parts=("unet",)).unet is not None  # by itself it is whole
+
+
+def test_a_vae_in_diffusers_older_names_opens(model: Path) -> None:
+    before = models.identity(models.load(model, parts=("vae",)).modules["vae"])
+    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+    def rename(held: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in held if ".attentions." in name]:
+            new = next((name.replace(a, b) for a, b in older.items() if f".{a}." in name), name)
+            held[new] = held.pop(name)
+
+    tensors("vae", rename)(model)
+    assert "encoder.mid_block.attentions.0.query.weight" in load_file(model / WEIGHTS["vae"])
+    assert models.identity(models.load(model, parts=("vae",)).modules["vae"]) == before
+    tensors("vae", lambda t: t.pop("encoder.mid_block.attentions.0.query.weight"))(model)
+    with pytest.raises(ModelError, match="lacks the tensor"):
+        models.load(model, parts=("vae",))
+
+
+def test_a_single_file_is_looked_through_too(whole: Path, tmp_path: Path) -> None:
+    file = models.save_single_file(models.load(whole), tmp_path / "one.safetensors")
+    held = load_file(file)
+    models.load(file)
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    text = twice(raw[8 : 8 + length].decode()).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    with pytest.raises(ModelError, match="one.safetensors' holds the tensor '.*' twice"):
+        models.load(file)
+    name = next(name for name in held if name.endswith("input_blocks.0.0.weight"))
+    save_file(held | {name: held[name].long()}, file)
+    with pytest.raises(ModelError, match=f"holds whole numbers for the tensor '{name}'"):
+        models.load(file)
