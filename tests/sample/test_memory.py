@@ -7,7 +7,8 @@ import torch
 
 from darkroom import models, sample
 from darkroom.errors import InputError
-from darkroom.sample.memory import count_needs, optimise_within, parse_bytes, plan_memory
+from darkroom.options import parse_bytes
+from darkroom.sample.memory import count_needs, optimise_within, plan_memory
 
 GB = 10**9
 

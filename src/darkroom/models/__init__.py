@@ -14,7 +14,7 @@ from darkroom.models.bank import Bank
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
 from darkroom.models.folder import base_family, describe, export_model, identity, is_model, load, save
 from darkroom.models.model import PARTS, Model
-from darkroom.models.place import device, precision, slow_bf16
+from darkroom.models.place import choose_precision, device, precision, slow_bf16
 from darkroom.models.single_file import save_single_file
 from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
 
@@ -30,6 +30,7 @@ __all__ = [
     "Model",
     "about",
     "base_family",
+    "choose_precision",
     "create",
     "describe",
     "describe_adapter",

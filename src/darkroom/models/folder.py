@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError
 from darkroom.models.families import FAMILIES, create
+from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
 from darkroom.models.place import slow_bf16
 from darkroom.models.quiet import quiet
@@ -54,7 +54,7 @@ def load(
     ref: str | Path,
     *,
     parts: Sequence[str] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
     variant: str | None = None,
     revision: str | None = None,
@@ -68,72 +68,88 @@ def load(
     `transformer` that darkroom wrote stands in the U-Net's place.
     `variant` picks weight files such as `fp16`; `revision` a hub branch, tag or commit. A gated model
     is opened with the token in $HF_TOKEN. Raises ModelError where something asked for is missing.
+    With `dtype` None weights keep the type that their files have and are mapped from them, on the CPU: they
+    take memory as they are read.
     """
-    if slow_bf16(dtype, torch.device(device)):
-        LOG.warning("this processor has no bf16 and emulates it: float32 is many times as fast here")
+    if dtype is not None and slow_bf16(dtype, torch.device(device)):
+        LOG.warning(
+            "this processor has no bf16 and emulates it: float32 is many times as fast"
+        )
     with quiet():
         if str(ref) in FAMILIES:
             asked = parts or PARTS
             reads = "tokenizer" in asked and not FAMILIES[str(ref)].tiny
             model = create(str(ref), parts=asked, tokenizer=tokenizer_or_stand_in() if reads else None)
         elif (path := Path(ref)).is_dir():
-            model = _open(path, parts, variant)
+            model = _open(path, parts, variant, dtype is None)
         elif is_single_file(ref):
-            model = load_single_file(ref, parts)
+            model = load_single_file(ref, parts, as_stored=dtype is None)
         else:
-            model = _open(_from_hub(str(ref), revision, variant), parts, variant)
+            model = _open(_from_hub(str(ref), revision, variant), parts, variant, dtype is None)
             model.path = str(ref)  # not the hash under which the hub's cache keeps it
-        return model.to(device, dtype)
+        return model if dtype is None else model.to(device, dtype)
 
 
 def _from_hub(ref: str, revision: str | None, variant: str | None) -> Path:
-    if ref.count("/") != 1 or ref.startswith((".", "/", "~")):
-        raise ModelError(
-            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
-        )
-    from huggingface_hub import snapshot_download
-
+    check_reference(ref)
     kinds = ("*.json", "*.txt", f"*.{variant}*.safetensors" if variant else "*.safetensors")
     wanted = ["model_index.json", *(f"{folder}/{kind}" for folder in HUB_FOLDERS for kind in kinds)]
     left_out = [pattern for pattern in HUB_VARIANTS if not variant]
-    try:
-        return Path(
-            snapshot_download(ref, revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
-        )
-    except Exception as error:  # whatever the hub's client raises may quote the token: nothing of it goes on
-        reason = _without_token(" ".join(str(error).split()))[:300]
+    return fetch(
+        ref,
+        wanted,
+        ignore=left_out,
+        revision=revision,
+        whole=lambda folder: _has_weights(folder, variant),
+        mend=f"give a folder or a .safetensors file, or random weights by name: {', '.join(FAMILIES)}",
+    )
+
+
+def check_reference(ref: str) -> None:
+    """ModelError for what is no folder, file or family, and is not written like a hub id."""
+    if not is_hub_id(ref):
         raise ModelError(
-            f"'{ref}' is no folder here and could not be had from the hub ({reason})",
-            mend="check the name, the connection and, for a gated model, $HF_TOKEN",
-        ) from None
+            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
+        )
 
 
-def _without_token(text: str) -> str:
-    """A message without any token for the hub that is set here, or that looks like one."""
-    from huggingface_hub import get_token
+def _has_weights(folder: Path, variant: str | None) -> bool:
+    """Whether a folder of the hub's cache has all weights that its `model_index.json` speaks of."""
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+    except (OSError, ValueError):
+        return False
+    kind = f"*.{variant}*.safetensors" if variant else "*.safetensors"
+    parts = [name for name in HUB_FOLDERS if isinstance(index.get(name), list) and index[name][0]]
+    weighty = [name for name in parts if not name.startswith(("tokenizer", "scheduler"))]
+    return all((folder / name).is_dir() for name in parts) and all(
+        any((folder / name).glob(kind)) and _shards(folder / name) for name in weighty
+    )
 
-    for token in {os.environ.get("HF_TOKEN", ""), get_token() or ""}:
-        for form in {token, token.strip()} - {""}:
-            text = text.replace(form, "***")
-    return re.sub(r"hf_\w{4,}|(?<=Bearer )[^\s'\"]+", "***", text)
+
+def _shards(folder: Path) -> bool:
+    """Whether every file that an index of shards names is there."""
+    indexes = list(folder.glob("*.safetensors.index.json"))
+    names = {name for file in indexes for name in json.loads(file.read_text())["weight_map"].values()}
+    return all((folder / name).is_file() for name in names)
 
 
-def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model:
+def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_stored: bool = False) -> Model:
     wanted = _wanted(path, parts)
     model = Model("custom", scheduler=_scheduler(path), guidance=_guidance(path), path=str(path))
     if "unet" in wanted:
         folder = path / denoiser_of(path)
-        model.unet = _weights(denoiser_class(folder), folder, variant)
+        model.unet = _weights(denoiser_class(folder), folder, variant, as_stored)
     if "vae" in wanted:
         from diffusers import AutoencoderKL
 
-        model.vae = _weights(AutoencoderKL, path / "vae", variant)
+        model.vae = _weights(AutoencoderKL, path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
         said = json.loads((path / "vae" / "config.json").read_text())
         model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
-            model.text_encoders.append(_weights(_text_class(folder), folder, variant))
+            model.text_encoders.append(_weights(_text_class(folder), folder, variant, as_stored))
         if "tokenizer" in wanted and (folder := path / numbered("tokenizer", i)).is_dir():
             from transformers import CLIPTokenizer
 
@@ -184,7 +200,7 @@ def _text_class(folder: Path) -> Any:
     return CLIPTextModelWithProjection if with_projection else CLIPTextModel
 
 
-def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
+def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> Any:
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"'{folder}' holds no .safetensors weights",
@@ -199,10 +215,20 @@ def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
             variant=variant,
             use_safetensors=True,
             local_files_only=True,
-            **{dtype: torch.float32},
+            **{dtype: _stored_type(folder, variant) if as_stored else torch.float32},
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
+
+
+def _stored_type(folder: Path, variant: str | None) -> torch.dtype:
+    """The type of the weights in a part's files, by the first of them; float32 where it is none of ours."""
+    from safetensors import safe_open
+
+    kind = f"*.{variant}*.safetensors" if variant else "*.safetensors"
+    with safe_open(str(min(folder.glob(kind))), framework="pt") as file:
+        told = file.get_slice(min(file.keys())).get_dtype()
+    return {"F16": torch.float16, "BF16": torch.bfloat16}.get(told, torch.float32)
 
 
 def _scheduler(path: Path) -> dict[str, Any]:

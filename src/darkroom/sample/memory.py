@@ -10,7 +10,6 @@ Shapes: B rows, C H W latents, L tokens, D text width.
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import nn
 from darkroom.count import counting
 from darkroom.errors import InputError
 from darkroom.hardware import resident_bytes
+from darkroom.options import parse_bytes
 from darkroom.sample.ladder import Applied, conflict, optimise, place_of
 from darkroom.sample.ladder.vae import VaeFront
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
@@ -29,7 +29,6 @@ from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 if TYPE_CHECKING:
     from darkroom.models import Model
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 TILES = (512, 384, 256, 128, 64)
 MARGIN, CPU_MARGIN = 1.12, 1.3
 """On activations: workspaces inside kernels and the allocator's rounding are not counted. Resident memory was
@@ -40,15 +39,6 @@ OFFLOADS = ("", "offload_model", "offload_group", "offload_sequential")
 IN_FLIGHT = {"offload_group": 3, "offload_sequential": 1}
 """How many of the largest layers lie on the card at once."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
-
-
-def parse_bytes(text: str | int) -> int:
-    """'3GB' (10^9 bytes), '800MiB' (2^20) or a number of bytes. InputError for anything else."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", str(text))
-    unit = found[2].upper() if found else "?"
-    if found is None or unit not in UNITS or float(found[1]) <= 0:
-        raise InputError(f"memory '{text}'", allowed="such as 3GB, 800MB or 2.5GiB")
-    return int(float(found[1]) * UNITS[unit])
 
 
 @dataclass(frozen=True)

@@ -21,23 +21,12 @@ import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.options import A1111_NAMES
 
 JSON_KEY, A1111_KEY = "darkroom", "parameters"
 # The decoder's widest activations take about 1.2 GB a megapixel in float32.
 DECODE_PIXELS = 1024 * 1024
 DECODE_PICTURES = 32
-
-A1111_SOLVERS = {
-    "ddim": "DDIM",
-    "pndm": "PLMS",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "dpmpp_2m": "DPM++ 2M",
-    "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "unipc": "UniPC",
-    "lcm": "LCM",
-}
-
 
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
 
@@ -213,7 +202,7 @@ def a1111_text(parameters: dict[str, Any]) -> str:
         lines.append(f"Negative prompt: {negative}")
     pairs = {
         "Steps": parameters["steps"],
-        "Sampler": A1111_SOLVERS.get(parameters["solver"], parameters["solver"]),
+        "Sampler": A1111_NAMES.get(parameters["solver"], parameters["solver"]),
         "Schedule type": "Karras" if parameters.get("karras") else None,
         "CFG scale": parameters["guidance"],
         "Seed": parameters["seed"],
@@ -322,7 +311,7 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
-    solvers = {name: solver for solver, name in A1111_SOLVERS.items()}
+    solvers = {name: solver for solver, name in A1111_NAMES.items()}
     numbers: dict[str, tuple[str, type[int] | type[float]]] = {
         "Steps": ("steps", int),
         "Seed": ("seed", int),

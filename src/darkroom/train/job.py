@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from darkroom import hardware, models
+from darkroom import models
 from darkroom.data import Store
 from darkroom.data.loader import ReadSettings
 from darkroom.data.mixing import versions_of
@@ -119,7 +119,7 @@ def make_job(
     train_rows, held_rows = select_rows(store, recipe)
     _check_pinned(store, pinned)
     device = _device(recipe, ranks)
-    precision, why = choose_precision(recipe.train.precision, device, hardware.machine().instructions)
+    precision, why = choose_precision(recipe.train.precision, device)
     notes = [f"precision {precision}: {why}"]
     model = (
         build_extractor(recipe, store, train_rows)
