@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,9 +73,7 @@ def load(
     take memory as they are read.
     """
     if dtype is not None and slow_bf16(dtype, torch.device(device)):
-        LOG.warning(
-            "this processor has no bf16 and emulates it: float32 is many times as fast"
-        )
+        LOG.warning("this processor has no bf16 and emulates it: float32 is many times as fast")
     with quiet():
         if str(ref) in FAMILIES:
             asked = parts or PARTS
@@ -87,7 +86,10 @@ def load(
         else:
             model = _open(_from_hub(str(ref), revision, variant), parts, variant, dtype is None)
             model.path = str(ref)  # not the hash under which the hub's cache keeps it
-        return model if dtype is None else model.to(device, dtype)
+        if dtype is not None:
+            return model.to(device, dtype)
+        model.in_files = str(ref) not in FAMILIES
+        return model
 
 
 def _from_hub(ref: str, revision: str | None, variant: str | None) -> Path:
@@ -125,6 +127,35 @@ def _has_weights(folder: Path, variant: str | None) -> bool:
     return all((folder / name).is_dir() for name in parts) and all(
         any((folder / name).glob(kind)) and _shards(folder / name) for name in weighty
     )
+
+
+def file_digest(model: Model) -> dict[str, str] | None:
+    """What was hashed of the files that a model was opened from, and its SHA-256: a single file whole, of a
+    folder the first file of the denoiser's weights. None for random weights.
+
+    Kept beside darkroom's other caches by the file's place, size and time: hashing gigabytes takes seconds.
+    """
+    if model.path is None or not (place := Path(model.path)).exists():
+        return None
+    if place.is_dir():
+        found = sorted((place / denoiser_of(place)).glob("*.safetensors"))
+        if not found:
+            return None
+        place = found[0]
+    stat = place.stat()
+    key = hashlib.sha256(f"{place.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:32]
+    base = os.environ.get("DARKROOM_CACHE")
+    note = (Path(base) if base else Path.home() / ".cache" / "darkroom") / "hashes" / key
+    of = place.name if Path(model.path) == place else f"{place.parent.name}/{place.name}"
+    try:
+        sha256 = note.read_text().strip()
+    except OSError:
+        with place.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        with suppress(OSError):  # a cache that cannot be written: it is hashed again
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(sha256)
+    return {"file": of, "sha256": sha256}
 
 
 def _shards(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from darkroom.data.mixing import versions_of
 from darkroom.data.order import Rows
 from darkroom.errors import RecipeError
 from darkroom.models import Model
+from darkroom.models.mapped import cast_opened
 from darkroom.prepare import VaeEncoder
 from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model
@@ -35,7 +36,7 @@ from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import channels_last, check_batch
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.repeats import rows_an_epoch
-from darkroom.train.resting import cast_opened, rest
+from darkroom.train.resting import rest
 from darkroom.train.resume import exactness
 from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image

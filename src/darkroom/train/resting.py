@@ -3,9 +3,6 @@
 Where latents and text states are made once, VAE and text encoders wait for the next sample grid: 0.8 GB of
 Stable Diffusion 1.5 in float32. They are mapped from an unnamed file instead, so that the system can take
 their pages and gives them back, with the same bits, when the part is run again.
-
-Opened weights are mapped from the model's own files. Casting reads them all, and the file's pages would lie
-beside the copies until the last is made: 3.4 GB of Stable Diffusion 1.5's U-Net.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from darkroom.hardware.memory import drop_file_pages, file_mappings, give_back, within_file
+from darkroom.hardware.memory import drop_file_pages, give_back
 
 LEAST_BYTES = 32 * 1024**2  # below, a file is not worth it
 ALIGNMENT = 64
@@ -60,18 +57,6 @@ def laid_aside(named: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
 
 def _view(mapped: Tensor, like: Tensor, start: int) -> Tensor:
     return mapped[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def cast_opened(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module in place whose weights are as they were opened, letting go of their file on the way."""
-    files = file_mappings()
-    for inner in module.modules():
-        opened = [tensor.data for tensor in chain(inner.parameters(False), inner.buffers(False))]
-        inner._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)  # type: ignore[no-untyped-call]
-        for tensor in opened:
-            copied = tensor.device.type == "cpu" and tensor.dtype != dtype
-            if copied and within_file(tensor.data_ptr(), tensor.nbytes, files):
-                drop_file_pages(tensor.data_ptr(), tensor.nbytes)
 
 
 def _frozen(part: nn.Module) -> list[Tensor]:

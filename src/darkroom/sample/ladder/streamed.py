@@ -7,108 +7,85 @@ in, just before its call, and let go of right after. Nothing is rounded that is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from darkroom.errors import InputError
-from darkroom.hardware.memory import drop_file_pages, file_mappings, within_file
+from darkroom.hardware.memory import drop_file_pages, file_mappings
+from darkroom.models.mapped import are_mapped, is_mapped
 from darkroom.sample.ladder.applied import Applied
 from darkroom.sample.ladder.rung import Place
 
 SMALL_BYTES = 2**18
-"""Layers smaller than this are read once and stay: norms, biases, small projections."""
+"""Layers smaller than this are read once and stay: norms, small projections."""
 SAMPLE_BYTES = 64 * 2**20
 """How much is read to say what reading costs."""
+READ = "read weights a U-Net call"
 
 
 def offload_mmap(applied: Applied, argument: str) -> None:
     """Each layer's weights in memory for its own call only, read from the model's files."""
-    if not in_files(applied.model.modules.values()):
+    if not (applied.model.in_files and are_mapped(applied.model.modules.values())):
         raise InputError(
-            "offload_mmap: these weights do not lie in files",
-            allowed="models opened from a folder, a .safetensors file or the hub",
-            mend="save it first: darkroom export MODEL --to FOLDER",
+            "offload_mmap: these weights do not lie in files as they are needed",
+            allowed="a model opened from a folder, a .safetensors file or the hub, with --memory",
+            mend="random weights: darkroom export FAMILY --to FOLDER first",
         )
-    dtype = compute_type(applied)
+    dtype = computed_in(applied)
     parts = applied.own_all()
-    seconds = seconds_to_read(parts["unet"], dtype)
+    files = file_mappings()
+    applied.times_s[READ] = seconds_to_read(parts["unet"], dtype, files)
     for module in parts.values():
         for layer in module.modules():
-            _stream(layer, dtype)
-    stored = sum(p.numel() for p in parts["unet"].parameters()) * 2
-    applied.reasons.append(
-        f"offload_mmap: the U-Net's weights ({stored / 1e9:.2g} G) are read anew at each call, "
-        f"about {seconds:.2g} s a call by a measured sample"
-    )
+            _stream(layer, dtype, files)
 
 
-def compute_type(applied: Applied) -> torch.dtype:
-    """What is computed in: as asked, else the weights' own type, or float32 where a CPU has no use for it."""
+def computed_in(applied: Applied) -> torch.dtype:
+    """As asked, else the weights' own type, or float32 where that is float16: CPUs emulate it."""
     weight = next(applied.model.unet.parameters())  # type: ignore[union-attr]
-    own = torch.float32 if weight.dtype == torch.float16 else weight.dtype
-    return applied.dtype or own
+    return applied.dtype or (torch.float32 if weight.dtype == torch.float16 else weight.dtype)
 
 
 def lacks_mmap(place: Place) -> str | None:
-    """For weights that lie where the work is done."""
-    return None if place.device.type == "cpu" else f"it is of CPUs; this is {place.device.type}"
+    """On a card weights wait in main memory instead."""
+    return None if place.device.type == "cpu" else f"it is of CPUs, and this is {place.device.type}"
 
 
-def in_files(modules: Iterable[nn.Module]) -> bool:
-    """Whether all large weights are mapped from files."""
-    files = file_mappings()
-    large = [p for module in modules for p in module.parameters() if p.nbytes >= SMALL_BYTES]
-    return bool(large) and all(
-        p.device.type == "cpu" and p.is_contiguous() and within_file(p.data_ptr(), p.nbytes, files)
-        for p in large
-    )
-
-
-def let_go(modules: Iterable[nn.Module]) -> None:
-    """Take no memory for weights that lie in files, until they are read again."""
-    files = file_mappings()
-    for module in modules:
-        for p in module.parameters():
-            if p.device.type == "cpu" and within_file(p.data_ptr(), p.nbytes, files):
-                drop_file_pages(p.data_ptr(), p.nbytes)
-
-
-def seconds_to_read(module: nn.Module, dtype: torch.dtype) -> float:
-    """What reading and casting all weights of a part takes, by a sample of its layers."""
+def seconds_to_read(module: nn.Module, dtype: torch.dtype, files: list[tuple[int, int]]) -> float:
+    """What reading and casting all weights of a part takes, by its largest layers."""
     parameters = sorted(module.parameters(), key=lambda p: p.nbytes, reverse=True)
     total, read = sum(p.nbytes for p in parameters), 0
     start = time.perf_counter()
     for p in parameters:
         p.detach().to(dtype, copy=True)
-        drop_file_pages(p.data_ptr(), p.nbytes)
+        if is_mapped(p, files):
+            drop_file_pages(p.data_ptr(), p.nbytes)
         read += p.nbytes
         if read >= SAMPLE_BYTES:
             break
     return (time.perf_counter() - start) * total / max(read, 1)
 
 
-def _stream(layer: nn.Module, dtype: torch.dtype) -> None:
+def _stream(layer: nn.Module, dtype: torch.dtype, files: list[tuple[int, int]]) -> None:
     """Have a layer's own weights wait in their file."""
     own = {name: p for name, p in layer._parameters.items() if p is not None}
+    for name, buffer in layer._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            layer._buffers[name] = buffer.to(dtype)
     if sum(p.numel() for p in own.values()) * dtype.itemsize < SMALL_BYTES:
-        for name, p in own.items():
-            layer._parameters[name] = _still(p.detach().to(dtype, copy=True))
-        for name, buffer in layer._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                layer._buffers[name] = buffer.to(dtype)
+        layer._parameters.update({name: _still(p.detach().to(dtype, copy=True)) for name, p in own.items()})
         return
     waiting = {name: _still(torch.zeros((), dtype=dtype).expand(p.shape)) for name, p in own.items()}
+    in_files = [p for p in own.values() if is_mapped(p, files)]
 
     def arrive(*_: Any) -> None:
-        for name, p in own.items():
-            layer._parameters[name] = _still(p.detach().to(dtype))
+        layer._parameters.update({name: _still(p.detach().to(dtype)) for name, p in own.items()})
 
     def leave(*_: Any) -> None:
         layer._parameters.update(waiting)
-        for p in own.values():
+        for p in in_files:
             drop_file_pages(p.data_ptr(), p.nbytes)
 
     layer._parameters.update(waiting)
