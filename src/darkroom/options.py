@@ -85,7 +85,7 @@ def check_names(backend: str, precision: str) -> None:
     if backend not in BACKENDS:
         raise InputError(f"backend '{backend}'", allowed=", ".join(BACKENDS))
     if precision not in (AUTO, *PRECISIONS):
-        raise InputError(f"precision '{precision}'", allowed=", ".join((AUTO, *PRECISIONS)))
+        raise InputError(f"precision '{precision}'", allowed=", ".join((*PRECISIONS, AUTO)))
 
 
 def check_pair(backend: str, precision: str, device: str) -> None:
