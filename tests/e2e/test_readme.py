@@ -111,7 +111,7 @@ def test_every_command_of_readme_and_docs_is_one(command: Command) -> None:
     [
         ("darkroom generate MODEL 'a dog' --sed 1", "No such option: --sed"),
         ("darkroom develop", "No such command"),
-        ("darkroom generate MODEL 'a dog' --num none", "not a valid int"),
+        ("darkroom generate MODEL 'a dog' --num none", "valid integer"),
         ("darkroom generate MODEL 'a dog' --size tall", "one number for a square"),
         ("darkroom generate MODEL 'a dog' --backend tensorrt", "backend 'tensorrt'"),
         ("darkroom train recipes/none.yaml", "no recipe"),

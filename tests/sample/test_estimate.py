@@ -39,6 +39,25 @@ def test_a_size_that_cannot_fit_is_refused_and_a_long_one_announced(monkeypatch)
         before((32, 32), settings={"hires": sample.Hires(scale=8)})
 
 
+def test_what_cannot_fit_by_its_settings_alone_is_refused_at_once(monkeypatch, folder):
+    asked: dict[str, Any] = {"tiled": False, "device": CPU, "dtype": torch.float32}
+    with pytest.raises(InputError, match=r"weights of 'sd15' take 4.26 GB; .*darkroom export sd15 --to"):
+        estimate.check_at_once("sd15", (512, 512), limit_bytes=3 * 10**9, **asked)
+    estimate.check_at_once("sd15", (512, 512), limit_bytes=5 * 10**9, **asked)
+    monkeypatch.setattr(estimate, "memory_of", lambda device: 24 * 10**9)
+    with pytest.raises(InputError, match="8192x8192 needs at least 68.7 GB in decoding"):
+        estimate.check_at_once("sd15", (8192, 8192), **asked)
+    estimate.check_at_once("sd15", (8192, 8192), **{**asked, "tiled": True})
+    estimate.check_at_once("sd15", (2048, 2048), **asked)
+    with pytest.raises(InputError, match="needs at least"):
+        estimate.check_at_once(str(folder), (16384, 16384), **asked)
+
+
+@pytest.mark.parametrize("family", ["tiny", "tiny-dit"])
+def test_a_family_knows_its_parameters(family):
+    assert models.FAMILIES[family].num_parameters == sum(models.create(family).num_parameters.values())
+
+
 def test_what_a_model_cannot_make_is_told_by_its_outline():
     with pytest.raises(InputError, match="multiples of"):
         before((33, 32))

@@ -235,7 +235,7 @@ def test_a_generated_picture_can_be_made_again_from_its_file(tiny: Model, tmp_pa
 
 def test_a_second_pass_is_written_as_a1111_writes_it(tiny) -> None:
     """A1111's size is the first pass's; read back, both sizes are there."""
-    made = generate(tiny, "a", steps=1, size=(32, 32), hires=Hires(scale=1.5, steps=1))[0]
+    made = generate(tiny, "a", steps=2, size=(32, 32), hires=Hires(scale=1.5, steps=2))[0]
     assert made.image.size == (48, 48)
     told = {**made.parameters, "model_sha256": "0123456789abcdef"}
     text = a1111_text(told)

@@ -169,9 +169,18 @@ def _check_before(
     A limit on memory is checked here where weights take minutes to come; else when they are there.
     """
     from darkroom import models
-    from darkroom.sample.estimate import check_before
+    from darkroom.sample.estimate import check_at_once, check_before
 
     at_hand = Path(ref).exists()
+    scale = settings.hires.scale if settings.hires is not None else 1
+    check_at_once(
+        ref,
+        None if settings.size is None else (round(settings.size[0] * scale), round(settings.size[1] * scale)),
+        tiled="vae_tiling" in optimise or "tiny_vae" in optimise,
+        device=place,
+        dtype=dtype,
+        limit_bytes=limit,
+    )
     outline = models.outlined(ref, ("unet", "vae", "text_encoder", "tokenizer"), revision=revision)
     if image is not None or not {"unet", "vae"} <= set(outline.modules):
         return  # of a picture's size and shape, or refused with what is missing

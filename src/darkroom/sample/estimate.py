@@ -5,11 +5,13 @@ Counted on the model's outline (`models.outlined`), which has shapes and no weig
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +19,7 @@ from darkroom.errors import InputError
 from darkroom.hardware import resident_bytes
 from darkroom.hardware.cards import peak_flops
 from darkroom.hardware.machine import GIB, cgroup_memory_limit
-from darkroom.models import NAMES
+from darkroom.models import FAMILIES, NAMES
 from darkroom.sample.checks import checked_size, table_for, with_lcm
 from darkroom.sample.generate import Pass, second_pass
 from darkroom.sample.memory import CPU_MARGIN, MARGIN, Needs, count_needs, decode_ways, plan_memory
@@ -43,6 +45,44 @@ class Estimate:
     def seconds(self, flops_per_s: float) -> float:
         """At least this long."""
         return self.flops / flops_per_s
+
+
+def check_at_once(
+    ref: str,
+    size: tuple[int, int] | None,
+    *,
+    tiled: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    limit_bytes: int | None = None,
+) -> None:
+    """InputError for what cannot fit by the model's settings alone: nothing is imported, built or counted.
+
+    Lower bounds: random weights, which wait in no file; and two of the widest activations of a VAE's decoder,
+    what a convolution reads and what it writes.
+    """
+    family = FAMILIES.get(ref)
+    if limit_bytes is not None and family is not None and device.type == "cpu":
+        least = family.num_parameters * dtype.itemsize
+        if least > limit_bytes:
+            raise InputError(
+                f"memory {limit_bytes / 1e9:.2f} GB: the random weights of '{ref}' take {least / 1e9:.2f} GB",
+                allowed=f"more than {least / 1e9:.2f} GB, or weights in files, which are read as needed",
+                mend=f"darkroom export {ref} --to {ref}-model, then give that folder",
+            )
+    config = family.vae if family is not None else _vae_config(Path(ref))
+    if size is None or tiled or limit_bytes is not None or config is None:
+        return
+    least = 2 * min(config["block_out_channels"]) * math.prod(size) * dtype.itemsize
+    _refuse_too_much(Estimate(least, "decoding", 0), size, device, "at least")
+
+
+def _vae_config(folder: Path) -> Mapping[str, Any] | None:
+    try:
+        config: Mapping[str, Any] = json.loads((folder / "vae" / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return config if "block_out_channels" in config else None
 
 
 def check_before(
@@ -144,13 +184,15 @@ def _in_type(model: Model, dtype: torch.dtype) -> Model:
     return model
 
 
-def _refuse_too_much(found: Estimate, size: tuple[int, int], device: torch.device) -> None:
+def _refuse_too_much(
+    found: Estimate, size: tuple[int, int], device: torch.device, how: str = "about"
+) -> None:
     has = memory_of(device)
     if has is None or found.peak_bytes <= has:
         return
     tiles = " or --optimise auto,vae_tiling" if found.phase == "decoding" else ""
     raise InputError(
-        f"size {size[0]}x{size[1]} needs about {found.peak_bytes / 1e9:.3g} GB in {found.phase}",
+        f"size {size[0]}x{size[1]} needs {how} {found.peak_bytes / 1e9:.3g} GB in {found.phase}",
         allowed=f"what fits into the {has / GIB:.3g} GiB of this {device.type}",
         mend=f"a smaller size{tiles}",
     )

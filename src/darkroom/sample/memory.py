@@ -26,7 +26,7 @@ from darkroom.models.bank import ROWS
 from darkroom.models.mapped import are_mapped, is_mapped, let_go
 from darkroom.models.quiet import quiet
 from darkroom.options import parse_bytes
-from darkroom.sample.ladder import Applied, conflict, optimise, place_of
+from darkroom.sample.ladder import Applied, conflict, optimise, parse, place_of
 from darkroom.sample.ladder.applied import look_alike
 from darkroom.sample.ladder.streamed import READ, computed_in
 from darkroom.sample.ladder.vae import VaeFront
@@ -323,7 +323,10 @@ def optimise_within(
     on_cpu = place.device.type == "cpu"
     if on_cpu:
         return_freed_memory()
-    applied = optimise(model, names, device)
+    choices = parse(names)
+    waits = on_cpu and any(choice.name == "offload_mmap" for choice in choices)
+    named = [str(choice) for choice in choices if not (waits and choice.name == "offload_mmap")]
+    applied = optimise(model, named, device)  # whole, to be counted
     dtype = dtype or computed_in(applied) if on_cpu else None
     needs = count_needs(applied.model if dtype is None else _outlined(applied.model, dtype), size)
     base_bytes, streamed_base_bytes = held_bytes(applied.model, dtype) if dtype is not None else (0, None)
@@ -337,10 +340,10 @@ def optimise_within(
         base_bytes=base_bytes,
         streamed_base_bytes=None if hasattr(applied.model.unet, ROWS) else streamed_base_bytes,
         pixels=size[0] * size[1],
-        fixed=tuple(choice.name for choice in applied.choices),
+        fixed=(*(choice.name for choice in applied.choices), *(["offload_mmap"] if waits else [])),
     )
     if plan.names or dtype is not None:
-        taken = {name.partition(":")[0]: name for name in plan.names}
+        taken = {name.partition(":")[0]: name for name in (*plan.names, *(["offload_mmap"] if waits else []))}
         kept = [choice for choice in applied.choices if choice.name not in taken]
         more = [text for name, text in taken.items() if not any(conflict(name, c.name) for c in kept)]
         applied = optimise(model, [*map(str, kept), *more], device, dtype)
