@@ -30,7 +30,7 @@ SAMPLERS: dict[str, tuple[str, bool | None]] = {
     "LCM": ("lcm", None),
 }
 """A1111's samplers: the solver of each, and whether its sigmas are Karras'; None leaves that to the model."""
-SOLVER_NAMES = tuple(dict.fromkeys(solver for solver, _ in SAMPLERS.values()))
+SOLVER_NAMES = ("ddim", "pndm", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lcm")
 FLOW_SOLVER_NAMES = ("flow_euler", "flow_heun", "flow_dpmpp_2m")
 A1111_NAMES = {solver: name for name, (solver, karras) in SAMPLERS.items() if karras is None}
 """A1111's name of each solver."""
