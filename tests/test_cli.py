@@ -45,7 +45,7 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["generate", "tiny", "a dog", "--size", "big"], "allowed: WIDTHxHEIGHT"),
         (["generate", "tiny", "a dog", "--solver", "eular"], "eular"),
         (["generate", "tiny", "a dog", "--size", "33x32"], "multiples of"),
-        (["generate", "tiny", "a dog", "--precision", "fp16"], "float16 on a CPU"),
+        (["generate", "tiny", "a dog", "--precision", "fp16"], "fp16 on a CPU"),
         (["generate", "tiny", "a dog", "--precision", "fp8"], "allowed: float32, bf16, fp16"),
         (["generate", "tiny", "a dog", "--device", "tpu9"], "device 'tpu9'"),
         (["train", "nowhere.yaml"], "no such recipe file"),

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 LEVELS = (
     {"errors", "hush"},
     {"hardware", "count", "progress"},
-    {"bill", "tidy"},
+    {"bill", "tidy", "options"},
     {"run"},
     {"models", "data"},
     {"prepare", "sample", "evaluate"},

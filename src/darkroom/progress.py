@@ -40,7 +40,24 @@ def _lines(label: str) -> Iterator[Progress]:
         now = time.monotonic()
         if now - said >= LINE_EVERY_S:
             said = now
-            of = f" of {total:,}" if total else ""
-            print(f"{label}: {done:,}{of}, {done / (now - started):,.1f}/s", file=sys.stderr, flush=True)
+            print(f"{label}: {_so_far(done, total, now - started)}", file=sys.stderr, flush=True)
 
     yield advance
+
+
+def _so_far(done: int, total: int | None, seconds: float) -> str:
+    """'1 of 3, 64 s each, 2 min left': rates below one a second are told as seconds each."""
+    of = f" of {total:,}" if total else ""
+    rate = done / seconds if seconds > 0 else 0.0
+    if rate == 0:
+        return f"{done:,}{of}, {seconds:.0f} s so far"
+    each = 1 / rate
+    speed = f"{rate:,.1f}/s" if rate >= 1 else f"{each:.1f} s each" if each < 10 else f"{each:.0f} s each"
+    left = f", {_duration((total - done) / rate)} left" if total and total > done else ""
+    return f"{done:,}{of}, {speed}{left}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

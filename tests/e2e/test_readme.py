@@ -1,4 +1,6 @@
-"""Every command of the README runs, in its order, on what those before it left; heavy parts at toy size."""
+"""Every command of README.md and docs/ is parsed as printed; those of the README run, in their order, on what
+those before them left, heavy parts at toy size: here, and once more as on a processor with AVX2 alone.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 from PIL import Image
 
 from darkroom import cli
+from darkroom.errors import InputError
 from darkroom.quickstart.shapes import draw, scenes
+from documented import Command, check_values, commands, parsed
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(r"^```\n(.+?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("darkroom ")]
+COMMANDS = commands(ROOT / "README.md")
 
 SHORT = [
     "train.steps=2",
@@ -96,11 +100,53 @@ def serve(arguments: list[str]) -> None:
         assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.text[:60]}")
+def test_every_command_of_readme_and_docs_is_one(command: Command) -> None:
+    """Its verb and options exist, and its values are allowed; nothing is run."""
+    check_values(parsed(command.arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("darkroom generate MODEL 'a dog' --sed 1", "No such option: --sed"),
+        ("darkroom develop", "No such command"),
+        ("darkroom generate MODEL 'a dog' --num none", "valid integer"),
+        ("darkroom generate MODEL 'a dog' --size tall", "one number for a square"),
+        ("darkroom generate MODEL 'a dog' --backend tensorrt", "backend 'tensorrt'"),
+        ("darkroom train recipes/none.yaml", "no recipe"),
+    ],
+)
+def test_a_command_that_is_none_is_found_out(text: str, told: str) -> None:
+    with pytest.raises((InputError, typer.TyperException)) as caught:
+        check_values(parsed(Command("here", text).arguments))
+    error = caught.value
+    assert told in (error.format_message() if hasattr(error, "format_message") else str(error))
+
+
+def test_the_pages_have_commands() -> None:
+    found = commands()
+    assert len(found) >= 60
+    assert len({command.page for command in found}) >= 9
+    assert any("\\" not in command.text and "--adapter ink" in command.text for command in found)  # two lines
+
+
+@pytest.mark.nightly
+def test_every_command_of_the_readme_runs_with_avx2_alone() -> None:
+    """In a process of its own: the limits are read when torch and OpenVINO are first used."""
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    here = f"{__file__}::test_every_command_of_the_readme_runs"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", here]
+    done = subprocess.run(command, env={**os.environ, **limits}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "1 passed" in done.stdout
+
+
 @pytest.mark.nightly
 def test_every_command_of_the_readme_runs(place: Path) -> None:
     assert len(COMMANDS) >= 20
-    for line in COMMANDS:
-        arguments = shlex.split(line.replace("MODEL", "runs/first/model"), comments=True)[1:]
+    for command in COMMANDS:
+        arguments = [part.replace("MODEL", "runs/first/model") for part in command.arguments]
         if arguments[0] == "evaluate":
             run("train", "recipes/extractor.yaml", *SHORT[:4], "--out", "runs/extractor")
         if "sd15.safetensors" in arguments:

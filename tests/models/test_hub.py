@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 from darkroom import models
 from darkroom.errors import ModelError
+from darkroom.models.tokenizer import tokenizer_or_stand_in
 
 TOKEN = "hf_neverSayThisAloud123"
 COMMIT = "a" * 40
@@ -162,3 +165,47 @@ def test_the_hub_does_repeat_the_token(hub: Hub) -> None:
     with pytest.raises(huggingface_hub.errors.GatedRepoError) as caught:
         huggingface_hub.HfApi(endpoint=hub.url).model_info("me/tiny", token=TOKEN)
     assert TOKEN in str(caught.value)
+
+
+def test_what_is_in_the_cache_is_opened_without_asking(hub: Hub) -> None:
+    models.load("me/tiny")
+    asked = len(hub.asked)
+    assert asked > 0
+    models.load("me/tiny")
+    assert len(hub.asked) == asked
+    hub.server.shutdown()
+    assert models.load("me/tiny").unet is not None
+
+
+def test_a_cache_that_lacks_a_part_is_completed(hub: Hub) -> None:
+    models.outlined("me/tiny", ("unet", "vae"))
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+    assert models.load("me/tiny").vae is not None
+    assert [name for name in hub.fetched if name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("kind", ["silent", "closed", "forbidden"])
+def test_without_a_network_one_short_try_is_made(
+    hub: Hub, kind: str, monkeypatch: Any, caplog: Any, tmp_path: Path
+) -> None:
+    """A proxy that takes the connection and says nothing is the slowest of them."""
+    monkeypatch.setattr("darkroom.models.hub.ANSWER_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if kind == "silent" else 9
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        if kind == "forbidden":
+            monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        start = time.monotonic()
+        with pytest.raises(
+            ModelError, match=r"\.safetensors file, or random weights by name: sd15"
+        ) as caught:
+            models.load("me/tiny")
+        monkeypatch.delenv("DARKROOM_CLIP_TOKENIZER", raising=False)
+        with caplog.at_level(logging.WARNING, logger="darkroom"):
+            tokenizer = tokenizer_or_stand_in()
+        assert time.monotonic() - start < 2 * 8.0
+    assert ("HF_HUB_OFFLINE is set" in str(caught.value)) == (kind == "forbidden")
+    assert len(tokenizer) == 514
+    (line,) = [record.getMessage() for record in caplog.records if "stands in" in record.getMessage()]
+    assert "DARKROOM_CLIP_TOKENIZER" in line
+    assert "\n" not in line

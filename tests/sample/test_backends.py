@@ -23,6 +23,7 @@ import torch
 import warm
 from darkroom import models
 from darkroom.errors import InputError, MissingExtra
+from darkroom.hardware import cpu
 from darkroom.models import Model
 from darkroom.sample import Picture, generate, open_backend
 from darkroom.sample.backends.cache import Key, exported
@@ -140,13 +141,33 @@ def test_a_distilled_unet_is_told_its_guidance(cache: Path) -> None:
 
 def test_openvino_in_bfloat16_is_as_near_as_torch_in_bfloat16(small: Model, cache: Path) -> None:
     half = models.create("tiny", seed=1, overrides=SMALL).to(dtype=torch.bfloat16)
+    if cpu.bf16_instructions() is None:
+        with pytest.raises(InputError, match="no bfloat16 instructions"):
+            generate(half, PROMPTS, steps=4, backend="openvino")
+        return
     plain = generate(small, PROMPTS, steps=4, seed=5, optimise="none")
     torchs = generate(half, PROMPTS, steps=4, seed=5, optimise="none")
     ours = generate(half, PROMPTS, steps=4, seed=5, backend="openvino")
-    assert ours[0].parameters["precision"] in ("bfloat16", "float32")
+    assert ours[0].parameters["precision"] == "bfloat16"
     assert mean_apart(ours, plain) <= max(1.5 * mean_apart(torchs, plain), 1.0)
     assert mean_apart(ours, plain) < BF16_MEAN
     assert mean_apart(generate(half, PROMPTS, steps=4, seed=6, backend="openvino"), plain) > 3 * BF16_MEAN
+
+
+@pytest.mark.parametrize("optimise", ["none", "bf16"])
+def test_openvino_refuses_bfloat16_that_would_be_emulated(
+    small: Model, cache: Path, monkeypatch: pytest.MonkeyPatch, optimise: str
+) -> None:
+    """Whether the weights are bfloat16 or are to be cast: before anything is exported or compiled."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    model = small if optimise == "bf16" else models.create("tiny", seed=1, overrides=SMALL)
+    if optimise == "none":
+        model.to(dtype=torch.bfloat16)
+    notices: list[str] = []
+    with pytest.raises(InputError, match="no bfloat16 instructions .*; allowed: float32; auto takes"):
+        open_backend("openvino", model, optimise=optimise, notice=notices.append)
+    assert not notices
+    open_backend("openvino", small, notice=notices.append)  # control: float32 is for any processor
 
 
 def files_of(cache: Path) -> dict[Path, int]:
@@ -265,13 +286,13 @@ def test_a_server_of_many_shapes_keeps_drawing(
 
 def test_the_model_is_as_it_was(cache: Path) -> None:
     model = models.create("tiny", seed=1, overrides=SMALL)
-    half = model.to(dtype=torch.bfloat16)
+    half = model.to(dtype=torch.bfloat16 if cpu.bf16_instructions() else torch.float32)
     before = {name: value.data_ptr() for name, value in half.unet.state_dict().items()}  # type: ignore[union-attr]
     processors = {name: id(p) for name, p in half.unet.attn_processors.items()}  # type: ignore[union-attr]
     open_backend("openvino", half, notice=lambda text: None)
     after = half.unet.state_dict()  # type: ignore[union-attr]
     assert {name: value.data_ptr() for name, value in after.items()} == before
-    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+    assert len({value.dtype for value in after.values()}) == 1
     assert {name: id(p) for name, p in half.unet.attn_processors.items()} == processors  # type: ignore[union-attr]
 
 
@@ -286,7 +307,7 @@ def test_what_is_done_beside_the_unet_goes_with_any_backend(small: Model, cache:
 @pytest.mark.parametrize("backend", ["torch", "compile", "onnx", "openvino"])
 def test_float16_on_a_cpu_is_refused(backend: str) -> None:
     half = models.create("tiny", seed=1, overrides=SMALL).to(dtype=torch.float16)
-    with pytest.raises(InputError, match="use bfloat16"):
+    with pytest.raises(InputError, match="fp16 on a CPU.*allowed: float32, bf16"):
         generate(half, PROMPTS, backend=backend)
 
 

@@ -291,7 +291,7 @@ def test_models_that_cannot_generate_are_refused(tiny: Model, small_xl: Model) -
         generate(deaf, "a horse")
     with pytest.raises(InputError, match="no prompt"):
         generate(tiny, [])
-    with pytest.raises(InputError, match="float16 on a CPU"):
+    with pytest.raises(InputError, match="fp16 on a CPU"):
         generate(copy.deepcopy(tiny).to(dtype=torch.float16), "a horse")
     inpainting = create("tiny", overrides={"unet": {"in_channels": 9}})
     with pytest.raises(InputError, match="takes 9 channels"):

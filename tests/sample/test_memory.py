@@ -7,7 +7,8 @@ import torch
 
 from darkroom import models, sample
 from darkroom.errors import InputError
-from darkroom.sample.memory import count_needs, optimise_within, parse_bytes, plan_memory
+from darkroom.options import parse_bytes
+from darkroom.sample.memory import count_needs, optimise_within, plan_memory
 
 GB = 10**9
 
@@ -60,6 +61,20 @@ def test_sd15_at_512_fits_2_gb_with_offload(sd15):
     assert any(name.startswith("offload") for name in plan.names)
     with pytest.raises(InputError):
         plan_memory(sd15, 2 * GB, device="cpu", base_bytes=sum(sd15.weights.values()))
+
+
+def test_sd15_at_512_on_a_cpu_fits_3_gb_where_its_weights_lie_in_files():
+    model = models.create("sd15", parts=("unet", "vae", "text_encoder"), device="meta")
+    needs = count_needs(model, (512, 512))
+    held = GB // 2  # Python and libraries
+    asked = {"device": "cpu", "base_bytes": held + sum(needs.weights.values())}
+    plan = plan_memory(needs, 3 * GB, **asked, streamed_base_bytes=held)
+    assert plan.names[0] == "offload_mmap"
+    assert plan.peak_bytes < 2.5 * GB
+    roomy = plan_memory(needs, 8 * GB, **asked, streamed_base_bytes=held)
+    assert "offload_mmap" not in roomy.names  # the slower way only where it is needed
+    with pytest.raises(InputError, match="darkroom export"):  # control: random weights lie in no file
+        plan_memory(needs, 3 * GB, **asked)
 
 
 def test_less_memory_means_slower_choices_in_order(sd15):

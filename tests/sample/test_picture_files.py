@@ -15,8 +15,8 @@ from PIL import Image, PngImagePlugin
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models import Model
-from darkroom.sample import Picture, decode, generate, make_grid, read_parameters, save_pictures
-from darkroom.sample.pictures import parse_a1111
+from darkroom.sample import Hires, Picture, decode, generate, make_grid, read_parameters, save_pictures
+from darkroom.sample.pictures import a1111_text, parse_a1111
 
 TOLD: dict[str, Any] = {
     "prompt": "a red circle, very round",
@@ -231,3 +231,19 @@ def test_a_generated_picture_can_be_made_again_from_its_file(tiny: Model, tmp_pa
     )
     with Image.open(path) as image:
         assert np.abs(np.asarray(image).astype(int) - np.asarray(again[0].image)).max() <= 1
+
+
+def test_a_second_pass_is_written_as_a1111_writes_it(tiny) -> None:
+    """A1111's size is the first pass's; read back, both sizes are there."""
+    made = generate(tiny, "a", steps=2, size=(32, 32), hires=Hires(scale=1.5, steps=2))[0]
+    assert made.image.size == (48, 48)
+    told = {**made.parameters, "model_sha256": "0123456789abcdef"}
+    text = a1111_text(told)
+    assert "Size: 32x32," in text
+    assert "Hires upscale: 1.5" in text
+    assert "Model hash: 0123456789," in text
+    back = parse_a1111(text)
+    assert (back["width"], back["height"], back["first_size"]) == (48, 48, "32x32")
+    assert (back["hires"]["scale"], back["Model hash"]) == (1.5, "0123456789")
+    plain = parse_a1111(a1111_text(generate(tiny, "a", steps=1, size=(32, 32))[0].parameters))
+    assert (plain["width"], "first_size" in plain, "Model hash" in plain) == (32, False, False)

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from darkroom.models.mapped import cast_opened
 from darkroom.train import resting
-from darkroom.train.resting import cast_opened, rest
+from darkroom.train.resting import rest
 
 
 def part() -> nn.Sequential:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, Out, bench, columns, console, show
+from darkroom.cli.door import PRECISION_HELP, SIZE_HELP, Json, Out, bench, columns, console, show, size_of
 from darkroom.errors import InputError
 
 
@@ -141,7 +141,7 @@ def bench_backends(
         list[str] | None,
         typer.Option("--case", help="such as 'openvino bf16', or BACKEND OPTIMISATIONS; again for more"),
     ] = None,
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
+    size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None,
     steps: Annotated[int, typer.Option(min=1, help="of the whole picture")] = 20,
     rows: Annotated[int, typer.Option(min=1, help="rows of a U-Net call")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="U-Net calls measured of each")] = 5,
@@ -154,14 +154,14 @@ def bench_backends(
     Example: darkroom bench backends sd15 --size 512x512 --steps 20 --out results.csv
     """
     from darkroom import models
-    from darkroom.cli.pictures import _size
     from darkroom.measure.backends import DEFAULT_CASES
     from darkroom.measure.backends import bench_backends as run
 
+    asked = size_of(size)
     told = run(
         models.load(model),
         cases=tuple(cases or DEFAULT_CASES),
-        size=_size(size),
+        size=asked,
         steps=steps,
         rows=rows,
         repeats=repeats,
@@ -172,22 +172,22 @@ def bench_backends(
 
 
 Model = Annotated[str, typer.Argument(help="a model folder, a hub id, or a family (random weights)")]
-Size = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")]
+Size = Annotated[str | None, typer.Option(help=SIZE_HELP)]
 Steps = Annotated[int, typer.Option(min=1, help="solver steps")]
 Guidance = Annotated[float, typer.Option(min=0, help="above 1 is on")]
-Precision = Annotated[str, typer.Option(help="of the weights that are loaded: float32, bf16 or fp16")]
+Precision = Annotated[str, typer.Option(help=f"of the weights that are loaded: {PRECISION_HELP}")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
 
 
 def _drawing(model: str, size: str | None, steps: int, guidance: float, precision: str, device: str) -> Any:
     """The picture job that a benchmark repeats."""
     from darkroom import models
-    from darkroom.cli.pictures import _size
     from darkroom.measure.drawing import Drawing
 
-    opened = models.load(model, dtype=models.precision(precision), device=models.device(device))
+    asked, place = size_of(size), models.device(device)
+    opened = models.load(model, dtype=models.precision(precision, place), device=place)
     side = opened.sample_size
-    return Drawing(opened, _size(size) or (side, side), steps=steps, guidance=guidance)
+    return Drawing(opened, asked or (side, side), steps=steps, guidance=guidance)
 
 
 @bench.command("ladder")

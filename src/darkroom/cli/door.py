@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import darkroom
+from darkroom import options
 from darkroom.errors import DarkroomError
 from darkroom.hush import hush
 
@@ -30,6 +31,13 @@ bench = typer.Typer(help="Measure: rows of a tidy CSV.", no_args_is_help=True, r
 app.add_typer(bench, name="bench")
 
 FIRST_TELLS_S = 10.0  # what rank 0 has to tell what all ranks know
+
+SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; the model's own if not said"
+PRECISION_HELP = "float32, bf16, fp16, or auto: bf16 where it is quick"
+SOLVER_HELP = (
+    f"the model's own if not said; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
+    "or as A1111 says it: 'DPM++ 2M Karras'"
+)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]
@@ -114,6 +122,15 @@ def show(result: Any, as_json: bool, lines: Callable[[], Any]) -> None:
         return
     for line in lines():
         print(line)
+
+
+def size_of(text: str | None) -> tuple[int, int] | None:
+    """What `--size` says, within what any model makes; None where it was not said."""
+    if text is None:
+        return None
+    size = options.parse_size(text)
+    options.check_side(size)
+    return size
 
 
 def plain(value: Any) -> Any:

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, Out, app, columns, progress_bar, show
-from darkroom.cli.pictures import _size
+from darkroom.cli.door import (
+    PRECISION_HELP,
+    SIZE_HELP,
+    SOLVER_HELP,
+    Json,
+    Out,
+    app,
+    columns,
+    progress_bar,
+    show,
+    size_of,
+)
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,10 +62,10 @@ def evaluate(
     guidance: Annotated[
         float | None, typer.Option(help="above 1 is on; the model's own or 7.5 if not said")
     ] = None,
-    solver: Annotated[str | None, typer.Option(help="the model's own if not said")] = None,
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, the model's own if not said")] = None,
+    solver: Annotated[str | None, typer.Option(help=SOLVER_HELP)] = None,
+    size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None,
     negative: Annotated[str | None, typer.Option(help="what to steer away from")] = None,
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16")] = "float32",
+    precision: Annotated[str, typer.Option(help=PRECISION_HELP)] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
     keep_pictures: Annotated[
         Path | None, typer.Option(help="keep what is drawn here; a second run draws only what is missing")
@@ -90,7 +100,7 @@ def evaluate(
         "say": lambda note: print(f"note: {note}", file=sys.stderr),
     }
     drawing: dict[str, Any] = {"steps": steps, "guidance": guidance, "solver": solver, "negative": negative}
-    drawing["size"] = None if size is None else _size(size)
+    drawing["size"] = size_of(size)
     drawing = {name: value for name, value in drawing.items() if value is not None}
     with progress_bar("evaluate", as_json) as progress:
         if is_pictures:
@@ -193,7 +203,8 @@ def _opened(where: str, adapters: list[str], precision: str, device: str) -> Mod
     from darkroom import models
     from darkroom.models.adapters import merge, read_adapter
 
-    model = models.load(_model_of(where), dtype=models.precision(precision), device=models.device(device))
+    place = models.device(device)
+    model = models.load(_model_of(where), dtype=models.precision(precision, place), device=place)
     for one in adapters:
         name, file, weight = _adapter(one)
         merge(model, read_adapter(file, name=name), weight)

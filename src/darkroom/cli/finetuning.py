@@ -89,9 +89,9 @@ def report(
     from darkroom.measure.finetuning_costs import largest_rows, step_rows
     from darkroom.measure.finetuning_quality import Followed, Judging, best_rows, follow_methods, follow_rates
     from darkroom.measure.growing import Growing, check_same
+    from darkroom.options import parse_bytes
     from darkroom.plan.finetuning import planner
     from darkroom.report.finetuning import write_finetuning
-    from darkroom.sample.memory import parse_bytes
 
     asked = asdict(bench) | {"photos": bench.photos.resolve(), "work": bench.work.resolve()}
     asked |= {"memory": memory, "planned": planned, "gpu": gpu, "cards": cards, "repeats": repeats}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import app
+from darkroom import options
+from darkroom.cli.door import PRECISION_HELP, app
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be gi
 Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
 UsdPerHour = Annotated[float | None, typer.Option(min=0, help="price of the device, for the cost of jobs")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
-Precision = Annotated[str, typer.Option(help="float32, bf16 or fp16")]
+Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
 Backend = Annotated[str, typer.Option(help="torch, compile, onnx or openvino")]
 OPTIMISE_HELP = "optimisations of the ladder; lossless ones if not said"
 Optimise = Annotated[str | None, typer.Option(help=OPTIMISE_HELP)]
@@ -138,6 +139,7 @@ def _check(said: dict[str, Any]) -> None:
     """InputError for what does not go together."""
     if said["model"] is None and not said["vertex"]:
         raise InputError("no model", mend="darkroom serve MODEL; see --help")
+    options.check_names(said["backend"], said["precision"])
     if said["engine"] not in ("local", "ray"):
         raise InputError(f"--engine {said['engine']}", allowed="local, ray")
     given = [name for name in OF_RAY if said[name] is not None]

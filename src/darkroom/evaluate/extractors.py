@@ -27,6 +27,7 @@ from darkroom.evaluate.preprocess import Preprocess
 from darkroom.evaluate.seen import Seen
 from darkroom.evaluate.small import KIND, open_small, word_ids
 from darkroom.evaluate.statistics import Array
+from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.quiet import quiet
 
 BATCH = 16
@@ -143,20 +144,16 @@ def open_extractor(where: str | Path, *, device: str | torch.device = "cpu") -> 
 
 
 def _from_hub(name: str) -> Path:
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not is_hub_id(name):
         raise ModelError(f"no extractor at '{name}'", allowed=f"a folder or hub id of {KINDS}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     hub_id, _, revision = name.partition("@")
-    try:
-        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"extractor '{name}' is no folder here and could not be had from the hub ({reason})",
-            mend="give a local folder with --extractor NAME=FOLDER",
-        ) from error
+    return fetch(
+        hub_id,
+        HUB_FILES,
+        revision=revision or None,
+        whole=lambda folder: any(folder.rglob("*.safetensors")),
+        mend="give a local folder with --extractor NAME=FOLDER",
+    )
 
 
 def _kind(folder: Path) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from darkroom.hardware import cpu
 from darkroom.hardware.machine import GIB, Machine, machine
 
 _MIN_DISK_BYTES = 10 * GIB
@@ -77,17 +78,22 @@ def _memory(here: Machine) -> Check:
 
 
 def _cpu(here: Machine) -> Iterator[Check]:
+    limits = f"; limited by {', '.join(cpu.limits())}" if cpu.limits() else ""
     yield Check(
         "processor",
         True,
-        f"{here.cpu}, {here.usable_cores:g} of {here.logical_cores} cores, {here.cpu_class[4:]}",
+        f"{here.cpu}, {here.usable_cores:g} of {here.logical_cores} cores, "
+        f"{', '.join(here.instructions) or 'no known instructions'}{limits}",
     )
-    speedup = bf16_speedup()
+    found, speedup = cpu.bf16_instructions(), bf16_speedup()
+    measured = f"a matrix product runs {speedup:.2g} times as fast as float32"
+    if found is None:
+        detail = f"emulated, {measured}: use precision float32 (auto does); backend openvino refuses bf16"
+        yield Check("bf16", False, detail, optional=True)
+        return
     fast = speedup > 1.2
-    advice = "use precision bf16" if fast else "use precision float32 here"
-    yield Check(
-        "bf16", fast, f"a matrix product runs {speedup:.2g} times as fast as float32: {advice}", optional=True
-    )
+    advice = "use precision bf16 (auto does)" if fast else "compare it with float32"
+    yield Check("bf16", fast, f"{found}, {measured}: {advice}", optional=True)
 
 
 def bf16_speedup(size: int = 768, repeats: int = 5) -> float:

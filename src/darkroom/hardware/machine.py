@@ -15,9 +15,10 @@ from typing import Any
 
 import psutil
 
+from darkroom.hardware import cpu
+
 CGROUP = Path("/sys/fs/cgroup")
 GIB = 1024**3
-_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_fp16", "amx_int8", "sve", "bf16", "asimd")
 _PACKAGES = (
     *(
         "torch",
@@ -120,7 +121,7 @@ def machine() -> Machine:
         usable_cores=usable_cores(),
         memory_bytes=total,
         memory_available_bytes=min(memory.available, total),
-        instructions=_instructions(),
+        instructions=cpu.instructions(),
         devices=_devices(),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         system=f"{platform.system()} {platform.machine()}",
@@ -208,14 +209,6 @@ def _cpu_name() -> str:
     if platform.system() == "Darwin":
         return _run(["sysctl", "-n", "machdep.cpu.brand_string"]) or "Apple"
     return platform.processor() or platform.machine()
-
-
-def _instructions() -> tuple[str, ...]:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith(("flags", "Features")):
-            have = set(line.partition(":")[2].split())
-            return tuple(name for name in _FEATURES if name in have)
-    return ()
 
 
 def _devices() -> tuple[Device, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import re
 import resource
 import sys
@@ -14,6 +15,8 @@ import psutil
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_MAPS = Path("/proc/self/maps")
+_DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
 
@@ -52,6 +55,36 @@ def give_back() -> None:
     """Return freed memory to the system (glibc keeps small blocks otherwise)."""
     with contextlib.suppress(OSError, AttributeError):  # no such call on this system
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def file_mappings() -> list[tuple[int, int]]:
+    """Where this process has files mapped, as addresses; nothing on systems that do not tell."""
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except OSError:
+        return []
+    found = (line.split(maxsplit=5) for line in lines)
+    spans = (words[0].split("-") for words in found if len(words) > 5 and words[4] != "0")
+    return [(int(start, 16), int(end, 16)) for start, end in spans]
+
+
+def within_file(start: int, length: int, files: list[tuple[int, int]]) -> bool:
+    """Whether memory is part of a mapped file, as `file_mappings` tells them."""
+    return any(first <= start and start + length <= last for first, last in files)
+
+
+def drop_file_pages(start: int, length: int) -> None:
+    """Let go of the whole pages within memory that a file is mapped to: the file has them still.
+
+    Never of other memory: its content would be lost.
+    """
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end <= first:
+        return
+    with contextlib.suppress(OSError, AttributeError):  # no such call on this system: the pages stay
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _DONTNEED)
 
 
 def _kind(device: str) -> str:

@@ -13,8 +13,8 @@ from darkroom.count import counting
 from darkroom.errors import InputError
 from darkroom.hardware import EnergyMeter, find_card, machine
 from darkroom.measure.timing import synchronise
+from darkroom.options import parse_bytes
 from darkroom.sample import Backend, Picture, generate, open_backend
-from darkroom.sample.memory import parse_bytes
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 
 if TYPE_CHECKING:

@@ -12,15 +12,26 @@ from darkroom.models.adapter_metadata import about
 from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
 from darkroom.models.bank import Bank
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
-from darkroom.models.folder import base_family, describe, export_model, identity, is_model, load, save
+from darkroom.models.folder import (
+    base_family,
+    describe,
+    export_model,
+    file_digest,
+    identity,
+    is_model,
+    load,
+    save,
+)
 from darkroom.models.latents import LatentScaling
 from darkroom.models.model import PARTS, Model
-from darkroom.models.place import device, precision, slow_bf16
+from darkroom.models.outline import outlined
+from darkroom.models.place import NAMES, choose_precision, device, precision, slow_bf16
 from darkroom.models.single_file import save_single_file
 from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
 
 __all__ = [
     "FAMILIES",
+    "NAMES",
     "PARTS",
     "PUBLISHED",
     "Adapter",
@@ -32,6 +43,7 @@ __all__ = [
     "Model",
     "about",
     "base_family",
+    "choose_precision",
     "create",
     "describe",
     "describe_adapter",
@@ -39,6 +51,7 @@ __all__ = [
     "export_adapter",
     "export_merged",
     "export_model",
+    "file_digest",
     "find_tokenizer",
     "fit",
     "identity",
@@ -46,6 +59,7 @@ __all__ = [
     "is_model",
     "load",
     "merge",
+    "outlined",
     "precision",
     "read_adapter",
     "save",

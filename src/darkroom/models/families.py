@@ -192,6 +192,9 @@ class Family:
     padding: tuple[str | None, ...] = field(default=(None,))
     """The padding token of each tokenizer; None keeps the tokenizer's own (CLIP's end of text)."""
 
+    num_parameters: int = 0
+    """Of all parts together."""
+
     @property
     def denoiser(self) -> str:
         """The folder of what denoises."""
@@ -206,8 +209,8 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("sd15", UNET, VAE, (CLIP_L,), PNDM),
-        Family("sd2", SD2_UNET, VAE, (OPENCLIP_H,), PNDM, ("!",)),
+        Family("sd15", UNET, VAE, (CLIP_L,), PNDM, num_parameters=1_066_235_307),
+        Family("sd2", SD2_UNET, VAE, (OPENCLIP_H,), PNDM, ("!",), 1_289_952_427),
         Family(
             "sd2-v",
             {**SD2_UNET, "sample_size": 96},
@@ -215,6 +218,7 @@ FAMILIES: dict[str, Family] = {
             (OPENCLIP_H,),
             {**DDIM, "prediction_type": "v_prediction"},
             ("!",),
+            1_289_952_427,
         ),
         Family(
             "sdxl",
@@ -223,10 +227,11 @@ FAMILIES: dict[str, Family] = {
             (CLIP_L, OPENCLIP_G),
             EULER,
             (None, "!"),
+            3_468_837_867,
         ),
-        Family("tiny", TINY_UNET, TINY_VAE, (TINY_TEXT,), DDIM),
-        Family("dit", DIT, VAE, (CLIP_L,), FLOW),
-        Family("tiny-dit", TINY_DIT, TINY_VAE, (TINY_TEXT,), FLOW),
+        Family("tiny", TINY_UNET, TINY_VAE, (TINY_TEXT,), DDIM, num_parameters=1_428_059),
+        Family("dit", DIT, VAE, (CLIP_L,), FLOW, num_parameters=485_046_775),
+        Family("tiny-dit", TINY_DIT, TINY_VAE, (TINY_TEXT,), FLOW, num_parameters=675_431),
     )
 }
 

@@ -6,11 +6,11 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from darkroom.models.checked import (
     weight_files,
 )
 from darkroom.models.families import FAMILIES, create
+from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.latents import LatentScaling
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
 from darkroom.models.place import slow_bf16
@@ -73,7 +74,7 @@ def load(
     ref: str | Path,
     *,
     parts: Sequence[str] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
     variant: str | None = None,
     revision: str | None = None,
@@ -87,73 +88,119 @@ def load(
     `transformer` that darkroom wrote stands in the U-Net's place.
     `variant` picks weight files such as `fp16`; `revision` a hub branch, tag or commit. A gated model
     is opened with the token in $HF_TOKEN. Raises ModelError where something asked for is missing.
+    With `dtype` None weights keep the type that their files have and are mapped from them, on the CPU: they
+    take memory as they are read.
     """
-    if slow_bf16(dtype, torch.device(device)):
-        LOG.warning("this processor has no bf16 and emulates it: float32 is many times as fast here")
+    if dtype is not None and slow_bf16(dtype, torch.device(device)):
+        LOG.warning("this processor has no bf16 and emulates it: float32 is many times as fast")
     with quiet():
         if str(ref) in FAMILIES:
             asked = parts or PARTS
             reads = "tokenizer" in asked and not FAMILIES[str(ref)].tiny
             model = create(str(ref), parts=asked, tokenizer=tokenizer_or_stand_in() if reads else None)
         elif (path := Path(ref)).is_dir():
-            model = _open(path, parts, variant)
+            model = _open(path, parts, variant, dtype is None)
         elif is_single_file(ref):
-            model = load_single_file(ref, parts)
+            model = load_single_file(ref, parts, as_stored=dtype is None)
         else:
-            model = _open(_from_hub(str(ref), revision, variant), parts, variant)
+            model = _open(_from_hub(str(ref), revision, variant), parts, variant, dtype is None)
             model.path = str(ref)  # not the hash under which the hub's cache keeps it
-        return model.to(device, dtype)
+        if dtype is not None:
+            return model.to(device, dtype)
+        model.in_files = str(ref) not in FAMILIES
+        return model
 
 
 def _from_hub(ref: str, revision: str | None, variant: str | None) -> Path:
-    if ref.count("/") != 1 or ref.startswith((".", "/", "~")):
-        raise ModelError(
-            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
-        )
-    from huggingface_hub import snapshot_download
-
+    check_reference(ref)
     kinds = ("*.json", "*.txt", f"*.{variant}*.safetensors" if variant else "*.safetensors")
     wanted = ["model_index.json", *(f"{folder}/{kind}" for folder in HUB_FOLDERS for kind in kinds)]
     left_out = [pattern for pattern in HUB_VARIANTS if not variant]
-    try:
-        return Path(
-            snapshot_download(ref, revision=revision, allow_patterns=wanted, ignore_patterns=left_out)
-        )
-    except Exception as error:  # whatever the hub's client raises may quote the token: nothing of it goes on
-        reason = _without_token(" ".join(str(error).split()))[:300]
+    return fetch(
+        ref,
+        wanted,
+        ignore=left_out,
+        revision=revision,
+        whole=lambda folder: _has_weights(folder, variant),
+        mend=f"give a folder or a .safetensors file, or random weights by name: {', '.join(FAMILIES)}",
+    )
+
+
+def check_reference(ref: str) -> None:
+    """ModelError for what is no folder, file or family, and is not written like a hub id."""
+    if not is_hub_id(ref):
         raise ModelError(
-            f"'{ref}' is no folder here and could not be had from the hub ({reason})",
-            mend="check the name, the connection and, for a gated model, $HF_TOKEN",
-        ) from None
+            f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
+        )
 
 
-def _without_token(text: str) -> str:
-    """A message without any token for the hub that is set here, or that looks like one."""
-    from huggingface_hub import get_token
+def _has_weights(folder: Path, variant: str | None) -> bool:
+    """Whether a folder of the hub's cache has all weights that its `model_index.json` speaks of."""
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+    except (OSError, ValueError):
+        return False
+    kind = f"*.{variant}*.safetensors" if variant else "*.safetensors"
+    parts = [name for name in HUB_FOLDERS if isinstance(index.get(name), list) and index[name][0]]
+    weighty = [name for name in parts if not name.startswith(("tokenizer", "scheduler"))]
+    return all((folder / name).is_dir() for name in parts) and all(
+        any((folder / name).glob(kind)) and _shards(folder / name) for name in weighty
+    )
 
-    for token in {os.environ.get("HF_TOKEN", ""), get_token() or ""}:
-        for form in {token, token.strip()} - {""}:
-            text = text.replace(form, "***")
-    return re.sub(r"hf_\w{4,}|(?<=Bearer )[^\s'\"]+", "***", text)
+
+def file_digest(model: Model) -> dict[str, str] | None:
+    """What was hashed of the files that a model was opened from, and its SHA-256: a single file whole, of a
+    folder the first file of the denoiser's weights. None for random weights.
+
+    Kept beside darkroom's other caches by the file's place, size and time: hashing gigabytes takes seconds.
+    """
+    if model.path is None or not (place := Path(model.path)).exists():
+        return None
+    if place.is_dir():
+        found = sorted((place / denoiser_of(place)).glob("*.safetensors"))
+        if not found:
+            return None
+        place = found[0]
+    stat = place.stat()
+    key = hashlib.sha256(f"{place.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:32]
+    base = os.environ.get("DARKROOM_CACHE")
+    note = (Path(base) if base else Path.home() / ".cache" / "darkroom") / "hashes" / key
+    of = place.name if Path(model.path) == place else f"{place.parent.name}/{place.name}"
+    try:
+        sha256 = note.read_text().strip()
+    except OSError:
+        with place.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        with suppress(OSError):  # a cache that cannot be written: it is hashed again
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(sha256)
+    return {"file": of, "sha256": sha256}
 
 
-def _open(path: Path, parts: Sequence[str] | None, variant: str | None) -> Model:
+def _shards(folder: Path) -> bool:
+    """Whether every file that an index of shards names is there."""
+    indexes = list(folder.glob("*.safetensors.index.json"))
+    names = {name for file in indexes for name in json.loads(file.read_text())["weight_map"].values()}
+    return all((folder / name).is_file() for name in names)
+
+
+def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_stored: bool = False) -> Model:
     wanted = _wanted(path, parts)
     model = Model("custom", scheduler=_scheduler(path), guidance=_guidance(path), path=str(path))
     if "unet" in wanted:
         folder = path / denoiser_of(path)
-        model.unet = _weights(denoiser_class(folder), folder, variant)
+        model.unet = _weights(denoiser_class(folder), folder, variant, as_stored)
     if "vae" in wanted:
         from diffusers import AutoencoderKL
 
-        model.vae = _weights(AutoencoderKL, path / "vae", variant)
+        model.vae = _weights(AutoencoderKL, path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
         said = read_json(path / "vae" / "config.json")
         model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
         LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
-            model.text_encoders.append(_weights(_text_class(folder), folder, variant))
+            model.text_encoders.append(_weights(_text_class(folder), folder, variant, as_stored))
         if "tokenizer" in wanted and (folder := path / numbered("tokenizer", i)).is_dir():
             model.tokenizers.append(read_tokenizer(folder))
     _check_fit(model, path)
@@ -232,7 +279,7 @@ def _text_class(folder: Path) -> Any:
     return CLIPTextModelWithProjection if with_projection else CLIPTextModel
 
 
-def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
+def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> Any:
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"'{folder}' holds no .safetensors weights",
@@ -244,7 +291,8 @@ def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
     _check_kind(cls, folder, of_transformers)
     types = tensor_types(weight_files(folder, variant))
     # transformers then says which tensors have another shape; diffusers says it in its error.
-    named = {"dtype": torch.float32, "ignore_mismatched_sizes": True}
+    stored = _stored_type(folder, variant) if as_stored else torch.float32
+    named = {"dtype": stored, "ignore_mismatched_sizes": True}
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -254,7 +302,7 @@ def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            **(named if of_transformers else {"torch_dtype": torch.float32}),
+            **(named if of_transformers else {"torch_dtype": stored}),
         )
     except (OSError, RuntimeError, StrictDataclassError, *BAD_SETTINGS) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -277,6 +325,16 @@ def _check_kind(cls: Any, folder: Path, of_transformers: bool) -> None:
     kind = read_json(folder / "config.json").get("_class_name", cls.__name__)
     if not of_transformers and kind != cls.__name__:
         raise ModelError(f"'{folder}' is a {kind}", allowed=cls.__name__)
+
+
+def _stored_type(folder: Path, variant: str | None) -> torch.dtype:
+    """The type of the weights in a part's files, by the first of them; float32 where it is none of ours."""
+    from safetensors import safe_open
+
+    kind = f"*.{variant}*.safetensors" if variant else "*.safetensors"
+    with safe_open(str(min(folder.glob(kind))), framework="pt") as file:
+        told = file.get_slice(min(file.keys())).get_dtype()
+    return {"F16": torch.float16, "BF16": torch.bfloat16}.get(told, torch.float32)
 
 
 def _scheduler(path: Path) -> dict[str, Any]:

@@ -44,6 +44,10 @@ class Model:
     scheduler: dict[str, Any] = field(default_factory=dict)
     guidance: float | None = None
     path: str | None = None
+    in_files: bool = False
+    """Whether weights are as the model's files have them and mapped from there: nothing may change them."""
+    digest: dict[str, str] | None = None
+    """What was hashed of the model's files, and its SHA-256 (`models.file_digest`)."""
 
     @property
     def name(self) -> str:

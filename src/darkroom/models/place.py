@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import torch
 
+from darkroom import options
 from darkroom.errors import InputError
+from darkroom.hardware import cpu
 
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
-def precision(name: str) -> torch.dtype:
-    """The type of a precision's name: float32, bf16 or fp16."""
+def precision(name: str, device: torch.device | None = None) -> torch.dtype:
+    """The type of a precision's name: float32, bf16 or fp16; `auto` is the quickest on the device."""
+    if name == options.AUTO and device is not None:
+        name = choose_precision(name, device)[0]
     if name not in PRECISIONS:
         raise InputError(f"precision '{name}'", allowed=", ".join(PRECISIONS))
     return PRECISIONS[name]
 
 
+def choose_precision(asked: str, device: torch.device) -> tuple[str, str]:
+    """The precision to compute in on a device, and why; `auto` takes the quickest that is not emulated."""
+    if asked != options.AUTO:
+        emulated = slow_bf16(precision(asked), device)
+        return asked, f"asked for{', but emulated here: float32 is many times as fast' if emulated else ''}"
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported()
+        return ("bf16", "the GPU has it") if has else ("fp16", "the GPU has no bf16")
+    if device.type == "cpu":
+        return options.cpu_precision()
+    return "float32", f"the safe choice on {device.type}"
+
+
 def slow_bf16(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this is bf16 on a processor that has to emulate it: float32 is 20 to 200 times as fast."""
-    if dtype != torch.bfloat16 or device.type != "cpu":
-        return False
-    has_kernels: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_kernels and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether this is bf16 on a processor that has to emulate it: float32 is up to 60 times as fast."""
+    return dtype == torch.bfloat16 and device.type == "cpu" and cpu.bf16_instructions() is None
 
 
 def device(name: str) -> torch.device:

@@ -50,8 +50,16 @@ def is_single_file(ref: str | Path) -> bool:
     return path.suffix.lower() in (SUFFIX, *PICKLED) and not path.is_dir()
 
 
-def load_single_file(path: str | Path, parts: Sequence[str] | None = None) -> Model:
+def load_single_file(
+    path: str | Path,
+    parts: Sequence[str] | None = None,
+    *,
+    as_stored: bool = False,
+    with_weights: bool = True,
+) -> Model:
     """Open a checkpoint; weights as float32 on the CPU. A file of only a U-Net or only a VAE gives that part.
+
+    `as_stored`: weights in the file's own type, mapped from it; without weights they stay on the meta device.
 
     Raises ModelError for pickles, adapters, parts of folders, what is missing, and architectures not known.
     """
@@ -67,7 +75,7 @@ def load_single_file(path: str | Path, parts: Sequence[str] | None = None) -> Mo
     odd = [name for name in whole_numbers if not ALSO_THERE.search(name)]
     check_complete(f"'{path}'", whole_numbers=odd)
     with _opened(path) as file:
-        return _read(path, file, parts)
+        return _read(path, file, parts, as_stored, with_weights)
 
 
 def _opened(path: Path) -> Any:
@@ -79,7 +87,7 @@ def _opened(path: Path) -> Any:
         raise ModelError(f"'{path}' could not be opened: {str(error).splitlines()[0]}") from error
 
 
-def _read(path: Path, file: Any, parts: Sequence[str] | None) -> Model:
+def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, with_weights: bool) -> Model:
     keys = set(file.keys())
     prefixes = _prefixes(path, keys)
     shape = _Shapes(file, keys, prefixes)
@@ -100,12 +108,15 @@ def _read(path: Path, file: Any, parts: Sequence[str] | None) -> Model:
         device="meta",
     )
     model.path, model.guidance = str(path), noted_guidance(told)
+    if not with_weights:
+        return model
     if model.unet is not None:
-        _fill(path, model.unet, _Unet(prefixes["unet"]), file, keys)
+        _fill(path, model.unet, _Unet(prefixes["unet"]), file, keys, as_stored)
     if model.vae is not None:
-        _fill(path, model.vae, _Vae(prefixes["vae"]), file, keys)
+        _fill(path, model.vae, _Vae(prefixes["vae"]), file, keys, as_stored)
     for i, encoder in enumerate(model.text_encoders):
-        _fill(path, encoder, _Text(original.SDXL_OPENCLIP if i else prefixes["text_encoder"]), file, keys)
+        rules = _Text(original.SDXL_OPENCLIP if i else prefixes["text_encoder"])
+        _fill(path, encoder, rules, file, keys, as_stored)
         _number_positions(encoder)
     if keys and parts is None:
         _tell_unused(path, keys)
@@ -270,7 +281,7 @@ class _Text(_Unet):
         return tensor.T if name == "text_projection.weight" else tensor
 
 
-def _fill(path: Path, module: nn.Module, rules: _Unet, file: Any, keys: set[str]) -> None:
+def _fill(path: Path, module: nn.Module, rules: _Unet, file: Any, keys: set[str], as_stored: bool) -> None:
     """Give a module on the meta device its weights from the file, and take their names out of `keys`."""
     ours = module.state_dict()
     found: Weights = {}
@@ -280,7 +291,8 @@ def _fill(path: Path, module: nn.Module, rules: _Unet, file: Any, keys: set[str]
             missing.append(theirs)
             continue
         keys.discard(theirs)
-        tensor = file.get_tensor(theirs).to(torch.float32, copy=True)
+        tensor = file.get_tensor(theirs)
+        tensor = tensor if as_stored else tensor.to(torch.float32, copy=True)
         for name, part in zip(names, tensor.chunk(len(names)), strict=True):
             found[name] = _as_ours(path, theirs, rules.shaped(name, ours[name]).shape, name, part, ours)
     if missing:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from darkroom.errors import InputError, ModelError
 from darkroom.models.checked import check_tokenizer
+from darkroom.models.hub import fetch
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 HUB_ID = "openai/clip-vit-large-patch14"
+HUB_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 ENVIRONMENT = "DARKROOM_CLIP_TOKENIZER"
 NUM_BYTES, MAX_LENGTH = 256, 77
 LOG = logging.getLogger("darkroom")
@@ -72,12 +74,12 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
         raise ModelError(
             f"no tokenizer folder at '{place}'", mend="give a folder with vocab.json and merges.txt"
         )
-    missing = ModelError(
-        f"CLIP's tokenizer could not be loaded from '{place or HUB_ID}'",
-        mend=f"set {ENVIRONMENT} to a folder with vocab.json and merges.txt",
-    )
+    mend = f"set {ENVIRONMENT} to a folder with vocab.json and merges.txt"
+    if place is None:
+        place = fetch(HUB_ID, HUB_FILES, whole=lambda at: (at / "vocab.json").is_file(), mend=mend)
+    missing = ModelError(f"CLIP's tokenizer could not be loaded from '{place}'", mend=mend)
     try:
-        found = read_tokenizer(Path(place)) if place else CLIPTokenizer.from_pretrained(HUB_ID)
+        found = read_tokenizer(Path(place))
     except ModelError as error:
         raise ModelError(str(error), mend=missing.mend) from error
     except (OSError, ValueError) as error:

@@ -14,7 +14,7 @@ def adapter_facts(base: str, rank: int, targets: str = "qv") -> dict[str, int]:
 
 
 def _facts(base: str, rank: int, targets: str) -> dict[str, int]:
-    from darkroom.plan.outline import outlined
+    from darkroom.models.outline import outlined
     from darkroom.train.adapter import AdapterSettings, add_adapters, parameter_table
 
     model = outlined(base, ("unet",))

@@ -16,6 +16,7 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.cards import Card, cards, find_card
 from darkroom.hardware.prices import Price
 from darkroom.hardware.storage import storage_price
+from darkroom.options import parse_size
 from darkroom.plan.cache import cached, cached_profile
 from darkroom.plan.calibrate import calibration
 from darkroom.plan.jobs import (
@@ -471,11 +472,3 @@ def preparing_profile(
         return profile_preparing(PrepareSpec(model, resolution, text, precision, vae))
 
     return cached_profile(key, count)
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """'512x768' or '512'."""
-    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", text.strip().lower())
-    if match is None:
-        raise InputError(f"--size {text}", allowed="WIDTHxHEIGHT in pixels, such as 512x512")
-    return int(match[1]), int(match[2] or match[1])

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from darkroom.hardware import find_card, machine
 from darkroom.models import FAMILIES
-from darkroom.plan.ask import parse_size, picture_profile
+from darkroom.options import parse_size
+from darkroom.plan.ask import picture_profile
 from darkroom.plan.jobs import GenerateJob, Where, plan_generating
 from darkroom.plan.roofline import Software
 

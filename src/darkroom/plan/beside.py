@@ -11,9 +11,9 @@ from torch import nn
 
 from darkroom.count import ROUND_BYTES, Counter
 from darkroom.models import FAMILIES, Model
+from darkroom.models.outline import text_configs
 from darkroom.plan.counting import moments_of, size_bytes, tag_weights
 from darkroom.plan.generation import decoded, unet_call
-from darkroom.plan.outline import text_configs
 from darkroom.plan.profile import DECODED, KINDS, LATENTS, SAMPLES, Line, Moment
 from darkroom.prepare.encoders import encode_moments
 from darkroom.sample.generate import pictures_a_call

@@ -14,8 +14,8 @@ from darkroom.count import Counter, Trace
 from darkroom.errors import InputError
 from darkroom.models import Model
 from darkroom.models.model import is_flow
+from darkroom.models.outline import outlined, text_configs
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
-from darkroom.plan.outline import outlined, text_configs
 from darkroom.plan.profile import Profile
 from darkroom.prepare import text_states
 from darkroom.prepare.encoders import encode_moments

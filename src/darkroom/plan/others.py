@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from darkroom.count import Counter, Trace
 from darkroom.models import Model
+from darkroom.models.outline import outlined
 from darkroom.plan.cache import cached_profile
 from darkroom.plan.counting import as_on_gpu, fakes, profile_of, tag_weights
-from darkroom.plan.outline import outlined
 from darkroom.plan.profile import Profile
 from darkroom.plan.shipped import OthersStep
 from darkroom.prepare import text_states

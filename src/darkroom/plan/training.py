@@ -10,6 +10,7 @@ import torch
 
 from darkroom import models
 from darkroom.models import Model
+from darkroom.models.outline import text_configs
 from darkroom.plan.adapter import safetensors_bytes
 from darkroom.plan.beside import (
     chunks,
@@ -29,7 +30,7 @@ from darkroom.plan.counting import (
     tensors,
     trace_training,
 )
-from darkroom.plan.outline import outline, text_configs
+from darkroom.plan.outline import outline
 from darkroom.plan.profile import Profile
 from darkroom.train import job
 from darkroom.train.defaults import ADAPTER_TASKS

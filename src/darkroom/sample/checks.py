@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from darkroom.errors import InputError
+from darkroom.options import MAX_SIDE
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted
 from darkroom.sample.backends import Backend
@@ -20,8 +21,6 @@ from darkroom.sample.table import Table
 
 if TYPE_CHECKING:
     from darkroom.models import Model
-
-MAX_SIDE = 8192
 
 
 def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:

@@ -61,6 +61,7 @@ def generate(
     optimise: Sequence[str] | str = AUTO,
     memory: str | int | None = None,
     device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
     progress: Callable[[int, int], None] | None = None,
     notice: Callable[[str], None] = LOG.warning,
     explain: Callable[[str], None] = LOG.info,
@@ -75,7 +76,8 @@ def generate(
     not depend on it. `backend` computes: `torch`, `compile`, `onnx`, `openvino`, or one opened before
     (`open_backend`). `optimise` names optimisations of `sample.ladder`; the model stays as it is. `memory`
     ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
-    the work is done, if that is not where the weights lie. `progress(done, total)` counts steps. What was
+    the work is done, if that is not where the weights lie, and `dtype` what it is done in with a limit on
+    memory, if that is not the weights' type. `progress(done, total)` counts steps. What was
     substituted goes to `notice` and into each picture's parameters; what `auto` picked and why to `explain`.
     InputError for what cannot be.
     """
@@ -95,6 +97,7 @@ def generate(
             optimise=optimise,
             memory=memory,
             device=device,
+            dtype=dtype,
         )
         if job.backend.reasons:
             explain("; ".join(job.backend.reasons))
@@ -187,6 +190,7 @@ class Job:
         optimise: Sequence[str] | str = AUTO,
         memory: str | int | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         settings = with_lcm(settings, optimise)
         self.image = None if image is None else inputs.read_image(image)
@@ -209,7 +213,7 @@ class Job:
         if settings.seed + self.num_pictures - 1 > MAX_SEED:
             raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
         if isinstance(backend, str):
-            backend, most = self._opened(backend, optimise, memory, device, notice)
+            backend, most = self._opened(backend, optimise, memory, device, dtype, notice)
             for taken in filter(None, (self.first, self.hires)):
                 taken.most_a_call = most
         self.model = backend.model or model
@@ -225,6 +229,7 @@ class Job:
         optimise: Sequence[str] | str,
         memory: str | int | None,
         device: torch.device | str | None,
+        dtype: torch.dtype | None,
         notice: Callable[[str], None],
     ) -> tuple[Backend, int]:
         """The backend, and how many pictures may share a U-Net call."""
@@ -243,6 +248,7 @@ class Job:
             size=taken.size,
             pictures=min(self.num_pictures, taken.rows_a_call),
             guided=self.guidance > 1,
+            dtype=dtype,
         )
         notice(plan.says())
         return torch_backend(applied), plan.pictures_a_call
@@ -440,6 +446,8 @@ class Job:
             "version": darkroom.__version__,
         }
         adapters = self.adapted.parameters(i // settings.num)
+        if model.digest is not None:
+            told |= {"model_file": model.digest["file"], "model_sha256": model.digest["sha256"]}
         return {**told, **({"adapters": adapters} if adapters else {}), **self._further_parameters()}
 
     def _further_parameters(self) -> dict[str, Any]:
@@ -456,6 +464,7 @@ class Job:
             told |= {"mask": f"{self.mask.width}x{self.mask.height}", "paste": settings.paste}
         if settings.hires is not None:
             told["hires"] = settings.hires.model_dump()
+            told["first_size"] = "x".join(map(str, self.first.size))
         return told
 
 

@@ -10,10 +10,9 @@ Shapes: B rows, C H W latents, L tokens, D text width.
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +21,20 @@ from torch import nn
 from darkroom.count import counting
 from darkroom.errors import InputError
 from darkroom.hardware import resident_bytes
-from darkroom.sample.ladder import Applied, conflict, optimise, place_of
+from darkroom.hardware.memory import file_mappings
+from darkroom.models.bank import ROWS
+from darkroom.models.mapped import are_mapped, is_mapped, let_go
+from darkroom.models.quiet import quiet
+from darkroom.options import parse_bytes
+from darkroom.sample.ladder import Applied, conflict, optimise, parse, place_of
+from darkroom.sample.ladder.applied import look_alike
+from darkroom.sample.ladder.streamed import READ, computed_in
 from darkroom.sample.ladder.vae import VaeFront
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 
 if TYPE_CHECKING:
     from darkroom.models import Model
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 TILES = (512, 384, 256, 128, 64)
 MARGIN, CPU_MARGIN = 1.12, 1.3
 """On activations: workspaces inside kernels and the allocator's rounding are not counted. Resident memory was
@@ -37,18 +42,10 @@ measured to grow by 1.22 of what is counted for a decode on a CPU."""
 CPU_ALLOWANCE = 96 * 10**6
 """Libraries that are read in on the way, and what the interpreter makes besides."""
 OFFLOADS = ("", "offload_model", "offload_group", "offload_sequential")
-IN_FLIGHT = {"offload_group": 3, "offload_sequential": 1}
-"""How many of the largest layers lie on the card at once."""
+ON_CPU = ("", "offload_mmap")
+IN_FLIGHT = {"offload_group": 3, "offload_sequential": 1, "offload_mmap": 3}
+"""How many of the largest layers lie there at once; on a CPU the file's, the cast and the kernel's."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
-
-
-def parse_bytes(text: str | int) -> int:
-    """'3GB' (10^9 bytes), '800MiB' (2^20) or a number of bytes. InputError for anything else."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", str(text))
-    unit = found[2].upper() if found else "?"
-    if found is None or unit not in UNITS or float(found[1]) <= 0:
-        raise InputError(f"memory '{text}'", allowed="such as 3GB, 800MB or 2.5GiB")
-    return int(float(found[1]) * UNITS[unit])
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,8 @@ class Needs:
     """Bytes of a decoded picture in float32."""
     upcasts_vae: bool = False
     """Whether the VAE is turned to float32 for decoding."""
+    unet_flops: int = 0
+    """FLOPs of a U-Net call, one row."""
 
     def unet(self, rows: int) -> int:
         """Activations of a U-Net call of so many rows."""
@@ -87,6 +86,8 @@ class MemoryPlan:
     peak_bytes: int
     phases: dict[str, int] = field(default_factory=dict)
     """The peak of each phase."""
+    price_s: float | None = None
+    """Seconds that reading weights adds to each U-Net call, where they are read anew."""
 
     def says(self) -> str:
         """One line for a user."""
@@ -94,7 +95,9 @@ class MemoryPlan:
         apart = "" if self.rows_a_call is None else ", guidance's two rows one after the other"
         most = max(self.phases, key=lambda name: self.phases[name])
         peak = f"{self.peak_bytes / 1e9:.2f} GB at most, in {most}"
-        return f"memory: {how}; {self.pictures_a_call} pictures a U-Net call{apart}; {peak}"
+        seconds = self.price_s
+        read = "" if seconds is None else f"; reading weights adds about {seconds:.2g} s a U-Net call"
+        return f"memory: {how}; {self.pictures_a_call} pictures a U-Net call{apart}; {peak}{read}"
 
 
 def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Needs:
@@ -102,7 +105,7 @@ def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Nee
     width, height = size
     pixels = width * height
     sides = (height // model.vae_factor, width // model.vae_factor)
-    one, three = (_unet_bytes(model, rows, sides) for rows in (1, 3))
+    (one, one_flops), (three, three_flops) = (_unet_call(model, rows, sides) for rows in (1, 3))
     tiles = [tile for tile in TILES if tile < max(size)]
     upcasts = bool(model.vae.config.get("force_upcast")) and _dtype(model.vae) == torch.float16  # type: ignore[union-attr]
     return Needs(
@@ -114,6 +117,7 @@ def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Nee
         vae={tile: _vae_bytes(model, sides, tile, upcasts) for tile in (None, *tiles)},
         picture=3 * 4 * pixels,
         upcasts_vae=upcasts,
+        unet_flops=(three_flops - one_flops) // 2,
     )
 
 
@@ -132,14 +136,20 @@ def _dtype(module: Any) -> torch.dtype:
 
 def _activations(modules: Sequence[Any], run: Callable[[Any], object]) -> int:
     """Peak bytes beside the weights while something runs on fake tensors."""
+    return _counted(modules, run)[0]
+
+
+def _counted(modules: Sequence[Any], run: Callable[[Any], object]) -> tuple[int, int]:
+    """Peak bytes beside the weights, and FLOPs, of something that runs on fake tensors."""
     with counting(*modules) as counter, torch.no_grad():
         counter.reset()
         weights = counter.result().start_memory_bytes
         run(counter.fake)
-        return counter.result().peak_memory_bytes - weights
+        found = counter.result()
+        return found.peak_memory_bytes - weights, found.flops
 
 
-def _unet_bytes(model: Model, rows: int, sides: tuple[int, int]) -> int:
+def _unet_call(model: Model, rows: int, sides: tuple[int, int]) -> tuple[int, int]:
     unet: Any = model.unet
     dtype, config = _dtype(unet), unet.config
     x = torch.empty(rows, int(config.in_channels), *sides, dtype=dtype, device="meta")
@@ -155,7 +165,7 @@ def _unet_bytes(model: Model, rows: int, sides: tuple[int, int]) -> int:
         given = {name: fake(value) for name, value in added.items()} or None
         return unet(fake(x), fake(t), encoder_hidden_states=fake(text), added_cond_kwargs=given)
 
-    return _activations([unet], run)
+    return _counted([unet], run)
 
 
 def _text_bytes(encoder: Any, prompts: int) -> int:
@@ -185,18 +195,20 @@ def plan_memory(
     most_a_call: int = 8,
     guided: bool = True,
     base_bytes: int = 0,
+    streamed_base_bytes: int | None = None,
     pixels: int = 512 * 512,
     fixed: Sequence[str] = (),
 ) -> MemoryPlan:
     """The fastest way to stay under a limit; InputError with the smallest possible one where there is none.
 
-    `base_bytes` is what a CPU process holds already, its weights included (`resident_now`); on CUDA the
-    weights count as they lie on the card. Offloading is for CUDA only, and not beside what excludes it:
-    `fixed` names what is in place already.
+    `base_bytes` is what a CPU process holds with all its weights, `streamed_base_bytes` without those that
+    lie in files (None: they do not); on CUDA the weights count as they lie on the card. Offloading is not
+    chosen beside what excludes it: `fixed` names what is in place already.
     """
     smallest: list[int] = []
-    for offload in _offloads(device, fixed):
-        bases = _bases(needs, offload, device, base_bytes)
+    for offload in _offloads(device, fixed, streamed_base_bytes is not None):
+        held_bytes = base_bytes if offload != "offload_mmap" else streamed_base_bytes or 0
+        bases = _bases(needs, offload, device, held_bytes)
         margin = MARGIN if device.startswith("cuda") else CPU_MARGIN
         plan = _within(needs, limit_bytes, offload, min(pictures, most_a_call), guided, bases, pixels, margin)
         if plan.peak_bytes <= limit_bytes:
@@ -205,16 +217,21 @@ def plan_memory(
     raise InputError(
         f"memory {limit_bytes / 1e9:.2f} GB for this model and size",
         allowed=f"{min(smallest) / 1e9 + 0.005:.2f} GB or more",
-        mend="a smaller size" + ("" if device.startswith("cuda") else " or --precision bf16") + " takes less",
+        mend=_less(device, streamed_base_bytes is not None),
     )
 
 
-def _offloads(device: str, fixed: Sequence[str]) -> list[str]:
+def _less(device: str, in_files: bool) -> str:
+    if device.startswith("cuda") or in_files:
+        return "a smaller size takes less"
+    return "a smaller size takes less, and so does a model in files: darkroom export MODEL --to FOLDER"
+
+
+def _offloads(device: str, fixed: Sequence[str], in_files: bool) -> list[str]:
     """Ways of offloading to try, from the fastest; the one that was asked for alone."""
-    if not device.startswith("cuda"):
-        return [""]
-    asked = [name for name in fixed if name in OFFLOADS]
-    return asked or [way for way in OFFLOADS if not way or not any(conflict(way, name) for name in fixed)]
+    ways = OFFLOADS if device.startswith("cuda") else ON_CPU if in_files else ("",)
+    asked = [name for name in fixed if name and name in ways]
+    return asked or [way for way in ways if not way or not any(conflict(way, name) for name in fixed)]
 
 
 def _bases(needs: Needs, offload: str, device: str, base_bytes: int) -> dict[str, int]:
@@ -227,7 +244,8 @@ def _bases(needs: Needs, offload: str, device: str, base_bytes: int) -> dict[str
     }
     more = {"decoding": parts["decoding"] if needs.upcasts_vae else 0}
     if not device.startswith("cuda"):
-        held = dict.fromkeys(parts, base_bytes + CPU_ALLOWANCE)
+        layers = IN_FLIGHT.get(offload, 0) * needs.largest_layer
+        held = dict.fromkeys(parts, base_bytes + CPU_ALLOWANCE + layers)
     elif not offload:
         held = dict.fromkeys(parts, sum(parts.values()))
     elif offload == "offload_model":
@@ -255,7 +273,7 @@ def _within(
         if denoising <= limit:
             break
     at_once = max(1, min(count, DECODE_PICTURES, DECODE_PIXELS // pixels))
-    ways = [(names, bases["decoding"] + int(margin * taken)) for names, taken in _decodes(needs, at_once)]
+    ways = [(names, bases["decoding"] + int(margin * taken)) for names, taken in decode_ways(needs, at_once)]
     names, decoding = next((way for way in ways if way[1] <= limit), min(ways, key=lambda way: way[1]))
     phases = {
         "text encoding": bases["text encoding"] + int(margin * needs.text),
@@ -273,7 +291,7 @@ def _halves(count: int) -> Iterator[int]:
     yield 1
 
 
-def _decodes(needs: Needs, at_once: int) -> Iterator[tuple[tuple[str, ...], int]]:
+def decode_ways(needs: Needs, at_once: int) -> Iterator[tuple[tuple[str, ...], int]]:
     """Ways to decode, from the fastest to the smallest, with their bytes."""
     if at_once > 1:
         yield (), needs.vae[None] * at_once
@@ -292,18 +310,26 @@ def optimise_within(
     size: tuple[int, int],
     pictures: int = 1,
     guided: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Applied, MemoryPlan]:
     """Optimisations by name, and those that keep pictures of `size` under a limit ('3GB' or bytes).
 
-    `pictures` is how many may share a U-Net call. InputError where no way of working fits.
+    `pictures` is how many may share a U-Net call; `dtype` is what is computed in, where that is not the
+    weights' own type: they may be opened as their files have them (`models.load` with dtype None). InputError
+    where no way of working fits.
     """
     limit_bytes = parse_bytes(limit)
     place = place_of(model, device)
     on_cpu = place.device.type == "cpu"
     if on_cpu:
         return_freed_memory()
-    applied = optimise(model, names, device)
-    needs = count_needs(applied.model, size)
+    choices = parse(names)
+    waits = on_cpu and any(choice.name == "offload_mmap" for choice in choices)
+    named = [str(choice) for choice in choices if not (waits and choice.name == "offload_mmap")]
+    applied = optimise(model, named, device)  # whole, to be counted
+    dtype = dtype or computed_in(applied) if on_cpu else None
+    needs = count_needs(applied.model if dtype is None else _outlined(applied.model, dtype), size)
+    base_bytes, streamed_base_bytes = held_bytes(applied.model, dtype) if dtype is not None else (0, None)
     plan = plan_memory(
         needs,
         limit_bytes,
@@ -311,17 +337,32 @@ def optimise_within(
         pictures=pictures,
         most_a_call=pictures,
         guided=guided,
-        base_bytes=resident_now(applied.model) if on_cpu else 0,
+        base_bytes=base_bytes,
+        streamed_base_bytes=None if hasattr(applied.model.unet, ROWS) else streamed_base_bytes,
         pixels=size[0] * size[1],
-        fixed=tuple(choice.name for choice in applied.choices),
+        fixed=(*(choice.name for choice in applied.choices), *(["offload_mmap"] if waits else [])),
     )
-    if plan.names:
-        taken = {name.partition(":")[0]: name for name in plan.names}
+    if plan.names or dtype is not None:
+        taken = {name.partition(":")[0]: name for name in (*plan.names, *(["offload_mmap"] if waits else []))}
         kept = [choice for choice in applied.choices if choice.name not in taken]
         more = [text for name, text in taken.items() if not any(conflict(name, c.name) for c in kept)]
-        applied = optimise(model, [*map(str, kept), *more], device)
+        applied = optimise(model, [*map(str, kept), *more], device, dtype)
     applied.rows_a_call = plan.rows_a_call
-    return applied, plan
+    return applied, replace(plan, price_s=applied.times_s.get(READ))
+
+
+def held_bytes(model: Model, dtype: torch.dtype) -> tuple[int, int | None]:
+    """What the process will hold with all weights in a type, and where they wait in files (else None)."""
+    modules = model.modules.values()
+    if not model.in_files:
+        casts = sum(p.numel() for module in modules for p in module.parameters() if p.dtype != dtype)
+        return resident_now(model) + casts * dtype.itemsize, None
+    let_go(modules)
+    resident = resident_bytes()
+    files = file_mappings()
+    weights = [p for module in modules for p in module.parameters()]
+    to_come = sum(p.numel() * dtype.itemsize for p in weights if p.dtype != dtype or is_mapped(p, files))
+    return resident + to_come, resident if are_mapped(modules) else None
 
 
 def resident_now(model: Model) -> int:
@@ -332,6 +373,14 @@ def resident_now(model: Model) -> int:
                 storage = tensor.untyped_storage()
                 torch.empty(0, dtype=torch.uint8).set_(storage)[::4096].sum()
     return resident_bytes()
+
+
+def _outlined(model: Model, dtype: torch.dtype) -> Model:
+    """The same modules without values, in a type, to be counted."""
+    with quiet():
+        outlined = {name: look_alike(module).to("meta", dtype) for name, module in model.modules.items()}
+    texts = [module for name, module in outlined.items() if name.startswith("text")]
+    return replace(model, unet=outlined.get("unet"), vae=outlined.get("vae"), text_encoders=texts)
 
 
 def return_freed_memory() -> bool:

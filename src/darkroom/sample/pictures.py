@@ -22,23 +22,12 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models import LatentScaling
+from darkroom.options import A1111_NAMES, find_solver
 
 JSON_KEY, A1111_KEY = "darkroom", "parameters"
 # The decoder's widest activations take about 1.2 GB a megapixel in float32.
 DECODE_PIXELS = 1024 * 1024
 DECODE_PICTURES = 32
-
-A1111_SOLVERS = {
-    "ddim": "DDIM",
-    "pndm": "PLMS",
-    "euler": "Euler",
-    "euler_a": "Euler a",
-    "dpmpp_2m": "DPM++ 2M",
-    "dpmpp_2m_sde": "DPM++ 2M SDE",
-    "unipc": "UniPC",
-    "lcm": "LCM",
-}
-
 
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
 
@@ -199,11 +188,12 @@ def a1111_text(parameters: dict[str, Any]) -> str:
         lines.append(f"Negative prompt: {negative}")
     pairs = {
         "Steps": parameters["steps"],
-        "Sampler": A1111_SOLVERS.get(parameters["solver"], parameters["solver"]),
+        "Sampler": A1111_NAMES.get(parameters["solver"], parameters["solver"]),
         "Schedule type": "Karras" if parameters.get("karras") else None,
         "CFG scale": parameters["guidance"],
         "Seed": parameters["seed"],
-        "Size": f"{parameters['width']}x{parameters['height']}",
+        "Size": parameters.get("first_size") or f"{parameters['width']}x{parameters['height']}",
+        "Model hash": str(parameters.get("model_sha256", ""))[:10] or None,
         "Model": parameters.get("model"),
         "Eta": parameters.get("eta") or None,
         **_further_pairs(parameters),
@@ -296,6 +286,10 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
     scale = parameters.pop("Hires upscale", None)
     if scale is None:
         return parameters
+    if {"width", "height"} <= set(parameters):  # A1111 says the size of the first pass
+        first = (parameters["width"], parameters["height"])
+        parameters["first_size"] = "x".join(map(str, first))
+        parameters["width"], parameters["height"] = (int(side * scale) for side in first)
     upscalers = {name: ours for ours, name in A1111_UPSCALERS.items()}
     steps = told["steps"]
     hires = {
@@ -308,7 +302,6 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
-    solvers = {name: solver for solver, name in A1111_SOLVERS.items()}
     numbers: dict[str, tuple[str, type[int] | type[float]]] = {
         "Steps": ("steps", int),
         "Seed": ("seed", int),
@@ -328,7 +321,8 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
                     yield name, number
         elif key == "Sampler":
             plain = value.removesuffix(" Karras")
-            yield "solver", solvers.get(plain, plain)
+            known = find_solver(plain)
+            yield "solver", plain if known is None else known[0]
             if plain != value:
                 yield "karras", True
         elif key == "Clip skip" and re.fullmatch(r"\d{1,3}", value, re.ASCII):

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from darkroom.errors import InputError
+from darkroom.options import parse_solver
 from darkroom.sample.choice import MAX_STEPS
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 30, 7.5
@@ -92,8 +93,11 @@ class GenerateSettings(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> GenerateSettings:
-        """The settings, with a user's mistake told as an InputError in one line."""
-        return checked(cls, given)
+        """The settings, with a user's mistake told as an InputError in one line.
+
+        A solver may have A1111's name; its 'Karras' is then `karras`.
+        """
+        return checked(cls, {**given, **_solver(given.get("solver"), given.get("karras"))})
 
     def resolved(self, solver: str, own: float | None = None) -> GenerateSettings:
         """With the defaults of a solver in place of None, and with the model's `own` guidance scale."""
@@ -106,6 +110,16 @@ class GenerateSettings(BaseModel):
                 "guidance": usual if self.guidance is None else self.guidance,
             }
         )
+
+
+def _solver(name: Any, karras: bool | None) -> dict[str, Any]:
+    """A solver's own name, and Karras sigmas where A1111's name says so."""
+    if not isinstance(name, str):
+        return {}
+    solver, said = parse_solver(name)
+    if said and karras is False:
+        raise InputError(f"solver '{name}' without Karras sigmas", mend=f"say {solver}")
+    return {"solver": solver, **({"karras": True} if said else {})}
 
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -11,7 +11,7 @@ import psutil
 import torch
 from PIL import Image
 
-from darkroom import models, sample
+from darkroom import models, options, sample
 from darkroom.count import count
 from darkroom.errors import InputError
 from darkroom.hardware.machine import usable_cores
@@ -58,10 +58,14 @@ class Hooks:
 
 def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opened:
     """Everything that takes long before the first job. InputError for what cannot be."""
+    device = models.device(settings.device)
+    precision, why = models.choose_precision(settings.precision, device)
+    options.check_pair(settings.backend, precision, device.type)
+    LOG.info("precision %s: %s", precision, why)
     model = models.load(
         settings.model,
-        dtype=models.precision(settings.precision),
-        device=models.device(settings.device),
+        dtype=models.precision(precision),
+        device=device,
         variant=settings.variant,
         revision=settings.revision,
     )

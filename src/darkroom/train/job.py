@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from darkroom import hardware, models
+from darkroom import models
 from darkroom.bill import format_number
 from darkroom.data import Store
 from darkroom.data.loader import ReadSettings
@@ -20,6 +20,7 @@ from darkroom.data.mixing import versions_of
 from darkroom.data.order import Rows
 from darkroom.errors import RecipeError
 from darkroom.models import Model
+from darkroom.models.mapped import cast_opened
 from darkroom.prepare import VaeEncoder
 from darkroom.train.adapter import add_adapters, parameter_table
 from darkroom.train.build import build_model
@@ -37,7 +38,7 @@ from darkroom.train.online import OpenFeed
 from darkroom.train.parallel import channels_last, check_batch
 from darkroom.train.ranks import ALONE, Ranks
 from darkroom.train.repeats import rows_an_epoch
-from darkroom.train.resting import cast_opened, rest
+from darkroom.train.resting import rest
 from darkroom.train.resume import exactness
 from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image
@@ -125,7 +126,7 @@ def make_job(
     _check_pinned(store, pinned)
     contents = ranks.tell(lambda: contents_of(store, pinned.contents))
     device = _device(recipe, ranks)
-    precision, why = choose_precision(recipe.train.precision, device, hardware.machine().instructions)
+    precision, why = choose_precision(recipe.train.precision, device)
     notes = [f"precision {precision}: {why}"]
     model = (
         build_extractor(recipe, store, train_rows)

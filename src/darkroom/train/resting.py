@@ -3,16 +3,10 @@
 Where latents and text states are made once, VAE and text encoders wait for the next sample grid: 0.8 GB of
 Stable Diffusion 1.5 in float32. They are mapped from an unnamed file instead, so that the system can take
 their pages and gives them back, with the same bits, when the part is run again.
-
-Opened weights are mapped from the model's own files. Casting reads them all, and the file's pages would lie
-beside the copies until the last is made: 3.4 GB of Stable Diffusion 1.5's U-Net.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
 import tempfile
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -21,11 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from darkroom.hardware.memory import give_back
+from darkroom.hardware.memory import drop_file_pages, give_back
 
 LEAST_BYTES = 32 * 1024**2  # below, a file is not worth it
 ALIGNMENT = 64
-_DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 
 
 def rest(modules: Iterable[nn.Module], folder: Path) -> int:
@@ -66,36 +59,6 @@ def _view(mapped: Tensor, like: Tensor, start: int) -> Tensor:
     return mapped[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def cast_opened(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module in place whose weights are as they were opened, letting go of their file on the way."""
-    files = _file_mappings()
-    for inner in module.modules():
-        opened = [tensor.data for tensor in chain(inner.parameters(False), inner.buffers(False))]
-        inner._apply(lambda t: t.to(dtype) if t.is_floating_point() else t, recurse=False)  # type: ignore[no-untyped-call]
-        for tensor in opened:
-            if tensor.device.type == "cpu" and tensor.dtype != dtype:
-                _let_go_within(tensor, files)
-
-
-def _file_mappings() -> list[tuple[int, int]]:
-    """Where this process has files mapped, as addresses; nothing on systems that do not tell."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    found = (line.split(maxsplit=5) for line in lines)
-    spans = (words[0].split("-") for words in found if len(words) > 5 and words[4] != "0")
-    return [(int(start, 16), int(end, 16)) for start, end in spans]
-
-
-def _let_go_within(tensor: Tensor, files: list[tuple[int, int]]) -> None:
-    """Drop a tensor's whole pages where they are a file's, which has them still."""
-    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > start and any(first <= start and end <= last for first, last in files):
-        _drop(start, end - start)
-
-
 def _frozen(part: nn.Module) -> list[Tensor]:
     """Dense weights on the CPU that nothing trains."""
     found = (tensor for tensor in chain(part.parameters(), part.buffers()) if not tensor.requires_grad)
@@ -124,10 +87,4 @@ def _what_runs(part: nn.Module) -> list[nn.Module]:
 
 
 def _let_go(mapped: Tensor) -> None:
-    _drop(mapped.data_ptr(), mapped.nbytes)
-
-
-def _drop(start: int, length: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # no such call on this system: the pages stay
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONTNEED)
+    drop_file_pages(mapped.data_ptr(), mapped.nbytes)

@@ -5,9 +5,9 @@ Shapes: B rows of the global batch, b of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -306,25 +306,11 @@ def step_seed(seed: int, k: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + k * 0xBF58476D1CE4E5B9 + 1) % 2**63
 
 
-def choose_precision(
-    asked: Precision | Literal["auto"], device: torch.device, instructions: Sequence[str]
-) -> tuple[Precision, str]:
-    """The precision to compute in, and why; RecipeError for float16 on a CPU.
-
-    `instructions` are the processor's, as `hardware.machine()` tells them.
-    """
+def choose_precision(asked: Precision | Literal["auto"], device: torch.device) -> tuple[Precision, str]:
+    """The precision to compute in, and why; RecipeError for float16 on a CPU."""
     if asked == "fp16" and device.type == "cpu":
         raise RecipeError(
             "train.precision", "fp16 on a CPU, about five times slower than float32", mend="use bf16 or auto"
         )
-    if asked != "auto":
-        emulated = models.slow_bf16(models.precision(asked), device)
-        return asked, f"asked for{', but emulated here: float32 is many times as fast' if emulated else ''}"
-    if device.type == "cuda":
-        return (
-            ("bf16", "the GPU has it") if torch.cuda.is_bf16_supported() else ("fp16", "the GPU has no bf16")
-        )
-    fast = [name for name in ("amx_bf16", "avx512_bf16") if name in instructions]
-    if fast:
-        return "bf16", f"the processor has {fast[0]}"
-    return "float32", "the processor has no fast bf16"
+    name, why = models.choose_precision(asked, device)
+    return cast(Precision, name), why

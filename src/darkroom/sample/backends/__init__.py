@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from darkroom import options
 from darkroom.errors import InputError
+from darkroom.models.place import NAMES
+from darkroom.options import BACKENDS
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import (
     open_compiled,
     open_torch,
-    refuse_half_on_cpu,
     torch_backend,
     unet_call,
 )
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from darkroom.models import Model
 
 LOG = logging.getLogger("darkroom")
-BACKENDS = ("torch", "compile", "onnx", "openvino")
 
 
 def open_backend(
@@ -45,9 +46,7 @@ def open_backend(
     not change the U-Net. `device` is where torch works if that is not where the weights lie (offloading).
     `notice` hears of exports and other long work before it starts. InputError for what cannot be.
     """
-    if name not in BACKENDS:
-        raise InputError(f"backend '{name}'", allowed=", ".join(BACKENDS))
-    refuse_half_on_cpu(model)
+    _check_pair(name, model, optimise, device)
     if name == "torch":
         return open_torch(model, optimise, device)
     if name == "compile":
@@ -56,6 +55,18 @@ def open_backend(
     if device is not None and torch.device(device) != parameter.device:
         raise InputError(f"offloading with backend {name}", mend="use backend torch")
     return open_exported(model, _engine(name), optimise, notice)
+
+
+def _check_pair(
+    name: str, model: Model, optimise: Sequence[str] | str, device: torch.device | str | None
+) -> None:
+    """InputError where the backend cannot compute in the precision that the model has, or is cast to."""
+    from darkroom.sample.ladder import loading
+
+    weight = next(model.unet.parameters())  # type: ignore[union-attr]
+    where = weight.device if device is None else torch.device(device)
+    dtype = loading(optimise, where)[0] or weight.dtype
+    options.check_pair(name, NAMES.get(dtype, "float32"), where.type)
 
 
 def _engine(name: str) -> type[Engine]:

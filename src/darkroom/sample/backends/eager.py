@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from darkroom.errors import InputError
 from darkroom.models.bank import SLOTS, WEIGHTS, rows_of
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
@@ -115,10 +114,3 @@ def _first_call_told(unet: Unet, times_s: dict[str, float], notice: Callable[[st
         return out
 
     return call
-
-
-def refuse_half_on_cpu(model: Model) -> None:
-    """InputError where the U-Net is float16 on a CPU."""
-    parameter = next(model.unet.parameters())  # type: ignore[union-attr]
-    if parameter.device.type == "cpu" and parameter.dtype == torch.float16:
-        raise InputError("float16 on a CPU is about five times slower than float32", mend="use bfloat16")

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from darkroom.errors import InputError, MissingExtra
+from darkroom.errors import MissingExtra
+from darkroom.options import check_pair
 from darkroom.sample.backends.exported import Engine, Run
 from darkroom.sample.backends.shells import Shell
 
@@ -45,8 +46,7 @@ class OpenVino(Engine):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        if device.type != "cpu":
-            raise InputError(f"backend openvino on {device}", allowed="device cpu")
+        check_pair("openvino", "bf16" if dtype == torch.bfloat16 else "float32", device.type)
         self._ov = openvino()
         self._core = self._ov.Core()
         if dtype == torch.bfloat16 and "BF16" not in self._core.get_property(

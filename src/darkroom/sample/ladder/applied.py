@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from darkroom.models.mapped import cast_opened
 from darkroom.models.quiet import quiet
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.vae import VaeFront
@@ -49,6 +50,8 @@ class Applied:
     device: torch.device
     """Where the work is done; with offloading, not where the weights lie."""
     choices: tuple[Choice, ...] = ()
+    dtype: torch.dtype | None = None
+    """What is computed in, where that is not the weights' own type."""
     notes: list[str] = field(default_factory=list)
     """What it costs the pictures: for a user and for the pictures' parameters."""
     reasons: list[str] = field(default_factory=list)
@@ -96,12 +99,18 @@ class Applied:
         return self.model.modules
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Weights in another type: copies of those that are not in it yet."""
+        """Weights in another type: copies of those that are not in it yet, or cast as they are needed."""
+        if any(choice.name == "offload_mmap" for choice in self.choices):
+            self.dtype = dtype
+            return
         if all(p.dtype == dtype for m in self.model.modules.values() for p in m.parameters()):
             return
         with quiet():
             for module in self.own_all().values():
-                module.to(dtype)
+                if self.model.in_files:
+                    cast_opened(module, dtype)
+                else:
+                    module.to(dtype)
 
     def unet(self, call_of: CallOf) -> Unet:
         """The U-Net as the denoising loop calls it, with everything around it."""

@@ -21,13 +21,17 @@ AUTO, NONE = "auto", "none"
 
 
 def optimise(
-    model: Model, names: Sequence[str] | str = AUTO, device: torch.device | str | None = None
+    model: Model,
+    names: Sequence[str] | str = AUTO,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Applied:
     """Put named optimisations in place; the model itself stays as it is.
 
     `names` are those of `RUNGS`, an argument after a colon (`feature_cache:3`), `auto` for the best lossless
     set for the device, `none` for the model as it is; one text may hold several, with commas. `device` is
-    where the work is done, the weights' own device unless said. InputError for names that are unknown, do
+    where the work is done, the weights' own device unless said; `dtype` what it is done in, the weights' own
+    type unless said. InputError for names that are unknown, do
     not go together, or cannot work on the device.
     """
     place = place_of(model, device)
@@ -44,6 +48,8 @@ def optimise(
     if place.device != _lies(model) and not offloads(choices):
         for module in applied.own_all().values():
             module.to(place.device)
+    if dtype is not None:
+        applied.cast(dtype)
     for choice in ordered:
         RUNGS[choice.name].apply(applied, choice.argument)
     return applied

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from darkroom.sample.ladder import attention, compiled, precision, smaller, steps
+from darkroom.sample.ladder import attention, compiled, precision, smaller, steps, streamed
 from darkroom.sample.ladder.rung import LOSSLESS, LOSSY, OTHER, STATED, Rung, needs_cuda
 from darkroom.sample.ladder.tiny_vae import tiny_vae
 
 ONE_TYPE = "weights have one type"
 ONE_OFFLOAD = "weights wait in one way"
 OWN_CODE = "it makes one piece of code of the whole U-Net"
+FROM_FILES = "weights are called as they lie in the files"
 MOVING = "weights move between calls"
 HOOKS = "the hooks that move weights cannot take quantised ones apart"
 NO_PYTHON = "it leaves no Python to spare"
@@ -102,13 +103,24 @@ RUNGS: dict[str, Rung] = {
             },
         ),
         Rung(
+            "offload_mmap", LOSSLESS, "each layer read from its file for its own call",
+            streamed.offload_mmap, streamed.lacks_mmap,
+            excludes={
+                "int8": HOOKS, "fp8": HOOKS, "channels_last": FROM_FILES, "fused_qkv": FROM_FILES,
+                "lcm": "merged weights lie in no file", "autocast": ONE_TYPE,
+            },
+        ),
+        Rung(
             "guidance_interval", LOSSY, "guidance at middling noise levels only; can improve pictures",
             steps.guidance_interval, argument="LOW-HIGH",
         ),
         Rung(
             "compile", LOSSLESS, "the U-Net by torch.compile, any size", compiled.compile_whole,
             compiled.lacks_compiler,
-            excludes={"lean": NO_PYTHON, "offload_sequential": MOVING, "offload_group": MOVING},
+            excludes={
+                "lean": NO_PYTHON, "offload_sequential": MOVING, "offload_group": MOVING,
+                "offload_mmap": MOVING,
+            },
             argument="MODE",
         ),
         Rung(
@@ -116,6 +128,7 @@ RUNGS: dict[str, Rung] = {
             compiled.compile_regional, compiled.lacks_compiler,
             excludes={
                 "compile": OWN_CODE, "lean": NO_PYTHON, "offload_sequential": MOVING, "offload_group": MOVING,
+                "offload_mmap": MOVING,
             },
             argument="MODE",
         ),
@@ -137,7 +150,7 @@ RUNGS: dict[str, Rung] = {
             excludes={
                 "compile": OWN_CODE, "compile_regional": OWN_CODE, "cuda_graphs": OWN_CODE,
                 "feature_cache": BY_PARTS, "offload_sequential": MOVING, "offload_group": MOVING,
-                "lean": NO_PYTHON,
+                "lean": NO_PYTHON, "offload_mmap": MOVING,
             },
         ),
         Rung(

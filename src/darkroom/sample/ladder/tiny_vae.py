@@ -68,13 +68,21 @@ def load_tiny(source: str, factor: int) -> TinyFront:
         return _numbered(Path(source), config)
     from diffusers import AutoencoderTiny
 
+    from darkroom.models.hub import fetch, is_hub_id
     from darkroom.models.quiet import quiet
 
+    if not Path(source).is_dir() and is_hub_id(source):
+        source = str(
+            fetch(
+                source,
+                ["*.json", "*.safetensors"],
+                whole=lambda folder: any(folder.glob("*.safetensors")),
+                mend="give a folder with its config.json and safetensors: tiny_vae:FOLDER",
+            )
+        )
     try:
         with quiet():
-            tiny: Any = AutoencoderTiny.from_pretrained(
-                source, use_safetensors=True, local_files_only=Path(source).is_dir()
-            )
+            tiny: Any = AutoencoderTiny.from_pretrained(source, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError) as error:
         raise InputError(
             f"tiny_vae: no tiny decoder in '{source}'",

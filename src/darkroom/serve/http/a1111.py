@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
+from darkroom.options import SAMPLERS
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.admission import Rates, checked_picture
@@ -28,7 +29,6 @@ from darkroom.serve.core import Core
 from darkroom.serve.http.a1111_names import (
     AS_IN_THE_FIRST_PASS,
     REFUSED,
-    SAMPLERS,
     SCHEDULERS,
     UNUSED,
     name_of,

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from darkroom.options import A1111_NAMES, SAMPLERS, find_solver
 from darkroom.serve.refused import Refused
 
-SAMPLERS: dict[str, tuple[str, bool | None]] = {
-    "DPM++ 2M": ("dpmpp_2m", None),
-    "DPM++ 2M Karras": ("dpmpp_2m", True),
-    "DPM++ 2M SDE": ("dpmpp_2m_sde", None),
-    "DPM++ 2M SDE Karras": ("dpmpp_2m_sde", True),
-    "Euler a": ("euler_a", None),
-    "Euler": ("euler", None),
-    "DDIM": ("ddim", None),
-    "PLMS": ("pndm", None),
-    "UniPC": ("unipc", None),
-    "LCM": ("lcm", None),
-}
-"""A sampler's solver, and whether its sigmas are Karras'; None leaves that to the schedule."""
 SCHEDULERS: dict[str, bool | None] = {"Automatic": None, "Uniform": False, "Karras": True}
 TAKE_KARRAS = ("euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc")
-FOLDED = {name.lower(): found for name, found in SAMPLERS.items()}
-FOLDED |= {found[0]: found for name, found in SAMPLERS.items() if found[1] is None}
-FOLDED |= {f"k_{name}": FOLDED[name] for name in ("euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde")}
-
 
 Neutral = bool | int | float | str | list[Any] | dict[str, Any] | None
 UNUSED = frozenset(
@@ -119,7 +103,7 @@ def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, b
     """A solver and whether Karras; None and None where nothing is named. 422 for what is not known."""
     solver, karras = None, None
     if sampler and sampler.lower() not in ("automatic", "none"):
-        found = FOLDED.get(sampler.strip().lower())
+        found = find_solver(sampler)
         if found is None:
             raise Refused(
                 422, "invalid_value", f"sampler_name: one of {', '.join(SAMPLERS)}", param="sampler_name"
@@ -138,4 +122,4 @@ def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, b
 
 def name_of(solver: str) -> str:
     """A1111's name of a solver."""
-    return next((name for name, (ours, karras) in SAMPLERS.items() if ours == solver and not karras), solver)
+    return A1111_NAMES.get(solver, solver)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import re
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
@@ -15,6 +14,8 @@ from fastapi.responses import StreamingResponse
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
+from darkroom.errors import InputError
+from darkroom.options import MAX_SIDE, parse_size
 from darkroom.serve.core import Core
 from darkroom.serve.guard import error_object
 from darkroom.serve.http.common import caller, check_done, made, sign, sse, with_heartbeat
@@ -83,10 +84,14 @@ class EditsRequest(ImagesRequest):
 def _size(text: str | None) -> tuple[int | None, int | None]:
     if text is None or text == "auto":
         return None, None
-    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text, re.ASCII)
-    if match is None or min(int(match[1]), int(match[2])) < 8 or max(int(match[1]), int(match[2])) > 8192:
-        raise Refused(422, "invalid_value", "size: WIDTHxHEIGHT of 8 to 8192 pixels, or auto", param="size")
-    return int(match[1]), int(match[2])
+    try:
+        size = parse_size(text)
+    except InputError:
+        size = (0, 0)
+    if not 8 <= min(size) <= max(size) <= MAX_SIDE:
+        told = f"size: WIDTHxHEIGHT of 8 to {MAX_SIDE} pixels, or auto"
+        raise Refused(422, "invalid_value", told, param="size")
+    return size
 
 
 def openai_router(core: Core) -> APIRouter:

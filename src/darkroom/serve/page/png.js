@@ -89,7 +89,7 @@ function ofA1111(text) {
     prompt: ours ? prompt.trim() : prompt.replace(TAG, " ").replace(/ {2,}/g, " ").trim(), negative: negative?.trim() ?? "",
     steps: number("steps"), guidance: number("cfg scale"), seed: facts.seed, model: facts.model,
     ...(ours ? {} : { adapters: tagged(prompt), weighting: "a1111" }),
-    ...sampled(facts, number, lost), ...passes(facts, number, ours, lost), lost,
+    ...sampled(facts, number, lost), ...passes(facts, number, lost), lost,
   };
 }
 
@@ -112,20 +112,19 @@ function sampled(facts, number, lost) {
   };
 }
 
-/** Size and second pass. A1111 tells the size before it, darkroom the one after; both strengths have one name. */
-function passes(facts, number, ours, lost) {
+/** Size and second pass: the size told is the one before it; both strengths have one name. */
+function passes(facts, number, lost) {
   const [across, down] = (facts.size ?? "").split("x").map((side) => Number(side) || undefined);
   const scale = number("hires upscale");
   const strength = number("denoising strength");
   if (!scale) return { width: across, height: down, strength, image: strength === undefined ? undefined : "unknown" };
-  const whole = ours ? 1 : scale;
   const upscaler = UPSCALERS[(facts["hires upscaler"] ?? "latent").toLowerCase()];
   if (!upscaler) {
     lost.push(`hires upscaler ${facts["hires upscaler"]}`);
     return { width: across, height: down };
   }
   return {
-    width: across && Math.round(across * whole), height: down && Math.round(down * whole),
+    width: across && Math.round(across * scale), height: down && Math.round(down * scale),
     hires: { scale, strength: strength ?? 0.7, steps: number("hires steps") || null, upscaler },
   };
 }

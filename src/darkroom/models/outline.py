@@ -1,0 +1,94 @@
+"""Models without weights: their shapes on the meta device, from the settings of a family, folder or file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from darkroom.errors import ModelError
+from darkroom.models.families import FAMILIES, PUBLISHED, create
+from darkroom.models.folder import check_reference, denoiser_class, denoiser_of
+from darkroom.models.hub import fetch
+from darkroom.models.model import PARTS, Model, numbered
+from darkroom.models.single_file import is_single_file, load_single_file
+from darkroom.models.tokenizer import train_tokenizer
+
+
+def outlined(
+    ref: str,
+    parts: tuple[str, ...],
+    overrides: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+) -> Model:
+    """A family, folder, single file or hub id without weights; its tokenizers know two words.
+
+    Of a published model the settings are known: nothing is asked of the hub.
+    """
+    ref = ref if Path(ref).is_dir() else PUBLISHED.get(ref, ref)
+    if ref in FAMILIES:
+        wanted = tuple(part for part in parts if part != "tokenizer")
+        model = create(ref, parts=wanted, overrides=dict(overrides or {}), device="meta")
+    elif is_single_file(ref):
+        wanted = tuple(part for part in parts if part != "tokenizer")
+        model = load_single_file(ref, wanted, with_weights=False)
+    else:
+        model = _from_configs(_folder(ref, revision), parts)
+    # Any tokenizer gives as many tokens a caption; which they are does not matter.
+    lengths = [config.max_position_embeddings for config in text_configs(model)]
+    words = ["a picture"]
+    model.tokenizers = [train_tokenizer(words, vocab_size=514, model_max_length=length) for length in lengths]
+    return model
+
+
+def text_configs(model: Model) -> list[Any]:
+    """The text encoders' settings."""
+    encoders: list[Any] = list(model.text_encoders)
+    return [encoder.config for encoder in encoders]
+
+
+def _folder(ref: str, revision: str | None) -> Path:
+    if (path := Path(ref)).is_dir():
+        return path
+    check_reference(ref)
+    return fetch(
+        ref,
+        ["*.json"],
+        revision=revision,
+        whole=lambda folder: any(folder.glob("*/config.json")),
+        mend=f"give a folder, or a family's name: {', '.join(FAMILIES)}",
+    )
+
+
+def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    file = path / "scheduler" / "scheduler_config.json"
+    model = Model(
+        family="custom", path=str(path), scheduler=json.loads(file.read_text()) if file.is_file() else {}
+    )
+    with torch.device("meta"):
+        if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():
+            model.unet = denoiser_class(folder).from_config(_config(folder))
+        if "vae" in parts and (path / "vae").is_dir():
+            model.vae = AutoencoderKL.from_config(_config(path / "vae"))
+        for i in range(2):
+            if "text_encoder" in parts and (folder := path / numbered("text_encoder", i)).is_dir():
+                config = _config(folder)
+                projected = "CLIPTextModelWithProjection" in config.get("architectures", [])
+                cls = CLIPTextModelWithProjection if projected else CLIPTextModel
+                model.text_encoders.append(cls(CLIPTextConfig(**config)))
+    if not model.modules:
+        raise ModelError(f"'{path}' is no model folder", mend=f"it should hold {', '.join(PARTS)}")
+    for module in model.modules.values():
+        module.eval()
+    return model
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content

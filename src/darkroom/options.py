@@ -1,0 +1,121 @@
+"""What the words of a request mean, whichever way it comes: sizes, memory, solvers, precisions, backends.
+
+Read by the command line before anything heavy is imported, by the server's APIs, by plans and by pictures'
+own parameters: each name stands here once. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+
+from darkroom.errors import InputError
+from darkroom.hardware import cpu
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MAX_SIDE = 8192
+PRECISIONS = ("float32", "bf16", "fp16")
+AUTO = "auto"
+BACKENDS = ("torch", "compile", "onnx", "openvino")
+
+SAMPLERS: dict[str, tuple[str, bool | None]] = {
+    "DPM++ 2M": ("dpmpp_2m", None),
+    "DPM++ 2M Karras": ("dpmpp_2m", True),
+    "DPM++ 2M SDE": ("dpmpp_2m_sde", None),
+    "DPM++ 2M SDE Karras": ("dpmpp_2m_sde", True),
+    "Euler a": ("euler_a", None),
+    "Euler": ("euler", None),
+    "DDIM": ("ddim", None),
+    "PLMS": ("pndm", None),
+    "UniPC": ("unipc", None),
+    "LCM": ("lcm", None),
+}
+"""A1111's samplers: the solver of each, and whether its sigmas are Karras'; None leaves that to the model."""
+SOLVER_NAMES = ("ddim", "pndm", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lcm")
+FLOW_SOLVER_NAMES = ("flow_euler", "flow_heun", "flow_dpmpp_2m")
+A1111_NAMES = {solver: name for name, (solver, karras) in SAMPLERS.items() if karras is None}
+"""A1111's name of each solver."""
+_KNOWN: dict[str, tuple[str, bool | None]] = {
+    **{name.lower(): found for name, found in SAMPLERS.items()},
+    **{name: (name, None) for name in (*SOLVER_NAMES, *FLOW_SOLVER_NAMES)},
+    **{f"k_{name}": (name, None) for name in ("euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde")},
+}
+
+
+def find_solver(name: str) -> tuple[str, bool | None] | None:
+    """A solver by darkroom's or A1111's name, and whether its sigmas are Karras'; None for no such name."""
+    return _KNOWN.get(" ".join(name.lower().split()))
+
+
+def parse_solver(name: str) -> tuple[str, bool | None]:
+    """`find_solver`, with an InputError for what is not known."""
+    found = find_solver(name)
+    if found is None:
+        allowed = ", ".join((*SOLVER_NAMES, *FLOW_SOLVER_NAMES))
+        raise InputError(f"solver '{name}'", allowed=f"{allowed}, or A1111's names such as 'DPM++ 2M Karras'")
+    return found
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """'512x768' is width and height in pixels, '512' a square. InputError for anything else."""
+    found = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", text.strip().lower(), re.ASCII)
+    if found is None:
+        raise InputError(
+            f"size '{text}'", allowed="WIDTHxHEIGHT in pixels, such as 512x768, or one number for a square"
+        )
+    return int(found[1]), int(found[2] or found[1])
+
+
+def check_side(size: tuple[int, int]) -> None:
+    """InputError for sides that no model makes, said before one is opened."""
+    if not all(0 < side <= MAX_SIDE for side in size):
+        raise InputError(f"size {size[0]}x{size[1]}", allowed=f"sides of 8 to {MAX_SIDE} pixels")
+
+
+def parse_bytes(text: str | int) -> int:
+    """'3GB' (10^9 bytes), '800MiB' (2^20) or a number of bytes. InputError for anything else."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", str(text))
+    unit = found[2].upper() if found else "?"
+    if found is None or unit not in UNITS or float(found[1]) <= 0:
+        raise InputError(f"memory '{text}'", allowed="such as 3GB, 800MB or 2.5GiB")
+    return int(float(found[1]) * UNITS[unit])
+
+
+def check_names(backend: str, precision: str) -> None:
+    """InputError for a backend or precision that does not exist."""
+    if backend not in BACKENDS:
+        raise InputError(f"backend '{backend}'", allowed=", ".join(BACKENDS))
+    if precision not in (AUTO, *PRECISIONS):
+        raise InputError(f"precision '{precision}'", allowed=", ".join((*PRECISIONS, AUTO)))
+
+
+def check_pair(backend: str, precision: str, device: str) -> None:
+    """InputError where a backend cannot compute in a precision on a kind of device (cpu, cuda, mps).
+
+    What passes works, if perhaps slowly. ONNX Runtime computes a bf16 model in float32 on a CPU.
+    """
+    check_names(backend, precision)
+    if device != "cpu":
+        if backend == "openvino":
+            raise InputError(f"backend openvino on {device}", allowed="device cpu")
+        return
+    if precision == "fp16":
+        raise InputError(
+            "precision fp16 on a CPU, about five times slower than float32",
+            allowed="float32, bf16",
+            mend="auto takes the quicker of them",
+        )
+    if backend == "openvino" and precision == "bf16" and cpu.bf16_instructions() is None:
+        have = ", ".join(cpu.instructions()) or "none that are known"
+        raise InputError(
+            f"backend openvino with precision bf16: this processor has no bfloat16 instructions ({have})",
+            allowed="float32",
+            mend="auto takes bf16 where the processor has it",
+        )
+
+
+def cpu_precision() -> tuple[str, str]:
+    """The quickest precision on this processor without leaving anything to emulation, and why."""
+    found = cpu.bf16_instructions()
+    if found is None:
+        return "float32", "this processor has no bfloat16 instructions"
+    return "bf16", f"this processor has {found}"

@@ -1,0 +1,41 @@
+"""What the processor can do, as far as the environment lets it be used."""
+
+from __future__ import annotations
+
+import pytest
+
+from darkroom.hardware import cpu
+
+XEON = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
+
+@pytest.fixture(autouse=True)
+def xeon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cpu.LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu, "hardware_instructions", lambda: XEON)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "left", "bf16"),
+    [
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", ("avx2",), None),
+        ("ONEDNN_MAX_CPU_ISA", "avx512_core", ("avx2", "avx512f"), None),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", XEON[:4], "avx512_bf16"),
+        ("DNNL_MAX_CPU_ISA", "AVX512_CORE_VNNI", XEON[:3], None),
+        ("ATEN_CPU_CAPABILITY", "avx2", ("avx2",), None),
+        ("ATEN_CPU_CAPABILITY", "avx512", XEON, "amx_bf16"),
+        ("ONEDNN_MAX_CPU_ISA", "ALL", XEON, "amx_bf16"),
+        ("SOMETHING_ELSE", "AVX2", XEON, "amx_bf16"),
+    ],
+)
+def test_limits_take_instructions_away(variable, value, left, bf16, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    assert cpu.instructions() == left
+    assert cpu.bf16_instructions() == bf16
+
+
+def test_arm_has_its_own(monkeypatch):
+    monkeypatch.setattr(cpu, "hardware_instructions", lambda: ("asimd", "sve", "bf16", "i8mm"))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # of other processors
+    assert cpu.bf16_instructions() == "bf16"
