@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from darkroom.cluster.connect import TYPE, Cluster
+from darkroom.cluster.private_ray import private
 
 WAIT_SAID_S = 15.0  # how often it is said that a job waits
 
@@ -55,7 +56,7 @@ def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str
 
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     fit = {node: has for node, has in nodes.items() if accelerator is None or f"{TYPE}{accelerator}" in has}
-    left = ray._private.state.available_resources_per_node()
+    left = private("free_by_node")()
     asked = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
     needs = [f"{amount:g} {kind}s" for kind, amount in asked.items()]
     free = [
