@@ -170,6 +170,8 @@ def _start(ray: Any, *, dashboard: bool, num_cpus: int | None) -> None:
     """A Ray of this machine alone."""
     # Ray would put its workers behind every other process of the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # It would start as many interpreters as there are CPUs before anything is asked of them.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     more = {"include_dashboard": dashboard, "dashboard_host": "127.0.0.1", "num_cpus": num_cpus}
     try:
         # What Ray collects of each process is for its dashboard.

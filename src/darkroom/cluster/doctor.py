@@ -17,7 +17,7 @@ from darkroom.cluster.probe import About, Probe, opened
 from darkroom.errors import InputError, MissingExtra
 from darkroom.hardware import Check
 
-ANSWER_S = 120.0  # torch is imported on every node
+ANSWER_S = 120.0  # torch is imported where there are GPUs
 NETWORK_S = 1.0
 STREAMS = 4
 MOST_PAIRS = 16  # of nodes, between which the network is measured
@@ -100,7 +100,7 @@ def _probed() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    asked = [node.probe.about.remote(os.getcwd()) for node in nodes]
+    asked = [node.probe.about.remote(os.getcwd(), int(node.resources.get("GPU", 0))) for node in nodes]
     ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
     for node, answer in zip(nodes, asked, strict=True):
         try:

@@ -1,7 +1,8 @@
 """The keeper of an online feed: an actor beside the driver that holds the encoders for all ranks.
 
 It outlives the workers that train, who may be started again, fewer or more of them. A rank asks it from time
-to time which encoders are up, and tells what it waits for and how busy its stages were.
+to time which encoders are up, and tells what it waits for and how busy its stages were. The encoders' parts
+come packed, so that the keeper imports nothing that they are made of.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from darkroom.cluster.encoders import QUEUE, Bounds, Encoder, Pool
-from darkroom.cluster.encoding import Parts
 from darkroom.cluster.usage import Use, together
 from darkroom.errors import DarkroomError
 
@@ -43,16 +43,20 @@ class Keeper:
         self._ranks: dict[int, Told] = {}
         self._lost = 0
 
-    def hold(self, parts: Parts) -> None:
+    def holds(self, identity: str) -> bool:
+        """Whether the encoders hold these parts."""
+        return self._pool is not None and self._identity == identity
+
+    def hold(self, identity: str, packed: bytes) -> None:
         """Start encoders with these parts, unless they are there."""
         import ray
 
-        if self._pool is not None and self._identity == parts.identity:
+        if self.holds(identity):
             return
         self.close()
-        held, actor = ray.put(parts), ray.remote(self._encoder)
+        held, actor = ray.put(packed), ray.remote(self._encoder)
         self._pool = Pool(self._bounds, lambda options: actor.options(**options).remote(held))
-        self._identity, self._ranks = parts.identity, {}
+        self._identity, self._ranks = identity, {}
 
     def state(self, rank: int, told: Told) -> list[tuple[int, Any]]:
         """The encoders that are up, by number."""

@@ -128,7 +128,8 @@ def logs_folder() -> Path:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within, Ray's own messages are logged at level DEBUG: Ray prints them to stdout, where results go."""
-    worker, printed = import_module("ray._private.worker"), private("print_to_stdstream")
+    worker: Any = import_module("ray._private.worker")
+    printed = private("print_to_stdstream")
 
     def logged(data: dict[str, Any], ignore_prefix: bool = False) -> None:
         for line in data["lines"]:

@@ -39,12 +39,16 @@ class Room:
         return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
 
 
-def room_of(cluster: Cluster, accelerator: str | None) -> Room:
-    """The nodes that live, of a type where one is asked for."""
+def resources_of_nodes() -> list[dict[str, float]]:
+    """What each node that lives has."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = [has for has in nodes if accelerator is None or f"{TYPE}{accelerator}" in has]
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def room_of(cluster: Cluster, accelerator: str | None) -> Room:
+    """The nodes that live, of a type where one is asked for."""
+    fit = [has for has in resources_of_nodes() if accelerator is None or f"{TYPE}{accelerator}" in has]
     return Room(
         tuple((has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in fit), cluster.may_grow, cluster.local
     )
@@ -64,5 +68,7 @@ def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str
         f"{sum(has.get(kind, 0) for has in fit.values()):g} {kind}s"
         for kind in asked
     ]
+    if not asked:
+        return f"waiting for {what} to start, which share this machine's CPUs with all else"
     of = f" on a node of type {accelerator} ({len(fit)} up)" if accelerator is not None else ""
     return f"waiting for {what} to start: each needs {' and '.join(needs)}{of}; free: {', '.join(free)}"

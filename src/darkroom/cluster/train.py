@@ -375,7 +375,9 @@ def _why(
     go_on = "the same command goes on from the last checkpoint"
     if isinstance(failure, ray.exceptions.RayActorError):
         again = f", after {starts} new starts of the workers" if starts else ""
-        return Lost(f"Ray Train's controller was lost: its process was killed (was memory short?){again}; {go_on}")
+        return Lost(
+            f"Ray Train's controller was lost: its process was killed (was memory short?){again}; {go_on}"
+        )
     if failure is None or isinstance(failure, WorkerGroupError):  # that is, none is left
         again = f"after {retries} new starts (--max-failures)" if retries else "and --max-failures is 0"
     else:
