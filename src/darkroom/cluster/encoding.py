@@ -10,7 +10,6 @@ torch is imported where it is used: the keeper takes the encoder's class from he
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -103,10 +102,9 @@ def read_rows(ask: OnlineAsk, tokenizers: tuple[Any, ...] | None) -> tuple[Colum
 class OnlineEncoder:
     """An encoder actor of an online feed."""
 
-    def __init__(self, packed: bytes) -> None:
+    def __init__(self, parts: Parts) -> None:
         from darkroom.prepare.encoders import TextEncoder, VaeEncoder
 
-        parts: Parts = pickle.loads(packed)
         device = device_here()
         self._vae = VaeEncoder(parts.vae, device=device)
         encoders, tokenizers = parts.text_encoders, parts.tokenizers

@@ -14,7 +14,6 @@ started again, and all ranks share them.
 from __future__ import annotations
 
 import math
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +186,7 @@ class OnlineFeed:
         import ray
 
         if not ray.get(self.keeper.holds.remote(parts.identity)):
-            ray.get(self.keeper.hold.remote(parts.identity, pickle.dumps(parts)))
+            ray.get(self.keeper.hold.remote(parts.identity, [ray.put(parts)]))
 
 
 def _parts(recipe: Recipe, task: Task) -> Parts:
