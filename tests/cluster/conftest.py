@@ -62,6 +62,7 @@ def head() -> Iterator[Any]:
     finally:
         ray.shutdown()
         made.shutdown()
+        del os.environ["RAY_TMPDIR"]
         shutil.rmtree(folder, ignore_errors=True)
 
 
