@@ -109,6 +109,18 @@ def test_the_command_line_tells_it_in_json_and_in_one_line_what_is_missing(clust
     )
 
 
+def test_actors_beside_the_work_do_not_import_torch() -> None:
+    code = """
+import sys
+from darkroom.cluster import elastic, encoding, keeper, mail, probe, seen, worker
+print(len(probe.Probe().about(".", 0).versions), "torch" in sys.modules, "lance" in sys.modules)
+import darkroom.cluster.feed
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "9 False False\nTrue\n", done.stderr
+
+
 def test_nodes_that_differ_are_named() -> None:
     usual = {"ray": "2.60.0", "torch": "2.13.0"}
     nodes = [node("a1"), node("b2"), node("c3", versions=usual | {"torch": "2.11.0"})]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def test_one_machine_of_two_cpus_trains_encodes_and_decodes(laptop, store_path, 
     train_on_ray(recipe, out=tmp_path / "online", placement=place, console=said.append)
     assert "reading, encoding and training share this machine's 2 CPUs" in said
     assert "online encoding: " in said[-1]
+    assert all(int(share) <= 100 for share in re.findall(r"(\d+)%", said[-1]))
     assert losses(tmp_path / "online") == losses(inline.run)
     assert weights(tmp_path / "online") == weights(inline.run)
     other = recipe_of(store_path, "inline", *alone, "train.seed=1")
