@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 from test_cluster_train import recipe, trained
@@ -29,9 +28,7 @@ def test_a_job_waits_for_a_type_of_nodes_that_comes_later(head, recipe, tmp_path
     stopped = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
     stopped.wait_for(f"waits for nodes of type {LATE}")
     stopped.wait_for(waits)
-    began = time.monotonic()
     assert stopped.end(signal.SIGTERM) == 1
-    assert time.monotonic() - began < 60
     assert "stopped while no worker ran; the same command goes on" in "".join(stopped.said)
 
     driver = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
