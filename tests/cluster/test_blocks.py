@@ -16,7 +16,7 @@ import pytest
 from cluster_material import made_store
 
 from darkroom.cluster import encoders, prepare
-from darkroom.cluster.encoders import Bounds, Encoder, Pool, check_room
+from darkroom.cluster.encoders import Bounds, Encoder, Pool, check_room, on_one_machine
 from darkroom.cluster.feed import share_of
 from darkroom.cluster.keeper import Keeper, SharedPool, Told
 from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_folder
@@ -84,9 +84,28 @@ def test_encoders_are_counted_node_by_node() -> None:
     assert (room.holds(1, 0), room.holds(3, 0), room.holds(1, 1), room.holds(4, 1)) == (13, 3, 6, 2)
 
 
+def test_cpus_of_one_machine_that_do_not_go_round_are_shared() -> None:
+    def shared(bounds: Bounds, *cpus: float, reserved: float = 1) -> Bounds:
+        return on_one_machine(bounds, [{"CPU": each} for each in cpus], reserved)
+
+    for fraction in (0.5, 1):
+        assert shared(Bounds(1, 1, fraction=fraction), 2).shares
+    assert shared(Bounds(1, 8), 2) == Bounds(1, 2, shares=True)
+    assert shared(Bounds(1, 1), 1).shares
+    plain = Bounds(1, 1)
+    assert shared(plain, 3) == plain  # one each
+    assert shared(plain, 2, reserved=0) == plain
+    assert shared(plain, 2, 2) == plain  # nodes may be added
+    assert shared(Bounds(4, 4), 2) == Bounds(4, 4)
+    assert shared(Bounds(1, 1, "T4"), 2) == Bounds(1, 1, "T4")
+    assert on_one_machine(plain, [{"CPU": 2, "GPU": 1}], 1) == plain
+    with pytest.raises(InputError, match="4 encoders of 1 CPUs each: the nodes have room for 1"):
+        check_room(shared(Bounds(4, 4), 2), [{"CPU": 2}])
+
+
 def test_the_cpu_stage_follows_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes: list[dict[str, float]] = [{"CPU": 4.0}]
-    monkeypatch.setattr(prepare, "_nodes", lambda: nodes)
+    monkeypatch.setattr(prepare, "resources_of_nodes", lambda: nodes)
     monkeypatch.setattr(prepare, "options_of", lambda bounds: {"num_gpus": 0})
     use, sized = Use(1), _Sized(Bounds(1, 4))
     sized.fit(use, 1)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
+from darkroom import cli
 from darkroom.cluster import doctor as room
-from darkroom.cluster.doctor import Node, doctor, refuses_strangers
+from darkroom.cluster.doctor import Node, doctor
 from darkroom.cluster.probe import About
 from darkroom.errors import InputError
 from darkroom.hardware import Check
 
-slow = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("ray")
+nightly = pytest.mark.nightly
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -27,11 +27,34 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 
 def node(name: str, resources: dict[str, float] | None = None, probe: Any = None, **about: Any) -> Node:
-    plain = About(name, {"ray": "2.60.0", "torch": "2.13.0"}, (), 2**34, True)
+    plain = About(name, {"ray": "2.60.0", "torch": "2.13.0"}, (), True)
     return Node(name, f"10.0.0.{name[-1]}", resources or {"CPU": 4.0}, probe, replace(plain, **about))
 
 
-@slow
+def test_one_machine_is_looked_at(laptop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Through the command line, on a node that does not import torch to say that it has no GPU."""
+    monkeypatch.setattr(room, "FILE_BYTES", 2**20)
+    asked = ["doctor", "--engine", "ray", "--ray-address", laptop.address, "--json", "--storage"]
+    with pytest.raises(SystemExit) as left:
+        cli.main([*asked, str(tmp_path)])
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert not left.value.code
+    assert "1 node, 2 CPUs (Ray 2.60.0)" in found["cluster"]["detail"]
+    assert found["authentication"]["detail"].startswith("off: whoever reaches")
+    assert "torch 2." in found["versions"]["detail"]
+    assert found["network"]["detail"] == "one node: nothing goes over a network"
+    rate = found["storage read"]["detail"].removeprefix(f"{tmp_path}: ").split()[0]
+    assert float(rate.replace(",", "")) > 0.1
+    assert all(check["ok"] or check["optional"] for check in found.values())
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        cli.main([*asked, str(tmp_path / "nowhere")])  # the control
+    [bad] = [check for check in json.loads(capsys.readouterr().out) if check["name"].startswith("storage")]
+    assert not bad["ok"]
+    assert "nowhere: cannot be written by" in bad["detail"]
+
+
+@nightly
 def test_a_cluster_that_is_well_is_measured(cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "FILE_BYTES", 2**20)
     monkeypatch.setattr(room, "NETWORK_S", 0.3)
@@ -64,7 +87,7 @@ def test_a_cluster_that_is_well_is_measured(cluster, tmp_path: Path, monkeypatch
         doctor(cluster.address, accelerator="H100")
 
 
-@slow
+@nightly
 def test_the_command_line_tells_it_in_json_and_in_one_line_what_is_missing(cluster, tmp_path: Path) -> None:
     def told(*flags: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "darkroom", "doctor", *flags]
@@ -84,6 +107,18 @@ def test_the_command_line_tells_it_in_json_and_in_one_line_what_is_missing(clust
         2,
         "darkroom: --storage with --engine local; allowed: with --engine ray\n",
     )
+
+
+def test_actors_beside_the_work_do_not_import_torch() -> None:
+    code = """
+import sys
+from darkroom.cluster import elastic, encoding, keeper, mail, probe, seen, worker
+print(len(probe.Probe().about(".", 0).versions), "torch" in sys.modules, "lance" in sys.modules)
+import darkroom.cluster.feed
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "9 False False\nTrue\n", done.stderr
 
 
 def test_nodes_that_differ_are_named() -> None:
@@ -115,7 +150,7 @@ def test_a_folder_that_is_not_everywhere_and_a_node_that_is_silent() -> None:
     assert check.detail == "10.0.0.4 does not answer: No module named 'darkroom'"
 
 
-@slow
+@nightly
 def test_clocks_that_differ_and_streams_that_do_not_arrive(cluster) -> None:
     import ray
 
@@ -139,27 +174,6 @@ def test_clocks_that_differ_and_streams_that_do_not_arrive(cluster) -> None:
         one.ip = here
     assert room._rate(nodes[1], nodes[0])[1] == ""
     assert room._rate(nodes[0], nodes[1])[1] == "what was sent did not arrive"
-
-
-class Refusing(grpc.GenericRpcHandler):
-    """Answers every call as a cluster with token authentication does."""
-
-    def service(self, details: Any) -> Any:
-        def refuse(request: bytes, context: Any) -> None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "Invalid or missing authentication token")
-
-        return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def test_the_cluster_is_asked_whether_it_takes_strangers() -> None:
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[Refusing()])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        assert refuses_strangers(f"127.0.0.1:{port}") is True
-    finally:
-        server.stop(None).wait()
-    assert refuses_strangers(f"127.0.0.1:{port}") is None
 
 
 def test_an_address_that_nobody_knows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from darkroom.cluster import feed as cluster_feed
 from darkroom.cluster.encoders import QUEUE
 from darkroom.cluster.feed import online
 from darkroom.cluster.keeper import Told
+from darkroom.cluster.train import Placement
+from darkroom.cluster.train import train as train_on_ray
 from darkroom.data import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
@@ -33,7 +36,8 @@ from darkroom.train.feed import make_order
 from darkroom.train.job import Pinned, make_job
 from darkroom.train.ranks import Ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("ray")
+nightly = pytest.mark.nightly
 VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
 TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -94,6 +98,25 @@ def inputs_of(
     return found
 
 
+def test_one_machine_of_two_cpus_trains_encodes_and_decodes(laptop, store_path, tmp_path) -> None:
+    """With captions encoded by the trainer nothing is rounded, so the weights are inline's to the bit."""
+    alone = ("data.text=inline", "train.steps=6")
+    inline = train(recipe_of(store_path, "inline", *alone), out=tmp_path / "inline", console=lambda _: None)
+    said: list[str] = []
+    recipe = recipe_of(store_path, "online", *alone, "data.online={encoders: 1}")
+    place = Placement(laptop.address)
+    train_on_ray(recipe, out=tmp_path / "online", placement=place, console=said.append)
+    assert "reading, encoding and training share this machine's 2 CPUs" in said
+    assert "online encoding: " in said[-1]
+    assert all(int(share) <= 100 for share in re.findall(r"(\d+)%", said[-1]))
+    assert losses(tmp_path / "online") == losses(inline.run)
+    assert weights(tmp_path / "online") == weights(inline.run)
+    other = recipe_of(store_path, "inline", *alone, "train.seed=1")
+    train(other, out=tmp_path / "other", console=lambda _: None)
+    assert weights(tmp_path / "other") != weights(inline.run)
+
+
+@nightly
 def test_loss_and_rows_are_those_of_inline(feed, store_path, tmp_path) -> None:
     inline = train(recipe_of(store_path, "inline"), out=tmp_path / "inline", console=lambda _: None)
     recipe = recipe_of(store_path, "online")
@@ -131,6 +154,7 @@ def told(feed: Any) -> list[str]:
     return ray.get(feed.keeper.lines.remote())
 
 
+@nightly
 def test_crops_and_flips_are_fresh_in_each_epoch(feed, store_path, tmp_path) -> None:
     def changed(*overrides: str) -> int:
         """Of the 40 pictures, those that the second epoch shows in another way."""
@@ -169,6 +193,7 @@ class Cut:
         return batch
 
 
+@nightly
 def test_a_stopped_run_goes_on_to_the_same_weights(feed, store_path, tmp_path) -> None:
     """From the checkpoint of step 4, in the first epoch's middle; it ended at 6."""
     recipe = recipe_of(store_path, "online")
@@ -184,6 +209,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(feed, store_path, tmp_path) -
     assert weights(tmp_path / "control") != weights(tmp_path / "whole")
 
 
+@nightly
 def test_two_workers_one_of_them_killed_end_with_the_same_weights(cluster, store_path, tmp_path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         yaml.safe_dump(recipe_of(store_path, "online").model_dump(mode="json"))
@@ -222,6 +248,7 @@ def train_workers() -> list[int]:
     return [actor["Pid"] for actor in alive]
 
 
+@nightly
 def test_what_is_not_taken_is_not_made(feed, store_path, tmp_path) -> None:
     """A trainer that stands still holds up the encoders: so many batches lie ready, and no more."""
     recipe = recipe_of(store_path, "online", "train.steps=1000")
@@ -240,6 +267,7 @@ def test_what_is_not_taken_is_not_made(feed, store_path, tmp_path) -> None:
         assert stream.ready == stream.ahead
 
 
+@nightly
 def test_a_dead_encoders_blocks_are_asked_again(feed, store_path, tmp_path) -> None:
     import ray
 
@@ -261,6 +289,7 @@ def test_a_dead_encoders_blocks_are_asked_again(feed, store_path, tmp_path) -> N
     assert 1 <= int(line.split()[-4]) <= QUEUE  # what it had: one at work, one on the way
 
 
+@nightly
 def test_ranks_share_a_batch_evenly(feed, store_path, tmp_path) -> None:
     """Two ranks' shares, one after the other, are the batch of one."""
     recipe = recipe_of(store_path, "online")
@@ -286,6 +315,7 @@ def test_ranks_share_a_batch_evenly(feed, store_path, tmp_path) -> None:
     )
 
 
+@nightly
 def test_buckets_are_cut_as_inline_cuts_them(feed, store_path, tmp_path) -> None:
     made = {}
     for encode in ("online", "inline"):
@@ -298,6 +328,7 @@ def test_buckets_are_cut_as_inline_cuts_them(feed, store_path, tmp_path) -> None
         assert torch.equal(mine["latents"], theirs["latents"])
 
 
+@nightly
 def test_encoders_that_cannot_start_and_pictures_that_are_none(feed, store_path, tmp_path) -> None:
     class NoEncoder:
         def __init__(self, parts: Any) -> None:
@@ -329,6 +360,7 @@ def test_encoders_that_cannot_start_and_pictures_that_are_none(feed, store_path,
     assert said["online"] == said["inline"]
 
 
+@nightly
 def test_what_cannot_be_is_told(cluster, store_path, tmp_path) -> None:
     with pytest.raises(RecipeError, match="online, but there is nobody to encode; train with --engine ray"):
         train(recipe_of(store_path, "online"), out=tmp_path / "run")
@@ -359,6 +391,7 @@ def all_taken() -> list[Any]:
     return actors
 
 
+@nightly
 def test_encoders_that_find_no_room_are_told_and_used_once_there_is_some(
     cluster, store_path, tmp_path, monkeypatch
 ) -> None:
@@ -395,6 +428,7 @@ def encoders() -> dict[int, str]:
     return {actor["Pid"]: actor["Address"]["NodeID"] for actor in alive}
 
 
+@nightly
 def test_all_nodes_with_encoders_are_lost_and_the_one_that_comes_is_used(
     cluster, feed, store_path, tmp_path
 ) -> None:

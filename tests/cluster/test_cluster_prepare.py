@@ -26,7 +26,8 @@ from darkroom.data import Store
 from darkroom.errors import ColumnError, InputError
 from darkroom.prepare import prepare
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("ray")
+nightly = pytest.mark.nightly
 FRAGMENTS, ROWS = 12, 48
 
 
@@ -74,6 +75,20 @@ def encoder_pids() -> dict[int, str]:
     return {actor["Pid"]: actor["Address"]["NodeID"] for actor in alive}
 
 
+def test_one_machine_makes_the_local_engines_column_to_the_bit(laptop, tmp_path: Path) -> None:
+    """One encoder on one of its two CPUs, decoding on the other."""
+    made = {name: made_store(tmp_path / f"{name}.lance", 2, 12) for name in ("local", "ray")}
+    prepare(made["local"], tiny(), resolution=RESOLUTION, batch_rows=BATCH, device="cpu")
+    report = on_ray(made["ray"].path, laptop.address, Bounds(1, 1))
+    assert set(report.encoded.values()) == {24}
+    assert "Ray cluster" in report.cluster
+    assert same(prepared_columns(made["ray"]), prepared_columns(made["local"]))
+    prepare(made["local"], tiny(seed=1), resolution=RESOLUTION, batch_rows=BATCH, device="cpu")  # the control
+    one, other = prepared_columns(made["local"]).values()
+    assert all(one[key] != other[key] for key in one)
+
+
+@nightly
 def test_the_column_is_the_local_engines_to_the_bit(cluster, calm, store) -> None:
     said: list[str] = []
     report = on_ray(store.path, cluster.address, Bounds(2, 2, SMALL), say=said.append, text=True)
@@ -94,6 +109,7 @@ def test_the_column_is_the_local_engines_to_the_bit(cluster, calm, store) -> Non
     assert all(prepared_columns(store)[other][key] != value for key, value in latents.items())
 
 
+@nightly
 def test_deleted_and_broken_rows_and_half_made_columns(cluster, tmp_path: Path) -> None:
     """What the local engine has begun, the other ends, and the columns are those of either alone."""
     made = {}
@@ -115,6 +131,7 @@ def test_deleted_and_broken_rows_and_half_made_columns(cluster, tmp_path: Path) 
     assert made["local"][0] == [f"{45:032x}"]
 
 
+@nightly
 def test_a_killed_encoder_costs_only_its_blocks(cluster, calm, store) -> None:
     killed = []
 
@@ -132,6 +149,7 @@ def test_a_killed_encoder_costs_only_its_blocks(cluster, calm, store) -> None:
     assert same(prepared_columns(store), calm)
 
 
+@nightly
 def test_with_all_encoders_nodes_dead_the_job_waits_and_uses_the_node_that_comes(
     cluster, calm, store
 ) -> None:
@@ -159,6 +177,7 @@ def test_with_all_encoders_nodes_dead_the_job_waits_and_uses_the_node_that_comes
     assert same(prepared_columns(store), calm)
 
 
+@nightly
 def test_a_killed_driver_goes_on_from_the_parts(cluster, calm, store) -> None:
     here = Path(__file__).parent / "cluster_material.py"
     command = [sys.executable, str(here), store.path, cluster.address]
@@ -180,6 +199,7 @@ def test_a_killed_driver_goes_on_from_the_parts(cluster, calm, store) -> None:
     assert not list(Path(store.path).glob("_prepare/*.parts/*"))
 
 
+@nightly
 def test_what_cannot_be_is_told_in_one_line(cluster, store) -> None:
     with pytest.raises(InputError, match="accelerator 'H100' is not in the cluster; allowed: SMALL"):
         on_ray(store.path, cluster.address, Bounds(1, 1, "H100"))
@@ -210,6 +230,7 @@ def progress(said: list[str]) -> list[str]:
     return [match[1] for match in found if match]
 
 
+@nightly
 def test_pictures_that_are_slow_to_decode_let_the_encoders_starve(cluster, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cluster_prepare, "SAY_EVERY_S", 0.5)
     store, said = made_store(tmp_path / "large.lance", 1, 320, scale=20), []
@@ -221,6 +242,7 @@ def test_pictures_that_are_slow_to_decode_let_the_encoders_starve(cluster, tmp_p
     assert "encoders starve: raise --cpu-workers" in progress(said)[-1]
 
 
+@nightly
 def test_encoders_that_are_slow_are_the_limit(cluster, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cluster_prepare, "SAY_EVERY_S", 0.5)
     heavy = {"block_out_channels": [64, 64], "layers_per_block": 2}

@@ -27,7 +27,7 @@ from darkroom.errors import StoreError
 
 __all__ = ["recipe"]  # the fixture
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("ray")]
 APART = "APART"
 HIDDEN, STUCK = "DARKROOM_TEST_HIDDEN", "DARKROOM_TEST_STUCK"
 SITE = f"""

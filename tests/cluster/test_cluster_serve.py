@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +29,14 @@ from typer.testing import CliRunner
 from darkroom import models, sample
 from darkroom.cli import app as cli
 from darkroom.cluster.scaling import ByQueue
-from darkroom.cluster.serve import OnRay, Replicas, application, shared, told_to_stop
+from darkroom.cluster.serve import OnRay, Replicas, application, run, shared, told_to_stop
 from darkroom.errors import InputError
 from darkroom.models.adapters import Adapter, Layer, adaptable, write_adapter
 from darkroom.serve.settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"unet": {"block_out_channels": [16, 32]}, "vae": {"block_out_channels": [8, 16, 16]}}
+pytestmark = pytest.mark.xdist_group("ray")
 START_S, JOBS_S = 240, 240
 STYLES = ("style0", "style1")
 
@@ -135,7 +137,49 @@ def test_a_first_signal_drains_and_a_second_leaves_at_once(monkeypatch):
     assert left == [0]
 
 
-@pytest.mark.slow
+def test_one_replica_serves_what_generate_draws(laptop, small, postgres, caplog):
+    """On the Ray that is there, until SIGTERM."""
+    settings = ServeSettings(
+        model=str(small.folder / "model"), jobs=postgres, name="one", port=0, drain_s=1, capacity=2, lease_s=5
+    )
+    drawn: list[np.ndarray] = []
+
+    def draw() -> None:
+        try:
+            until = time.monotonic() + START_S
+            while "listening on" not in caplog.text:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            address = caplog.text.split("listening on ")[1].split()[0]
+            with httpx.Client(base_url=address, timeout=90) as http:
+                body = {"prompt": "a red circle", "steps": 2, "seed": 3}
+                assert http.put("/jobs/first", json=body).status_code == 202
+                while http.get("/jobs/first?wait_s=20").json()["state"] != "done":
+                    assert time.monotonic() < until
+                png = http.get("/jobs/first/pictures/0").content
+                drawn.append(np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with caplog.at_level("INFO", logger="darkroom.serve"), ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(draw)
+            run(settings, Replicas(), laptop.address)
+            asked.result()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "stopping: every replica finishes" in caplog.text
+    [one, other] = (
+        np.asarray(sample.generate(small.model, "a red circle", steps=2, seed=seed)[0].image.convert("RGB"))
+        for seed in (3, 4)
+    )
+    assert np.abs(drawn[0] - one.astype(int)).max() <= 1
+    assert np.abs(drawn[0] - other.astype(int)).max() >= 10
+
+
+@pytest.mark.nightly
 def test_two_replicas_serve_as_one(on_ray, small):
     for i in range(3):
         on_ray.put(f"plain{i}", seed=i)

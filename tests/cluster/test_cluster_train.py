@@ -13,19 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import yaml
 from PIL import Image
+from ray.exceptions import ActorDiedError
 from safetensors.torch import load_file
 
+from darkroom import cli
 from darkroom.cluster.room import Room
-from darkroom.cluster.train import Placement, _target, _uses_gpus, _why, _workers
+from darkroom.cluster.train import Placement, _target, _uses_gpus, _why, _workers, train
 from darkroom.data import Store
 from darkroom.data.importers import import_pictures
 from darkroom.errors import InputError, RecipeError, Stopped
 from darkroom.recipe import make_recipe
+from darkroom.train import train as train_here
 from darkroom.train.checkpoint import checkpoints
 
+pytestmark = pytest.mark.xdist_group("ray")
 STEPS = 12
 MARK = "NCCL_DARKROOM_TEST"  # an environment variable that workers get: tells this test's from others
 VAE = {"block_out_channels": [8, 8], "norm_num_groups": 4, "layers_per_block": 1, "latent_channels": 4}
@@ -135,7 +140,22 @@ def disturbed(recipe: Path, out: Path, disturb: Callable[[int], None], *more: st
     return driver.returncode, said
 
 
-@pytest.mark.slow
+def test_ray_learns_what_this_process_does_to_the_bit(laptop, recipe, tmp_path):
+    said: list[str] = []
+    alone = ["parallel.mode=none", "parallel.devices=auto", "train.micro_batch=8", "train.steps=4"]
+    for name, more in (("here", []), ("other", ["train.seed=1"])):
+        one = make_recipe(yaml.safe_load(recipe.read_text()), [*alone, *more])
+        train_here(one, out=tmp_path / name, console=lambda _: None)
+    one = make_recipe(yaml.safe_load(recipe.read_text()), alone)
+    made = train(one, out=tmp_path / "ray", placement=Placement(laptop.address), console=said.append)
+    assert made.steps == 4
+    assert said[0].endswith("1 node, 2 CPUs (Ray 2.60.0)")
+    assert sum("step 4/4" in line for line in said) == 1
+    assert weights(tmp_path / "ray") == weights(tmp_path / "here")
+    assert weights(tmp_path / "ray") != weights(tmp_path / "other")
+
+
+@pytest.mark.nightly
 def test_ray_learns_what_torchrun_does_to_the_bit(recipe, by_torchrun, tmp_path):
     said = trained(recipe, tmp_path / "run", "--engine", "ray", "--ray-address", "local")
     assert said.startswith("Ray on this machine: 1 node")
@@ -146,7 +166,7 @@ def test_ray_learns_what_torchrun_does_to_the_bit(recipe, by_torchrun, tmp_path)
     assert weights(tmp_path / "other") != weights(by_torchrun)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_worker_is_started_again_and_the_bits_are_the_same(recipe, by_torchrun, tmp_path):
     def kill(driver: int) -> None:
         pids = workers_of(tmp_path / "run")
@@ -163,7 +183,7 @@ def test_a_killed_worker_is_started_again_and_the_bits_are_the_same(recipe, by_t
     assert weights(tmp_path / "run") != weights(by_torchrun)  # twelve steps are not forty
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_too_many_lost_workers_end_the_job_and_the_same_command_goes_on(recipe, tmp_path):
     def kill(driver: int) -> None:
         os.kill(workers_of(tmp_path / "run")[-1], signal.SIGKILL)
@@ -179,7 +199,7 @@ def test_too_many_lost_workers_end_the_job_and_the_same_command_goes_on(recipe, 
     assert "going on after step " in trained(recipe, tmp_path / "run", longer)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stop_saves_and_is_told(recipe, tmp_path):
     longer = "train.steps=200"
     code, said = disturbed(
@@ -192,7 +212,7 @@ def test_a_stop_saves_and_is_told(recipe, tmp_path):
     assert checkpoints(tmp_path / "run" / "checkpoints")[-1].name.startswith(f"step-{step:08d}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_error_that_nobody_foresaw_is_told_by_its_type_and_last_line(recipe, tmp_path):
     (tmp_path / "file").write_text("no folder")
     ray = ("--engine", "ray", "--ray-address", "local", "--max-failures", "0")
@@ -202,13 +222,44 @@ def test_an_error_that_nobody_foresaw_is_told_by_its_type_and_last_line(recipe, 
     assert "Traceback" not in said
 
 
+@pytest.mark.nightly
+def test_a_killed_controller_is_called_that_and_the_same_command_goes_on(recipe, tmp_path):
+    """With nothing of Ray's own between the lines, and no new starts that nobody made."""
+
+    def kill(driver: int) -> None:
+        [controller] = [
+            one
+            for one in psutil.Process(driver).children(recursive=True)
+            if "TrainController" in " ".join(one.cmdline())
+        ]
+        controller.kill()
+
+    longer = ("train.steps=40", "parallel.mode=none", "parallel.devices=auto")
+    code, said = disturbed(recipe, tmp_path / "run", kill, *longer)
+    assert code == 1
+    last = said.splitlines()[-1]
+    assert last.startswith(
+        "darkroom: Ray Train's controller was lost: its process was killed (was memory short?); "
+        "the same command goes on from the last checkpoint; Ray's logs are in "
+    )
+    assert list(Path(last.split()[-1]).glob("raylet.*"))
+    assert "raylet)" not in said
+    assert "going on after step " in trained(recipe, tmp_path / "run", *longer)
+    trained(recipe, tmp_path / "calm", *longer)
+    assert weights(tmp_path / "run") == weights(tmp_path / "calm")
+
+
+@pytest.mark.nightly
 def test_a_missing_cluster_is_exit_2(recipe, tmp_path):
     said = trained(recipe, tmp_path / "run", "--engine", "ray", "--ray-address", "127.0.0.1:1", code=2)
     assert "no Ray cluster answers at 127.0.0.1:1" in said
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
-    said = trained(recipe, tmp_path / "run", "--engine", "local", "--workers", "2", code=2)
-    assert "--workers with --engine local; allowed: with --engine ray" in said
+
+
+def test_workers_are_for_ray(recipe):
+    with pytest.raises(InputError, match="--workers with --engine local; allowed: with --engine ray"):
+        cli.app(["train", str(recipe), "--engine", "local", "--workers", "2"], standalone_mode=False)
 
 
 def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
@@ -261,3 +312,7 @@ def test_the_first_final_error_is_the_one_told():
     assert str(_why(None, [odd, lost], 0)).startswith("OSError: [Errno 5] Input/output error, and --max-f")
     told = str(_why(None, [lost], 2))
     assert told.startswith("the connection broke, after 2 new starts (--max-failures)")
+    none, two = (str(_why(ActorDiedError(), [], 3, starts)) for starts in (0, 2))
+    assert none.startswith("Ray Train's controller was lost: its process was killed (was memory short?); the")
+    assert "(was memory short?), after 2 new starts of the workers; the" in two
+    assert str(_why(ValueError("odd"), [], 3, 1)).startswith("odd, after 1 new starts; the same command")

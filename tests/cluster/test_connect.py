@@ -3,74 +3,120 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from darkroom.cluster.connect import Cluster, _refused, _too_slow, worker_environment
 from darkroom.errors import DarkroomError, InputError
 
+pytestmark = pytest.mark.xdist_group("ray")
 SCRIPT = """
-import sys
+import os, sys, time
+import ray
 from darkroom.cluster.connect import connected
 from darkroom.errors import DarkroomError
-try:
-    with connected({address!r}, accelerator={accelerator!r}, num_cpus=1) as cluster:
-        import ray
-        seen = ray.get(ray.remote(num_cpus=1)(lambda: __import__("os").environ["GOMP_SPINCOUNT"]).remote())
-        print("told", cluster.local, cluster.nodes, cluster.cpus, seen)
-except DarkroomError as error:
-    print("refused", error.exit_code, error)
+if {blind!r}:  # a machine on which no process runs
+    ray._private.services.psutil.PROCFS_PATH = {blind!r}
+for address in {addresses!r}:
+    try:
+        with connected(address, num_cpus=1 if address == "local" else None) as cluster:
+            spins = ray.remote(num_cpus=0)(lambda: os.environ["GOMP_SPINCOUNT"]).remote()
+            mode = os.environ.get("RAY_AUTH_MODE")
+            print("told", cluster.local, cluster.nodes, cluster.cpus, ray.get(spins), mode, flush=True)
+            if {waits!r}:
+                time.sleep(60)
+    except DarkroomError as error:
+        print("refused", error.exit_code, error)
+    except KeyboardInterrupt:
+        print("stopped", os.environ.get("RAY_AUTH_MODE"), flush=True)
 """
 
 
-def told_by(address: str | None, accelerator: str | None = None, **environment: str) -> str:
-    """What a process of its own prints when it connects."""
-    code = SCRIPT.format(address=address, accelerator=accelerator)
-    clean = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    made = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=clean | environment
-    )
-    assert made.returncode == 0, made.stderr
-    assert len(made.stdout.splitlines()) == 1, made.stdout
-    return made.stdout.strip()
+def asking(*addresses: str | None, blind: Path | str = "", waits: bool = False, **given: str) -> Any:
+    """A process of its own that connects to one after the other, in an environment that names no cluster."""
+    code = SCRIPT.format(addresses=addresses, blind=str(blind), waits=waits)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AD", "RAY_AUTH"))}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], env=clean | given, **pipes)
 
 
-def clusters_here() -> int:
-    """How many clusters' head processes run on this machine, those of other tests included."""
-    return sum("gcs_server" in process.info["name"] for process in psutil.process_iter(["name"]))
+def told_by(*addresses: str | None, **given: Any) -> list[str]:
+    """What such a process prints: one line an address."""
+    with asking(*addresses, **given) as process:
+        said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert len(said.splitlines()) == len(addresses), said
+    return said.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("auto", "there is no Ray cluster on this machine"),
-        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
-        ("ray://127.0.0.1:10001", "allowed: auto, local, HOST:PORT"),
-        ("nonsense", "allowed: auto, local, HOST:PORT"),
-    ],
-)
-def test_a_missing_cluster_is_one_clear_line(address, said, tmp_path):
-    others = clusters_here()
-    told = told_by(address, RAY_TMPDIR=str(tmp_path))
-    if address == "auto" and (others or clusters_here()):
-        pytest.skip("another Ray cluster runs on this machine: 'auto' may find it")
-    assert told.startswith("refused 2 ")
-    assert said in told
+def test_a_missing_cluster_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()  # a process that is gone
+    addresses = ("auto", "127.0.0.1:1", "ray://127.0.0.1:10001", "nonsense")
+    told = told_by(*addresses, blind=tmp_path, RAY_TMPDIR=str(tmp_path))
+    assert all(line.startswith("refused 2 ") for line in told)
+    assert "there is no Ray cluster on this machine; start one with 'ray start --head'" in told[0]
+    assert "no Ray cluster answers at 127.0.0.1:1" in told[1]
+    assert "allowed: auto, local, HOST:PORT" in told[2]
+    assert "allowed: auto, local, HOST:PORT" in told[3]
 
 
-def test_the_address_in_the_environment_is_asked_first():
-    assert "no Ray cluster answers at 127.0.0.1:1" in told_by(None, RAY_ADDRESS="127.0.0.1:1")
+def test_a_running_cluster_is_joined_by_its_address_and_by_that_of_the_environment(laptop) -> None:
+    assert told_by(laptop.address) == ["told False 1 2.0 10000 None"]
+    [missing] = told_by(None, RAY_ADDRESS="127.0.0.1:1")
+    assert "no Ray cluster answers at 127.0.0.1:1" in missing
 
 
-@pytest.mark.slow
-def test_without_an_address_one_of_this_machine_is_started_and_missing_accelerators_are_named():
-    assert told_by(None) == "told True 1 1.0 10000"
-    told = told_by("local", "H100")
-    assert told.startswith("refused 2 accelerator 'H100' is not in the cluster; allowed: none")
+def test_a_ray_of_this_machine_leaves_nothing_in_the_home_and_sigterm_is_as_ctrl_c(tmp_path: Path) -> None:
+    """Ray's own would leave a token that all later clusters want, and dump its stack on SIGTERM."""
+    with asking("local", waits=True, HOME=str(tmp_path)) as process:
+        assert process.stdout.readline() == "told True 1 1.0 10000 token\n"
+        process.terminate()
+        said, errors = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "stopped None\n")
+    assert "SIGTERM received" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_a_cluster_with_a_token_is_joined_with_the_users(tmp_path: Path) -> None:
+    """Also after a Ray of this machine, which has another token; each time the environment is as before."""
+    token, home = "ab" * 32, tmp_path / "home"
+    (home / ".ray").mkdir(parents=True)
+    place = {"HOME": str(home), "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-")}
+    start = [Path(sys.executable).with_name("ray"), "start", "--head", "--port", "0", "--num-cpus", "1"]
+    start += ["--include-dashboard", "false", "--block"]
+    given = os.environ | place | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    with subprocess.Popen(start, env=given, stdout=subprocess.PIPE, text=True) as head:
+        try:
+            next(line for line in head.stdout if "Ray runtime started" in line)
+            [file] = Path(place["RAY_TMPDIR"]).rglob("ray_current_cluster")
+            address = file.read_text().strip()
+            [refused] = told_by(address, **place)
+            told = f"refused 2 the Ray cluster at {address} wants a token, and there is none here"
+            assert refused.startswith(told)
+            (home / ".ray" / "auth_token").write_text(token)
+            told = told_by(address, "local", address, **place)
+            joined = "told False 1 1.0 10000 token"
+            assert told == [joined, "told True 1 1.0 10000 token", joined]
+            (home / ".ray" / "auth_token").write_text("cd" * 32)
+            [other] = told_by(address, **place)
+            assert f"the Ray cluster at {address} refuses the token from ~/.ray/auth_token" in other
+        finally:
+            head.terminate()
+            head.stdout.close()
+    shutil.rmtree(place["RAY_TMPDIR"])
+
+
+def test_accelerators_that_a_machine_lacks_are_named() -> None:
+    with pytest.raises(InputError, match="accelerator 'H100' is not in the cluster; allowed: none"):
+        Cluster("a:1", 1, 1, 0).require("H100")
 
 
 def test_a_cluster_of_another_version_is_named_with_both():
@@ -133,25 +179,3 @@ def test_a_start_that_takes_too_long_is_one_line():
     assert str(told).startswith("Ray did not start on this machine within the time that it allows")
     assert "\n" not in str(told)
     assert _too_slow(ValueError("another mistake")) is None
-
-
-def test_sigterm_is_as_ctrl_c() -> None:
-    """Ray's own answer, a dump of the stack and an abort, is nobody's one clear line."""
-    code = """
-import signal, time
-from darkroom.cluster.connect import connected
-try:
-    with connected("local", num_cpus=1):
-        print("up", flush=True)
-        time.sleep(60)
-except KeyboardInterrupt:
-    print("stopped", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
-"""
-    clean = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code], env=clean, **pipes) as process:
-        assert process.stdout.readline() == "up\n"
-        process.terminate()
-        said, errors = process.communicate(timeout=60)
-    assert (process.returncode, said) == (0, "stopped True\n")
-    assert "SIGTERM received" not in errors

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
 
 from darkroom.cluster.elastic import WATCHER, Span, allowed_counts, job_trainer, rounded_down
@@ -24,14 +25,17 @@ from darkroom.cluster.room import Room
 from darkroom.cluster.train import Placement, _workers
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
+from darkroom.train import train
 
 __all__ = ["recipe"]  # the fixture
 
+pytestmark = pytest.mark.xdist_group("ray")
 STEADY = "STEADY"
 NODE: dict[str, Any] = {
     "num_cpus": 1,
     "num_gpus": 0,
     "object_store_memory": 80 * 1024**2,
+    "include_log_monitor": False,
     "resources": {f"accelerator_type:{STEADY}": 1},
 }
 BOUND = 1e-6  # of the loss, in the steps right after a change
@@ -85,23 +89,23 @@ class Driver:
         return code
 
 
-@pytest.mark.slow
-def test_a_lost_node_leaves_fewer_workers_and_an_added_one_is_used(cluster, recipe, tmp_path):
-    nodes = [cluster.add_node(**NODE) for _ in range(2)]
-    cluster.wait_for_nodes()
+@pytest.mark.nightly
+def test_a_lost_node_leaves_fewer_workers_and_an_added_one_is_used(head, recipe, tmp_path):
+    nodes = [head.add_node(**NODE) for _ in range(2)]
+    head.wait_for_nodes()
     out, many = tmp_path / "run", "train.steps=100000"
-    asked = ["--engine", "ray", "--ray-address", cluster.address, "--accelerator", STEADY, "--workers", "1:4"]
+    asked = ["--engine", "ray", "--ray-address", head.address, "--accelerator", STEADY, "--workers", "1:4"]
     driver = Driver(recipe, out, *asked, many, "checkpoint.every=5", "train.log_every=1", out=out)
     try:
         driver.wait_for("2 processes .ddp")
         driver.wait_for("step +20/")
         busy = nodes_of(workers_of(out), nodes)
-        cluster.remove_node(busy[0], allow_graceful=False)
+        head.remove_node(busy[0], allow_graceful=False)
         driver.wait_for("workers were lost and are started again .1 of at most 3")
         went_on = driver.wait_for("going on after step ")
         driver.wait_for(r"step +\d+/")
         assert len(workers_of(out)) == 1
-        nodes += [cluster.add_node(**NODE) for _ in range(4)]  # five now, but five do not divide eight
+        nodes += [head.add_node(**NODE) for _ in range(4)]  # five now, but five do not divide eight
         driver.wait_for(r"there is room for 4 workers instead of [12]: saving, then going on")
         driver.wait_for("4 processes .ddp")
         driver.wait_for(r"step +\d+/")
@@ -110,8 +114,8 @@ def test_a_lost_node_leaves_fewer_workers_and_an_added_one_is_used(cluster, reci
     finally:
         driver.process.kill()
         for node in nodes:
-            if node in cluster.worker_nodes:
-                cluster.remove_node(node)
+            if node in head.worker_nodes:
+                head.remove_node(node)
     assert "saved; the same command goes on" in "".join(driver.said)
     lost_at = int(went_on.split("going on after step ")[1].split()[0].rstrip(",;:."))
     last = min(lost_at + 20, max(losses(out)))
@@ -119,35 +123,37 @@ def test_a_lost_node_leaves_fewer_workers_and_an_added_one_is_used(cluster, reci
     mine, calm = losses(out), losses(tmp_path / "calm")
     steps = range(1, last + 1)
     assert [mine[k] for k in steps] == pytest.approx([calm[k] for k in steps], abs=BOUND)
-    trained(recipe, tmp_path / "other", f"train.steps={last}", "train.log_every=1", "train.seed=1")
+    alone = ["parallel.mode=none", "parallel.devices=auto", f"train.steps={last}", "train.log_every=1"]
+    other = make_recipe(yaml.safe_load(recipe.read_text()), [*alone, "train.seed=1"])
+    train(other, out=tmp_path / "other", console=lambda _: None)
     assert losses(tmp_path / "other")[last] != pytest.approx(calm[last], abs=BOUND)
 
 
-@pytest.mark.slow
-def test_a_drained_node_is_left_before_it_goes(cluster, recipe, tmp_path):
-    nodes = [cluster.add_node(**NODE) for _ in range(2)]
-    cluster.wait_for_nodes()
+@pytest.mark.nightly
+def test_a_drained_node_is_left_before_it_goes(head, recipe, tmp_path):
+    nodes = [head.add_node(**NODE) for _ in range(2)]
+    head.wait_for_nodes()
     out, longer = tmp_path / "run", "train.steps=600"
-    asked = ["--engine", "ray", "--ray-address", cluster.address, "--accelerator", STEADY, "--workers", "1:2"]
+    asked = ["--engine", "ray", "--ray-address", head.address, "--accelerator", STEADY, "--workers", "1:2"]
     driver = Driver(recipe, out, *asked, "--max-failures", "0", longer, "checkpoint.every=1000", out=out)
     try:
         driver.wait_for("2 processes .ddp")
         driver.wait_for("step +20/")
         going = nodes_of(workers_of(out), nodes)[0]
-        drain(cluster.address, going.node_id)
+        drain(head.address, going.node_id)
         driver.wait_for("a machine is about to be taken away: saving, then going on")
         step = int(driver.wait_for("going on after step ").split("after step ")[1].split()[0].rstrip(",;:."))
         assert step >= 20  # no checkpoint was due before the end
         driver.wait_for(r"step +\d+/")
         assert len(workers_of(out)) == 1
         assert going not in nodes_of(workers_of(out), nodes)
-        cluster.remove_node(going, allow_graceful=False)  # nobody is there any more
+        head.remove_node(going, allow_graceful=False)  # nobody is there any more
         assert driver.end() == 0, driver.said
     finally:
         driver.process.kill()
         for node in nodes:
-            if node in cluster.worker_nodes:
-                cluster.remove_node(node)
+            if node in head.worker_nodes:
+                head.remove_node(node)
     assert "workers were lost" not in "".join(driver.said)
     trained(recipe, tmp_path / "calm", f"train.steps={step + 20}", "train.log_every=1")
     mine, calm = losses(out), losses(tmp_path / "calm")
@@ -178,7 +184,7 @@ def pids_of(node: Any) -> list[int]:
     return [info.process.pid for infos in node.all_processes.values() for info in infos]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_that_is_told_to_end_saves_first(recipe, tmp_path):
     out, longer = tmp_path / "run", "train.steps=300"
     asked = ["--engine", "ray", "--ray-address", "local", "--workers", "1:2", "--max-failures", "0"]

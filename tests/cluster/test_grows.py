@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 from test_cluster_train import recipe, trained
@@ -12,13 +11,14 @@ from test_elastic import Driver
 
 __all__ = ["recipe"]  # the fixture
 
+pytestmark = pytest.mark.xdist_group("ray")
 LATE = "LATE"
 NODE = {**STEADY_NODE, "num_cpus": 2, "resources": {f"accelerator_type:{LATE}": 1}}
 
 
-@pytest.mark.slow
-def test_a_job_waits_for_a_type_of_nodes_that_comes_later(cluster, recipe, tmp_path):
-    asked = ("--engine", "ray", "--ray-address", cluster.address, "--accelerator", LATE)
+@pytest.mark.nightly
+def test_a_job_waits_for_a_type_of_nodes_that_comes_later(head, recipe, tmp_path):
+    asked = ("--engine", "ray", "--ray-address", head.address, "--accelerator", LATE)
     refused = trained(recipe, tmp_path / "run", *asked, code=2)
     assert f"accelerator '{LATE}' is not in the cluster" in refused
     assert "or say --grows" in refused
@@ -28,16 +28,14 @@ def test_a_job_waits_for_a_type_of_nodes_that_comes_later(cluster, recipe, tmp_p
     stopped = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
     stopped.wait_for(f"waits for nodes of type {LATE}")
     stopped.wait_for(waits)
-    began = time.monotonic()
     assert stopped.end(signal.SIGTERM) == 1
-    assert time.monotonic() - began < 60
     assert "stopped while no worker ran; the same command goes on" in "".join(stopped.said)
 
     driver = Driver(recipe, tmp_path / "run", *asked, out=tmp_path / "run")
     driver.wait_for(waits)
-    node = cluster.add_node(**NODE)
+    node = head.add_node(**NODE)
     try:
         driver.wait_for("step 12/12")
         assert driver.end() == 0
     finally:
-        cluster.remove_node(node)
+        head.remove_node(node)

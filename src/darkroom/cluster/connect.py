@@ -9,12 +9,15 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import darkroom
+from darkroom.cluster.authentication import admitted, local_token
+from darkroom.cluster.private_ray import logs_folder, private, quiet, running_cluster, stop_log_monitor
 from darkroom.errors import DarkroomError, InputError, MissingExtra
 
 LOCAL, AUTO = "local", "auto"
@@ -44,6 +47,7 @@ class Cluster:
     python: str = ""
     local: bool = False  # started for this process alone
     grows: bool = False  # told so: nodes come when they are asked for
+    logs: Path | None = None  # where the Ray of this machine writes its logs
 
     @property
     def may_grow(self) -> bool:
@@ -114,15 +118,22 @@ def connected(
         return
     address = address or os.environ.get("RAY_ADDRESS") or LOCAL
     before = signal.getsignal(signal.SIGTERM)
-    _join(ray, address, dashboard=dashboard, num_cpus=num_cpus)
-    try:
+    with ExitStack() as held:
+        held.enter_context(quiet())
+        if address == LOCAL:
+            held.enter_context(local_token())
+            start = partial(_start, ray, dashboard=dashboard, num_cpus=num_cpus)
+        else:
+            address = _checked_address(address)
+            held.enter_context(admitted(address))
+            start = partial(_join, ray, address)
+        held.callback(_take_sigterm, before)
+        held.callback(ray.shutdown)
+        start()
         _take_sigterm(before if callable(before) else signal.default_int_handler)
         cluster = describe(local=address == LOCAL, grows=grows)
         cluster.require(accelerator)
         yield cluster
-    finally:
-        ray.shutdown()
-        _take_sigterm(before)
 
 
 @contextmanager
@@ -144,35 +155,40 @@ def _take_sigterm(handler: Any) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _join(ray: Any, address: str, *, dashboard: bool, num_cpus: int | None) -> None:
-    settings: dict[str, Any] = {
+def _settings() -> dict[str, Any]:
+    """What `ray.init` is told in both cases."""
+    return {
         "runtime_env": {"env_vars": worker_environment()},
         "namespace": NAMESPACE,
         "log_to_driver": False,  # what a job has to say comes through its own console
         "logging_level": logging.ERROR,
         "configure_logging": True,
     }
-    if address == LOCAL:
-        # Ray would put its workers behind every other process of the machine.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # It takes an address from the environment even where none is asked for.
-        settings |= {"include_dashboard": dashboard, "dashboard_host": "127.0.0.1", "num_cpus": num_cpus}
-        try:
-            # What Ray collects of each process is for its dashboard.
-            with nullcontext() if dashboard else unless_set("REPORTER_UPDATE_INTERVAL_MS", "3600000"):
-                ray.init(address=LOCAL, **settings)
-        except Exception as error:  # Ray has no class of its own for this
-            if (told := _too_slow(error)) is None:
-                raise
-            raise told from error
-        with suppress(AttributeError):  # not public: a later Ray may have it elsewhere
-            # Nobody reads what it would bring to the driver, and it looks for that ten times a second.
-            ray._private.worker._global_node.kill_log_monitor(check_alive=False)
-        return
-    _check_address(address)
+
+
+def _start(ray: Any, *, dashboard: bool, num_cpus: int | None) -> None:
+    """A Ray of this machine alone."""
+    # Ray would put its workers behind every other process of the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # It would start as many interpreters as there are CPUs before anything is asked of them.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    more = {"include_dashboard": dashboard, "dashboard_host": "127.0.0.1", "num_cpus": num_cpus}
     try:
-        ray.init(address=address, **settings)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        # What Ray collects of each process is for its dashboard.
+        with nullcontext() if dashboard else unless_set("REPORTER_UPDATE_INTERVAL_MS", "3600000"):
+            # It takes an address from the environment even where none is asked for.
+            ray.init(address=LOCAL, **_settings(), **more)
+    except Exception as error:  # Ray has no class of its own for this
+        if (told := _too_slow(error)) is None:
+            raise
+        raise told from error
+    stop_log_monitor()  # nobody reads what it would bring
+
+
+def _join(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address, **_settings())
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
         raise _refused(ray, address, error) from error
 
 
@@ -188,24 +204,31 @@ def _too_slow(error: Exception) -> DarkroomError | None:
     )
 
 
-def _check_address(address: str) -> None:
-    """InputError for an address of another kind, or where nothing answers."""
+def _checked_address(given: str) -> str:
+    """HOST:PORT of a cluster that answers; InputError for an address of another kind, or where none does."""
     mend = "start one with 'ray start --head', give --ray-address HOST:6379, or local for this machine alone"
+    address = given
+    if given == AUTO:
+        try:
+            address = running_cluster() or ""
+        except (ConnectionError, ValueError):  # an address in the environment that is none
+            address = os.environ.get("RAY_ADDRESS", "")
+        if not address:
+            raise InputError("there is no Ray cluster on this machine", mend=mend)
     if "://" in address:
         raise InputError(
             f"Ray address '{address}'",
             allowed="auto, local, HOST:PORT",
             mend="run the command on the cluster itself, or with 'ray job submit'",
         )
-    if address == AUTO:
-        return
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
         raise InputError(f"Ray address '{address}'", allowed="auto, local, HOST:PORT")
     try:
         socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise InputError(f"no Ray cluster answers at {address} ({error})", mend=mend) from None
+    return address
 
 
 def _refused(ray: Any, address: str, error: Exception) -> InputError:
@@ -219,12 +242,6 @@ def _refused(ray: Any, address: str, error: Exception) -> InputError:
             f"the Ray cluster at {address} runs {other}, "
             f"this machine Ray {ray.__version__} and Python {mine}",
             mend="install the same on both",
-        )
-    if address == AUTO:
-        return InputError(
-            "there is no Ray cluster on this machine",
-            mend="start one with 'ray start --head', give --ray-address HOST:6379, or local for this machine "
-            "alone",
         )
     first = " ".join(told.split())[:200]
     return InputError(
@@ -256,6 +273,7 @@ def describe(*, local: bool = False, grows: bool = False) -> Cluster:
         python=".".join(map(str, sys.version_info[:3])),
         local=local,
         grows=grows,
+        logs=logs_folder(),
     )
 
 
@@ -264,9 +282,7 @@ def _planned() -> frozenset[str]:
 
     None of open-source Ray's autoscalers does: there `grows` says it.
     """
-    import ray
-
-    config = ray._private.state.state.get_cluster_config()
+    config = private("cluster_config")()
     groups = config.node_group_configs if config is not None else ()
     return frozenset(
         name.removeprefix(TYPE)

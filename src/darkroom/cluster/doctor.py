@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from darkroom.cluster.authentication import refuses
 from darkroom.cluster.connect import TYPE, Cluster, connected
 from darkroom.cluster.probe import About, Probe, opened
 from darkroom.errors import InputError, MissingExtra
 from darkroom.hardware import Check
 
-ANSWER_S = 120.0  # torch is imported on every node
-STRANGER_S = 5.0
+ANSWER_S = 120.0  # torch is imported where there are GPUs
 NETWORK_S = 1.0
 STREAMS = 4
 MOST_PAIRS = 16  # of nodes, between which the network is measured
@@ -100,7 +100,7 @@ def _probed() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    asked = [node.probe.about.remote(os.getcwd()) for node in nodes]
+    asked = [node.probe.about.remote(os.getcwd(), int(node.resources.get("GPU", 0))) for node in nodes]
     ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
     for node, answer in zip(nodes, asked, strict=True):
         try:
@@ -118,28 +118,13 @@ def _cluster(cluster: Cluster) -> Check:
 def _authentication(cluster: Cluster) -> Check:
     if cluster.local:
         return Check("authentication", True, "not needed: Ray on this machine alone")
-    refused = refuses_strangers(cluster.address)
+    refused = refuses(cluster.address)
     mend = "set RAY_AUTH_MODE=token for 'ray start' on every node, and here: docs/scale.md, Security"
     if refused is None:
         detail = "not known: the cluster could not be called without a token"
     else:
         detail = "by token" if refused else "off: whoever reaches the cluster's ports runs programs on it"
     return Check("authentication", bool(refused), detail, "" if refused else mend, optional=True)
-
-
-def refuses_strangers(address: str) -> bool | None:
-    """Whether a cluster refuses a call that brings no token; None where it cannot be asked."""
-    try:
-        import grpc  # type: ignore[import-untyped]
-    except ImportError:
-        return None
-    with grpc.insecure_channel(address) as channel:
-        try:
-            channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")(b"", timeout=STRANGER_S)
-        except grpc.RpcError as error:
-            refused: bool = error.code() is grpc.StatusCode.UNAUTHENTICATED
-            return refused or None
-    return False
 
 
 def _silent(nodes: Sequence[Node]) -> Iterator[Check]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.cluster.connect import unless_set
+from darkroom.cluster.private_ray import private, to_extend
 from darkroom.errors import InputError, RecipeError
 
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
@@ -112,13 +113,10 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
     with this job (`local`) that which looks for nodes that go (unless the user asked for it), that which
     clears up after a dead job and, where the number of workers is fixed, that which asks for nodes.
     """
-    from ray.train.torch import TorchTrainer
-    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    names = ("DatasetsCallback", "PlacementGroupCleanerCallback") if local else ("DatasetsCallback",)
+    useless = tuple(private(name) for name in names)
 
-    useless = (DatasetsCallback, PlacementGroupCleanerCallback) if local else (DatasetsCallback,)
-
-    class Trainer(TorchTrainer):  # type: ignore[misc]
+    class Trainer(to_extend("TorchTrainer")):  # type: ignore[misc]
         """As TorchTrainer, but for the policies and the processes left out."""
 
         def _create_default_callbacks(self) -> list[Any]:
@@ -139,13 +137,10 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
 def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any:
     """Ray's elastic policy, rounded to allowed counts; instead of cutting workers off it asks for a pause."""
     import ray
-    from ray.train.v2._internal.execution.scaling_policy import (
-        ElasticScalingPolicy,
-        NoopDecision,
-        ResizeDecision,
-    )
 
-    class Policy(ElasticScalingPolicy):  # type: ignore[misc]
+    noop, resize = private("NoopDecision"), private("ResizeDecision")
+
+    class Policy(to_extend("ElasticScalingPolicy")):  # type: ignore[misc]
         """Counts workers that fit on the nodes that live."""
 
         def _count_possible_workers(self, reserved_resources: Any) -> int:
@@ -156,19 +151,18 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
 
         def make_decision_for_running_worker_group(self, worker_group_state: Any, **status: Any) -> Any:
             decision = super().make_decision_for_running_worker_group(worker_group_state, **status)
-            if isinstance(decision, ResizeDecision):
+            if isinstance(decision, resize):
                 why = f"there is room for {decision.num_workers} workers"
                 ray.get(mail.ask_pause.remote(f"{why} instead of {worker_group_state.num_workers}"))
-            return NoopDecision()
+            return noop()
 
     return Policy(scaling_config)
 
 
 def unasking_policy(scaling_config: Any) -> Any:
     """Ray's policy of a fixed number of workers, for a machine beside which there will be no other."""
-    from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
-    class Policy(FixedScalingPolicy):  # type: ignore[misc]
+    class Policy(to_extend("FixedScalingPolicy")):  # type: ignore[misc]
         """Asks nobody for nodes."""
 
         def after_controller_start(self, train_run_context: Any) -> None:
@@ -183,12 +177,13 @@ def unasking_policy(scaling_config: Any) -> Any:
 def failure_policy(failure_config: Any, mail: Any) -> Any:
     """Ray's policy, for which a pause is no failure."""
     import ray
-    from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy, FailureDecision
 
-    class Policy(DefaultFailurePolicy):  # type: ignore[misc]
+    retry = private("FailureDecision.RETRY")
+
+    class Policy(to_extend("DefaultFailurePolicy")):  # type: ignore[misc]
         def make_decision(self, training_failed_error: Exception) -> Any:
             if ray.get(mail.end_pause.remote()):
-                return FailureDecision.RETRY
+                return retry
             return super().make_decision(training_failed_error)
 
     return Policy(failure_config)
@@ -196,9 +191,8 @@ def failure_policy(failure_config: Any, mail: Any) -> Any:
 
 def listening_callback() -> Any:
     """What has every worker note SIGTERM instead of dying of it."""
-    from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 
-    class Listening(WorkerGroupCallback):  # type: ignore[misc]
+    class Listening(to_extend("WorkerGroupCallback")):  # type: ignore[misc]
         def after_worker_group_start(self, worker_group: Any) -> None:
             worker_group.execute(note_sigterm)
 
@@ -219,12 +213,10 @@ def note_sigterm() -> None:
 
 def why_leave() -> str:
     """In a worker: why this machine or process is about to go, or nothing."""
-    from ray.train.v2._internal.execution.context import get_train_context
-
     if TOLD_TO_END.is_set():
         return f"rank {os.environ.get('RANK', '?')} was told to end"
     try:
-        info = get_train_context().preemption_context.preemption_info
+        info = private("train_context")().preemption_context.preemption_info
     except (RuntimeError, AttributeError) as error:  # not public: a later Ray may have it elsewhere
         logging.getLogger(__name__).debug("pre-emption is not looked for: %s", error)
         return ""

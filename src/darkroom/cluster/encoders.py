@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from darkroom.cluster.connect import TYPE
@@ -31,6 +31,7 @@ class Bounds:
     most: int = 1
     accelerator: str | None = None  # a type as Ray names it, such as A10G; None: whatever there is
     fraction: float = 1.0  # of a GPU, or of a CPU core, for each encoder
+    shares: bool = False  # the CPUs of one machine with all else: Ray is asked for none
 
     @classmethod
     def parsed(cls, number: str, accelerator: str | None = None, fraction: float = 1.0) -> Bounds:
@@ -48,6 +49,8 @@ def options_of(bounds: Bounds) -> dict[str, Any]:
     """The resources that one encoder asks Ray for: a share of a GPU where nodes of the type have any."""
     import ray
 
+    if bounds.shares:
+        return {"num_gpus": 0, "num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
     name = None if bounds.accelerator is None else TYPE + bounds.accelerator
     resources = [
         n["Resources"] for n in ray.nodes() if n["Alive"] and (name is None or name in n["Resources"])
@@ -206,6 +209,20 @@ def last_line(error: BaseException) -> str:
     return (lines[-1] if lines else type(error).__name__)[:300]
 
 
+def on_one_machine(bounds: Bounds, nodes: Sequence[dict[str, float]], reserved: float = 0.0) -> Bounds:
+    """The bounds on a single machine whose CPUs do not go round: encoding and decoding share them.
+
+    Those that training takes are `reserved`. Several nodes, and encoders on GPUs or more of them than the
+    machine has CPUs for, stay as they are.
+    """
+    if len(nodes) != 1 or nodes[0].get("GPU") or bounds.accelerator is not None:
+        return bounds
+    cpus = nodes[0].get("CPU", 0.0)
+    if bounds.least * bounds.fraction > cpus or cpus - reserved - bounds.least * bounds.fraction >= 1:
+        return bounds
+    return replace(bounds, shares=True, most=min(bounds.most, int(cpus / bounds.fraction)))
+
+
 def check_room(bounds: Bounds, nodes: Sequence[dict[str, float]], words: Words = PREPARE) -> None:
     """InputError when encoders find no room, each whole on one node, or would leave no CPU to decode with.
 
@@ -213,8 +230,8 @@ def check_room(bounds: Bounds, nodes: Sequence[dict[str, float]], words: Words =
     """
     name = None if bounds.accelerator is None else TYPE + bounds.accelerator
     fitting = [node for node in nodes if name is None or name in node]
-    if not fitting:
-        return  # their nodes are still to come
+    if not fitting or bounds.shares:
+        return  # their nodes are still to come, or there is one for all
     kind = "GPU" if any(node.get("GPU", 0) for node in fitting) else "CPU"
     room, left = sum(_whole(node.get(kind, 0.0), bounds.fraction) for node in fitting), ""
     if kind == "CPU":

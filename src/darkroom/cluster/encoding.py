@@ -3,6 +3,8 @@
 A block is the rows of one rank's share of a global batch that the trainer itself would have encoded in one
 call, so the numbers are those of `data.encode=inline`. Crops, flips and dropped captions are drawn where the
 rows are read, from (seed, epoch, row) alone.
+
+torch is imported where it is used: the keeper takes the encoder's class from here and needs none of it.
 """
 
 from __future__ import annotations
@@ -11,19 +13,15 @@ import os
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.encoders import device_here
 from darkroom.cluster.seen import check_here
 from darkroom.cluster.usage import Seconds
-from darkroom.data import Store
-from darkroom.data.loader import Assembler, ReadSettings, row_assembler
-from darkroom.data.order import BatchRows
-from darkroom.prepare.encoders import TextEncoder, VaeEncoder
-from darkroom.prepare.making import token_ids
+
+if TYPE_CHECKING:
+    from darkroom.data.loader import Assembler, ReadSettings
+    from darkroom.data.order import BatchRows
 
 Columns = dict[str, Any]
 
@@ -75,6 +73,9 @@ def asked(source: Source, rows: BatchRows, most: int) -> list[OnlineAsk]:
 @lru_cache(maxsize=4)
 def _assembler(source: Source) -> Assembler:
     """One a worker and source: the store is opened once."""
+    from darkroom.data import Store
+    from darkroom.data.loader import row_assembler
+
     check_here(source.store)
     store = Store.open(source.store, version=source.version)
     return row_assembler(store, source.read.model_copy(update={"draws": ()}))
@@ -82,6 +83,11 @@ def _assembler(source: Source) -> Assembler:
 
 def read_rows(ask: OnlineAsk, tokenizers: tuple[Any, ...] | None) -> tuple[Columns, Seconds]:
     """The CPU stage: pixels cut as this epoch has them, and captions or, with tokenizers, their token ids."""
+    import numpy as np
+    import torch
+
+    from darkroom.prepare.making import token_ids
+
     began = time.perf_counter()
     columns = dict(_assembler(ask.source).build(ask.rows).columns)
     if tokenizers and "caption" in columns:
@@ -97,6 +103,8 @@ class OnlineEncoder:
     """An encoder actor of an online feed."""
 
     def __init__(self, parts: Parts) -> None:
+        from darkroom.prepare.encoders import TextEncoder, VaeEncoder
+
         device = device_here()
         self._vae = VaeEncoder(parts.vae, device=device)
         encoders, tokenizers = parts.text_encoders, parts.tokenizers
@@ -108,6 +116,8 @@ class OnlineEncoder:
 
     def encode(self, columns: Columns, ask: OnlineAsk) -> tuple[Columns, Seconds]:
         """Moments in place of pixels, states in place of token ids."""
+        import torch
+
         began = time.perf_counter()
         out = {name: value for name, value in columns.items() if name not in ("pixels", "ids")}
         # Ray's arrays cannot be written to, and torch wants what it can.

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from darkroom.cluster.connect import describe
-from darkroom.cluster.encoders import QUEUE, Bounds, check_room
+from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
 from darkroom.cluster.encoding import OnlineEncoder, Parts, Source, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
+from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_nodes, stores_here
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import ONLINE, Use
@@ -75,7 +76,13 @@ def online(
     cluster.require(bounds.accelerator)
     if waits := cluster.waits_for(bounds.accelerator):
         say(waits)
-    cpus = math.inf if cluster.may_grow else _spare_cpus(bounds, reserved_cpus)
+    cpus = math.inf
+    if not cluster.may_grow:
+        nodes = resources_of_nodes()
+        bounds = on_one_machine(bounds, nodes, reserved_cpus)
+        cpus = _spare_cpus(bounds, nodes, reserved_cpus)
+    if bounds.shares:
+        say(f"reading, encoding and training share this machine's {cluster.cpus:g} CPUs")
     for store in stores_here(recipe):
         check_nodes(store, say)  # any of them may be the one that reads
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -84,7 +91,7 @@ def online(
     keeper = ray.remote(num_cpus=0, scheduling_strategy=here)(Keeper).remote(bounds, encoder)
     try:
         with _waits_said(keeper, say):
-            yield OnlineFeed(keeper, settings, cpus)
+            yield OnlineFeed(keeper, settings, cpus, bounds.shares)
         for line in ray.get(keeper.lines.remote()):
             say(line)
     finally:
@@ -118,20 +125,18 @@ def _waits_said(keeper: Any, say: Say) -> Iterator[None]:
         thread.join(LAST_WORD_S)
 
 
-def _spare_cpus(bounds: Bounds, reserved: float) -> float:
+def _spare_cpus(bounds: Bounds, nodes: list[dict[str, float]], reserved: float) -> float:
     """CPUs that are left to read and cut with; InputError where there are none."""
-    import ray
-
-    nodes: list[dict[str, float]] = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     total = sum(node.get("CPU", 0.0) for node in nodes)
+    if bounds.shares:
+        return total
     if total - reserved < 1:
         raise InputError(
             f"the cluster has {total:g} CPUs and training takes {reserved:g}",
             allowed="at least one more, to read and decode with",
             mend="add nodes, or set data.encode=inline",
         )
-    nodes.append({"CPU": -reserved})
-    check_room(bounds, nodes, ONLINE)
+    check_room(bounds, [*nodes, {"CPU": -reserved}], ONLINE)
     on_gpu = any(node.get("GPU", 0) for node in nodes)
     return max(1.0, total - reserved - bounds.least * (0.1 if on_gpu else bounds.fraction))
 
@@ -146,6 +151,7 @@ class OnlineFeed:
     keeper: Any
     settings: OnlineSettings
     cpus: float  # that the cluster leaves to read and cut with
+    shares: bool = False  # one machine's CPUs, of which then no task takes any for itself
 
     def bound(
         self,
@@ -157,14 +163,13 @@ class OnlineFeed:
         ranks: Ranks,
     ) -> Feed:
         """The stream of this rank's batches of a job."""
-        import ray
 
         [store] = stores
         parts = _parts(recipe, task)
-        ranks.in_turn(lambda: ray.get(self.keeper.hold.remote(parts)))
+        ranks.in_turn(lambda: self._hold(parts))
         source = Source(str(store.path), store.version, task.read)
         pin = device.type == "cuda"
-        job = _Job(self.keeper, self.cpus, recipe, source, order, ranks, parts.tokenizers, pin)
+        job = _Job(self.keeper, self.cpus, self.shares, recipe, source, order, ranks, parts.tokenizers, pin)
 
         @contextmanager
         def feed(k: int) -> Iterator[Iterator[Columns]]:
@@ -175,6 +180,13 @@ class OnlineFeed:
                 stream.close()
 
         return feed
+
+    def _hold(self, parts: Parts) -> None:
+        """Hand the keeper the parts, unless another rank has."""
+        import ray
+
+        if not ray.get(self.keeper.holds.remote(parts.identity)):
+            ray.get(self.keeper.hold.remote(parts.identity, [ray.put(parts)]))
 
 
 def _parts(recipe: Recipe, task: Task) -> Parts:
@@ -199,6 +211,7 @@ class _Job:
 
     keeper: Any
     cpus: float
+    shares: bool
     recipe: Recipe
     source: Source
     order: SampleOrder
@@ -243,7 +256,11 @@ class Stream:
         self._changed = threading.Condition()
         bounds = Bounds.parsed(str(self._settings.encoders), None, 1.0)
         cpu_workers = share_of(self._settings.cpu_workers, job.ranks)
-        read: Any = ray.remote(read_rows).options(num_cpus=1, num_returns=2, max_retries=MOST_TRIES)
+        if job.shares:
+            cpu_workers = min(cpu_workers, max(1, int(job.cpus)))
+        read: Any = ray.remote(read_rows).options(
+            num_cpus=0 if job.shares else 1, num_returns=2, max_retries=MOST_TRIES
+        )
         tokenizers = ray.put(job.tokenizers)
         use = Use(cpu_workers, job.cpus, ONLINE)
         self._pool = SharedPool(job.keeper, job.ranks.rank, bounds, use)
@@ -270,7 +287,7 @@ class Stream:
     def __next__(self) -> Columns:
         if self._next >= self._end:
             raise StopIteration
-        limit_s, began = self._settings.timeout_s, time.monotonic()
+        limit_s, began, counts = self._settings.timeout_s, time.monotonic(), self.stages.use.begun
         with self._changed:
             there = self._changed.wait_for(lambda: self._error or self._next in self._made, limit_s)
             if self._error is not None:
@@ -284,7 +301,7 @@ class Stream:
             batch = self._made.pop(self._next)
             self._next += 1
             self._changed.notify_all()
-        if self.stages.use.begun:
+        if counts:  # what starts up is not waited for
             self.stages.use.waited_s += time.monotonic() - began
         return batch
 

@@ -1,7 +1,8 @@
 """The keeper of an online feed: an actor beside the driver that holds the encoders for all ranks.
 
 It outlives the workers that train, who may be started again, fewer or more of them. A rank asks it from time
-to time which encoders are up, and tells what it waits for and how busy its stages were.
+to time which encoders are up, and tells what it waits for and how busy its stages were. The keeper has
+a reference to the encoders' parts and never the parts: it imports nothing that they are made of.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from darkroom.cluster.encoders import QUEUE, Bounds, Encoder, Pool
-from darkroom.cluster.encoding import Parts
 from darkroom.cluster.usage import Use, together
 from darkroom.errors import DarkroomError
 
@@ -43,16 +43,29 @@ class Keeper:
         self._ranks: dict[int, Told] = {}
         self._lost = 0
 
-    def hold(self, parts: Parts) -> None:
-        """Start encoders with these parts, unless they are there."""
+    def holds(self, identity: str) -> bool:
+        """Whether the encoders hold these parts."""
+        return self._pool is not None and self._identity == identity
+
+    def hold(self, identity: str, parts: list[Any]) -> None:
+        """Start encoders with these parts, unless they are there.
+
+        `parts` is a rank's reference to them, in a list so that Ray does not resolve it. A task on this
+        machine copies them, so that the keeper owns what encoders start from when the rank is gone.
+        """
         import ray
 
-        if self._pool is not None and self._identity == parts.identity:
+        if self.holds(identity):
             return
         self.close()
-        held, actor = ray.put(parts), ray.remote(self._encoder)
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        held = ray.remote(as_it_is).options(num_cpus=0, scheduling_strategy=here).remote(parts[0])
+        ray.wait([held], fetch_local=False)
+        actor = ray.remote(self._encoder)
         self._pool = Pool(self._bounds, lambda options: actor.options(**options).remote(held))
-        self._identity, self._ranks = parts.identity, {}
+        self._identity, self._ranks = identity, {}
 
     def state(self, rank: int, told: Told) -> list[tuple[int, Any]]:
         """The encoders that are up, by number."""
@@ -94,6 +107,11 @@ class Keeper:
             self._lost += self._pool.lost
             self._pool.close()
             self._pool = None
+
+
+def as_it_is(parts: Any) -> Any:
+    """A copy of its own: what a task returns belongs to who started it."""
+    return parts
 
 
 class SharedPool(Pool):

@@ -42,9 +42,13 @@ class Mail:
         self.starts += 1
         return self.starts, self.pauses
 
+    def new_starts(self) -> int:
+        """How often workers were started again because some were lost."""
+        return max(0, self.starts - 1 - self.pauses)
+
     def newly_lost(self) -> int:
-        """How often workers were lost so far, where that grew since it was asked; 0 otherwise."""
-        lost, before = self.starts - 1 - self.pauses, self.told
+        """The same where it grew since it was asked; 0 otherwise."""
+        lost, before = self.new_starts(), self.told
         self.told = lost
         return lost if lost > before else 0
 

@@ -27,7 +27,8 @@ import pyarrow as pa
 
 from darkroom import models
 from darkroom.cluster.connect import connected
-from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, options_of
+from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, on_one_machine, options_of
+from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_here, check_nodes
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import Seconds, Use
@@ -106,7 +107,8 @@ def prepare_on_ray(
         if waits := cluster.waits_for(bounds.accelerator):
             say(waits)
         if not cluster.may_grow:
-            check_room(bounds, _nodes())
+            bounds = on_one_machine(bounds, resources_of_nodes())
+            check_room(bounds, resources_of_nodes())
         place = Path(store).resolve()
         if place.is_dir():  # where it is not, prepare says so
             check_nodes(str(place), say)
@@ -116,12 +118,6 @@ def prepare_on_ray(
         for column in report.columns:
             shutil.rmtree(place / "_prepare" / f"{column}.{PARTS}", ignore_errors=True)
         return ClusterReport(**vars(report), cluster=cluster.line(), **engine.told())
-
-
-def _nodes() -> list[dict[str, float]]:
-    import ray
-
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 @dataclass(frozen=True)
@@ -138,7 +134,7 @@ class _Sized:
     def fit(self, use: Use, encoders: int) -> None:
         """Set how many, while so many encoders are up."""
         each = 0.1 if options_of(self.bounds).get("num_gpus") else self.bounds.fraction
-        total = sum(node.get("CPU", 0.0) for node in _nodes())
+        total = sum(node.get("CPU", 0.0) for node in resources_of_nodes())
         spare = max(1, int(total - each * max(encoders, self.bounds.least)))
         more = max(ASKED_AHEAD, spare // 2) if self.grows else 0
         use.cpu_workers, use.cpus = self.said or spare + more, spare
@@ -175,7 +171,8 @@ class _Engine:
         light = ray.put(replace(work.column, encode=Elsewhere()))
         encoder: Any = ray.remote(BlockEncoder)
         pool = Pool(self._bounds, lambda options: encoder.options(**options).remote(column))
-        cut: Any = ray.remote(cut_block).options(num_cpus=1, num_returns=2, max_retries=MOST_TRIES)
+        each = 0 if self._bounds.shares else 1
+        cut: Any = ray.remote(cut_block).options(num_cpus=each, num_returns=2, max_retries=MOST_TRIES)
         use = Use(1)
         stages = Stages(pool, lambda ask: tuple(cut.remote(ask, light)), use)
         fragments = _Fragments(work)

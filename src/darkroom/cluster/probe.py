@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -25,7 +26,6 @@ class About:
     host: str
     versions: dict[str, str]
     gpus: tuple[str, ...]  # names, as torch sees them
-    memory_bytes: int
     cwd_seen: bool  # whether the driver's folder is there
 
 
@@ -37,18 +37,17 @@ class Probe:
         self._times: list[float] = []
         self._server: socket.socket | None = None
 
-    def about(self, folder: str) -> About:
-        """What runs here. Imports torch, which takes a while."""
+    def about(self, folder: str, counted: int) -> About:
+        """What runs here. Imports torch, which takes a while, where there are GPUs or Ray counts some."""
         import darkroom
-        from darkroom.hardware import machine, versions
+        from darkroom.hardware import versions
 
-        here, found = machine(), versions()
+        found = versions()
         found["darkroom"] = darkroom.__version__
         return About(
             host=socket.gethostname(),
             versions={name: found.get(name, "missing") for name in COMPARED},
-            gpus=tuple(device.name for device in here.devices),
-            memory_bytes=here.memory_bytes,
+            gpus=_gpus() if counted or _may_have_gpus() else (),
             cwd_seen=Path(folder).is_dir(),
         )
 
@@ -145,6 +144,18 @@ class Probe:
         filesystem, root = opened(storage)
         with suppress(OSError):
             filesystem.rm_file(f"{root}/{name}")
+
+
+def _may_have_gpus() -> bool:
+    """Whether a driver has left a device file here; elsewhere than on Linux torch is asked."""
+    devices = ("nvidiactl", "kfd", "dxg")  # NVIDIA's, AMD's, Windows' own Linux
+    return sys.platform != "linux" or any(Path("/dev", name).exists() for name in devices)
+
+
+def _gpus() -> tuple[str, ...]:
+    from darkroom.hardware import machine
+
+    return tuple(device.name for device in machine().devices)
 
 
 def _pour(connection: socket.socket, until: float, token: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from darkroom.cluster.connect import TYPE, Cluster
+from darkroom.cluster.private_ray import private
 
 WAIT_SAID_S = 15.0  # how often it is said that a job waits
 
@@ -38,12 +39,16 @@ class Room:
         return f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
 
 
-def room_of(cluster: Cluster, accelerator: str | None) -> Room:
-    """The nodes that live, of a type where one is asked for."""
+def resources_of_nodes() -> list[dict[str, float]]:
+    """What each node that lives has."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = [has for has in nodes if accelerator is None or f"{TYPE}{accelerator}" in has]
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def room_of(cluster: Cluster, accelerator: str | None) -> Room:
+    """The nodes that live, of a type where one is asked for."""
+    fit = [has for has in resources_of_nodes() if accelerator is None or f"{TYPE}{accelerator}" in has]
     return Room(
         tuple((has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in fit), cluster.may_grow, cluster.local
     )
@@ -55,7 +60,7 @@ def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str
 
     nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     fit = {node: has for node, has in nodes.items() if accelerator is None or f"{TYPE}{accelerator}" in has}
-    left = ray._private.state.available_resources_per_node()
+    left = private("free_by_node")()
     asked = {kind: amount for kind, amount in (("GPU", gpus), ("CPU", cpus)) if amount}
     needs = [f"{amount:g} {kind}s" for kind, amount in asked.items()]
     free = [
@@ -63,5 +68,7 @@ def waiting(what: str, cpus: float, gpus: float, accelerator: str | None) -> str
         f"{sum(has.get(kind, 0) for has in fit.values()):g} {kind}s"
         for kind in asked
     ]
+    if not asked:
+        return f"waiting for {what} to start, which share this machine's CPUs with all else"
     of = f" on a node of type {accelerator} ({len(fit)} up)" if accelerator is not None else ""
     return f"waiting for {what} to start: each needs {' and '.join(needs)}{of}; free: {', '.join(free)}"

@@ -31,6 +31,7 @@ from darkroom.cluster.elastic import (
 )
 from darkroom.cluster.feed import online
 from darkroom.cluster.mail import Mail
+from darkroom.cluster.private_ray import private, to_extend
 from darkroom.cluster.room import WAIT_SAID_S, Room, room_of, waiting
 from darkroom.cluster.seen import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
@@ -64,6 +65,10 @@ class Placement:
     max_failures: int = 3  # how often lost workers are started again
     grows: bool = False  # the cluster has an autoscaler: what it lacks is waited for
     monitor_s: float = MONITOR_S  # how often it is looked whether more or fewer workers fit
+
+
+class Lost(DarkroomError):
+    """Workers, or what runs them, are gone or ended with an error; more of it is in Ray's logs."""
 
 
 class WorkersFailed(DarkroomError):
@@ -100,7 +105,10 @@ def train(
         room = room_of(cluster, placement.accelerator)
         counts = _workers(recipe, placement, room)
         target = _target(recipe, Path(out).absolute(), resume)
-        return _run(recipe, target, resume, counts, placement, room, console)
+        try:
+            return _run(recipe, target, resume, counts, placement, room, console)
+        except Lost as error:
+            raise DarkroomError(f"{error}; Ray's logs are in {cluster.logs}") from error
 
 
 # ---- where
@@ -200,7 +208,8 @@ def _run(
     made = ray.get(mail.what_was_made.remote())
     if made is not None and (failure is None or isinstance(failure, Stopped)):
         return _result(made)
-    raise _why(failure, ray.get(mail.failed.remote()), placement.max_failures) from failure
+    told, starts = ray.get([mail.failed.remote(), mail.new_starts.remote()])
+    raise _why(failure, told, placement.max_failures, starts) from failure
 
 
 def _at_once(recipe: Recipe, counts: list[int], placement: Placement, room: Room) -> int:
@@ -246,9 +255,8 @@ def _trainer(
 def _known_callback(mail: Any) -> Any:
     """What has Ray Train's controller leave its handle, so that the driver can end it."""
     import ray
-    from ray.train.v2._internal.execution.callback import ControllerCallback
 
-    class Known(ControllerCallback):  # type: ignore[misc]
+    class Known(to_extend("ControllerCallback")):  # type: ignore[misc]
         def after_controller_start(self, train_run_context: Any) -> None:
             ray.get(mail.control.remote(ray.get_runtime_context().current_actor))
 
@@ -293,7 +301,7 @@ def _followed(
             say(line)
     except ray.exceptions.RayError as error:
         first = str(error).splitlines()[0][:200]
-        raise DarkroomError(f"the Ray cluster is gone ({first}); the same command goes on") from error
+        raise Lost(f"the Ray cluster is gone ({first}); the same command goes on") from error
     finally:
         _end(thread, mail)
     return ended[0] if ended else None
@@ -352,28 +360,40 @@ def _result(made: dict[str, Any]) -> TrainResult:
     )
 
 
-def _why(failure: Exception | None, told: list[tuple[str, int, bool, str]], retries: int) -> DarkroomError:
-    """The one error that a user should read."""
+def _why(
+    failure: Exception | None, told: list[tuple[str, int, bool, str]], retries: int, starts: int = 0
+) -> DarkroomError:
+    """The one error that a user should read. `starts`: how often workers were in fact started again."""
+    import ray
+    from ray.train import WorkerGroupError
+
     for kind, code, final, message in told:
         if final:
             return Stopped(message) if kind == Stopped.__name__ else WorkersFailed(message, code)
     if isinstance(failure, Stopped):
         return failure
-    again = f"after {retries} new starts (--max-failures)" if retries else "and --max-failures is 0"
     go_on = "the same command goes on from the last checkpoint"
+    if isinstance(failure, ray.exceptions.RayActorError):
+        again = f", after {starts} new starts of the workers" if starts else ""
+        return Lost(
+            f"Ray Train's controller was lost: its process was killed (was memory short?){again}; {go_on}"
+        )
+    if failure is None or isinstance(failure, WorkerGroupError):  # that is, none is left
+        again = f"after {retries} new starts (--max-failures)" if retries else "and --max-failures is 0"
+    else:
+        again = f"after {starts} new starts"
     if lost := _lost(failure):
-        return DarkroomError(f"{lost}, {again}; {go_on}")
+        return Lost(f"{lost}, {again}; {go_on}")
     causes = [message for kind, _, _, message in told if kind != LOST] or [end[3] for end in told]
     cause = causes[-1] if causes else " ".join(str(failure).split())[:300]
-    return DarkroomError(f"{cause}, {again}; {go_on}")
+    return Lost(f"{cause}, {again}; {go_on}")
 
 
 def _lost(failure: Exception | None) -> str:
     """Which workers are gone, as words; nothing where all lived and told an error."""
-    from ray.train.v2._internal.exceptions import RayTrainError
-
+    lost = private("RayTrainError")
     failures = getattr(failure, "worker_failures", {})
-    gone = [rank for rank, error in failures.items() if isinstance(error, RayTrainError)]
+    gone = [rank for rank, error in failures.items() if isinstance(error, lost)]
     if not gone:
         return ""
     names = f"rank {gone[0]} was" if len(gone) == 1 else f"ranks {', '.join(map(str, sorted(gone)))} were"
