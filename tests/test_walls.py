@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,28 @@ def test_nothing_is_unpickled_and_no_remote_code_is_trusted():
         for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             if ast.unparse(call.func) == "torch.load":
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
+
+
+HOLDS = {"Tensor", "Module"}
+"""Whose text is long and slow to make, and so is that of all that holds one."""
+
+
+def shown_fields() -> dict[str, set[str]]:
+    """The dataclasses that say in their `repr` what they hold, and the names in their fields' types."""
+    found = {}
+    for path in (one for room in ("models", "sample", "serve") for one in (SOURCE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+                told = {one.arg: ast.unparse(one.value) for one in getattr(mark, "keywords", ())}
+                if ast.unparse(mark).startswith("dataclass") and told.get("repr") != "False":
+                    fields = [one.annotation for one in node.body if isinstance(one, ast.AnnAssign)]
+                    words = {word for one in fields for word in re.findall(r"\w+", ast.unparse(one))}
+                    found[f"{path.relative_to(SOURCE)}:{node.name}"] = words
+    return found
+
+
+def test_what_holds_tensors_has_no_repr_of_them():
+    """A repr that was formed by accident, by an error's message, held up a whole server for seconds."""
+    shown = shown_fields()
+    assert len(shown) > 20, "the control: dataclasses are found"
+    assert {name for name, words in shown.items() if words & HOLDS} == set()

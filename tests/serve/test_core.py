@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import threading
 import time
 
@@ -171,6 +172,13 @@ def test_a_deadline_ends_a_job(run_core):
         ({"guidance": 51.0}, "guidance"),
         ({"num": 17}, "num"),
         ({"width": 33}, "width"),
+        ({"width": 2048, "height": 2048, "steps": 50}, "width"),
+        ({"width": 64, "hires": {"scale": 2.0}}, "hires"),
+        ({"clip_skip": 12}, "clip_skip"),
+        ({"seed": 2**63 - 1, "num": 2}, "seed"),
+        ({"prompt": "a b " * 700}, "prompt"),
+        ({"negative": "a b " * 700}, "negative"),
+        ({"prompt": "a <lora:nobody:1>"}, "adapters"),
         ({"height": 4096}, "height"),
         ({"solver": "magic"}, "solver"),
         ({"spacing": "odd"}, "spacing"),
@@ -204,7 +212,49 @@ def test_a_blend_of_more_adapters_than_slots_is_refused_and_does_not_wait_for_ev
     run_core(scenario, adapters=adapter_folder, slots=2)
     job = run_core(later, adapters=adapter_folder, slots=1)
     assert job.state == "failed"
-    assert "--slots 1" in job.error["message"]
+    assert "at most 1" in job.error["message"]
+
+
+def test_the_largest_picture_allowed_is_said_and_served(run_core):
+    """One of 2048 px had been let in where a step has room for 8 of 32 px, and held up everybody."""
+
+    async def scenario(core):
+        with pytest.raises(Refused) as caught:
+            await core.submit(QUICK.model_copy(update={"width": 2048, "guidance": 5.0}), key="a")
+        said = re.search(r"at most (\d+) pixels with guidance, such as (\d+)x", caught.value.message)
+        most, side = int(said[1]), int(said[2])
+        over = QUICK.model_copy(update={"width": side + 8, "guidance": 5.0})
+        with pytest.raises(Refused):
+            await core.submit(over, key="a")
+        done = await core.submit(over.model_copy(update={"width": side}), key="a")
+        return most, side, (await core.finished(done.id, key="a")).state
+
+    assert run_core(scenario) == (32 * 32 * 8 // 2, 64, "done")
+
+
+def test_a_tag_names_an_adapter_whoever_asks(run_core, adapter_folder):
+    """As it does in A1111's dialect; it had been a failed job, or words, in others."""
+
+    async def scenario(core):
+        drawn = []
+        for more in (
+            {"prompt": "a horse <lora:style1:0.5>", "negative": "grey <lora:style2:1>"},
+            {
+                "prompt": "a horse",
+                "adapters": (AdapterChoice(name="style1", weight=0.5),),
+                "negative": "grey",
+            },
+            {"prompt": "a horse", "negative": "grey"},
+        ):
+            job = await core.submit(QUICK.model_copy(update=more), key="a")
+            await core.finished(job.id, key="a")
+            [picture] = await core.pictures(job.id, key="a")
+            drawn.append(Image.open(io.BytesIO(picture.png)))
+        return drawn
+
+    tagged, chosen, plain = run_core(scenario, adapters=adapter_folder)
+    assert difference(tagged, chosen) == 0
+    assert difference(tagged, plain) >= 5, "the control"
 
 
 def test_the_product_of_pixels_steps_and_pictures_is_bounded(run_core):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import threading
 import time
@@ -34,6 +35,9 @@ class Waiting:
         self.over: dict[str, BaseException | None] = {}
 
     def began(self, work: Work) -> None:
+        pass
+
+    def drawn(self, work: Work, index: int) -> None:
         pass
 
     def made(self, work: Work) -> None:
@@ -335,7 +339,8 @@ def test_all_sizes_together_stay_within_a_few_full_calls(small):
             time.sleep(0.002)
             most = max(most, running.engine.load)
         running.waiting.wait(len(works))
-    assert 2 < most <= 3 * 2
+    # That of 48x48 takes 4.5, of which 4 count: it may not shut out the others.
+    assert 2 < most <= 3 * 2 + 0.5
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
@@ -460,7 +465,9 @@ def test_previews_of_larger_pictures_take_no_vae(small):
     assert running.waiting.over == {"large": None}
     assert learnt == 1
     assert [shape[0] for shape in decoded[learnt:]] == [1]  # the picture itself
-    assert [preview.image.size for preview in work.previews] == [(128, 96)] * len(work.previews)
+    assert [Image.open(io.BytesIO(preview.png)).size for preview in work.previews] == [(128, 96)] * len(
+        work.previews
+    )
     assert work.previews
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from darkroom.serve.fairness import Entry, FairQueue
+import pytest
+
+from darkroom.serve.fairness import Drawing, Entry, FairQueue, admitted_after
 
 
 def served(queue: FairQueue, count: int) -> list[Entry]:
@@ -67,11 +69,55 @@ def test_removing_leaves_counts_and_order_right():
     assert not queue.remove(gone[0])
     expected = queue.in_order()
     assert len(expected) == len(queue) == 200
-    assert queue.cost - sum(entry.cost for entry in expected) < 1e-6
+    assert queue.cost() - sum(entry.cost for entry in expected) < 1e-6
     assert served(queue, 200) == expected
     assert queue.head() is None
     assert len(queue) == 0
-    assert queue.cost == 0
+    assert queue.cost() == 0
+
+
+def test_removing_what_is_not_there_adds_nothing_and_asks_nobody_what_it_is():
+    class Shy:
+        def __repr__(self) -> str:
+            raise AssertionError("a picture was put into words")
+
+    queue = FairQueue()
+    there, taken = Entry(Shy(), "a", 64, 1.0), Entry(Shy(), "a", 64, 1.0)
+    for entry in (taken, there):
+        queue.push(entry)
+    assert queue.take() is taken
+    for _ in range(2):
+        assert not queue.remove(taken)
+    assert not queue.remove(Entry(Shy(), "b", 32, 1.0))
+    assert (len(queue), queue.count("b"), queue.cost(), queue.cost("a"), queue.cost("b")) == (
+        1,
+        0,
+        1.0,
+        1.0,
+        0,
+    )
+    assert queue.remove(there)
+    with pytest.raises(AssertionError):  # the control: it would have been noticed
+        repr(Shy())
+
+
+def drawing(steps: int, size: int = 1, load: float = 1.0) -> Drawing:
+    return Drawing(size, steps, 1.0, load)
+
+
+def test_who_waits_is_admitted_when_those_before_have_taken_their_steps():
+    """Two on their way of 4 and 6 steps, room for 2: rounds of two steps, each a second."""
+    drawn, waiting = [drawing(4), drawing(6)], [drawing(2), drawing(9), drawing(1)]
+    # 4 rounds of 2 = 8 s; then 2 rounds = 12 s, at which two end together; then both have room.
+    assert admitted_after(drawn, waiting, 2.0, 3, 1.0) == [8.0, 12.0, 12.0]
+    assert admitted_after(drawn, waiting, 2.0, 3, 4.0) == [2.0, 3.0, 3.0]
+    assert admitted_after([], waiting, 3.0, 3, 1.0) == [0.0, 0.0, 0.0]
+
+
+def test_another_size_does_not_wait_for_this_ones_room_and_a_large_one_leaves_some_to_others():
+    drawn, waiting = [drawing(10)], [drawing(1), drawing(1, size=2), drawing(1, size=3, load=99.0)]
+    assert admitted_after(drawn, waiting, 1.0, 3, 1.0) == [12.0, 0.0, 2.0]
+    assert admitted_after(drawn, [drawing(1, size=2, load=99.0), drawing(1, size=2)], 1.0, 3, 1.0)[0] == 0.0
 
 
 def test_first_come_first_served_within_a_flow():

@@ -247,3 +247,31 @@ def test_replicas_on_ray_are_not_deployed_without_keys():
     args = OnRay.model_validate({"settings": {"model": "m", "jobs": "postgresql+psycopg://a@b/c"}})
     with pytest.raises(InputError, match="key_file"):
         app_on_ray(args)
+
+
+@pytest.mark.parametrize(
+    ("client", "keys", "headers", "address"),
+    [
+        ("127.0.0.1", False, {"host": "localhost:8000"}, "http://localhost:8000"),
+        ("127.0.0.1", False, {"host": "[::1]:8000"}, "http://[::1]:8000"),
+        ("127.0.0.1", True, {"host": "a.example", "x-forwarded-proto": "https"}, "https://a.example"),
+        ("127.0.0.1", True, {"host": "x", "x-forwarded-host": "b.example"}, "http://b.example"),
+        ("127.0.0.1", False, {"host": "localhost", "x-forwarded-host": "evil.example"}, "http://localhost"),
+        ("127.0.0.1", False, {"host": "localhost", "x-forwarded-host": "own.example"}, "http://own.example"),
+        (
+            "10.0.0.9",
+            True,
+            {"host": "a", "x-forwarded-host": "evil", "x-forwarded-proto": "https"},
+            "http://a",
+        ),
+        ("127.0.0.1", True, {"host": "a/b?", "x-forwarded-proto": "javascript"}, "http://127.0.0.1:80"),
+        ("127.0.0.1", True, {"host": 'a"><script>'}, "http://127.0.0.1:80"),
+    ],
+)
+def test_the_address_is_the_one_that_the_client_used_as_far_as_it_can_be_trusted(
+    tmp_path, key, client, keys, headers, address
+):
+    told = Keys(tmp_path / "keys") if keys else None
+    guard = Guard(Behind(), metrics=Metrics(), keys=told, limits=Limits(), hosts=("own.example",))
+    scope = {"client": (client, 1), "scheme": "http", "server": ("127.0.0.1", 80)}
+    assert guard._address(scope, headers) == address

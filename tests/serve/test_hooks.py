@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 from pathlib import Path
@@ -95,6 +96,26 @@ def test_a_checker_withholds_one_picture_and_nobody_sees_a_preview(module, run_c
     assert withheld[0].state == "failed"
     assert withheld[0].error == {"code": "withheld", "message": "not fit to be shown"}
     assert "preview" not in fine[2] + withheld[2]
+
+
+def test_after_a_refusal_nothing_more_is_drawn_and_the_client_is_not_to_ask_again(module, run_http):
+    """Two of four pictures fit a step; the first is withheld while the others wait."""
+
+    async def scenario(core: Core, http: Any) -> Any:
+        body = {"prompt": "a", "n": 4, "seed": 7, "num_inference_steps": 30, "guidance_scale": 5.0}
+        told = await http.post("/v1/images/generations", json=body)
+        [job] = (await http.get("/jobs")).json()["jobs"]
+        while core.engine.load:
+            await asyncio.sleep(0.01)
+        return told, job, core.metrics.pictures._value.get(), core.engine.load, core.engine.waiting()
+
+    told, job, drawn, load, waiting = run_http(scenario, hooks=(f"{module}:checker",), capacity=2)
+    assert told.status_code == 400
+    assert told.json()["error"]["code"] == "withheld"
+    assert told.json()["error"]["message"] == "not fit to be shown"
+    assert (job["state"], job["error"]["code"]) == ("failed", "withheld")
+    assert len(sys.modules[module].SEEN) < 4, "the control without a refusal sees all"
+    assert (drawn, load, waiting) == (0, 0, 0)
 
 
 def test_previews_come_without_hooks(run_core):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import io
+import logging
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import warm
 from darkroom import sample
+from darkroom.cli import main
 from serve.conftest import DARKROOM, Server, difference, free_port
 
 BODY = {"prompt": "a red circle", "steps": 12, "seed": 3}
@@ -249,16 +253,75 @@ def test_a_search_for_garbage_has_little_to_look_at(model_folder, tmp_path):
     assert kept > 100_000 > 2 * looked_at
 
 
-def test_a_broken_model_is_said_by_ready(serve, tmp_path):
-    (tmp_path / "broken").mkdir()
-    server = Server(tmp_path / "broken", tmp_path / "state")
+def spoiled(model_folder: Path, folder: Path, how: str) -> Path:
+    """A copy of the model with one thing wrong."""
+    shutil.copytree(model_folder, folder)
+    weights = next((folder / "unet").glob("*.safetensors"))
+    if how == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "a config that is no JSON":
+        (folder / "unet" / "config.json").write_text("{")
+    elif how == "no vae":
+        shutil.rmtree(folder / "vae")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("truncated weights", "unet"),
+        ("no weights", "unet"),
+        ("a config that is no JSON", "config.json"),
+        ("no vae", "vae"),
+        ("not there", "no model at"),
+        ("empty", "no model folder"),
+        ("no folder of adapters", "--adapters"),
+        ("a file for adapters", "--adapters"),
+    ],
+)
+def test_a_wrong_model_or_folder_of_adapters_ends_the_command_in_one_line(
+    model_folder, tmp_path, capsys, how, said
+):
+    more: list[str] = []
+    model = tmp_path / "model"
+    if "adapters" in how:
+        model = model_folder
+        (tmp_path / "a file for adapters").touch()
+        more = ["--adapters", str(tmp_path / how)]
+    elif how == "empty":
+        model.mkdir()
+    elif how != "not there":
+        spoiled(model_folder, model, how)
+    logger = logging.getLogger("darkroom")
+    before = list(logger.handlers), logger.propagate, sys.getswitchinterval()
     try:
-        start = time.monotonic()
-        while server.http.get("/ready").json()["error"]["code"] == "loading":
-            assert time.monotonic() - start < 60
-            time.sleep(0.05)
-        assert server.http.get("/ready").json()["error"]["code"] == "broken"
-        assert server.http.get("/live").status_code == 200
-        assert server.http.put("/jobs/x", json=BODY).status_code == 503
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", str(model), "--port", "0", "--state", str(tmp_path / "state"), *more])
     finally:
-        assert server.stop() == 0
+        logger.handlers[:], logger.propagate = before[0], before[1]
+        sys.setswitchinterval(before[2])
+    told = capsys.readouterr().err
+    lines = [line for line in told.splitlines() if line.startswith("darkroom: ")]
+    assert (ended.value.code, len(lines)) == (2, 1), told
+    assert said in lines[0]
+    assert "Traceback" not in told
+
+
+def test_a_long_step_holds_up_nobody_and_the_server_ends_in_good_order_in_its_midst(serve):
+    """It is one picture of a thousand times the model's own work, where the operator allows for that."""
+    server = serve("--capacity", "4096", "--drain", "0.5", "--lanes", "2").ready()
+    large = {**BODY, "steps": 150, "width": 1024, "height": 1024}
+    for name in ("cancelled", "kept"):
+        assert server.http.put(f"/jobs/{name}", json=large).status_code == 202
+    while len(server.http.get("/status").json()["rows"]) < 2:
+        time.sleep(0.02)
+    assert server.http.put("/jobs/small", json=BODY).status_code == 202
+    assert server.finished("small")["state"] == "done"
+    assert server.http.delete("/jobs/cancelled").json()["state"] == "cancelled"
+    assert server.http.get("/live").status_code == 200
+    assert server.http.get("/jobs/kept").json()["steps_done"] < 150
+    assert server.stop() == 0
+    assert "terminate" not in server.log.read_text()
+    assert "Traceback" not in server.log.read_text()

@@ -62,13 +62,13 @@ def test_60_pictures_of_random_mixes_equal_their_lone_runs(transformer: models.M
 
 
 def test_its_card_names_its_own_solvers(transformer: models.Model) -> None:
-    card = model_card(transformer, ServeSettings(model="runs/some/model"))
+    card = model_card(transformer, ServeSettings(model="runs/some/model"), 4096)
     assert card.solvers == ("flow_euler", "flow_heun", "flow_dpmpp_2m")
     assert card.solver == "flow_euler"
     assert card.size_step == 8
     assert card.guidance == 7.5
     told = replace(transformer, guidance=2.0)
-    assert model_card(told, ServeSettings(model="runs/some/model")).guidance == 2.0
+    assert model_card(told, ServeSettings(model="runs/some/model"), 4096).guidance == 2.0
 
 
 @pytest.mark.nightly

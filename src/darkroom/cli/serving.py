@@ -31,12 +31,16 @@ NEW_KEY_HELP = "add a key of this name to --api-key-file, print it, and end"
 MakeKey = Annotated[str | None, typer.Option(help=NEW_KEY_HELP)]
 Origins = Annotated[list[str] | None, typer.Option(help="a further web origin that may ask")]
 Hosts = Annotated[list[str] | None, typer.Option(help="a further name of this server, without keys")]
+PUBLIC_URL_HELP = "the address that clients know the server by, such as https://pictures.example"
+PublicUrl = Annotated[str | None, typer.Option(help=PUBLIC_URL_HELP)]
 State = Annotated[Path, typer.Option(help="the folder of jobs and pictures")]
 JOBS_HELP = "the jobs' database, if not SQLite: postgresql+psycopg://..."
 Jobs = Annotated[str | None, typer.Option(help=JOBS_HELP)]
 Name = Annotated[str, typer.Option(help="of this server, where several use a database")]
 Capacity = Annotated[int | None, typer.Option(min=1, help="U-Net evaluations a step; by memory if not said")]
 Queue = Annotated[int, typer.Option(min=1, help="pictures that may wait; more are refused")]
+QUEUE_SECONDS_HELP = "seconds of work that may wait, by the speed measured; more is refused"
+QueueSeconds = Annotated[float, typer.Option(min=0.001, help=QUEUE_SECONDS_HELP)]
 Rate = Annotated[float, typer.Option(min=0.01, help="new jobs a minute with one key")]
 Keep = Annotated[float, typer.Option(min=0.001, help="hours that finished jobs are kept")]
 KeepGb = Annotated[float, typer.Option(min=0.001, help="of pictures that are kept; the oldest go first")]
@@ -83,6 +87,7 @@ def serve(
     make_key: MakeKey = None,
     origin: Origins = None,
     allow_host: Hosts = None,
+    public_url: PublicUrl = None,
     state: State = Path("darkroom-serve"),
     jobs: Jobs = None,
     name: Name = "darkroom",
@@ -91,6 +96,7 @@ def serve(
     lease: Lease = 10.0,
     capacity: Capacity = None,
     queue: Queue = 256,
+    queue_seconds: QueueSeconds = 3600.0,
     rate: Rate = 1200.0,
     keep: Keep = 24.0,
     keep_gb: KeepGb = 10.0,
@@ -160,6 +166,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     limits = Limits(
         queue=said["queue"],
         queue_per_key=max(1, said["queue"] // 2) if said["api_key_file"] is not None else said["queue"],
+        queue_s=said["queue_seconds"],
         rate_per_minute=said["rate"],
         keep_s=said["keep"] * 3600,
         keep_bytes=int(said["keep_gb"] * 1e9),
@@ -170,6 +177,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
         "key_file": said["api_key_file"],
         "origins": tuple(_origin(one) for one in said["origin"] or ()),
         "hosts": tuple(said["allow_host"] or ()),
+        "public_url": _public_url(said["public_url"]),
         "patience_s": said["patience"],
         "lease_s": said["lease"],
         "drain_s": said["drain"],
@@ -185,6 +193,13 @@ def _origin(given: str) -> str:
     if not re.fullmatch(r"https?://[^/\s*?#@]+/?", given, re.IGNORECASE):
         raise InputError(f"--origin {given}", allowed="one web origin, such as https://pictures.example")
     return given
+
+
+def _public_url(given: str | None) -> str | None:
+    """An address to which paths are added; InputError where it is none."""
+    if given is not None and not re.fullmatch(r"https?://[^/\s?#@]+(/[^\s?#]*)?", given, re.IGNORECASE):
+        raise InputError(f"--public-url {given}", allowed="an address, such as https://pictures.example")
+    return None if given is None else given.rstrip("/")
 
 
 def _replicas(said: dict[str, Any]) -> Replicas:

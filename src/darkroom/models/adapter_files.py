@@ -28,7 +28,7 @@ WHOLE = {"I64", "I32", "I16", "I8", "U8"}
 """What some files keep their alphas in."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stored:
     """A file's tensors, what its header says in words, PEFT's configuration beside it, and its hash."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layer:
     """LoRA (Hu et al. 2021): `weight + scale * up @ down`, where scale is alpha / rank.
 
@@ -70,7 +70,7 @@ def _decomposed(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tens
     return torch.mul(whole, ratio)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Factors:
     """LoHa (a Hadamard product of two low ranks) or LoKr (a Kronecker product), in LyCORIS' names."""
 

@@ -39,7 +39,7 @@ KINDS = {"hada": "loha", "lokr": "lokr"}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Adapter:
     """What was learned beside a model, by layer.
 

@@ -39,7 +39,7 @@ MAX_WEIGHT = 100.0
 MOST_KEPT_BYTES = 2**28
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Kept:
     """The matrices of one batch's rows by layer, good as long as its slots and weights are."""
 
@@ -51,7 +51,7 @@ class _Kept:
     nbytes: int = 0
 
 
-@dataclass
+@dataclass(repr=False)
 class _Call:
     """What the rows of a call have; None where no row has an adapter."""
 
@@ -222,7 +222,7 @@ def _banked(cls: Any) -> type[nn.Module]:
     return type(f"Banked{cls.__name__}", (Banked, cls), {})
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Staged:
     """An adapter checked, cast and on the device: putting it into a slot is a copy from here."""
 

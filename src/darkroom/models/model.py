@@ -23,7 +23,7 @@ TRANSFORMER = "transformer"
 """The folder of the denoiser where it is a diffusion transformer."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """The parts of one Stable Diffusion model; a part that was not loaded is None or an empty list.
 

@@ -32,7 +32,7 @@ Encode = Callable[[Sequence[str], Sequence[int]], tuple[list[Condition], list[st
 """Prompts, and how many parts each has at least, to conditions and notices: `encode_prompts`, made ready."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Named:
     """An adapter under the name that prompts call it by, and the weight where they do not say one."""
 
@@ -98,7 +98,7 @@ def _number(text: str, otherwise: float) -> float:
         return otherwise
 
 
-@dataclass
+@dataclass(repr=False)
 class Adapted:
     """The adapters of one call in a bank, and each prompt's share of them."""
 

@@ -35,7 +35,7 @@ Unet = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tenso
 with a row for every row of x (SDXL: text_embeds, time_ids); it is empty for SD 1 and 2."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Condition:
     """What the U-Net is told about one picture: text states [L, D] and further named vectors."""
 
@@ -43,7 +43,7 @@ class Condition:
     added: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Known:
     """What stays of a picture in part repainted: after each step it is laid over the latents, as noisy."""
 
@@ -53,7 +53,7 @@ class Known:
     """1 where the picture is made anew, 0 where it stays."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Row:
     """One picture on its way. `latents_CHW` starts as noise times the table's `initial_scale`, in float32.
 
@@ -98,7 +98,7 @@ Owner = tuple[Row, bool]
 something for each row between steps has a method `of_rows(owners)`, which gives the call for them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepState:
     """What a step left behind. The tensors are not written to afterwards."""
 

@@ -104,7 +104,7 @@ def to_mask(mask: Image.Image, size: tuple[int, int]) -> torch.Tensor:
     return torch.from_numpy((array >= 0.5).astype(np.float32))[None, None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spread:
     """What a VAE says of a picture: its latents' mean and standard deviation [C, H/f, W/f]."""
 
@@ -123,7 +123,7 @@ class Spread:
         return torch.addcmul(self.mean_CHW, self.std_CHW, noise)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Source:
     """An encoded picture that others start from, and its mask where only a part is painted anew."""
 

@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, Stopped
 from darkroom.models import LatentScaling
 from darkroom.options import A1111_NAMES, find_solver
 
@@ -30,9 +31,27 @@ DECODE_PIXELS = 1024 * 1024
 DECODE_PICTURES = 32
 
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
+_WANTED: ContextVar[Callable[[], bool] | None] = ContextVar("wanted", default=None)
 
 
-@dataclass(frozen=True, eq=False)
+@contextmanager
+def while_wanted(wanted: Callable[[], bool]) -> Iterator[None]:
+    """In here decoding and encoding raise `Stopped` at the next slice or tile once `wanted()` is false."""
+    token = _WANTED.set(wanted)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
+
+
+def check_wanted() -> None:
+    """Between two slices or tiles: `Stopped` where nobody wants the rest."""
+    wanted = _WANTED.get()
+    if wanted is not None and not wanted():
+        raise Stopped("the picture is no longer wanted")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Picture:
     """A finished picture, what it was made with (plain JSON values), and its latents [C, H, W]."""
 
@@ -61,12 +80,18 @@ def decode(
     rows = max(1, min(DECODE_PICTURES, max_pixels // pixels))
     if decoder is not None:
         parts = torch.split(LatentScaling.of(vae).undone(latents_BCHW.float()), rows)
-        return [image for some in parts for image in _to_images(decoder(some))]
+        return [image for some in _each(parts) for image in _to_images(decoder(some))]
     with _decoding_precision(vae):
         weight = next(vae.parameters())
         scaled = LatentScaling.of(vae).undone(latents_BCHW.float()).to(weight.device, weight.dtype)
         parts = torch.split(scaled, rows)
-        return [image for some in parts for image in _to_images(vae.decode(some).sample)]
+        return [image for some in _each(parts) for image in _to_images(vae.decode(some).sample)]
+
+
+def _each(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for some in parts:
+        check_wanted()
+        yield some
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ SCALE, TIMESTEP, K_X, K_OUT, NOISE, CLIPPED, CLIP_RANGE, TERMS = range(8)
 NUM_COLUMNS = TERMS + NUM_TERMS
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Table:
     """One way of denoising, as numbers. Read-only; any number of pictures share one table."""
 

@@ -13,8 +13,8 @@ What a door (a file of `http/`) needs is all here; it translates a dialect to a 
 
 All but `model`, `adapters`, `status` and `limits` are coroutines (`events` an async generator), to be called
 from the server's event loop. `key` is the name of the caller's key: jobs of another key do not exist for it.
-`http.common` has what doors share: the caller's key, and `while_connected`, which cancels a job when its
-client leaves.
+`http.common` has what doors share: the caller's key, and `all_made`, which cancels jobs when their client
+leaves.
 
 A new dialect is a function `core -> APIRouter` in a file of `http/`, named in `app.ROUTERS`. Whatever raises
 `Refused` is answered in one shape (`guard.error_object`), with its status and Retry-After; a dialect of

@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import re
 import time
 import warnings
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
+from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.sample.adapters import read_tags
 from darkroom.sample.checks import check_parts
+from darkroom.sample.inputs import check_mask
+from darkroom.sample.prompts import read_parts
 from darkroom.serve.guard import ANONYMOUS
 from darkroom.serve.limits import Limits
-from darkroom.serve.refused import Refused
-from darkroom.serve.request import JOB_ID, PictureRequest, Uploads
+from darkroom.serve.refused import Refused, say
+from darkroom.serve.request import JOB_ID, MAX_SEED, AdapterChoice, PictureRequest, Uploads
 from darkroom.serve.studio import FORMATS, shape_of
 from darkroom.serve.work import Shape
 
@@ -50,7 +55,7 @@ def check_limits(request: PictureRequest, limits: Limits) -> None:
     bounds = (
         ("prompt", len(request.prompt), limits.prompt_chars, "characters"),
         ("negative", len(request.negative or ""), limits.prompt_chars, "characters"),
-        ("num", request.num, limits.pictures, "pictures"),
+        ("num", request.num, min(limits.pictures, limits.queue, limits.queue_per_key), "pictures"),
         ("steps", request.steps or 0, limits.steps, "steps"),
         ("guidance", request.guidance or 0, limits.guidance, ""),
         ("width", request.width or 0, limits.side_pixels, "pixels"),
@@ -72,19 +77,77 @@ def check_limits(request: PictureRequest, limits: Limits) -> None:
             )
 
 
+def with_tags_read(request: PictureRequest) -> PictureRequest:
+    """A request without tags in its prompt (`<lora:NAME:WEIGHT>`), and what they name among its adapters.
+
+    In every dialect; a name met twice adds up. Tags of the negative prompt only go, as in A1111.
+    """
+    try:
+        prompt, told = read_tags(request.prompt)
+        negative, against = read_tags(request.negative or "")
+        weights = {choice.name: choice.weight for choice in request.adapters}
+        if not (told or against) or len(weights) < len(request.adapters):  # named twice: refused later
+            return request
+        for name, weight in told:
+            weights[name] = weights.get(name, 0.0) + (1.0 if weight is None else weight)
+        adapters = tuple(AdapterChoice(name=name, weight=weight) for name, weight in weights.items())
+    except InputError as error:
+        raise Refused(422, "invalid_value", f"prompt: {say(error)}", param="prompt") from error
+    except ValidationError as error:
+        message = "prompt: <lora:NAME:WEIGHT> with a name, and a weight of -100 to 100"
+        raise Refused(422, "invalid_value", message, param="prompt") from error
+    changed = {"prompt": prompt, "adapters": adapters}
+    return request.model_copy(update={**changed, "negative": negative or None} if against else changed)
+
+
+def check_texts(model: Model, request: PictureRequest) -> None:
+    """422 for a text of more parts than are read, or layers to skip that the encoder does not have.
+
+    Tokenizes, so not for the event loop.
+    """
+    for name, text in (("prompt", request.prompt), ("negative", request.negative or "")):
+        try:
+            read_parts(model, text, request.weighting)
+        except InputError as error:
+            raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
+    encoders: list[Any] = list(model.text_encoders)
+    most = min(int(encoder.config.num_hidden_layers) for encoder in encoders)
+    most -= 2 if model.is_sdxl else 1
+    if request.clip_skip > most:
+        raise Refused(422, "over_limit", f"clip_skip: at most {most} with this model", param="clip_skip")
+
+
+def check_load(model: Model, shape: Shape, largest: float) -> None:
+    """422 where a picture's steps would hold up everybody else's."""
+    own = model.sample_size
+    for param, one in (("width", shape), ("hires", shape.larger)):
+        if one is None or one.load(own**2) <= largest:
+            continue
+        most = int(largest / one.evaluations * own**2)
+        side = int(math.sqrt(most) / model.size_unit) * model.size_unit
+        guided = " with guidance" if one.evaluations > 1 else ""
+        message = f"size: {one.width}x{one.height} is too large for this server"
+        most_said = f"at most {most} pixels{guided}, such as {side}x{side}"
+        raise Refused(422, "over_limit", f"{message}; {most_said}", param=param)
+
+
 def check_shape(
     model: Model,
     request: PictureRequest,
     limits: Limits,
     image: Image.Image | None = None,
     *,
-    has_mask: bool = False,
+    mask: Image.Image | None = None,
 ) -> Shape:
     """What the request costs; 422 where the model cannot do it or it is too much work."""
     try:
-        check_parts(model, has_mask=has_mask)
+        check_parts(model, has_mask=mask is not None)
+        if mask is not None and image is not None:
+            check_mask(mask, image)
     except InputError as error:
-        raise Refused(422, "invalid_value", str(error), param="mask") from error
+        raise Refused(422, "invalid_value", say(error), param="mask") from error
+    if request.seed is not None and request.seed + request.num - 1 > MAX_SEED:
+        raise Refused(422, "over_limit", f"seed: at most {MAX_SEED} for the last picture", param="seed")
     if image is not None and request.hires is not None:
         raise Refused(
             422, "invalid_value", "hires: not with a picture to start from; give a larger size", param="hires"
@@ -92,7 +155,7 @@ def check_shape(
     try:
         shape = shape_of(model, request, image)
     except InputError as error:
-        raise Refused(422, "invalid_value", str(error), param=_param(error)) from error
+        raise Refused(422, "invalid_value", say(error), param=_param(error)) from error
     last = shape.larger or shape
     if max(last.width, last.height) > limits.side_pixels:
         param = "hires" if shape.larger else "width"
@@ -131,16 +194,17 @@ def _param(error: InputError) -> str | None:
     return next((PARAMS[word] for word in words if word in PARAMS), None)
 
 
-def opened_image(request: PictureRequest, uploads: Uploads | None, limits: Limits) -> Image.Image | None:
-    """The picture to start from; 422 unless it and the mask are of the formats and sizes allowed."""
+def opened_images(
+    request: PictureRequest, uploads: Uploads | None, limits: Limits
+) -> tuple[Image.Image | None, Image.Image | None]:
+    """The picture to start from, and its mask; 422 unless they are of the formats and sizes allowed."""
     if uploads is None or uploads.image is None:
         lone = "strength" if request.strength is not None else "mask" if uploads and uploads.mask else None
         if lone is not None:
             raise Refused(422, "invalid_value", f"{lone}: only with a picture to start from", param=lone)
-        return None
-    if uploads.mask is not None:
-        checked_picture(uploads.mask, limits, "mask")
-    return checked_picture(uploads.image, limits, "image")
+        return None, None
+    mask = None if uploads.mask is None else checked_picture(uploads.mask, limits, "mask")
+    return checked_picture(uploads.image, limits, "image"), mask
 
 
 def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
@@ -184,27 +248,14 @@ class Rates:
             raise Refused(
                 429,
                 "rate_limited",
-                f"at most {self._per_s * 60:g} jobs a minute{_with(key)}",
+                f"at most {self._per_s * 60:g} jobs a minute{owner(key)}",
                 retry_after_s=(1 - left) / self._per_s,
             )
 
 
-def _with(key: str) -> str:
+def owner(key: str) -> str:
     """Whose they are, where there are keys; their names are no secret to who has one."""
     return f" with key '{key}'" if key not in ("", ANONYMOUS) else " in all"
-
-
-def check_room(
-    waiting: int, waiting_of_key: int, num: int, limits: Limits, wait_s: float | None, key: str = ""
-) -> None:
-    """429 where the queue is full, of all or of one's own, with when there will be room again."""
-    after_s = max(1.0, (wait_s or 0.0) * num)
-    if waiting + num > limits.queue:
-        raise Refused(429, "queue_full", f"{waiting} pictures wait already", retry_after_s=after_s)
-    if waiting_of_key + num > limits.queue_per_key:
-        raise Refused(
-            429, "queue_full", f"{waiting_of_key} pictures wait already{_with(key)}", retry_after_s=after_s
-        )
 
 
 def check_adapters(request: PictureRequest, library: Library | None) -> None:
@@ -222,4 +273,4 @@ def check_adapters(request: PictureRequest, library: Library | None) -> None:
         if library is not None:
             library.check(names)
     except DarkroomError as error:
-        raise Refused(422, "unusable_adapter", f"adapters: {error}", param="adapters") from error
+        raise Refused(422, "unusable_adapter", f"adapters: {say(error)}", param="adapters") from error

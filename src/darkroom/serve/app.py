@@ -118,7 +118,7 @@ def answering(guard: Guard, origins: Sequence[str]) -> AsgiApp:
         allow_origins=[origin.lower().rstrip("/") for origin in origins],
         allow_methods=("GET", "PUT", "POST", "DELETE"),
         allow_headers=("Authorization", "X-API-Key", "Last-Event-ID"),
-        expose_headers=("Retry-After", "X-Seed"),
+        expose_headers=("Retry-After", "X-Seed", "X-Should-Retry"),
     )
 
 

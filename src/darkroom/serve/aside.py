@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +30,8 @@ class Aside(Protocol):
     def put(self, task: Task) -> None:
         """Run it, now or soon."""
 
-    def close(self) -> None:
-        """Run nothing more."""
+    def close(self, within_s: float = 10.0) -> bool:
+        """Run nothing more; whether what was under way has ended."""
 
 
 class Steps(Protocol):
@@ -46,8 +47,8 @@ class Steps(Protocol):
     def put(self, task: Task) -> None:
         """Run it, now or soon."""
 
-    def close(self) -> None:
-        """Run nothing more."""
+    def close(self, within_s: float = 10.0) -> bool:
+        """Run nothing more; whether what was under way has ended."""
 
 
 class Between:
@@ -61,8 +62,9 @@ class Between:
         """Run it now."""
         task()
 
-    def close(self) -> None:
+    def close(self, within_s: float = 10.0) -> bool:
         """Nothing is held."""
+        return True
 
 
 class Lanes:
@@ -92,12 +94,14 @@ class Lanes:
             self._taken += 1
         self._tasks.put(task)
 
-    def close(self) -> None:
-        """Run nothing more."""
+    def close(self, within_s: float = 10.0) -> bool:
+        """Run nothing more; whether what was under way has ended."""
+        end_s = time.monotonic() + within_s
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(timeout=max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -133,8 +137,9 @@ class Among:
             self._running = True
         self._lanes.put(self._next)
 
-    def close(self) -> None:
+    def close(self, within_s: float = 10.0) -> bool:
         """The lanes end it."""
+        return True
 
     def _next(self) -> None:
         try:
@@ -168,10 +173,11 @@ class Beside:
             self._waiting += 1
         self._tasks.put(task)
 
-    def close(self) -> None:
-        """Run nothing more."""
+    def close(self, within_s: float = 10.0) -> bool:
+        """Run nothing more; whether what was under way has ended."""
         self._tasks.put(None)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=within_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         stream = _stream(self._device)

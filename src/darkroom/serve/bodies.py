@@ -13,6 +13,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 BODY_S = 60.0
 AGAIN_S = 5.0
+MOST_KEYS, MOST_VALUES = 50_000, 200_000
+"""Of a body in JSON, counted by its colons and commas, those in texts too."""
 
 
 class Bodies:
@@ -69,6 +71,13 @@ class Body:
             raise Refused(503, "busy", "no room for a body of this size just now", retry_after_s=AGAIN_S)
         self.held_bytes += num_bytes
         self._bodies.held_bytes += num_bytes
+
+
+def check_values(content: bytes) -> None:
+    """413 for a body of a million keys or values: to check them, and to tell what is wrong with each of them,
+    takes the event loop many seconds, and gigabytes."""
+    if content.count(b":") > MOST_KEYS or content.count(b",") > MOST_VALUES:
+        raise Refused(413, "too_large", f"a body of at most {MOST_KEYS} keys and {MOST_VALUES} values")
 
 
 def _too_large(most_bytes: int) -> Refused:

@@ -27,6 +27,8 @@ class ModelCard:
     """The size it draws unless told otherwise, in pixels."""
     size_step: int
     """Widths and heights are multiples of this."""
+    most_pixels: int
+    """Of a picture with guidance."""
     solvers: tuple[str, ...]
     solver: str
     """The one it uses unless told otherwise."""
@@ -68,7 +70,7 @@ class Status:
     """Pictures on their way: job, key, picture, size, step, of."""
 
 
-def model_card(model: Model, settings: ServeSettings) -> ModelCard:
+def model_card(model: Model, settings: ServeSettings, most_pixels: int) -> ModelCard:
     """The card of a loaded model."""
     from darkroom import sample
 
@@ -79,6 +81,7 @@ def model_card(model: Model, settings: ServeSettings) -> ModelCard:
         width=model.sample_size,
         height=model.sample_size,
         size_step=model.size_unit,
+        most_pixels=most_pixels,
         solvers=sample.solvers_of(model.scheduler),
         solver=solver,
         defaults={name: _usual(model, name) for name in sample.solvers_of(model.scheduler)},

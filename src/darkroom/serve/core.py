@@ -54,6 +54,10 @@ class Core:
         self.state = "loading"
         """loading, ready, draining, or broken."""
         self.why = "the model is being loaded"
+        self.error: Exception | None = None
+        """Why it is broken, for who runs it."""
+        self.left_at_work = False
+        """Closed while a step went on that nothing ends: the process has to be left."""
         self.engine: Engine | None = None
         self._opened: opening.Opened | None = None
         self._told_kept: set[str] = set()
@@ -103,9 +107,9 @@ class Core:
 
     def _broken(self, why: str, error: Exception) -> None:
         """No job will be taken by this process; the log says why, clients are told no more than `why`."""
-        self.state, self.why = "broken", why
-        told = str(error) if isinstance(error, InputError) else type(error).__name__
-        LOG.error("%s: %s", why, told, exc_info=not isinstance(error, DarkroomError))
+        self.state, self.why, self.error = "broken", why, error
+        if not isinstance(error, InputError):  # a mistake is told by who runs this, in one line
+            LOG.error("%s: %s", why, type(error).__name__, exc_info=not isinstance(error, DarkroomError))
 
     async def _begin_with_what_is_there(self, opened: opening.Opened) -> None:
         if self.sharing is not None:
@@ -123,6 +127,7 @@ class Core:
             return
         try:
             request = PictureRequest.model_validate_json(record.request)
+            request = admission.with_tags_read(request)
             uploads = await self._loop.in_thread(self._keeper.read_uploads, record.uid)
             shape = await self._shape(request, uploads)
         except (Refused, ValueError) as error:
@@ -173,7 +178,7 @@ class Core:
         """Stop computing and let go of the store. Jobs that are not over stay in it."""
         self._loop.end_tasks()
         if self.engine is not None:
-            await asyncio.to_thread(self.engine.stop)
+            self.left_at_work = not await asyncio.to_thread(self.engine.stop)
         if (library := self._library()) is not None:
             library.close()
         await asyncio.to_thread(self._keeper.close)
@@ -204,12 +209,16 @@ class Core:
     async def _submit(
         self, request: PictureRequest, key: str, job_id: str | None, uploads: Uploads | None
     ) -> Job:
-        digest = admission.digest_of(request, uploads)
+        if uploads is None:
+            digest = admission.digest_of(request, None)
+        else:
+            digest = await self._loop.in_thread(admission.digest_of, request, uploads)
         if job_id is not None:
             admission.check_job_id(job_id)
             if (there := await self._there(key, job_id)) is not None:
                 return self._same(there, digest)
         self._check_open()
+        request = admission.with_tags_read(request)
         admission.check_limits(request, self.limits)
         admission.check_adapters(request, self._library())
         others = None if self.sharing is None else self.sharing.backlog.pictures
@@ -217,6 +226,7 @@ class Core:
         uid = uuid.uuid4().hex
         with self._intake.reserved(key, request.num):
             shape = await self._shape(request, uploads)
+            self._intake.check_work(self._engine, key, request.num, shape.whole_cost * request.num)
             request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
             if self.settings.hooks:  # they see finished pictures only: a preview would get past them
                 request = request.model_copy(update={"previews": 0})
@@ -276,12 +286,17 @@ class Core:
 
     async def _shape(self, request: PictureRequest, uploads: Uploads | None) -> Shape:
         """What a request costs; 422 where it cannot be."""
-        if uploads is None:
-            image = admission.opened_image(request, None, self.limits)
-        else:
-            image = await self._loop.in_thread(admission.opened_image, request, uploads, self.limits)
-        has_mask = uploads is not None and uploads.mask is not None
-        return admission.check_shape(self._model, request, self.limits, image, has_mask=has_mask)
+        model, engine = self._model, self._engine
+
+        def checked() -> Shape:
+            image, mask = admission.opened_images(request, uploads, self.limits)
+            shape = admission.check_shape(model, request, self.limits, image, mask=mask)
+            admission.check_load(model, shape, engine.largest_load)
+            admission.check_texts(model, request)
+            return shape
+
+        shape: Shape = await self._loop.in_thread(checked)
+        return shape
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
         """Hand an accepted job to the engine."""
@@ -430,7 +445,8 @@ class Core:
     @property
     def model(self) -> cards.ModelCard:
         """What the model is and can do."""
-        return cards.model_card(self._model, self.settings)
+        most = int(self._engine.largest_load / 2 * self._engine.own_pixels)
+        return cards.model_card(self._model, self.settings, min(most, self.limits.side_pixels**2))
 
     def adapters(self) -> list[cards.AdapterCard]:
         """The adapters that a request may name."""

@@ -10,13 +10,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import DarkroomError
+from darkroom.errors import DarkroomError, InputError
 from darkroom.serve.hooks import Hooks
 from darkroom.serve.keeping import RETRY_S, Keeper
 from darkroom.serve.live import Live
 from darkroom.serve.lives import Lives
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
+from darkroom.serve.refused import say
 from darkroom.serve.request import too_late
 from darkroom.serve.results import PictureFiles
 from darkroom.serve.settings import ServeSettings
@@ -52,23 +53,27 @@ class Endings:
         future = self._store.start(work.uid, time.time())
         future.add_done_callback(_note_failure)
 
+    def drawn(self, work: Work, index: int) -> None:
+        """Of `Listener`."""
+        self.keeper.check(work, index)
+
     def made(self, work: Work) -> None:
         """Of `Listener`."""
         self.keeper.keep(work)
 
     def failed(self, work: Work, error: BaseException) -> None:
         """Of `Listener`."""
-        told = {"code": "failed", "message": _told(error)}
-        self._loop.soon(lambda: self._fail_soon(work.uid, told))
+        reason = {"code": _code(error), "message": _told(error)}
+        self._loop.soon(lambda: self._fail_soon(work.uid, reason))
 
-    def _fail_soon(self, uid: str, told: dict[str, str]) -> None:
+    def _fail_soon(self, uid: str, reason: dict[str, str]) -> None:
         if (live := self._lives.get(uid)) is not None:
-            self._loop.spawn(self.end(live, "failed", {"error": told}))
+            self._loop.spawn(self.end(live, "failed", {"error": reason}))
 
     def overdue(self, live: Live) -> None:
         """Its deadline has passed."""
-        told = too_late(live.work.request.deadline_s or 0.0)
-        self._loop.spawn(self.end(live, "failed", {"error": told}))
+        reason = too_late(live.work.request.deadline_s or 0.0)
+        self._loop.spawn(self.end(live, "failed", {"error": reason}))
 
     async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
         """Stop a job for good. Where it was over a moment before, that is how it ended."""
@@ -108,6 +113,8 @@ class Endings:
         live = self._lives.get(work.uid)
         if live is None:
             return
+        if not work.over and self.engine is not None:  # withheld while more of it was being drawn
+            self.engine.drop(work)
         live.end(state, result)
         self._lives.forget(live)
         self._metrics.over.labels(state).inc()
@@ -123,8 +130,15 @@ class Endings:
         metrics.usd.inc(work.device_s * self._usd_per_hour / 3600)
 
 
+def _code(error: BaseException) -> str:
+    """A client's mistake that only drawing brought to light is one all the same."""
+    return "invalid_value" if isinstance(error, InputError) else "failed"
+
+
 def _told(error: BaseException) -> str:
     """What a client may read of a failure: darkroom's own words, else only the kind."""
+    if isinstance(error, InputError):
+        return say(error)
     return str(error) if isinstance(error, DarkroomError) else f"the picture failed: {type(error).__name__}"
 
 

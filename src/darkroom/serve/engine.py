@@ -16,18 +16,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from darkroom.errors import DarkroomError
 from darkroom.sample.backends import Backend
 from darkroom.serve.aside import Aside, Between, Steps
-from darkroom.serve.fairness import Admits, Entry, FairQueue
+from darkroom.serve.fairness import Admits, Drawing, Entry, FairQueue, admitted_after
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.packing import Bucket, Stepped, bucket_of, padded
 from darkroom.serve.studio import Studio
-from darkroom.serve.work import Preview, Shape, Ticket, Work
+from darkroom.serve.work import Preview, Shape, Ticket, Work, png_of
 
 if TYPE_CHECKING:
     from darkroom.models import Model
@@ -39,6 +39,21 @@ MEMORY = 0.98
 IDLE_S = 1.0
 # Every size may fill a call of its own, up to so many full calls a round: more would make steps too rare.
 FULL_CALLS = 3
+# A guided picture of twice the model's own side is served whatever the capacity.
+LEAST_LARGEST = 8.0
+# What encoding and decoding add to the time of the steps, for the estimate of waits.
+BESIDE_STEPS = 1.25
+FORECAST_S = 0.1
+# So long the end of the process waits for a step that is under way.
+STOP_S = 5.0
+
+
+class Admission(NamedTuple):
+    """When a picture that waits will be admitted."""
+
+    key: str
+    cost: float
+    after_s: float
 
 
 class Engine:
@@ -86,6 +101,8 @@ class Engine:
         self._stepping: set[Hashable] = set()  # buckets that a lane has; nobody else touches them
         self._stepped: list[tuple[Hashable, Stepped | Exception]] = []
         self._loads: defaultdict[Hashable, float] = defaultdict(float)
+        self._admitted: set[Ticket] = set()  # all that take room
+        self._forecast: tuple[float, list[Admission]] = (0.0, [])
         self._prune, self._stopping, self._called = False, False, False
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
 
@@ -95,15 +112,17 @@ class Engine:
         """Begin to take steps."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Take no more steps; what is on its way stays as it is."""
+    def stop(self, within_s: float = STOP_S) -> bool:
+        """Take no more steps; what is on its way stays as it is. False where a step goes on all the same:
+        nothing ends one from outside, so the process has to be left."""
+        end_s = time.monotonic() + within_s
         with self._condition:
-            self._stopping = True
+            self._stopping = self.studio.stopping = True
             self._call()
         if self._thread.is_alive():
-            self._thread.join(timeout=30)
-        self.aside.close()
-        self.steps.close()
+            self._thread.join(timeout=within_s)
+        ended = [one.close(max(0.1, end_s - time.monotonic())) for one in (self.aside, self.steps)]
+        return all(ended) and not self._thread.is_alive()
 
     def submit(self, work: Work) -> None:
         """Put a work's pictures in the queue."""
@@ -157,6 +176,11 @@ class Engine:
         ]
 
     @property
+    def largest_load(self) -> float:
+        """The most that one picture may take: with more its steps would hold up everybody else's."""
+        return max(self.capacity, LEAST_LARGEST)
+
+    @property
     def load(self) -> float:
         """Load of what is admitted, all sizes together; each size has room for `capacity`."""
         return float(sum(list(self._loads.values())))
@@ -165,10 +189,34 @@ class Engine:
         """How long so much work takes, by what was measured lately; None before the first step."""
         return cost * self._work_s / self._work_done if self._work_done else None
 
-    def wait_s(self) -> float | None:
-        """When one more place in the queue will be free, at the speed measured."""
-        count, cost = len(self._queue), self._queue.cost
-        return self.seconds_for(cost / count) if count else 0.0
+    def waiting_cost(self, key: str | None = None) -> float:
+        """Work in the queue, of one key or of all."""
+        return self._queue.cost(key)
+
+    def admissions(self) -> list[Admission]:
+        """Of all that waits, in order: whose it is, its work, and when it is admitted at the speed measured.
+
+        Empty before the first step. Looked up anew at most every `FORECAST_S`.
+        """
+        now_s = time.monotonic()
+        if not self._work_done:
+            return []
+        if now_s - self._forecast[0] > FORECAST_S:
+            with self._condition:
+                order = self._queue.in_order()
+            drawn = [self._drawing(ticket) for ticket in list(self._admitted)]
+            waiting = [self._drawing(entry.item) for entry in order]
+            speed = self._work_done / self._work_s / BESIDE_STEPS
+            times = admitted_after(drawn, waiting, self.capacity, FULL_CALLS, speed)
+            told = [Admission(e.key, e.cost, s) for e, s in zip(order, times, strict=True)]
+            self._forecast = now_s, told
+        return self._forecast[1]
+
+    def _drawing(self, ticket: Ticket) -> Drawing:
+        shape = ticket.shape
+        steps = max(1, shape.steps - (ticket.step - ticket.earlier_steps))
+        work = shape.pixels * shape.evaluations
+        return Drawing(ticket.entry.size, steps, float(work), shape.load(self.own_pixels))
 
     # ---- the engine's own thread
 
@@ -247,8 +295,11 @@ class Engine:
                 if not mine or (suspect.started_s is None and self.load > 0):
                     return False
             load = _load_of(entry, self.own_pixels)
-            there, here = self.load, self._loads.get(entry.size, 0.0)
-            full = there > 0 and there + load > FULL_CALLS * self.capacity
+            here = self._loads.get(entry.size, 0.0)
+            # However large its pictures are, a size leaves room for a full call of the others.
+            most = (FULL_CALLS - 1) * self.capacity
+            there = sum(min(taken, most) for taken in self._loads.values())
+            full = there > 0 and there + min(load, most) > FULL_CALLS * self.capacity
             if here > 0 and here + load > self.capacity:
                 closed.add(entry.size)
             return not full and entry.size not in closed
@@ -264,6 +315,7 @@ class Engine:
                 entry = self._queue.take(room)
                 entry.item.load = _load_of(entry, self.own_pixels)
                 self._loads[entry.size] += entry.item.load
+                self._admitted.add(entry.item)
                 self._between.discard(entry.item)
                 admitted.append(entry.item)
         if admitted:
@@ -302,8 +354,8 @@ class Engine:
         failed = self.studio.prepare(works, self.library)
         with self._condition:
             self._failed += failed
-            for ticket in tickets:
-                self._arrived.append(ticket)
+            if not self._stopping:  # then some were left half prepared
+                self._arrived += tickets
             self._call()
 
     def _board(self) -> None:
@@ -362,6 +414,7 @@ class Engine:
     def _unload(self, ticket: Ticket) -> None:
         size = ticket.entry.size
         self._loads[size] -= ticket.load
+        self._admitted.discard(ticket)
         ticket.load = 0.0
         if self._loads[size] < 1e-6:
             del self._loads[size]
@@ -420,12 +473,15 @@ class Engine:
         failed = self.studio.finish([ticket for ticket in tickets if not ticket.work.over])
         with self._condition:
             self._failed += failed
+        for ticket in tickets:
+            if ticket.done and not ticket.work.over:
+                ticket.work.listener.drawn(ticket.work, ticket.index)
         for work in dict.fromkeys(ticket.work for ticket in tickets):
             if not work.over and len(work.pictures) == len(work.tickets):
                 work.over = True
                 work.listener.made(work)
         for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
-            ticket.work.previews.append(Preview(ticket.index, index, ticket.step, image))
+            ticket.work.previews.append(Preview(ticket.index, index, ticket.step, png_of(image)))
         with self._condition:
             self._call()
 
@@ -444,6 +500,5 @@ class Engine:
 
 
 def _load_of(entry: Entry, own_pixels: int) -> float:
-    """Evaluations of a picture's step, counted in pictures of the model's own size."""
     shape: Shape = entry.item.shape
-    return shape.evaluations * shape.pixels / own_pixels
+    return shape.load(own_pixels)

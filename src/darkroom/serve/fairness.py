@@ -7,13 +7,15 @@ pictures are not starved by small ones. Within a key, higher priority goes first
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import heapq
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Entry:
     """One picture waiting. `cost` is its work in any unit, the same for all."""
 
@@ -157,6 +159,66 @@ class _KeyFlow:
         return _KeyFlow(self.quantum, {priority: ring.copy() for priority, ring in self.rings.items()})
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """A picture on its way, or that will be: so many steps more, each of so much work."""
+
+    size: Hashable
+    steps: int
+    step_work: float
+    load: float
+    """What it takes of the room of its size."""
+
+
+def admitted_after(
+    drawn: Iterable[Drawing], waiting: Sequence[Drawing], capacity: float, calls: int, work_per_s: float
+) -> list[float]:
+    """After how many seconds each of those waiting, in their order, will be admitted.
+
+    All that are on their way take their steps together. Each size has room for a load of `capacity`, all of
+    them for `calls` times that, of which one size leaves one to the others; a picture alone always fits.
+    """
+    there: defaultdict[Hashable, float] = defaultdict(float)
+    ends: list[tuple[int, int, Drawing]] = []
+    lines: dict[Hashable, deque[int]] = {}
+    for i, one in enumerate(waiting):
+        lines.setdefault(one.size, deque()).append(i)
+    number = itertools.count()
+    round_, round_work, now_s, times = 0, 0.0, 0.0, [0.0] * len(waiting)
+
+    def begin(one: Drawing) -> None:
+        nonlocal round_work
+        there[one.size] += one.load
+        round_work += one.step_work
+        heapq.heappush(ends, (round_ + max(1, one.steps), next(number), one))
+
+    def fits(one: Drawing) -> bool:
+        most = (calls - 1) * capacity
+        here, taken = there.get(one.size, 0.0), sum(min(load, most) for load in there.values())
+        beside = taken <= 0 or taken + min(one.load, most) <= calls * capacity
+        return beside and (here <= 0 or here + one.load <= capacity)
+
+    for one in drawn:
+        begin(one)
+    while lines:
+        heads = sorted(line[0] for line in lines.values())
+        first = next((head for head in heads if fits(waiting[head])), None)
+        if first is not None:
+            size = waiting[first].size
+            times[lines[size].popleft()] = now_s
+            begin(waiting[first])
+            if not lines[size]:
+                del lines[size]
+            continue
+        end, _, one = heapq.heappop(ends)
+        now_s += (end - round_) * round_work / work_per_s
+        round_, round_work = end, max(0.0, round_work - one.step_work)
+        there[one.size] -= one.load
+        if there[one.size] < 1e-6:
+            del there[one.size]
+    return times
+
+
 class FairQueue:
     """Pictures waiting. Not safe for several threads at once: its owner locks."""
 
@@ -164,8 +226,8 @@ class FairQueue:
         self._quantum = [0.0]
         self._ring = _Ring(self._quantum)
         self._counts: Counter[str] = Counter()
-        self.cost = 0.0
-        """Work waiting, all together."""
+        self._costs: defaultdict[str, float] = defaultdict(float)
+        self._there: set[Entry] = set()
 
     def __len__(self) -> int:
         return self._counts.total()
@@ -174,13 +236,18 @@ class FairQueue:
         """Pictures of one key."""
         return self._counts[key]
 
+    def cost(self, key: str | None = None) -> float:
+        """Work waiting, of one key or all together."""
+        return sum(list(self._costs.values())) if key is None else self._costs.get(key, 0.0)
+
     def push(self, entry: Entry) -> None:
         """Add one at the end of its flow."""
         # The largest cost seen lets each turn serve at least one picture, so that finding the head is quick.
         self._quantum[0] = max(self._quantum[0], entry.cost)
         self._key_flow(entry.key).line(entry).entries.append(entry)
+        self._there.add(entry)
         self._counts[entry.key] += 1
-        self.cost += entry.cost
+        self._costs[entry.key] += entry.cost
 
     def _key_flow(self, key: str) -> _KeyFlow:
         if key not in self._ring.flows:
@@ -202,18 +269,18 @@ class FairQueue:
 
     def remove(self, entry: Entry) -> bool:
         """Take one out, wherever it stands; whether it was there."""
-        try:
-            self._key_flow(entry.key).line(entry).entries.remove(entry)
-        except ValueError:
+        if entry not in self._there:
             return False
+        self._key_flow(entry.key).line(entry).entries.remove(entry)
         self._forget(entry)
         return True
 
     def _forget(self, entry: Entry) -> None:
+        self._there.discard(entry)
         self._counts[entry.key] -= 1
+        self._costs[entry.key] -= entry.cost
         if not self._counts[entry.key]:
-            del self._counts[entry.key]
-        self.cost = self.cost - entry.cost if self._counts else 0.0
+            del self._counts[entry.key], self._costs[entry.key]
 
     def in_order(self) -> list[Entry]:
         """All of them in the order in which they would be served if nothing else came and all had room."""

@@ -12,10 +12,11 @@ import binascii
 import ipaddress
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from darkroom.serve.bodies import AGAIN_S, Bodies, Message, Receive
+from darkroom.serve.bodies import AGAIN_S, Bodies, Message, Receive, check_values
 from darkroom.serve.keys import Keys
 from darkroom.serve.limits import Limits
 from darkroom.serve.metrics import Metrics
@@ -30,6 +31,8 @@ ANONYMOUS = "local"
 """The caller's name where the server has no keys."""
 PLATFORM = "platform"
 """The caller's name where a platform let it in."""
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+"""A host, perhaps with its port."""
 SAFETY = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -90,7 +93,10 @@ class Guard:
                 if self._under_way > self.limits.requests and not self._is_open(scope):
                     raise Refused(503, "busy", "too many requests are under way", retry_after_s=AGAIN_S)
                 scope.setdefault("state", {})["key"] = caller
+                scope["state"]["address"] = self._address(scope, headers)
                 content = await body.read(headers, receive, self.limits.body_bytes if caller else 0)
+                if not headers.get("content-type", "").lower().startswith("multipart/"):
+                    check_values(content)
             except Refused as refused:
                 await self._refuse(refused, send)
                 return
@@ -139,9 +145,33 @@ class Guard:
         client = scope.get("client")
         if client and is_public(client[0]):
             raise Refused(403, "foreign_address", "without keys the server answers to its own machine only")
-        name = _host_name(headers.get("host", ""))
-        if name not in self.hosts and is_public(name):
+        if not self._is_own(headers.get("host", "")):
             raise Refused(403, "foreign_host", "without keys the server answers to its local names only")
+
+    def _address(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
+        """The server's address as the client used it, such as https://pictures.example.
+
+        What a proxy says of that (`X-Forwarded-Proto` and `-Host`) counts where it runs on this machine.
+        Without keys the name must be one of the server's own, whoever says it.
+        """
+        host, scheme = headers.get("host", ""), str(scope.get("scheme", "http"))
+        client = scope.get("client")
+        if client and not is_public(client[0]):
+            forwarded = headers.get("x-forwarded-host", "").partition(",")[0].strip()
+            if ADDRESS.fullmatch(forwarded) and (self.keys is not None or self._is_own(forwarded)):
+                host = forwarded
+            proto = headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+            scheme = proto if proto in ("http", "https") else scheme
+        if not ADDRESS.fullmatch(host):
+            name, port = (scope.get("server") or ("localhost", None))[:2]
+            name = f"[{name}]" if ":" in name else name
+            host = name if port is None else f"{name}:{port}"
+        return f"{scheme}://{host}"
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a name, perhaps with its port, is one that this server answers to without keys."""
+        name = _host_name(host)
+        return name in self.hosts or not is_public(name)
 
     def _noting(self, scope: MutableMapping[str, Any], send: Send) -> Send:
         """Count answers, and add the headers that keep browsers from guessing."""

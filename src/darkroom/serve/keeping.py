@@ -6,20 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.request import FINAL, Uploads
-from darkroom.serve.results import PictureFiles, picture_name
+from darkroom.serve.results import PROBE_UID, PictureFiles, picture_name
 from darkroom.serve.store import StorageError, Store
 from darkroom.serve.work import Work
 
 LOG = logging.getLogger("darkroom.serve")
 RETRY_S = 1.0
-PROBE_UID = "0" * 32
 UPLOADS = ("image.upload", "mask.upload")
 
 
@@ -53,6 +52,17 @@ class Keeper:
         self._closing.set()
         self._pool.shutdown(wait=True)
 
+    def check(self, work: Work, index: int) -> None:
+        """Have the hooks see a finished picture, while others of its work may still be drawn."""
+        work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index])
+        work.files[index].add_done_callback(lambda file: self._checked(work, file))
+
+    def _checked(self, work: Work, file: Future[bytes]) -> None:
+        """A picture that is withheld ends its job: what is left of it need not be drawn."""
+        if not file.cancelled() and isinstance(error := file.exception(), Withheld) and not work.over:
+            with suppress(RuntimeError):  # the pool is closed: the job runs again
+                self._pool.submit(self._fail, work, "withheld", str(error))
+
     def keep(self, work: Work) -> None:
         """Write a work's pictures and end its job."""
         self._pool.submit(self._keep, work)
@@ -70,7 +80,8 @@ class Keeper:
                 self._fail(work, "failed", "the pictures could not be stored")
 
     def _store_pictures(self, work: Work) -> None:
-        files = {picture_name(i): self.hooks.png(picture) for i, picture in work.pictures.items()}
+        # Those were asked for before this was, so a thread has them already.
+        files = {picture_name(i): file.result() for i, file in work.files.items()}
         num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
         self._end(work, "done", self._result(work), num_bytes)
 

@@ -49,7 +49,7 @@ class File:
     stamp: tuple[int, int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Read:
     """An adapter read and checked, and what pictures say of it."""
 
@@ -58,7 +58,7 @@ class Read:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Loan:
     """The slot where a work finds an adapter."""
 
@@ -66,7 +66,7 @@ class Loan:
     read: Read
 
 
-@dataclass
+@dataclass(repr=False)
 class Lent(Adapted):
     """A work's adapters where `sample.Job` expects those of a call: the bank is everybody's."""
 
@@ -198,7 +198,7 @@ class Library:
         files = self._files_of(ticket.work.adapters)
         if len(files) > self.bank.slots:  # of a job that was accepted when there were more
             raise InputError(
-                f"{len(files)} adapters in one picture", allowed=f"up to --slots {self.bank.slots}"
+                f"{len(files)} adapters in one picture", allowed=f"at most {self.bank.slots} on this server"
             )
         for file in files.values():
             if file not in self._slots and not self._place(file, set(files.values())):

@@ -30,9 +30,19 @@ class Limits(BaseModel):
     previews: int = Field(10, ge=0, description="intermediate pictures of one job")
     queue: int = Field(256, ge=1, description="pictures waiting, of all keys")
     queue_per_key: int = Field(128, ge=1, description="pictures waiting, of one key")
+    queue_s: float = Field(
+        3600.0,
+        gt=0,
+        description="seconds of work waiting, by the speed measured; one job may always wait",
+    )
     rate_per_minute: float = Field(1200.0, gt=0, description="new jobs of one key")
     watchers: int = Field(512, ge=1, description="open event streams")
     deadline_s: float = Field(86_400.0, gt=0, description="the longest that a job may ask to be waited for")
     keep_s: float = Field(86_400.0, gt=0, description="how long a finished job and its pictures are kept")
     keep_bytes: int = Field(10 * 2**30, ge=1, description="of pictures kept; the oldest go first")
     attempts: int = Field(20, ge=1, description="times a job is begun again after the server was killed")
+
+    @property
+    def share_of_a_key(self) -> float:
+        """Of what may wait."""
+        return min(1.0, self.queue_per_key / self.queue)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from darkroom.serve.store import Record
 from darkroom.serve.work import Ticket, Work
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Live:
     """A job in memory: its row as accepted, and the work in the engine."""
 
@@ -97,16 +96,9 @@ def news(live: Live, seen: dict[str, Any], place: int | None) -> Iterator[tuple[
     while len(work.previews) > seen.get("previews", 0):
         preview = work.previews[seen.get("previews", 0)]
         seen["previews"] = seen.get("previews", 0) + 1
-        buffer = io.BytesIO()
-        preview.image.save(buffer, "PNG", compress_level=1)
         yield (
             "preview",
-            {
-                "picture": preview.picture,
-                "index": preview.index,
-                "step": preview.step,
-                "png": buffer.getvalue(),
-            },
+            {"picture": preview.picture, "index": preview.index, "step": preview.step, "png": preview.png},
         )
 
 

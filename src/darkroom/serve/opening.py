@@ -38,7 +38,7 @@ PLAIN = {"none", "auto", "lean", "fused_attention"}
 PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Opened:
     """A model ready to be served."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
 
 
-@dataclass
+@dataclass(repr=False)
 class Stepped:
     """What a step did."""
 

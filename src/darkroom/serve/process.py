@@ -10,11 +10,12 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
 
-from darkroom.errors import InputError
+from darkroom.errors import DarkroomError, InputError
 from darkroom.serve.app import make_app
 from darkroom.serve.connections import allowed, connection
 from darkroom.serve.core import Core
@@ -32,6 +33,7 @@ SWITCH_S = 0.001
 
 def run(settings: ServeSettings) -> None:
     """Serve until SIGTERM or Ctrl-C: the first drains, a second leaves at once. Jobs are kept either way."""
+    check_paths(settings)
     keys = Keys(settings.key_file) if settings.key_file is not None else None
     if keys is None and settings.vertex is None and is_public(settings.host):
         raise InputError(
@@ -45,13 +47,32 @@ def run(settings: ServeSettings) -> None:
     host, port = listening.getsockname()[:2]
     LOG.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listening])
-    if core.engine is None and core.state != "broken":  # the thread that loads the model cannot be stopped
+    if core.state == "broken" and core.engine is None:
+        raise _failure(core)
+    if core.engine is None or core.left_at_work:  # a thread that loads or computes cannot be stopped
         leave()
+
+
+def check_paths(settings: ServeSettings) -> None:
+    """InputError for folders that are not there: told before anything that takes long is imported."""
+    if settings.adapters is not None and not settings.adapters.is_dir():
+        raise InputError(f"--adapters '{settings.adapters}' is no folder", mend="make it, or name another")
+    if settings.model.startswith((".", "/", "~")) and not Path(settings.model).exists():
+        raise InputError(f"no model at '{settings.model}'", allowed="a model folder, a hub id, or a family")
+
+
+def _failure(core: Core) -> DarkroomError:
+    """Why a server that never took a job ends, as the command line tells it."""
+    if isinstance(core.error, DarkroomError):
+        return core.error
+    return DarkroomError(f"{core.why} ({type(core.error).__name__}); the log above says more")
 
 
 def leave() -> NoReturn:
     """End the process at once, whatever its threads do."""
     logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(0)
 
 
@@ -92,6 +113,17 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._core = core
         self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn once; from then on a model that cannot be loaded ends the server."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._watching = asyncio.get_running_loop().create_task(self._end_if_broken())
+
+    async def _end_if_broken(self) -> None:
+        await self._core.loaded()
+        if self._core.state == "broken" and self._core.engine is None:
+            self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from darkroom.errors import DarkroomError
+import re
+
+from darkroom.errors import DarkroomError, InputError
 
 KINDS = {
     400: "invalid_request_error",
@@ -18,12 +20,17 @@ KINDS = {
     503: "unavailable_error",
     507: "unavailable_error",
 }
+OPERATORS = re.compile(r"(^|\s)--[a-z]|\bdarkroom [a-z]|\bpip install\b")
+"""Options and commands."""
+RETRIED = (408, 409, 429, 500, 502, 503, 504, 507)
+"""After these OpenAI's clients, and others made like them, ask again by themselves unless told not to."""
 
 
 class Refused(DarkroomError):
     """`status` is HTTP's; `code` one word for programs; `param` the field at fault; `message` for people.
 
-    `retry_after_s` says when it is worth asking again, where waiting helps.
+    `retry_after_s` says when it is worth asking again, where waiting helps. Without it clients that ask again
+    by themselves after some statuses are told not to: it would only be drawn, or refused, once more.
     """
 
     def __init__(
@@ -50,6 +57,18 @@ class Refused(DarkroomError):
         found = {}
         if self.retry_after_s is not None:
             found["Retry-After"] = str(max(1, -int(-self.retry_after_s // 1)))
+        elif self.status in RETRIED:
+            found["x-should-retry"] = "false"
         if self.status == 401:
             found["WWW-Authenticate"] = "Bearer"
         return found
+
+
+def say(error: DarkroomError) -> str:
+    """An error in a client's words: what only who runs the server could type is left out."""
+    if not isinstance(error, InputError):
+        return str(error)
+    allowed = f"allowed: {error.allowed}" if error.allowed else ""
+    return "; ".join(
+        part for part in (error.given, allowed, error.mend) if part and not OPERATORS.search(part)
+    )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_SEED = 2**63 - 1
+MOST_ADAPTERS = 16
 JOB_ID = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 """What a client may call a job."""
 
@@ -72,7 +73,9 @@ class PictureRequest(_Strict):
         None, gt=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
     )
     hires: HiresChoice | None = Field(None, description="a second pass at a larger size; not with an upload")
-    adapters: tuple[AdapterChoice, ...] = Field((), max_length=16, description="of the server's folder")
+    adapters: tuple[AdapterChoice, ...] = Field(
+        (), max_length=MOST_ADAPTERS, description="of the server's folder"
+    )
     priority: Literal["low", "normal", "high"] = Field(
         "normal", description="among the jobs of one's own key; it takes nothing from others"
     )
@@ -91,6 +94,9 @@ class PictureRequest(_Strict):
     @field_validator("adapters", mode="before")
     @classmethod
     def _from_list(cls, given: Any) -> Any:
+        # Here, for a tuple's length is looked at only after all that is in it.
+        if isinstance(given, (list, tuple)) and len(given) > MOST_ADAPTERS:
+            raise ValueError(f"at most {MOST_ADAPTERS}")
         return tuple(given) if isinstance(given, list) else given
 
     @property

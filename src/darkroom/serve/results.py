@@ -27,6 +27,8 @@ XMP = (
 )
 """What every picture says of itself, in IPTC's words: made by a trained model."""
 UID = re.compile(r"[0-9a-f]{32}")
+PROBE_UID = "0" * 32
+"""Of no job: written and dropped now and then, to see whether writing works."""
 
 
 class PictureFiles(Protocol):
@@ -104,7 +106,8 @@ class Results:
 
     def uids(self) -> list[str]:
         """All jobs that have files."""
-        return [path.name for path in self.folder.glob("*/*") if UID.fullmatch(path.name)]
+        names = (path.name for path in self.folder.glob("*/*"))
+        return [name for name in names if UID.fullmatch(name) and name != PROBE_UID]
 
     def _folder(self, uid: str) -> Path:
         assert UID.fullmatch(uid)

@@ -33,6 +33,9 @@ class ServeSettings(BaseModel):
     key_file: Path | None = Field(None, description="names and hashes of the keys that may come in")
     origins: tuple[str, ...] = Field((), description="further web origins that may ask, as https://host")
     hosts: tuple[str, ...] = Field((), description="further names that the server is called by, without keys")
+    public_url: str | None = Field(
+        None, description="the server's address as clients have it; None: the one that a request was sent to"
+    )
     state: Path = Field(Path("darkroom-serve"), description="the folder of jobs and pictures")
     jobs: str | None = Field(None, description="the jobs' database; None: SQLite in the state folder")
     name: str = Field(

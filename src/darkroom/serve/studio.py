@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
 from darkroom import sample
+from darkroom.errors import Stopped
 from darkroom.sample.backends import Backend
 from darkroom.sample.checks import checked_size, table_for
 from darkroom.sample.generate import second_pass
+from darkroom.sample.pictures import while_wanted
 from darkroom.serve.glance import Glance, channels_of
 from darkroom.serve.request import PictureRequest, Uploads
 from darkroom.serve.texts import Texts
@@ -95,6 +97,8 @@ class Studio:
         self.model, self.backend = model, backend
         self._texts = Texts(model)
         self._glance: Glance | None = None
+        self.stopping = False
+        """The process ends: what is being encoded or decoded is left at the next slice or tile."""
 
     def get_ready(self) -> None:
         """What would keep the first jobs waiting: learn to glance at latents."""
@@ -107,10 +111,17 @@ class Studio:
         self._texts.read(work for work in fresh if not _changes_texts(work, library))
         for work in fresh:
             try:
-                work.prepared = self._prepared(work, library)
+                with while_wanted(self._wanted([work])):
+                    work.prepared = self._prepared(work, library)
+            except Stopped:
+                continue
             except Exception as error:
                 failed.append((work, error))
         return failed
+
+    def _wanted(self, works: Sequence[Work]) -> Callable[[], bool]:
+        """Tells whether anybody waits for one of these still."""
+        return lambda: not self.stopping and any(not work.over for work in works)
 
     def _prepared(self, work: Work, library: Library | None) -> sample.Job:
         adapted = library.lend(work) if library is not None and work.adapters else None
@@ -145,7 +156,10 @@ class Studio:
             assert job is not None
             assert row is not None
             try:
-                [larger] = job.enlarged(ticket.index, [row])
+                with while_wanted(self._wanted([ticket.work])):
+                    [larger] = job.enlarged(ticket.index, [row])
+            except Stopped:
+                continue
             except Exception as error:
                 failed.append((ticket.work, error))
             else:
@@ -158,13 +172,16 @@ class Studio:
         for some in _by_size(tickets):
             try:
                 self._finish(some)
+            except Stopped:
+                continue
             except Exception:
                 failed += self._finish_apart(some)
         return failed
 
     def _finish(self, tickets: Sequence[Ticket]) -> None:
         latents_BCHW = torch.stack([ticket.row.latents_CHW for ticket in tickets if ticket.row is not None])
-        images = self.backend.decode(latents_BCHW)
+        with while_wanted(self._wanted([ticket.work for ticket in tickets])):
+            images = self.backend.decode(latents_BCHW)
         latents_BCHW = latents_BCHW.cpu()
         for i, (ticket, image) in enumerate(zip(tickets, images, strict=True)):
             job = ticket.work.prepared
@@ -178,6 +195,8 @@ class Studio:
         for ticket in tickets:
             try:
                 self._finish([ticket])
+            except Stopped:
+                continue
             except Exception as error:
                 failed.append((ticket.work, error))
         return failed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +36,10 @@ class Shape:
         """Of one picture."""
         return self.width * self.height
 
+    def load(self, own_pixels: int) -> float:
+        """Evaluations of a picture's step, counted in pictures of the model's own size."""
+        return self.evaluations * self.pixels / own_pixels
+
     @property
     def cost(self) -> float:
         """Work of one picture's first pass: pixels x steps x evaluations."""
@@ -51,6 +57,9 @@ class Listener(Protocol):
     def began(self, work: Work) -> None:
         """Its first picture was admitted."""
 
+    def drawn(self, work: Work, index: int) -> None:
+        """One of its pictures is decoded."""
+
     def made(self, work: Work) -> None:
         """All its pictures are decoded."""
 
@@ -58,17 +67,24 @@ class Listener(Protocol):
         """One of its pictures cannot be made; its rows are gone."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Preview:
-    """A picture as far as it had come."""
+    """A picture as far as it had come, as a PNG file: made beside the steps, not by who tells of it."""
 
     picture: int
     index: int
     step: int
-    image: Image.Image
+    png: bytes
 
 
-@dataclass(eq=False)
+def png_of(image: Image.Image) -> bytes:
+    """A picture as a PNG file without parameters."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+@dataclass(eq=False, repr=False)
 class Work:
     """A job as the engine sees it."""
 
@@ -87,6 +103,8 @@ class Work:
     """Where its adapters are, by name."""
     tickets: list[Ticket] = field(default_factory=list)
     pictures: dict[int, sample.Picture] = field(default_factory=dict)
+    files: dict[int, Future[bytes]] = field(default_factory=dict)
+    """Of its pictures, once they have gone through the hooks."""
     previews: list[Preview] = field(default_factory=list)
     watchers: int = 0
     device_s: float = 0.0
@@ -116,7 +134,7 @@ class Work:
         return steps * len(self.tickets)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Ticket:
     """One picture of a work: waiting (`entry`), on its way (`row`), or done.
 

@@ -138,7 +138,7 @@ def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
     assert told["state"]["job_count"] == 1
     assert http.post("/sdapi/v1/interrupt").json() == {}
     thread.join(20)
-    assert answers == [409]
+    assert answers == [410]
     assert http.get("/jobs/native").json()["state"] in ("running", "done")
     assert http.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
     http.delete("/jobs/native")

@@ -15,7 +15,7 @@ import warm
 from darkroom.errors import InputError
 from darkroom.serve import Job, PictureRequest
 from darkroom.serve.core import Core
-from darkroom.serve.http.dialects import all_made
+from darkroom.serve.http.common import all_made
 from darkroom.serve.http.vertex import model_of, routes_of, small_enough
 from darkroom.serve.refused import Refused
 from serve.conftest import DARKROOM, Server, difference

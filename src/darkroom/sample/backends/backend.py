@@ -21,7 +21,7 @@ Decode = Callable[[torch.Tensor], list[Image.Image]]
 Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass
+@dataclass(repr=False)
 class Backend:
     """A model's U-Net and VAE, ready to be called."""
 

@@ -19,7 +19,7 @@ EXAMPLE_ROWS, EXAMPLE_SIDES, EXAMPLE_TOKENS = 2, (16, 24), 77
 """Small and all different, so that no exporter takes two sides for one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Shell:
     """A module to export: `inputs` are examples by name, `open_axes` the axes of each that may change."""
 

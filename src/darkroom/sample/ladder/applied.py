@@ -41,7 +41,7 @@ class Choice:
         return f"{self.name}:{self.argument}" if self.argument else self.name
 
 
-@dataclass
+@dataclass(repr=False)
 class Applied:
     """What optimisations made of a model. Rungs fill it in; the torch backend takes it from here."""
 

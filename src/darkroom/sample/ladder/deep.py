@@ -26,7 +26,7 @@ LAYERS = 2
 EVERY = 2
 
 
-@dataclass
+@dataclass(repr=False)
 class _Kept:
     """A row's deep features, and at which of its steps they were computed."""
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from darkroom.sample.pictures import check_wanted
+
 TILE_PIXELS = 512
 OVERLAP = 0.25
 """Share of a tile's side that it has in common with its neighbour, at least."""
@@ -86,6 +88,7 @@ def in_tiles(
     ]
     for i, top in enumerate(rows):
         for j, left in enumerate(columns):
+            check_wanted()
             done = run(x_BCHW[..., top : top + height, left : left + width])
             if out is None:
                 size = [_scaled(side, up, down) for side in x_BCHW.shape[-2:]]

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
 from darkroom.options import SAMPLERS
-from darkroom.sample.adapters import read_tags
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.admission import Rates, checked_picture
 from darkroom.serve.core import Core
@@ -35,11 +34,11 @@ from darkroom.serve.http.a1111_names import (
     solver_of,
     upscaler_of,
 )
-from darkroom.serve.http.common import caller
-from darkroom.serve.http.dialects import all_made, decoded, encoded, pngs_of, route_in
+from darkroom.serve.http.common import all_made, caller
+from darkroom.serve.http.dialects import decoded, encoded, pngs_of, route_in
 from darkroom.serve.limits import Limits
 from darkroom.serve.refused import Refused
-from darkroom.serve.request import MAX_SEED, AdapterChoice, HiresChoice, Job, PictureRequest, Uploads
+from darkroom.serve.request import MAX_SEED, HiresChoice, Job, PictureRequest, Uploads
 
 PREFIX = "sdapi-"
 """Of the ids of this dialect's jobs."""
@@ -99,12 +98,10 @@ class Txt2Img(BaseModel):
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core."""
         self.check_others()
-        prompt, adapters = _tags(self.prompt)
-        negative, _ = _tags(self.negative_prompt or "")
         solver, karras = solver_of(self.sampler_name or self.sampler_index, self.scheduler)
         return PictureRequest(
-            prompt=prompt,
-            negative=negative or None,
+            prompt=self.prompt,
+            negative=self.negative_prompt or None,
             num=min(1000, (self.batch_size or 1) * (self.n_iter or 1)),
             seed=None if self.seed in (-1, None) else self.seed,
             width=self.width,
@@ -116,7 +113,6 @@ class Txt2Img(BaseModel):
             eta=(self.eta or 0.0) if solver == "ddim" else 0.0,
             weighting="a1111",
             clip_skip=self._clip_skip(core),
-            adapters=adapters,
             strength=None,
             hires=self._hires(),
         )
@@ -302,18 +298,6 @@ def _add_lists(router: APIRouter, core: Core) -> None:
 
 def _error(refused: Refused) -> dict[str, Any]:
     return {"error": refused.code, "detail": refused.message, "body": "", "errors": refused.message}
-
-
-def _tags(prompt: str) -> tuple[str, tuple[AdapterChoice, ...]]:
-    """A prompt without its tags, and the adapters they name; a name met twice adds up."""
-    try:
-        plain, told = read_tags(prompt)
-    except InputError as error:
-        raise Refused(422, "invalid_value", f"prompt: {error}", param="prompt") from error
-    weights: dict[str, float] = {}
-    for name, weight in told:
-        weights[name] = weights.get(name, 0.0) + (1.0 if weight is None else weight)
-    return plain, tuple(AdapterChoice(name=name, weight=weight) for name, weight in weights.items())
 
 
 async def _answer(

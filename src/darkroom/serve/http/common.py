@@ -1,4 +1,4 @@
-"""What doors share: the caller, waiting while a client is connected, signed addresses, event streams."""
+"""What all dialects share: the caller, jobs while their client is connected, signed addresses, events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,19 +27,42 @@ def caller(request: Request) -> str:
     return name
 
 
-async def while_connected(core: Core, job: Job, request: Request) -> Job:
-    """The job once it is over. Where its client leaves first it is cancelled."""
-    done = asyncio.ensure_future(core.finished(job.id, key=job.key))
+async def all_made(
+    core: Core,
+    request: Request,
+    wanted: Sequence[PictureRequest],
+    *,
+    uploads: Uploads | None = None,
+    ids: Sequence[str] = (),
+) -> list[Job]:
+    """Submit and wait for all; where one fails or the client leaves, the others are cancelled."""
+    key, jobs = caller(request), []
+    try:
+        for i, one in enumerate(wanted):
+            job_id = ids[i] if ids else None
+            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id))
+        return await _all_finished(core, request, jobs)
+    except BaseException:
+        cancelled = (core.cancel(job.id, key=key) for job in jobs)  # of no effect on a job that is over
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        raise
+
+
+async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
+    async def one(job: Job) -> Job:
+        with core.attended(job):
+            return checked(await core.finished(job.id, key=job.key))
+
+    whole = asyncio.ensure_future(asyncio.gather(*(one(job) for job in jobs)))
     gone = asyncio.ensure_future(disconnected(request))
     try:
-        with core.attended(job):
-            await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            await core.cancel(job.id, key=job.key)
+        futures: set[asyncio.Future[Any]] = {whole, gone}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
             raise Refused(499, "client_left", "the client left")
-        return done.result()
+        return list(whole.result())
     finally:
-        for task in (done, gone):
+        for task in (whole, gone):
             task.cancel()
 
 
@@ -49,18 +72,16 @@ async def disconnected(request: Request) -> None:
         pass
 
 
-async def made(core: Core, request: Request, wanted: PictureRequest, uploads: Uploads | None = None) -> Job:
-    """Submit, wait and give the done job; what failed is raised as a refusal."""
-    job = await core.submit(wanted, key=caller(request), uploads=uploads)
-    return check_done(await while_connected(core, job, request))
+STATUSES = {"cancelled": 410, "withheld": 400, "invalid_value": 422, "deadline": 504}
+"""Of jobs that ended without pictures, by their error's code; 500 for all others."""
 
 
-def check_done(job: Job) -> Job:
-    """The job, if it is done."""
+def checked(job: Job) -> Job:
+    """The job, if it is done. No status here is one after which a client should ask again."""
     if job.state == "done":
         return job
     error = job.error or {"code": job.state, "message": f"the job was {job.state}"}
-    raise Refused(504 if error["code"] == "deadline" else 500, error["code"], error["message"])
+    raise Refused(STATUSES.get(error["code"], 500), error["code"], error["message"])
 
 
 def sign(core: Core, uid: str, index: int, now_s: float | None = None) -> str:

@@ -1,8 +1,7 @@
-"""What the dialects share: refusals in a shape of their own, several requests as one, base64 and formats."""
+"""What the dialects share: refusals in a shape of their own, bodies as JSON, base64 and formats."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import io
@@ -17,18 +16,18 @@ from fastapi.routing import APIRoute
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 
+from darkroom.serve.bodies import check_values
 from darkroom.serve.core import Core
-from darkroom.serve.http.common import caller, disconnected
 from darkroom.serve.refused import Refused
-from darkroom.serve.request import Job, PictureRequest, Uploads
+from darkroom.serve.request import Job
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Shape = Callable[[Refused], dict[str, Any]]
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
-def route_in(core: Core, shape: Shape) -> type[APIRoute]:
-    """A class of routes whose refusals are told as `shape` has them."""
+def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
+    """A class of routes whose refusals are told as `shape` has them; `invalid` is the status of a mistake."""
 
     class Dialect(APIRoute):
         def get_route_handler(self) -> Handler:
@@ -42,7 +41,8 @@ def route_in(core: Core, shape: Shape) -> type[APIRoute]:
                 except Refused as error:
                     refused = error
                 core.metrics.refused.labels(refused.code).inc()
-                return JSONResponse(shape(refused), refused.status, headers=refused.headers)
+                status = invalid if refused.status == 422 else refused.status
+                return JSONResponse(shape(refused), status, headers=refused.headers)
 
             return told
 
@@ -66,8 +66,10 @@ def of_validation(errors: Sequence[Any]) -> Refused:
 
 async def json_body(request: Request) -> Any:
     """The body as JSON, whatever its content type says."""
+    content = await request.body()
+    check_values(content)
     try:
-        return json.loads(await request.body())
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Refused(400, "bad_request", "the body is no JSON that can be read") from error
 
@@ -88,55 +90,6 @@ def _inlined(part: Any, definitions: dict[str, Any]) -> Any:
     if "$ref" in part:
         return _inlined(definitions[part["$ref"].rpartition("/")[2]], definitions)
     return {name: _inlined(one, definitions) for name, one in part.items()}
-
-
-async def all_made(
-    core: Core,
-    request: Request,
-    wanted: Sequence[PictureRequest],
-    *,
-    uploads: Uploads | None = None,
-    ids: Sequence[str] = (),
-) -> list[Job]:
-    """Submit and wait for all; where one fails or the client leaves, the others are cancelled."""
-    key, jobs = caller(request), []
-    try:
-        for i, one in enumerate(wanted):
-            job_id = ids[i] if ids else None
-            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id))
-        return await _all_finished(core, request, jobs)
-    except BaseException:
-        cancelled = (core.cancel(job.id, key=key) for job in jobs)  # of no effect on a job that is over
-        await asyncio.gather(*cancelled, return_exceptions=True)
-        raise
-
-
-async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
-    async def one(job: Job) -> Job:
-        with core.attended(job):
-            return checked(await core.finished(job.id, key=job.key))
-
-    whole = asyncio.ensure_future(asyncio.gather(*(one(job) for job in jobs)))
-    gone = asyncio.ensure_future(disconnected(request))
-    try:
-        futures: set[asyncio.Future[Any]] = {whole, gone}
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        if not whole.done():
-            raise Refused(499, "client_left", "the client left")
-        return list(whole.result())
-    finally:
-        for task in (whole, gone):
-            task.cancel()
-
-
-def checked(job: Job) -> Job:
-    """The job, if it is done; 409 where somebody cancelled it."""
-    if job.state == "done":
-        return job
-    if job.state == "cancelled":
-        raise Refused(409, "cancelled", "the job was cancelled")
-    error = job.error or {"code": "failed", "message": "the job failed"}
-    raise Refused(504 if error["code"] == "deadline" else 500, error["code"], error["message"])
 
 
 async def pngs_of(core: Core, jobs: Sequence[Job]) -> list[bytes]:

@@ -10,15 +10,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.serve.core import Core
-from darkroom.serve.http.dialects import (
-    MEDIA_TYPES,
-    all_made,
-    body_of,
-    converted,
-    json_body,
-    pngs_of,
-    route_in,
-)
+from darkroom.serve.http.common import all_made
+from darkroom.serve.http.dialects import MEDIA_TYPES, body_of, converted, json_body, pngs_of, route_in
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import MAX_SEED, AdapterChoice, PictureRequest
 
@@ -45,7 +38,7 @@ class TextToImage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    inputs: str = Field(max_length=100_000, description="the prompt")
+    inputs: str = Field(min_length=1, max_length=100_000, description="the prompt")
     parameters: Parameters = Parameters()
     options: dict[str, Any] = Field(default_factory=dict, description="taken and not used")
 

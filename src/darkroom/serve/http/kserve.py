@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import darkroom
 from darkroom.serve.core import Core
-from darkroom.serve.http.dialects import MEDIA_TYPES, all_made, converted, encoded, pngs_of, route_in
+from darkroom.serve.http.common import all_made
+from darkroom.serve.http.dialects import MEDIA_TYPES, converted, encoded, pngs_of, route_in
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import PictureRequest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import asdict
@@ -77,13 +78,13 @@ def jobs_router(core: Core) -> APIRouter:
     @router.post("/jobs", status_code=202)
     async def submit(body: JobRequest, request: Request) -> dict[str, Any]:
         """A new job under an id of the server's."""
-        wanted, uploads = body.apart()
+        wanted, uploads = await asyncio.to_thread(body.apart)
         return plain_job(await core.submit(wanted, key=caller(request), uploads=uploads))
 
     @router.put("/jobs/{job_id}", status_code=202)
     async def put(job_id: JobId, body: JobRequest, request: Request) -> dict[str, Any]:
         """A job under an id of yours. Sent twice it is the same job; with another body it is refused."""
-        wanted, uploads = body.apart()
+        wanted, uploads = await asyncio.to_thread(body.apart)
         return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
 
     @router.get("/jobs")

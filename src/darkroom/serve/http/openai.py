@@ -18,7 +18,8 @@ from darkroom.errors import InputError
 from darkroom.options import MAX_SIDE, parse_size
 from darkroom.serve.core import Core
 from darkroom.serve.guard import error_object
-from darkroom.serve.http.common import caller, check_done, made, sign, sse, with_heartbeat
+from darkroom.serve.http.common import all_made, caller, checked, sign, sse, with_heartbeat
+from darkroom.serve.http.dialects import route_in
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import MAX_SEED, AdapterChoice, Event, Job, PictureRequest, Uploads
 
@@ -30,7 +31,7 @@ class ImagesRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: str = Field(max_length=100_000)
+    prompt: str = Field(min_length=1, max_length=100_000)
     model: str | None = Field(None, max_length=500, description="the one served, or none")
     n: int | None = Field(None, ge=1, le=1000)
     size: str | None = Field(None, max_length=20, description="WIDTHxHEIGHT or auto")
@@ -95,8 +96,9 @@ def _size(text: str | None) -> tuple[int | None, int | None]:
 
 
 def openai_router(core: Core) -> APIRouter:
-    """The `/v1` routes."""
-    router = APIRouter(prefix="/v1", tags=["openai"])
+    """The `/v1` routes. A mistake is answered with 400, as OpenAI does."""
+    route = route_in(core, error_object, invalid=400)
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=route)
 
     @router.post("/images/generations", response_model=None)
     async def generations(wanted: ImagesRequest, request: Request) -> dict[str, Any] | StreamingResponse:
@@ -184,18 +186,19 @@ async def _answer(
         return StreamingResponse(
             stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
-    job = await made(core, request, wanted.request(), uploads)
+    [job] = await all_made(core, request, [wanted.request()], uploads=uploads)
     return {
         "created": int(time.time()),
-        "data": await _data(core, job, wanted),
+        "data": await _data(core, job, wanted, request),
         **_described(job, wanted),
         "usage": _usage(job),
     }
 
 
-async def _data(core: Core, job: Job, wanted: ImagesRequest) -> list[dict[str, Any]]:
+async def _data(core: Core, job: Job, wanted: ImagesRequest, request: Request) -> list[dict[str, Any]]:
     if wanted.response_format == "url":
-        return [{"url": sign(core, job.uid, i)} for i in range(len(job.pictures))]
+        here = core.settings.public_url or request.state.address
+        return [{"url": here + sign(core, job.uid, i)} for i in range(len(job.pictures))]
     pictures = await core.pictures(job.id, key=job.key)
     return [{"b64_json": await asyncio.to_thread(_encoded, picture.png, wanted)} for picture in pictures]
 
@@ -207,7 +210,7 @@ async def _stream(core: Core, job: Job, wanted: ImagesRequest, kind: str) -> Asy
             async for event in core.events(job.id, key=job.key):
                 if event.kind == "preview":
                     yield _event(f"{kind}.partial_image", job, wanted, await _partial(event, wanted))
-        over = check_done(await core.finished(job.id, key=job.key))
+        over = checked(await core.finished(job.id, key=job.key))
         for picture in await core.pictures(job.id, key=job.key):
             encoded = await asyncio.to_thread(_encoded, picture.png, wanted)
             more = {"b64_json": encoded, "usage": _usage(over)}

@@ -18,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from darkroom.errors import InputError
 from darkroom.serve.core import Core
-from darkroom.serve.http.dialects import MEDIA_TYPES, all_made, converted, encoded, pngs_of, route_in
+from darkroom.serve.http.common import all_made
+from darkroom.serve.http.dialects import MEDIA_TYPES, converted, encoded, pngs_of, route_in
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import MAX_SEED, AdapterChoice, Job, PictureRequest
 from darkroom.serve.settings import VertexRoutes
@@ -34,8 +35,8 @@ class Instance(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: str | None = Field(None, max_length=100_000)
-    text: str | None = Field(None, max_length=100_000)
+    prompt: str | None = Field(None, min_length=1, max_length=100_000)
+    text: str | None = Field(None, min_length=1, max_length=100_000)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Instance:
