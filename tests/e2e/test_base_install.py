@@ -16,10 +16,6 @@ pytestmark = pytest.mark.nightly
 SMALL = "data.store=p.lance train.steps=2 train.global_batch=4 data.resolution=32 optim.warmup_steps=0"
 SMALL += " data.holdout=0.25"
 VAE = f"train {ROOT}/recipes/autoencoder.yaml {SMALL}"
-TUNE = (
-    "bench finetune model photos --class-word dog --methods lora --steps 1 --every 1 --num 1 --draw-steps 1"
-)
-TUNE += " --class-images 3 --batches 1 --ranks 2 --resolutions 32 --resolution 32 --batch 1 --sweep 1e-4"
 WORKS = [
     "doctor",
     "import photos p.lance",
@@ -47,7 +43,6 @@ WORKS = [
     "bench ladder tiny bf16 --steps 1 --repeats 1",
     "bench batch tiny --steps 1 --most 1 --repeats 1",
     "bench precision tiny --steps 2 --repeats 1 --page precision.html",
-    f"{TUNE} --extractor all=runs/ext/model --out tuned",
     "serve --make-key you --api-key-file keys.txt",
     "delete p.lance --source photos",
 ]
