@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from darkroom import cli
+from darkroom import cli, errors
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = [name for name in (command.name for command in cli.app.registered_commands) if name]
@@ -49,6 +49,7 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["generate", "tiny", "a dog", "--precision", "fp8"], "allowed: float32, bf16, fp16"),
         (["generate", "tiny", "a dog", "--device", "tpu9"], "device 'tpu9'"),
         (["train", "nowhere.yaml"], "no such recipe file"),
+        (["train", "recipes:emojy"], "recipes:emojy: no such recipe; allowed: autoencoder, "),
         (["import", "nowhere", "store.lance"], "nowhere"),
         (["inspect", "nowhere"], "no model at 'nowhere'"),
         (["inspect", "nowhere.lance"], "nowhere.lance"),
@@ -66,6 +67,24 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys,
     assert err.startswith("darkroom: ")
     assert err.count("\n") == 1
     assert out == ""
+
+
+def test_a_shipped_recipe_is_found_by_its_name(tmp_path, monkeypatch):
+    from darkroom.cli.door import recipe_file
+
+    assert recipe_file(Path("recipes:emoji")) == ROOT / "recipes" / "emoji.yaml"
+    assert recipe_file(Path("recipes/emoji.yaml")) == Path("recipes/emoji.yaml")
+    assert recipe_file(None) is None
+    # As a wheel leaves them: the package in one folder, the recipes under the environment's own.
+    monkeypatch.setattr(
+        "darkroom.__file__", str(tmp_path / "lib" / "site-packages" / "darkroom" / "__init__.py")
+    )
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
+    with pytest.raises(errors.RecipeError, match="no recipes came with this installation"):
+        recipe_file(Path("recipes:emoji"))
+    (tmp_path / "share" / "darkroom" / "recipes").mkdir(parents=True)
+    (tmp_path / "share" / "darkroom" / "recipes" / "emoji.yaml").touch()
+    assert recipe_file(Path("recipes:emoji")) == tmp_path / "share" / "darkroom" / "recipes" / "emoji.yaml"
 
 
 def test_nothing_said_shows_the_help(capsys):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,9 +39,14 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_rooms(path: Path) -> set[str]:
     rooms: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "darkroom":
@@ -111,7 +118,7 @@ def test_no_torchvision_anywhere():
 
 
 def imported_packages(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(tree(path)))
     plain = {
         alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names
     }
@@ -120,12 +127,47 @@ def imported_packages(path: Path) -> set[str]:
     }
 
 
+EXTRAS = {
+    *("fastapi", "starlette", "uvicorn", "prometheus_client", "sqlalchemy", "psycopg", "ray", "tensorboard"),
+    *("wandb", "s3fs", "pynvml", "torchao", "onnxruntime", "onnx", "onnxscript", "openvino", "prodigyopt"),
+    *("schedulefree", "scipy", "httpx", "openai", "pytest", "pandas"),
+}
+"""Imported names of what only an extra of pyproject.toml brings."""
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """Packages that importing a file imports; what functions import comes later."""
+    nodes = [node for node in tree(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    from_ = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in [*plain, *from_]}
+
+
+def test_without_extras_every_package_but_the_server_can_be_imported():
+    users = {room_of(path) for path in FILES if imported_at_once(path) & EXTRAS}
+    assert users == {"serve"}
+
+
+def test_a_missing_package_names_an_extra_that_there_is():
+    text = (SOURCE.parents[1] / "pyproject.toml").read_text()
+    declared = set(tomllib.loads(text)["project"]["optional-dependencies"])
+    named = [
+        (path.name, ast.literal_eval(call.args[1]))
+        for path in FILES
+        for call in ast.walk(tree(path))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "MissingExtra"
+        if isinstance(call.args[1], ast.Constant)
+    ]
+    assert len(named) >= 8
+    assert [(file, extra) for file, extra in named if extra not in declared] == []
+
+
 def test_nothing_is_unpickled_and_no_remote_code_is_trusted():
     for path in FILES:
         text = path.read_text()
         assert "trust_remote_code" not in text, path
         assert not {"pickle", "dill", "joblib"} & imported_packages(path), path
-        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+        for call in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
             if ast.unparse(call.func) == "torch.load":
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
 

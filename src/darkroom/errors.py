@@ -61,7 +61,12 @@ class MissingExtra(InputError):
     """An optional package is needed; names the extra that brings it."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed", mend=f"pip install 'darkroom[{extra}]'")
+        super().__init__(f"{package} is not installed", mend=install_extra(extra))
+
+
+def install_extra(extra: str) -> str:
+    """The line that brings an extra of pyproject.toml, typed in darkroom's checkout."""
+    return f"pip install '.[{extra}]'"
 
 
 class CheckpointError(DarkroomError):

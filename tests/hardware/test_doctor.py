@@ -38,7 +38,7 @@ def test_every_declared_extra_is_checked(checks):
         have = all(_installed(package) for package in packages)
         check = checks[f"extra {extra}"]
         assert check.ok == have
-        assert check.mend == ("" if have else f"pip install 'darkroom[{extra}]'")
+        assert check.mend == ("" if have else f"pip install '.[{extra}]'")
 
 
 def _installed(package):

@@ -318,10 +318,10 @@ def test_an_unknown_backend_is_refused(small: Model) -> None:
 
 def test_a_missing_package_names_its_extra(small: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'darkroom\[onnx\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[onnx\]'"):
         open_backend("onnx", small)
     monkeypatch.setitem(sys.modules, "openvino", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'darkroom\[openvino\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[openvino\]'"):
         open_backend("openvino", small)
 
 

@@ -81,5 +81,5 @@ def test_it_is_refused_without_package_or_key(monkeypatch, tmp_path):
     check_tracker(settings)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
-    with pytest.raises(MissingExtra, match=r"^wandb is not installed; pip install 'darkroom\[track\]'$"):
+    with pytest.raises(MissingExtra, match=r"^wandb is not installed; pip install '\.\[track\]'$"):
         check_tracker(settings)

@@ -311,7 +311,7 @@ def test_tensorboard_is_refused_where_it_is_missing(
     recipe_of: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtra, match=r"pip install 'darkroom\[track\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install '\.\[track\]'"):
         check_tracker(recipe_of("autoencoder", "track.tensorboard=true").track)
 
 

@@ -9,7 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from darkroom.cli.door import PRECISION_HELP, SIZE_HELP, Json, Out, bench, columns, console, show, size_of
+from darkroom.cli.door import (
+    PRECISION_HELP,
+    RECIPE_HELP,
+    SIZE_HELP,
+    Json,
+    Out,
+    bench,
+    columns,
+    console,
+    recipe_file,
+    show,
+    size_of,
+)
 from darkroom.errors import InputError
 
 
@@ -28,7 +40,7 @@ def _measured(found: Iterable[Any], out: Path | None, as_json: bool) -> None:
 
 @bench.command("train")
 def bench_train(
-    recipe: Annotated[Path | None, typer.Argument(help="the recipe, a YAML file")] = None,
+    recipe: Annotated[Path | None, typer.Argument(help=RECIPE_HELP, callback=recipe_file)] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     model: Annotated[str | None, typer.Option(help="or a family's step on synthetic latents")] = None,
     resolution: Annotated[int | None, typer.Option(min=8, help="side in pixels, with --model")] = None,
@@ -382,12 +394,14 @@ def bench_serve(
 
     Example: darkroom bench serve model/ --out rows.csv --page serve.html
     """
+    from darkroom.cli.serving import need_server
     from darkroom.errors import InputError
     from darkroom.measure.serving import ServeBench
     from darkroom.measure.serving import bench_serve as run
     from darkroom.measure.serving_goals import say_goals
     from darkroom.report.serving import write_serving_page
 
+    need_server()
     try:
         multiples = tuple(float(word) for word in loads.split(",") if word.strip())
     except ValueError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ import typer
 
 import darkroom
 from darkroom import options
-from darkroom.errors import DarkroomError
+from darkroom.errors import DarkroomError, RecipeError
 from darkroom.hush import hush
 
 app = typer.Typer(
@@ -41,6 +42,7 @@ SOLVER_HELP = (
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Out = Annotated[Path | None, typer.Option("--out", help="where the result goes")]
+RECIPE_HELP = "the recipe: a YAML file, or recipes:NAME for one that comes with darkroom"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,6 +115,27 @@ def _darkroom(
     ] = False,
 ) -> None:
     pass
+
+
+def recipe_file(given: Path | None) -> Path | None:
+    """`recipes:emoji` as the file of that name among the recipes that come with darkroom."""
+    kind, is_named, name = str(given).partition(":")
+    if kind != "recipes" or not is_named:
+        return given
+    folder = next((place for place in _recipe_folders() if place.is_dir()), None)
+    if folder is None:
+        raise RecipeError(str(given), "no recipes came with this installation", mend="give a file")
+    names = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in names:
+        raise RecipeError(str(given), "no such recipe", allowed=", ".join(names))
+    return folder / f"{name}.yaml"
+
+
+def _recipe_folders() -> Iterator[Path]:
+    """Where they may lie: in a checkout; where a wheel puts them, for all or for one user."""
+    yield Path(darkroom.__file__).parents[2] / "recipes"
+    for scheme in (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")):
+        yield Path(sysconfig.get_path("data", scheme)) / "share" / "darkroom" / "recipes"
 
 
 def show(result: Any, as_json: bool, lines: Callable[[], Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, app, columns, console, show
+from darkroom.cli.door import Json, app, columns, console, recipe_file, show
 from darkroom.errors import InputError
 
 JOBS = ("generate", "serve", "prepare")
@@ -85,6 +85,7 @@ def plan(
         return _validate(as_json)
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
+    job = str(recipe_file(Path(job))) if job else None
     if job is None:
         raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
     from darkroom.hardware.prices import prices as read_prices

@@ -152,7 +152,7 @@ def _check(said: dict[str, Any]) -> None:
     if said["engine"] == "local" and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise InputError(f"{flags} with --engine local", allowed="with --engine ray")
-    _need_extra()
+    need_server()
 
 
 def _settings(said: dict[str, Any]) -> ServeSettings:
@@ -230,7 +230,8 @@ def _new_key(path: Path | None, name: str) -> str:
     return make_key(path, name)
 
 
-def _need_extra() -> None:
+def need_server() -> None:
+    """MissingExtra where the packages of the server are not installed."""
     from importlib.util import find_spec
 
     from darkroom.errors import MissingExtra

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from darkroom.cli.door import Json, Out, app, columns, console, show
+from darkroom.cli.door import RECIPE_HELP, Json, Out, app, columns, console, recipe_file, show
 from darkroom.errors import DarkroomError, InputError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def quickstart(
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="the recipe, a YAML file")],
+    recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, callback=recipe_file)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
     out: Out = None,
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder")] = "auto",

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from darkroom.errors import install_extra
 from darkroom.hardware import cpu
 from darkroom.hardware.machine import GIB, Machine, machine
+
+DISTRIBUTION = "darkroom-sd"
+"""What pip calls the package that is imported as darkroom."""
 
 _MIN_DISK_BYTES = 10 * GIB
 
@@ -66,7 +70,7 @@ def _devices(here: Machine) -> Iterator[Check]:
         )
     if not here.devices:
         cuda = Path("/proc/driver/nvidia/version").exists()
-        mend = "pip install torch --index-url https://download.pytorch.org/whl/cu130" if cuda else ""
+        mend = "TORCH=cuda python make.py setup" if cuda else ""
         detail = "a driver but no CUDA build of torch" if cuda else "none: darkroom runs on the CPU"
         yield Check("accelerator", not cuda, detail, mend, optional=True)
 
@@ -129,21 +133,25 @@ def _spin() -> Check:
 
 def _extras() -> Iterator[Check]:
     """Every optional extra that the installed package declares: complete, or what is missing."""
+    if not _installed(DISTRIBUTION):
+        detail = f"unknown: {DISTRIBUTION} is not installed, this runs from its source"
+        yield Check("extras", False, detail, "pip install .", optional=True)
+        return
     for extra, packages in sorted(declared_extras().items()):
         missing = [name for name in packages if not _installed(name)]
         detail = f"missing {', '.join(missing)}" if missing else ", ".join(packages)
-        mend = f"pip install 'darkroom[{extra}]'" if missing else ""
+        mend = install_extra(extra) if missing else ""
         yield Check(f"extra {extra}", not missing, detail, mend, optional=True)
 
 
 def declared_extras() -> dict[str, list[str]]:
     """The optional extras in darkroom's own package metadata and the packages that each one brings."""
     extras: dict[str, list[str]] = {}
-    for line in metadata.requires("darkroom") or []:
+    for line in metadata.requires(DISTRIBUTION) or []:
         requirement, _, marker = line.partition(";")
         name = requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].split("!")[0].strip()
         _, found, extra = marker.partition("extra ==")
-        if found and name != "darkroom":
+        if found and name != DISTRIBUTION:
             extras.setdefault(extra.strip().strip("\"'"), []).append(name)
     return {extra: names for extra, names in extras.items() if extra not in ("all", "dev")}
 

@@ -39,7 +39,7 @@ def server_errors(server: Server) -> dict[str, float]:
 @pytest.mark.nightly
 def test_no_route_answers_with_a_server_error(fuzzed, tmp_path):
     if not SCHEMATHESIS.exists():
-        missing("schemathesis is not installed: pip install 'darkroom[dev]'")
+        missing("schemathesis is not installed: pip install '.[dev]'")
     paths = fuzzed.http.get("/openapi.json").json()["paths"]
     assert {"/predict", "/health", "/jobs/{job_id}/events"} <= set(paths)
     before = server_errors(fuzzed)

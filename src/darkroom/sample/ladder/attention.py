@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from darkroom.errors import InputError, MissingExtra
+from darkroom.errors import InputError
 from darkroom.sample.ladder.applied import Applied
 
 
@@ -26,7 +26,7 @@ def fused_attention(applied: Applied, argument: str) -> None:
             applied.own("unet").set_attn_processor(AttnProcessor2_0())
         return
     if importlib.util.find_spec("xformers") is None:
-        raise MissingExtra("xformers", "xformers")
+        raise InputError("xformers is not installed", mend="pip install xformers")
     if applied.device.type == "cpu":
         raise InputError("fused_attention:xformers on a CPU", mend="use fused_attention")
     applied.own("unet").enable_xformers_memory_efficient_attention()

