@@ -19,8 +19,6 @@ from darkroom.plan.roofline import Software
 from darkroom.recipe import read_recipe
 from darkroom.train import job
 
-pytestmark = pytest.mark.usefixtures("module_cache")
-
 RECIPE = """
 task: pretrain
 model: {base: tiny}

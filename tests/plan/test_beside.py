@@ -176,7 +176,7 @@ def test_on_a_gpu_latents_are_made_before_the_rest_goes_there(
     assert seen == {"unet": "cpu", "vae": "cpu", "text_encoder": "cpu"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("samples", [False, True], ids=["latents", "samples"])
 def test_a_real_run_takes_what_is_planned(samples: bool) -> None:
     """In a process of its own, each freed block given back; `benchmarks/plan/memory-cpu.csv` has the rows."""

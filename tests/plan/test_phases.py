@@ -15,8 +15,6 @@ from darkroom.errors import InputError
 from darkroom.plan import advise_phases, ask
 from darkroom.plan.advise import Option, Search
 
-pytestmark = pytest.mark.usefixtures("module_cache")
-
 RECIPE = """
 task: pretrain
 model: {base: tiny}

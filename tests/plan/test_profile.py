@@ -67,7 +67,7 @@ def test_a_profile_comes_back_from_plain_values(counted):
     assert again.flops(7) == counted.flops(7)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
     from darkroom.plan import training
     from darkroom.recipe import make_recipe
