@@ -259,9 +259,7 @@ class _Loader(yaml.SafeLoader):
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
-        mend = f"did you mean '{path.with_name(near[0])}'?" if near else ""
-        raise RecipeError(str(path), "no such recipe file", mend=mend)
+        raise RecipeError.missing(path)
     try:
         content = yaml.load(path.read_text(), Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

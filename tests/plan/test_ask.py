@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,7 +127,8 @@ def test_all_cards_on_several_numbers_are_one_list_from_the_cheapest(capsys, rec
 
 
 def test_advice_is_the_best_of_what_was_looked_at(capsys, recipe):
-    asked = [recipe, "data.resolution=256", "train.global_batch=512", "--gpu", "A100-80", "--count", "8"]
+    large = ("data.resolution=256", "train.global_batch=512", "train.precision=bf16")
+    asked = [recipe, *large, "--gpu", "A100-80", "--count", "8"]
     _, out, _ = told(capsys, *asked, "--advise", "--json")
     advice = json.loads(out)
     cheapest, fastest = advice["cheapest"], advice["fastest"]
@@ -167,6 +170,36 @@ def test_advice_searches_precision_and_micro_batch_where_they_are_open(capsys, r
     assert "with float32" not in out
 
 
+def test_advice_ranks_no_card_without_a_price(capsys, recipe):
+    """A GB200 is the quickest of all, but nobody knows what it costs."""
+    asked = (recipe, "--gpu", "all", "--advise")
+    code, out, err = told(capsys, *asked, "--json")
+    assert code == 0, err
+    advice = json.loads(out)
+    assert all(advice[name]["plan"]["cost"]["usd"] is not None for name in ("cheapest", "fastest"))
+    apart = {one["plan"]["device"]: one for one in advice["unpriced"]}
+    assert {"GB200", "MI300X"} <= apart.keys()
+    assert all(one["usd"] is None for one in apart.values())
+    assert "T4" not in apart
+    _, out, _ = told(capsys, *asked)
+    assert re.search(r"^no price known, so not ranked \(say --price\): .*1 x GB200 [\d.]+ s", out, re.M)
+    # They keep no budget either, and alone they are ranked by device-hours, never in dollars.
+    _, out, _ = told(capsys, *asked, "--budget", "100", "--json")
+    assert json.loads(out)["unpriced"] == []
+    alone = (recipe, "--gpu", "GB200", "--advise")
+    _, out, _ = told(capsys, *alone)
+    assert "USD" not in out
+    assert re.search(r"cheapest: 1 x GB200, \S+ s, \S+ device-hours, no price known \(say --price\)", out)
+    code, _, err = told(capsys, *alone, "--budget", "100")
+    assert code == 2
+    assert "no price is known: say --price" in err
+    _, out, _ = told(capsys, *alone, "--price", "3", "--json")  # the control: with a price it is ranked
+    assert json.loads(out)["cheapest"]["usd"] > 0
+    plan = json.loads(told(capsys, *alone[:-1], "--budget", "100", "--json")[1])["plans"][0]
+    assert not plan["kept"]
+    assert "no price known to hold against the budget" in plan["over"][0]
+
+
 def test_encoding_beforehand_is_priced_as_it_is_done(capsys, recipe, monkeypatch):
     counted = []
     real = advise.preparing_profile
@@ -203,10 +236,16 @@ def test_mistakes_are_one_line(capsys, recipe, arguments, word):
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_missing_recipe_is_said(capsys):
-    code, _, err = told(capsys, "no-such.yaml")
-    assert code == 2
-    assert "no-such.yaml" in err
+def test_a_missing_recipe_is_said_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    code = (
+        "import sys; from darkroom.cli import main\n"
+        "try: main(['plan', 'smal.yaml'])\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["2", "False"]
+    assert "smal.yaml: no such recipe file; did you mean 'small.yaml'?" in done.stderr
 
 
 def test_counts():

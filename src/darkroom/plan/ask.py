@@ -30,7 +30,7 @@ from darkroom.plan.jobs import (
     plan_serving,
     plan_training,
 )
-from darkroom.plan.money import storage
+from darkroom.plan.money import over_limits, storage
 from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
 from darkroom.plan.scale import NODE_DEVICES, Cluster, default_cluster
@@ -153,23 +153,15 @@ def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
 
 
 def with_limits(plan: Plan, target: Target) -> Plan:
-    """The plan with a word on what breaks the deadline or the budget."""
-    notes = list(plan.notes)
-    if target.deadline_hours is not None and plan.hours > target.deadline_hours:
-        notes.append(f"over the deadline of {target.deadline_hours:g} h")
-    if target.budget_usd is not None and (plan.cost.usd or 0) > target.budget_usd:
-        notes.append(f"over the budget of USD {target.budget_usd:,.2f}")
-    return replace(plan, notes=tuple(notes))
-
-
-def kept(plan: Plan) -> bool:
-    """Whether a plan fits and keeps deadline and budget."""
-    return plan.fits and not any(note.startswith("over the ") for note in plan.notes)
+    """The plan with what it breaks of the deadline and the budget."""
+    return replace(
+        plan, over=over_limits(plan.hours, plan.cost.usd, target.deadline_hours, target.budget_usd)
+    )
 
 
 def _order(plan: Plan) -> tuple[bool, bool, float]:
     usd = plan.cost.usd
-    return (not kept(plan), usd is None, usd if usd is not None else plan.cost.device_hours)
+    return (not plan.kept, usd is None, usd if usd is not None else plan.cost.device_hours)
 
 
 def choose_precision(asked: Asked, target: Target, card: Card) -> str:

@@ -80,6 +80,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     storage: Storage | None = None
+    over: tuple[str, ...] = ()  # the limits that it breaks, or that nobody can vouch for
+
+    @property
+    def kept(self) -> bool:
+        """Whether it fits and keeps deadline and budget."""
+        return self.fits and not self.over
 
     @property
     def peak_bytes(self) -> float:

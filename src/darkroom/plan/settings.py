@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, RecipeError
 
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe
@@ -83,7 +83,9 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> Recip
 
 
 def text_of(path: Path) -> str:
-    """A recipe's file as it stands."""
+    """A recipe's file as it stands; RecipeError where there is none, before anything heavy is imported."""
+    if not path.is_file():
+        raise RecipeError.missing(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

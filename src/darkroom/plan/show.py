@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from darkroom.plan.ask import kept
 from darkroom.plan.jobs import Plan
 
 PARTS = ("compute", "memory_bound", "launch", "communication", "data")
@@ -14,7 +13,7 @@ PARTS = ("compute", "memory_bound", "launch", "communication", "data")
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Every number of a plan."""
-    return {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": kept(plan)}
+    return {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": plan.kept}
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -23,7 +22,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.job} on {many}{plan.device}: {'fits' if plan.fits else 'does NOT fit'}"
     for label, text in _facts(plan):
         yield f"  {label:<12} {text}"
-    for note in plan.notes:
+    for note in (*plan.notes, *plan.over):
         yield f"  {'note':<12} {note}"
 
 
@@ -113,7 +112,7 @@ def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:
             "USD": "-" if plan.cost.usd is None else usd(plan.cost.usd).removeprefix("USD "),
             "spot": "-" if plan.cost.usd_spot is None else usd(plan.cost.usd_spot).removeprefix("USD "),
             "kWh": f"{plan.cost.kwh:,.3g}",
-            "note": "; ".join(plan.notes),
+            "note": "; ".join((*plan.notes, *plan.over)),
         }
         for plan in found
     ]
