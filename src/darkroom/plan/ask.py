@@ -33,7 +33,7 @@ from darkroom.plan.jobs import (
 from darkroom.plan.money import over_limits, storage
 from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
-from darkroom.plan.scale import NODE_DEVICES, Cluster, default_cluster
+from darkroom.plan.scale import Cluster, default_cluster
 from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, settings_of, text_of
 from darkroom.train.parallel import channels_last
 
@@ -57,6 +57,7 @@ class Target:
     shard: str = "grads"  # of fsdp: the recipe's own
     node_devices: int | None = None  # on one machine; a recipe's own
     network: str | None = None
+    stands_in: str | None = None  # a row of machines.csv; None: the card's usual one
     usd_per_hour: float | None = None
     prices: tuple[Price, ...] | None = None
     budget_usd: float | None = None
@@ -186,15 +187,19 @@ def chosen_cards(name: str) -> list[Card]:
         return [card for card in cards().values() if card.kind == "gpu"]
     card = find_card(name)
     if card is None:
-        known = {text: one.name for one in cards().values() for text in (one.name, *one.aliases)}
-        lowered = {text.lower(): text for text in known}
-        inside = sorted((text for text in lowered if text in name.lower()), key=len, reverse=True)
-        near = [*inside, *difflib.get_close_matches(name.lower(), lowered, 3, cutoff=0.3)][:3]
-        mend = (
-            "did you mean " + ", ".join(dict.fromkeys(lowered[text] for text in near)) + "?" if near else ""
-        )
+        near = nearest(name)
+        mend = f"did you mean {', '.join(near)}?" if near else ""
         raise InputError(f"--gpu {name}", allowed="here, all, or a card of hardware.csv", mend=mend)
     return [card]
+
+
+def nearest(name: str) -> list[str]:
+    """Up to three cards that are called nearly so: those whose name is in it first, then the most alike."""
+    wanted = name.lower()
+    names = {text.lower(): text for card in cards().values() for text in (card.name, *card.aliases)}
+    inside = sorted((text for text in names if text in wanted), key=len, reverse=True)
+    alike = [one for text in (wanted, f"rtx {wanted}") for one in difflib.get_close_matches(text, names, 3)]
+    return list(dict.fromkeys(names[text] for text in [*inside, *alike]))[:3]
 
 
 def place(card: Card, target: Target) -> Where:
@@ -203,9 +208,14 @@ def place(card: Card, target: Target) -> Where:
 
 
 def _cluster(card: Card, target: Target) -> Cluster:
-    each = target.node_devices or NODE_DEVICES
     return default_cluster(
-        card, target.count, target.mode, target.network, node_devices=each, shard=target.shard
+        card,
+        target.count,
+        target.mode,
+        target.network,
+        machine=target.stands_in,
+        node_devices=target.node_devices,
+        shard=target.shard,
     )
 
 

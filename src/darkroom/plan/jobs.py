@@ -47,8 +47,7 @@ class Where:
         total = self.total_bytes
         if total is None:
             return None
-        context = 0.0 if self.card.kind == "cpu" else CONTEXT_BYTES
-        return (total - context) / (1.0 if self.card.kind == "cpu" else FRAGMENTATION)
+        return total if self.card.kind == "cpu" else (total - CONTEXT_BYTES) / FRAGMENTATION
 
     def roofline(self, software: Software) -> Roofline:
         """The device with a software on it."""
@@ -70,6 +69,7 @@ class Plan:
     flops_a_step: float
     memory_bytes: dict[str, float]
     device_memory_bytes: float | None
+    usable_memory_bytes: float | None  # for tensors: less the CUDA context and what lies between blocks
     largest_micro_batch: int | None
     step_s: dict[str, float]
     images_per_s: float
@@ -80,6 +80,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     storage: Storage | None = None
+    machine: str = ""  # what several devices stand in
     over: tuple[str, ...] = ()  # the limits that it breaks, or that nobody can vouch for
 
     @property
@@ -197,6 +198,8 @@ def _plan(
         precision=software.precision,
         parameters={**profile.parameters, "total": profile.total_parameters, "trained": profile.trained},
         device_memory_bytes=where.total_bytes,
+        usable_memory_bytes=where.usable_bytes,
+        machine=where.cluster.told(where.card) if where.cluster.count > 1 else "",
         step_s=_split(seconds),
         mfu=known["flops_an_image"] * known["images_per_s"] / peak,
         cost=cost(where.card, device_hours, cores=where.cores, offer=offer),

@@ -35,11 +35,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         "batch",
         ", ".join(f"{name} {number:,}" for name, number in plan.batch.items()) + f"; {plan.precision}",
     )
-    yield (
-        "memory",
-        f"{gb(plan.peak_bytes)} at the peak"
-        + (f" of {gb(plan.device_memory_bytes)}" if plan.device_memory_bytes else ""),
-    )
+    if plan.machine:
+        yield "machines", plan.machine
+    yield "memory", f"{gb(plan.peak_bytes)} at the peak{_room(plan)}"
     held = [f"{kind} {gb(size)}" for kind, size in plan.memory_bytes.items() if size >= 5e6]
     if held:
         yield "", ", ".join(held)
@@ -66,6 +64,14 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.storage is not None:
         kept = plan.storage
         yield "", f"{usd(kept.usd_per_month)} a month, {usd(kept.usd_out)} to move out once; {kept.price}"
+
+
+def _room(plan: Plan) -> str:
+    total, usable = plan.device_memory_bytes, plan.usable_memory_bytes
+    if not total or not usable:
+        return ""
+    reserved = f"; {gb(total - usable)} of it for CUDA and fragments" if usable < total else ""
+    return f" of {gb(total)}{reserved}"
 
 
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
