@@ -137,14 +137,12 @@ def plan(
 
 
 def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float) -> Any:
-    from darkroom.plan.ask import ask_serve
+    from darkroom.plan.trace import ask_rate, ask_trace, read_trace
 
     if trace is None:
-        return ask_serve(pictures, rate, latency)
-    if rate <= 0:
+        return ask_rate(pictures, rate, latency)
+    if not rate > 0:
         raise InputError(f"--rate {rate}", allowed="a number above 0")
-    from darkroom.plan.trace import ask_trace, read_trace
-
     return ask_trace(pictures, read_trace(trace, rate), latency)
 
 

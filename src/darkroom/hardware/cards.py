@@ -1,8 +1,9 @@
-"""Peak rates, memory, power and links of the cards and CPU classes in hardware.csv, networks.csv, machines.csv.
+"""Peak rates, memory, power and links of cards and CPU classes: hardware.csv, networks.csv, machines.csv.
 
 Memory is what torch.cuda.mem_get_info says is there (`total_gib`; where no such report is at hand 98 % of
-what is sold, as cards of its kind have), not the number on the box. Rates are dense, in FLOP a second with 2 per multiply-add; fp16 and bf16 accumulate in float32 unless the
-column says otherwise. A CPU class is given per core.
+what is sold, as cards of its kind have), not the number on the box. Rates are dense, in FLOP a second with 2
+per multiply-add; fp16 and bf16 accumulate in float32 unless the column says otherwise. A CPU class is given
+per core.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def machines() -> dict[str, Chassis]:
 def find_card(name: str) -> Card | None:
     """The row for a device's name as drivers, catalogues or people write it; None if there is none.
 
-    'NVIDIA A100-SXM4-80GB', 'a100-80gb', 'A100' and '4090' are found. A longer name counts where what it adds to a
-    known one is its form or its own memory ('Tesla T4 16GB'); anything else names another device, or several.
+    'NVIDIA A100-SXM4-80GB', 'a100-80gb', 'A100' and '4090' are found. A longer name counts where what it
+    adds to a known one is its form or its own memory ('Tesla T4 16GB'); anything else names another device,
+    or several.
     """
     wanted = _plain(name)
     names = {_plain(text): card for card in cards().values() for text in (card.name, *card.aliases)}

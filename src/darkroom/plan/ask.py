@@ -22,12 +22,10 @@ from darkroom.plan.jobs import (
     GenerateJob,
     Plan,
     PrepareJob,
-    ServeJob,
     TrainJob,
     Where,
     plan_generating,
     plan_preparing,
-    plan_serving,
     plan_training,
 )
 from darkroom.plan.money import over_limits, storage
@@ -379,20 +377,6 @@ def ask_generate(settings: PictureSettings) -> Asked:
         return plan_generating(profile, job, where, software, usd_per_hour=usd, prices=prices)
 
     return _asked_pictures("generate", settings, plan)
-
-
-def ask_serve(settings: PictureSettings, rate: float, latency_s: float) -> Asked:
-    """Serving so many pictures a second, each within a time."""
-    if rate <= 0 or latency_s <= 0:
-        raise InputError(f"--rate {rate} --latency {latency_s}", allowed="numbers above 0")
-    job = ServeJob("serve", rate, latency_s, settings.steps)
-
-    def plan(
-        profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
-    ) -> Plan:
-        return plan_serving(profile, job, where, software, usd_per_hour=usd, prices=prices)
-
-    return _asked_pictures("serve", settings, plan)
 
 
 def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:

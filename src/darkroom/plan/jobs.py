@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -358,78 +357,6 @@ def batch_seconds(profile: Profile, where: Where, software: Software, *, batch: 
 
 
 @dataclass(frozen=True)
-class ServeJob:
-    """Requests a second that arrive at random, and how long one may take at most (95 of 100)."""
-
-    name: str
-    rate: float
-    latency_s: float
-    steps: int
-
-
-def plan_serving(
-    profile: Profile,
-    job: ServeJob,
-    where: Where,
-    software: Software,
-    *,
-    usd_per_hour: float | None = None,
-    prices: Sequence[Price] | None = None,
-) -> Plan:
-    """The fewest devices that keep the goal, and the batch they do it with.
-
-    A picture waits for the batch before it and then for its own (half a batch on average, a whole one at the
-    95th percentile); the queue of a device that is busy a share u of the time adds u / (2 (1 - u)) batches
-    (M/D/1, Pollaczek & Khinchine).
-    """
-    best: tuple[int, int, float] | None = None
-    for batch in range(1, max(1, largest_rows(profile, where, most=64)) + 1):
-        seconds = batch_seconds(profile, where, software, batch=batch, steps=job.steps).total
-        number = _devices_needed(job, batch, seconds)
-        if number is not None and (best is None or number < best[0]):
-            best = (number, batch, seconds)
-    if best is None:
-        seconds = batch_seconds(profile, where, software, batch=1, steps=job.steps).total
-        best = (max(1, math.ceil(job.rate * seconds / 0.8)), 1, seconds)
-    number, batch, seconds = best
-    latency = _latency_s(job, number, batch, seconds)
-    pictures = GenerateJob(job.name, max(1, round(job.rate * 3600)), batch, job.steps)
-    whole = Where(where.card, Cluster(number), where.cores, where.known, where.memory_bytes)
-    plan = plan_generating(profile, pictures, whole, software, usd_per_hour=usd_per_hour, prices=prices)
-    offer = offer_for(where.card, usd_per_hour, prices)
-    hour = cost(where.card, number, cores=where.cores, offer=offer)
-    kept = latency <= job.latency_s
-    notes = () if kept else (f"the goal of {job.latency_s:g} s is out of reach: {latency:.2g} s",)
-    told = {
-        "devices": number,
-        "batch": batch,
-        "latency_p95_s": latency,
-        "capacity_images_per_s": number * batch / seconds,
-        "busy": job.rate * seconds / (number * batch),
-        "usd_per_image": None if hour.usd is None else hour.usd / (job.rate * 3600),
-    }
-    fits = plan.fits and kept
-    return replace(plan, hours=1.0, cost=hour, fits=fits, notes=plan.notes + notes, extra=told)
-
-
-def _latency_s(job: ServeJob, devices: int, batch: int, seconds: float) -> float:
-    busy = job.rate * seconds / (devices * batch)
-    if busy >= 1:
-        return math.inf
-    return seconds * (1 + min(1.0, busy) * (batch > 1) + 3.0 * busy / (2 * (1 - busy)) / batch)
-
-
-def _devices_needed(job: ServeJob, batch: int, seconds: float) -> int | None:
-    """Devices with which the goal is kept; None where a batch alone takes too long."""
-    if seconds > job.latency_s:
-        return None
-    start = max(1, math.ceil(job.rate * seconds / batch))
-    return next(
-        (n for n in range(start, 4 * start + 8) if _latency_s(job, n, batch, seconds) <= job.latency_s), None
-    )
-
-
-@dataclass(frozen=True)
 class PrepareJob:
     """So many pictures, encoded once."""
 
@@ -486,7 +413,6 @@ __all__ = [
     "GenerateJob",
     "Plan",
     "PrepareJob",
-    "ServeJob",
     "TrainJob",
     "Where",
     "batch_seconds",
@@ -494,7 +420,6 @@ __all__ = [
     "largest_rows",
     "plan_generating",
     "plan_preparing",
-    "plan_serving",
     "plan_training",
     "step_seconds",
 ]

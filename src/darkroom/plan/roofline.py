@@ -2,9 +2,9 @@
 
 A kernel takes the longer of its arithmetic (at a share of the card's peak) and its traffic, and a fixed
 start. As much of its traffic as the card's last cache holds was just written there and moves at the cache's
-rate, the rest at a share of the memory's bandwidth; nothing moves faster than these. The host hands kernels out one by one: where that takes longer than the
-kernels, it is the launch that is waited for. Two or more published rows tell a fitted constant, or its source
-in efficiency.csv says that one does, or hardly any.
+rate, the rest at a share of the memory's bandwidth; nothing moves faster than these. The host hands kernels
+out one by one: where that takes longer than the kernels, it is the launch that is waited for. Two or more
+published rows tell a fitted constant, or its source in efficiency.csv says that one does, or hardly any.
 """
 
 from __future__ import annotations
@@ -148,9 +148,7 @@ class Roofline:
         self._cpu = card.kind == "cpu"
         self._where = "CPU" if self._cpu else "GPU"
         self.bandwidth = (
-            card.bandwidth_bytes_s
-            * self._units
-            * self._known.of("bandwidth", card.name, memory_kind(card))
+            card.bandwidth_bytes_s * self._units * self._known.of("bandwidth", card.name, memory_kind(card))
         )
         # Between the kernels of one step; a calibrated card's own bandwidth is of memory too.
         self.cache_bandwidth = card.bandwidth_bytes_s * self._known.of("cache", self._where) * self._units

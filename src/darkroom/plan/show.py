@@ -91,6 +91,9 @@ def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
     ]
     if found:
         yield "", ", ".join(found)
+    if "draws" in plan.extra:
+        low, high = plan.extra["latency_p95_low_s"], plan.extra["latency_p95_high_s"]
+        yield "", f"over {plan.extra['draws']} draws: 95 of 100 within {low:.3g} to {high:.3g} s"
 
 
 def _money(plan: Plan) -> str:
