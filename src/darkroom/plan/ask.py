@@ -32,7 +32,15 @@ from darkroom.plan.money import over_limits, storage
 from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
 from darkroom.plan.scale import Cluster, default_cluster
-from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, settings_of, text_of
+from darkroom.plan.settings import (
+    configs_of,
+    pictures_of,
+    read_phase,
+    rows_of,
+    runs_of,
+    settings_of,
+    text_of,
+)
 from darkroom.train.parallel import channels_last
 
 if TYPE_CHECKING:
@@ -271,17 +279,33 @@ def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
 
 def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
     """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
-    key = {"recipe": text_of(path), "overrides": list(overrides), "phase": phase}
-    settings = cached({**key, "settings": 7}, lambda: settings_of(read_phase(path, overrides, phase)))
+    text = text_of(path)
+    runs = runs_of("\n".join([text, *overrides]), path.parent)
+    key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
+    settings = cached({**key, "settings": 8}, lambda: settings_of(*read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
         from darkroom.plan.training import profile_recipe
 
-        return profile_recipe(read_phase(path, overrides, phase), precision, gpu=gpu)
+        return profile_recipe(read_phase(path, overrides, phase)[0], precision, gpu=gpu)
 
     name = path.stem if phase is None else f"{path.stem}, phase {phase + 1}, {settings['resolution']} px"
     return _asked_training(name, settings, count)
+
+
+def mends_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What takes less memory and is not set already."""
+    adapted = settings["task"] in ("lora", "dreambooth-lora", "textual-inversion")
+    tuned = {"finetune": "lora", "dreambooth": "dreambooth-lora"}.get(settings["task"], "")
+    found = {
+        "train.gradient_checkpointing=true": not settings["checkpointing"],
+        "train.precision=bf16": settings["precision"] == "float32",
+        f"task={tuned}": bool(tuned),
+        "optim.name=adamw8bit": settings["optimiser"] == "adamw" and not adapted,
+        f"data.resolution={settings['resolution'] // 2}": settings["resolution"] >= 512,
+    }
+    return tuple(mend for mend, helps in found.items() if helps)
 
 
 class NotCounted(DarkroomError):
@@ -313,13 +337,15 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
         settings["micro_batch"],
         settings.get("rows"),
         settings["reads"],
+        mends_of(settings),
     )
 
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
         made = plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
-        return replace(made, notes=(*made.notes, UNCOUNTED)) if settings["aligns"] else made
+        uncounted = [UNCOUNTED] if settings["aligns"] else []
+        return replace(made, notes=(*made.notes, *settings["notes"], *uncounted))
 
     @cache
     def own_pictures() -> int | None:

@@ -103,6 +103,7 @@ class TrainJob:
     micro_batch: int | None  # None: the largest that fits
     rows: int | None = None  # pictures in the store
     reads: Sequence[str] = ()  # of the store at each step: latents, text
+    mends: Sequence[str] = ()  # settings that take less memory and are not set already
 
 
 def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
@@ -165,7 +166,7 @@ def plan_training(
         images_per_s=job.global_batch / step.total,
         hours=job.steps * step.total / 3600,
         sizes_bytes=_sizes(profile, job),
-        notes=_notes(where, fits, largest, micro, rows),
+        notes=_notes(job, fits, largest, micro, rows),
     )
     return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
 
@@ -283,13 +284,13 @@ def _sizes(profile: Profile, job: TrainJob) -> dict[str, float]:
     return sizes
 
 
-def _notes(where: Where, fits: bool, largest: int, micro: int, rows: int) -> tuple[str, ...]:
+def _notes(job: TrainJob, fits: bool, largest: int, micro: int, rows: int) -> tuple[str, ...]:
     notes = []
     if not fits:
         notes.append(
             f"does not fit: at most {largest} pictures a micro-batch"
             if largest
-            else "does not fit, not even one picture: try gradient checkpointing, an adapter or a larger card"
+            else f"does not fit, not even one picture: try {', '.join([*job.mends, 'a larger card'])}"
         )
     elif micro < rows:
         notes.append(f"{rows} pictures a device in {-(-rows // micro)} micro-batches of {micro}")
