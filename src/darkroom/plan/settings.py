@@ -98,7 +98,7 @@ def runs_of(text: str, folder: Path) -> list[Any]:
 
 
 def stood_in(recipe: Recipe, folder: Path) -> tuple[Recipe, list[str]]:
-    """A recipe whose VAE or base an earlier run has yet to make, with what stands in for it, and a note on it.
+    """A recipe whose VAE or base an earlier run has yet to make, with what stands in for it, and notes.
 
     Of `runs/NAME/model` that is what NAME.yaml beside the recipe trains; of another VAE the family's own.
     """
