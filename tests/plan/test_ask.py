@@ -248,6 +248,55 @@ def test_a_missing_recipe_is_said_before_anything_heavy_is_imported(tmp_path):
     assert "smal.yaml: no such recipe file; did you mean 'small.yaml'?" in done.stderr
 
 
+def test_what_an_earlier_run_makes_is_stood_in_for(capsys, tmp_path, monkeypatch):
+    """The recipe beside says what it will be; without one, a VAE is the family's own."""
+    monkeypatch.chdir(tmp_path)
+    vae = "{block_out_channels: [16, 32, 64, 96], latent_channels: 8}"
+    first = (
+        f"task: autoencoder\nmodel: {{base: tiny, vae: {vae}}}\ndata: {{store: x.lance, resolution: 64}}\n"
+    )
+    (tmp_path / "first.yaml").write_text(first)
+    second = RECIPE.replace("base: tiny", "base: tiny, vae: runs/first/model")
+    (tmp_path / "second.yaml").write_text(second)
+    (tmp_path / "third.yaml").write_text(second.replace("runs/first", "runs/other"))
+    (tmp_path / "fourth.yaml").write_text(RECIPE.replace("tiny", "runs/second/model"))
+
+    def planned(name):
+        code, out, err = told(capsys, f"{name}.yaml", "--gpu", "4070", "--json")
+        assert code == 0, err
+        return json.loads(out)["plans"][0]
+
+    second, third, fourth = (planned(name) for name in ("second", "third", "fourth"))
+    assert "model.vae runs/first/model is not there yet: planned as its recipe says" in second["notes"]
+    assert second["sizes_bytes"] != third["sizes_bytes"] or second["parameters"] != third["parameters"]
+    assert any("the tiny family's own" in note for note in third["notes"])
+    assert any("planned as tiny, as its recipe says" in note for note in fourth["notes"])
+    missing = RECIPE.replace("tiny", "runs/nowhere/model")
+    (tmp_path / "fifth.yaml").write_text(missing)
+    code, _, err = told(capsys, "fifth.yaml", "--gpu", "4070")
+    assert code == 2
+    assert "runs/nowhere/model" in err
+
+
+def test_what_is_set_already_is_no_advice():
+    settings = {
+        "task": "finetune",
+        "checkpointing": False,
+        "precision": "float32",
+        "optimiser": "adamw",
+        "resolution": 512,
+    }
+    assert ask.mends_of(settings) == (
+        "train.gradient_checkpointing=true",
+        "train.precision=bf16",
+        "task=lora",
+        "optim.name=adamw8bit",
+        "data.resolution=256",
+    )
+    small = {"task": "lora", "checkpointing": True, "precision": "auto", "resolution": 256}
+    assert ask.mends_of({**settings, **small}) == ()
+
+
 def test_counts():
     assert ask.counts("8") == [8]
     assert ask.counts("1..1024")[-1] == 1024

@@ -16,6 +16,10 @@ from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
+CPU_PROCESS_BYTES = (
+    450e6  # libraries and threads of a run before its model is there (measured: 430 to 490 MB)
+)
+CPU_KEPT = 1.28  # freed blocks that glibc keeps: the median of nine plain runs (1.03 to 1.78, memory-cpu.csv)
 MOST_ROWS = 4096
 
 
@@ -46,7 +50,16 @@ class Where:
         total = self.total_bytes
         if total is None:
             return None
-        return total if self.card.kind == "cpu" else (total - CONTEXT_BYTES) / FRAGMENTATION
+        if self.card.kind == "cpu":
+            return (total - CPU_PROCESS_BYTES) / CPU_KEPT
+        return (total - CONTEXT_BYTES) / FRAGMENTATION
+
+    def held(self, tensors: dict[str, float]) -> dict[str, float]:
+        """What a job holds: of a GPU its tensors; of a CPU the process too, with what its allocator keeps."""
+        if self.card.kind != "cpu":
+            return tensors
+        kept = (CPU_KEPT - 1) * sum(tensors.values())
+        return {**tensors, "process": CPU_PROCESS_BYTES, "allocator": kept}
 
     def roofline(self, software: Software) -> Roofline:
         """The device with a software on it."""
@@ -89,7 +102,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> float:
-        """Live bytes at the peak."""
+        """Bytes at the peak: of tensors, and on a CPU of the whole process."""
         return sum(self.memory_bytes.values())
 
 
@@ -192,11 +205,13 @@ def _plan(
     # In float32 convolutions may run as tf32: then its rate is the one that nothing can pass.
     peak = max(roofline.peak(kind)[0] for kind in ("conv", "matmul")) * where.cluster.count
     device_hours = known["hours"] * where.cluster.count
+    memory = where.held(known.pop("memory_bytes"))
     return Plan(
         device=where.card.name,
         count=where.cluster.count,
         precision=software.precision,
         parameters={**profile.parameters, "total": profile.total_parameters, "trained": profile.trained},
+        memory_bytes=memory,
         device_memory_bytes=where.total_bytes,
         usable_memory_bytes=where.usable_bytes,
         machine=where.cluster.told(where.card) if where.cluster.count > 1 else "",

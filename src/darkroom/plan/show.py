@@ -70,8 +70,9 @@ def _room(plan: Plan) -> str:
     total, usable = plan.device_memory_bytes, plan.usable_memory_bytes
     if not total or not usable:
         return ""
-    reserved = f"; {gb(total - usable)} of it for CUDA and fragments" if usable < total else ""
-    return f" of {gb(total)}{reserved}"
+    if "process" in plan.memory_bytes:  # a CPU's: counted in the peak
+        return f" of {gb(total)}"
+    return f" of {gb(total)}, {gb(total - usable)} of it for CUDA and fragments"
 
 
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
