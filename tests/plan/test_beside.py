@@ -23,7 +23,6 @@ from darkroom.plan.training import profile_recipe
 from darkroom.recipe import make_recipe
 from darkroom.train import Pinned, job, make_job
 
-pytestmark = pytest.mark.usefixtures("module_cache")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan" / "memory.py"
 HEAVY = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 4}
 PARTS = ("unet", "vae", "text_encoder")

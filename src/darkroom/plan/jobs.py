@@ -16,9 +16,7 @@ from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
-CPU_PROCESS_BYTES = (
-    450e6  # libraries and threads of a run before its model is there (measured: 430 to 490 MB)
-)
+CPU_PROCESS_BYTES = 680e6  # libraries, threads, buffers: a run of 60 MB of tensors took 757
 CPU_KEPT = 1.28  # freed blocks that glibc keeps: the median of nine plain runs (1.03 to 1.78, memory-cpu.csv)
 MOST_ROWS = 4096
 
