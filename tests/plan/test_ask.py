@@ -107,6 +107,11 @@ def test_more_devices_take_less_time_and_more_device_hours(capsys, recipe):
     assert hours[-1] > hours[0]
     assert plans[-1]["step_s"]["total"] < plans[0]["step_s"]["total"]
     assert plans[0]["step_s"]["communication"] == 0
+    assert plans[0]["machine"] == ""
+    assert plans[-1]["machine"] == "HGX A100: 8 on NVLink 3, 2 machines on EFA 400 Gbit"
+    on = ("--gpu", "A100-80", "--count", "16")
+    _, out, _ = told(capsys, recipe, large, *on, "--machine", "PC")
+    assert "PC: 4 on NVLink 3, 4 machines on TCP 10 Gbit" in out
 
 
 def test_all_cards_on_several_numbers_are_one_list_from_the_cheapest(capsys, recipe):
@@ -225,6 +230,8 @@ def test_a_price_of_ones_own(capsys, recipe):
         (("--gpu", "Voodoo"), "hardware.csv"),
         (("--count", "0"), "--count"),
         (("--network", "string"), "TCP 100 Gbit"),
+        (("--machine", "garage"), "HGX A100"),
+        (("--gpu", "4075"), "did you mean RTX 4070"),
         (("--precision", "fp4"), "bf16"),
         (("--gpu", "T4", "--count", "128"), "global batch"),
     ],
