@@ -99,8 +99,9 @@ def test_a_run_of_another_machine_is_planned_for_that_machine(recipe):
 
 
 def test_more_devices_take_less_time_and_more_device_hours(capsys, recipe):
-    large = "train.global_batch=16384"  # a batch of 64 waits for its launches on any number of devices
-    _, out, _ = told(capsys, recipe, large, "--gpu", "A100-80", "--count", "1..16", "--json")
+    # A batch of 64 waits for its launches on any number of devices; latents are read at the pace of the disk.
+    large = ("train.global_batch=16384", "train.micro_batch=1024", "data.encode=inline")
+    _, out, _ = told(capsys, recipe, *large, "--gpu", "A100-80", "--count", "1..16", "--json")
     plans = json.loads(out)["plans"]
     assert [plan["count"] for plan in plans] == [1, 2, 4, 8, 16]
     hours = [plan["cost"]["device_hours"] for plan in plans]
@@ -110,7 +111,7 @@ def test_more_devices_take_less_time_and_more_device_hours(capsys, recipe):
     assert plans[0]["machine"] == ""
     assert plans[-1]["machine"] == "HGX A100: 8 on NVLink 3, 2 machines on EFA 400 Gbit"
     on = ("--gpu", "A100-80", "--count", "16")
-    _, out, _ = told(capsys, recipe, large, *on, "--machine", "PC")
+    _, out, _ = told(capsys, recipe, *large, *on, "--machine", "PC")
     assert "PC: 4 on NVLink 3, 4 machines on TCP 10 Gbit" in out
 
 
