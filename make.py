@@ -45,7 +45,7 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 Line = tuple[tuple[str, ...], dict[str, str]]  # arguments of pytest, and what it gets in the environment
 PYTEST: dict[str, list[Line]] = {
     "test": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
-    "check": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly and not slow"), {})],
+    "check": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly"), {})],
     "nightly": [
         (("-m", "nightly"), {}),
         (("tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),

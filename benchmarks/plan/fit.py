@@ -27,21 +27,13 @@ CONVERGED, MOST_EVALUATIONS = 1e-4, 200
 RESTS_ON = {
     "phases and total from counts (Anyscale)": "images/s (Anyscale)"
 }  # without fitted rows of its own
-FREE = ("conv", "matmul", "attention", "plain_cores", "bandwidth", "kernel_s", "tile_s", "host_s",
+FREE = ("conv", "matmul", "attention", "plain_cores", "bandwidth", "cache", "kernel_s", "tile_s", "host_s",
         "host_factor", "fusion_bytes", "fusion_kernels", "network", "overlap", "script_s", "start_s",
         "beside", "contention")  # fmt: skip
 FIXED_FOR = ("CPU", "CDNA 3", "new server")
-SHARES = (
-    "conv",
-    "plain_cores",
-    "bandwidth",
-    "network",
-    "overlap",
-    "fusion_bytes",
-    "fusion_kernels",
-    "beside",
-    "contention",
-)
+SHARES = ("conv", "plain_cores", "bandwidth", "network", "overlap", "fusion_bytes", "fusion_kernels",
+          "beside", "contention")  # fmt: skip
+UPPER = {**dict.fromkeys(SHARES, 1.0), "cache": 5.0}  # caches move 2 to 5 times what their memory does
 
 
 def free_keys() -> list[tuple[str, str]]:
@@ -58,7 +50,7 @@ def fit(
     start = roofline.efficiency()
     guess = np.log([GUESSES[key] for key in keys])
     rows = fitted_rows(tables)
-    upper = np.log([1.0 if key[0] in SHARES and key[1] != "Ada" else 20 * GUESSES[key] for key in keys])
+    upper = np.log([UPPER.get(key[0], 20 * GUESSES[key]) for key in keys])
 
     def known(x: np.ndarray) -> Efficiency:
         return start.with_values({key: float(np.exp(value)) for key, value in zip(keys, x, strict=True)})

@@ -14,6 +14,8 @@ DarkroomError                 exit 1: the work failed
 
 from __future__ import annotations
 
+import difflib
+from pathlib import Path
 from typing import Any
 
 
@@ -43,6 +45,13 @@ class RecipeError(InputError):
     def __init__(self, key: str, given: str, *, allowed: str = "", mend: str = "") -> None:
         self.key = key
         super().__init__(f"{key}: {given}", allowed=allowed, mend=mend)
+
+    @classmethod
+    def missing(cls, path: Path) -> RecipeError:
+        """There is no such file; names one beside it that is called nearly the same."""
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+        mend = f"did you mean '{path.with_name(near[0])}'?" if near else ""
+        return cls(str(path), "no such recipe file", mend=mend)
 
 
 class StoreError(InputError):

@@ -359,9 +359,7 @@ def _shown(value: Any) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
-        mend = f"did you mean '{path.with_name(near[0])}'?" if near else ""
-        raise RecipeError(str(path), "no such recipe file", mend=mend)
+        raise RecipeError.missing(path)
     if (size := path.stat().st_size) > MAX_BYTES:
         raise RecipeError(str(path), f"{size:,} bytes", allowed=f"a recipe of at most {MAX_BYTES:,} bytes")
     try:

@@ -86,7 +86,7 @@ def test_an_unknown_card_is_not_taken_for_another():
         "8x A100",
         "2xT4",
         "A100 or H100",
-        "NVIDIA GeForce RTX 3080 Ti",
+        "NVIDIA GeForce RTX 4070 Laptop GPU",
         "NVIDIA GeForce RTX 3080 Laptop GPU",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA H100 NVL",

@@ -1,14 +1,16 @@
 """What several files of plans start from."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(scope="module")
-def module_cache(tmp_path_factory) -> Iterator[None]:
-    """Counts of a file's own, kept for all its tests."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("DARKROOM_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
+@pytest.fixture(scope="module", autouse=True)
+def shared_counts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Counts are kept for the session, whichever worker made them: a cache of no other use."""
+    base = tmp_path_factory.getbasetemp()
+    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DARKROOM_CACHE", str(session / "plans"))
+        yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +20,6 @@ from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
 from darkroom.recipe import read_recipe
 from darkroom.train import job
-
-pytestmark = pytest.mark.usefixtures("module_cache")
 
 RECIPE = """
 task: pretrain
@@ -99,14 +99,20 @@ def test_a_run_of_another_machine_is_planned_for_that_machine(recipe):
 
 
 def test_more_devices_take_less_time_and_more_device_hours(capsys, recipe):
-    large = "train.global_batch=16384"  # a batch of 64 waits for its launches on any number of devices
-    _, out, _ = told(capsys, recipe, large, "--gpu", "A100-80", "--count", "1..16", "--json")
+    # A batch of 64 waits for its launches on any number of devices; latents are read at the pace of the disk.
+    large = ("train.global_batch=16384", "train.micro_batch=1024", "data.encode=inline")
+    _, out, _ = told(capsys, recipe, *large, "--gpu", "A100-80", "--count", "1..16", "--json")
     plans = json.loads(out)["plans"]
     assert [plan["count"] for plan in plans] == [1, 2, 4, 8, 16]
     hours = [plan["cost"]["device_hours"] for plan in plans]
     assert hours[-1] > hours[0]
     assert plans[-1]["step_s"]["total"] < plans[0]["step_s"]["total"]
     assert plans[0]["step_s"]["communication"] == 0
+    assert plans[0]["machine"] == ""
+    assert plans[-1]["machine"] == "HGX A100: 8 on NVLink 3, 2 machines on EFA 400 Gbit"
+    on = ("--gpu", "A100-80", "--count", "16")
+    _, out, _ = told(capsys, recipe, *large, *on, "--machine", "PC")
+    assert "PC: 4 on NVLink 3, 4 machines on TCP 10 Gbit" in out
 
 
 def test_all_cards_on_several_numbers_are_one_list_from_the_cheapest(capsys, recipe):
@@ -127,7 +133,8 @@ def test_all_cards_on_several_numbers_are_one_list_from_the_cheapest(capsys, rec
 
 
 def test_advice_is_the_best_of_what_was_looked_at(capsys, recipe):
-    asked = [recipe, "data.resolution=256", "train.global_batch=512", "--gpu", "A100-80", "--count", "8"]
+    large = ("data.resolution=256", "train.global_batch=512", "train.precision=bf16")
+    asked = [recipe, *large, "--gpu", "A100-80", "--count", "8"]
     _, out, _ = told(capsys, *asked, "--advise", "--json")
     advice = json.loads(out)
     cheapest, fastest = advice["cheapest"], advice["fastest"]
@@ -160,13 +167,43 @@ def test_advice_keeps_the_limits_with_what_encoding_takes(recipe):
 
 def test_advice_searches_precision_and_micro_batch_where_they_are_open(capsys, recipe):
     _, out, _ = told(capsys, recipe, "--gpu", "A100-80", "--advise")
-    assert re.search(r"precision bf16: USD \S+ against USD \S+ with float32", out)
+    assert re.search(r"precision (bf16: USD \S+ against USD \S+ with float32|float32: .* with bf16)", out)
     assert re.search(r"micro_batch 64: USD \S+ against USD \S+ with 32", out)
     assert "prices as of 20" in out
     said = ("train.micro_batch=16", "train.precision=bf16")
     _, out, _ = told(capsys, recipe, *said, "--gpu", "A100-80", "--advise")
     assert "micro_batch 16: as the recipe says" in out
     assert "with float32" not in out
+
+
+def test_advice_ranks_no_card_without_a_price(capsys, recipe):
+    """A GB200 is the quickest of all, but nobody knows what it costs."""
+    asked = (recipe, "--gpu", "all", "--advise")
+    code, out, err = told(capsys, *asked, "--json")
+    assert code == 0, err
+    advice = json.loads(out)
+    assert all(advice[name]["plan"]["cost"]["usd"] is not None for name in ("cheapest", "fastest"))
+    apart = {one["plan"]["device"]: one for one in advice["unpriced"]}
+    assert {"GB200", "MI300X"} <= apart.keys()
+    assert all(one["usd"] is None for one in apart.values())
+    assert "T4" not in apart
+    _, out, _ = told(capsys, *asked)
+    assert re.search(r"^no price known, so not ranked \(say --price\): .*1 x GB200 [\d.]+ s", out, re.M)
+    # They keep no budget either, and alone they are ranked by device-hours, never in dollars.
+    _, out, _ = told(capsys, *asked, "--budget", "100", "--json")
+    assert json.loads(out)["unpriced"] == []
+    alone = (recipe, "--gpu", "GB200", "--advise")
+    _, out, _ = told(capsys, *alone)
+    assert not re.search("^(cheapest|fastest): .*USD", out, re.M)
+    assert re.search(r"cheapest: 1 x GB200, \S+ s, \S+ device-hours, no price known \(say --price\)", out)
+    code, _, err = told(capsys, *alone, "--budget", "100")
+    assert code == 2
+    assert "no price is known: say --price" in err
+    _, out, _ = told(capsys, *alone, "--price", "3", "--json")  # the control: with a price it is ranked
+    assert json.loads(out)["cheapest"]["usd"] > 0
+    plan = json.loads(told(capsys, *alone[:-1], "--budget", "100", "--json")[1])["plans"][0]
+    assert not plan["kept"]
+    assert "no price known to hold against the budget" in plan["over"][0]
 
 
 def test_encoding_beforehand_is_priced_as_it_is_done(capsys, recipe, monkeypatch):
@@ -194,6 +231,8 @@ def test_a_price_of_ones_own(capsys, recipe):
         (("--gpu", "Voodoo"), "hardware.csv"),
         (("--count", "0"), "--count"),
         (("--network", "string"), "TCP 100 Gbit"),
+        (("--machine", "garage"), "HGX A100"),
+        (("--gpu", "4075"), "did you mean RTX 4070"),
         (("--precision", "fp4"), "bf16"),
         (("--gpu", "T4", "--count", "128"), "global batch"),
     ],
@@ -205,10 +244,65 @@ def test_mistakes_are_one_line(capsys, recipe, arguments, word):
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_missing_recipe_is_said(capsys):
-    code, _, err = told(capsys, "no-such.yaml")
+def test_a_missing_recipe_is_said_before_anything_heavy_is_imported(tmp_path):
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    code = (
+        "import sys; from darkroom.cli import main\n"
+        "try: main(['plan', 'smal.yaml'])\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["2", "False"]
+    assert "smal.yaml: no such recipe file; did you mean 'small.yaml'?" in done.stderr
+
+
+def test_what_an_earlier_run_makes_is_stood_in_for(capsys, tmp_path, monkeypatch):
+    """The recipe beside says what it will be; without one, a VAE is the family's own."""
+    monkeypatch.chdir(tmp_path)
+    vae = "{block_out_channels: [16, 32, 64, 96], latent_channels: 8}"
+    first = (
+        f"task: autoencoder\nmodel: {{base: tiny, vae: {vae}}}\ndata: {{store: x.lance, resolution: 64}}\n"
+    )
+    (tmp_path / "first.yaml").write_text(first)
+    second = RECIPE.replace("base: tiny", "base: tiny, vae: runs/first/model")
+    (tmp_path / "second.yaml").write_text(second)
+    (tmp_path / "third.yaml").write_text(second.replace("runs/first", "runs/other"))
+    (tmp_path / "fourth.yaml").write_text(RECIPE.replace("tiny", "runs/second/model"))
+
+    def planned(name):
+        code, out, err = told(capsys, f"{name}.yaml", "--gpu", "4070", "--json")
+        assert code == 0, err
+        return json.loads(out)["plans"][0]
+
+    second, third, fourth = (planned(name) for name in ("second", "third", "fourth"))
+    assert "model.vae runs/first/model is not there yet: planned as its recipe says" in second["notes"]
+    assert second["sizes_bytes"] != third["sizes_bytes"] or second["parameters"] != third["parameters"]
+    assert any("the tiny family's own" in note for note in third["notes"])
+    assert any("planned as tiny, as its recipe says" in note for note in fourth["notes"])
+    missing = RECIPE.replace("tiny", "runs/nowhere/model")
+    (tmp_path / "fifth.yaml").write_text(missing)
+    code, _, err = told(capsys, "fifth.yaml", "--gpu", "4070")
     assert code == 2
-    assert "no-such.yaml" in err
+    assert "runs/nowhere/model" in err
+
+
+def test_what_is_set_already_is_no_advice():
+    settings = {
+        "task": "finetune",
+        "checkpointing": False,
+        "precision": "float32",
+        "optimiser": "adamw",
+        "resolution": 512,
+    }
+    assert ask.mends_of(settings) == (
+        "train.gradient_checkpointing=true",
+        "train.precision=bf16",
+        "task=lora",
+        "optim.name=adamw8bit",
+        "data.resolution=256",
+    )
+    small = {"task": "lora", "checkpointing": True, "precision": "auto", "resolution": 256}
+    assert ask.mends_of({**settings, **small}) == ()
 
 
 def test_counts():

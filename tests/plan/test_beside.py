@@ -18,12 +18,11 @@ from PIL import Image
 from darkroom import models
 from darkroom.count import ROUND_BYTES
 from darkroom.plan.ask import Target, ask_recipe, plans
-from darkroom.plan.profile import DECODED, LATENTS, SAMPLES, Profile
+from darkroom.plan.profile import DECODED, KINDS, LATENTS, SAMPLES, Profile
 from darkroom.plan.training import profile_recipe
 from darkroom.recipe import make_recipe
 from darkroom.train import Pinned, job, make_job
 
-pytestmark = pytest.mark.usefixtures("module_cache")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan" / "memory.py"
 HEAVY = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 4}
 PARTS = ("unet", "vae", "text_encoder")
@@ -149,7 +148,7 @@ def test_no_more_pictures_are_encoded_at_once_than_there_are(
         file = tmp_path / "recipe.yaml"
         file.write_text(json.dumps(content("tiny", folder)))
         [plan] = plans(ask_recipe(file), Target())
-        return plan.peak_bytes
+        return sum(plan.memory_bytes[kind] for kind in KINDS)  # without the process around it
 
     of_three = planned(photos)
     for i in range(3, 9):
@@ -176,7 +175,43 @@ def test_on_a_gpu_latents_are_made_before_the_rest_goes_there(
     assert seen == {"unet": "cpu", "vae": "cpu", "text_encoder": "cpu"}
 
 
-@pytest.mark.slow
+def test_an_adapters_frozen_text_encoder_is_halved_on_a_gpu(
+    base: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the run has it when it begins to train, and as the plan counts it. The VAE stays in float32."""
+    seen: dict[str, torch.dtype] = {}
+
+    def look(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def run(on: str, **more: Any) -> dict[str, torch.dtype]:
+        made: list[Any] = []
+        real = job.make_task
+        monkeypatch.setattr(job, "make_task", lambda *given: made.append(given[1]) or real(*given))
+        monkeypatch.setattr(job, "_device", lambda *_: torch.device(on))
+        monkeypatch.setattr(job, "rest", look)
+        data = {**content(base, photos)["data"], "encode": "inline"}
+        train = {**content(base, photos)["train"], "precision": "bf16"}
+        with pytest.raises(KeyboardInterrupt):
+            make_job(
+                make_recipe(content(base, photos, data=data, train=train, **more)), Pinned(tmp_path / on)
+            )
+        return {name: next(module.parameters()).dtype for name, module in made[0].modules.items()}
+
+    seen = run("meta")  # stands in for a GPU
+    assert (seen["text_encoder"], seen["vae"]) == (torch.bfloat16, torch.float32)
+    assert run("cpu")["text_encoder"] == torch.float32  # rests in a file
+    monkeypatch.undo()
+    inline = {**content(base, photos)["data"], "encode": "inline"}
+    on_gpu = counted(content(base, photos, data=inline), "bf16", gpu=True)
+    on_cpu = counted(content(base, photos, data=inline), "bf16")
+    [half], [whole] = weights(on_gpu), weights(on_cpu)
+    text = held(base, "text_encoder")
+    assert half < held(base, "vae") + 0.6 * text + 0.6 * held(base, "unet")
+    assert whole != half
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("samples", [False, True], ids=["latents", "samples"])
 def test_a_real_run_takes_what_is_planned(samples: bool) -> None:
     """In a process of its own, each freed block given back; `benchmarks/plan/memory-cpu.csv` has the rows."""

@@ -27,7 +27,7 @@ def test_heads_name_their_own_recipe():
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in SMALL else [pytest.mark.slow])
+        pytest.param(path, id=path.stem, marks=[] if path.stem in SMALL else [pytest.mark.nightly])
         for path in RECIPES
     ],
 )

@@ -16,8 +16,6 @@ from darkroom.cli import main
 from darkroom.plan import plot
 from darkroom.plan.plot import BLUE, GREY, ORANGE, Point, draw, frontier
 
-pytestmark = pytest.mark.usefixtures("module_cache")
-
 RECIPE = """
 task: pretrain
 model: {base: tiny}

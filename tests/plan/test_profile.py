@@ -67,7 +67,22 @@ def test_a_profile_comes_back_from_plain_values(counted):
     assert again.flops(7) == counted.flops(7)
 
 
-@pytest.mark.slow
+def test_two_batch_sizes_of_an_encoder_tell_a_third():
+    from darkroom.plan.counting import fakes, profile_of
+    from darkroom.plan.generation import PrepareSpec, _trace_encoders
+    from darkroom.plan.outline import outlined
+
+    model, spec = outlined("tiny", ("vae",)), PrepareSpec("tiny", 64, precision="float32")
+    with fakes(*model.modules.values()) as counter:
+        two, three, eight = (_trace_encoders(counter, model, spec, rows) for rows in (2, 3, 8))
+    told = profile_of((two, three), (2, 3), parameters={}, trained=0)
+    counted = profile_of((three, eight), (3, 8), parameters={}, trained=0)
+    assert told.flops(8) == pytest.approx(counted.flops(8), rel=1e-9)
+    assert sum(told.memory(8).values()) == pytest.approx(sum(counted.memory(8).values()), rel=0.01)
+    assert told.flops(8) > 2.5 * told.flops(3)
+
+
+@pytest.mark.nightly
 def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
     from darkroom.plan import training
     from darkroom.recipe import make_recipe

@@ -13,7 +13,16 @@ from darkroom.measure.trace import draw_trace
 from darkroom.plan import ask
 from darkroom.plan.jobs import Where
 from darkroom.plan.roofline import Software
-from darkroom.plan.trace import Server, fewest_devices, plan_trace, read_trace, serve
+from darkroom.plan.trace import (
+    Request,
+    Server,
+    draw,
+    fewest_devices,
+    plan_rate,
+    plan_trace,
+    read_trace,
+    serve,
+)
 
 SIZES = [(64, 64), (64, 48)]
 
@@ -88,6 +97,26 @@ def test_the_verb_plans_a_trace(capsys, file):
     code, out, _ = told(capsys, "--trace", file, "--latency", 1e-6)
     assert "does NOT fit" in out
     assert "out of reach" in out
+
+
+def test_a_rate_and_its_own_trace_agree(profiles):
+    """One rule: what a rate needs is what traces drawn at that rate need."""
+    server, where = server_of(profiles), Where(cards()["T4"])
+    request = Request(0.0, 64, 64, 30, 7.5)
+    alone = serve([request], server, 1).p95_s
+    for rate in (2 / alone, 100 / alone):
+        planned = plan_rate(request, rate, 3 * alone, profiles[64, 64], where, Software("fp16"))
+        needed = [
+            plan_trace(draw(request, rate, 400, seed), 3 * alone, profiles, where, Software("fp16"))
+            for seed in range(100, 104)
+        ]
+        devices = [plan.extra["devices"] for plan in needed]
+        assert planned.extra["devices_low"] * 0.8 <= max(devices)
+        assert min(devices) <= planned.extra["devices_high"] == planned.extra["devices"]
+        assert planned.extra["latency_p95_low_s"] <= planned.extra["latency_p95_high_s"] <= 3 * alone
+    assert planned.extra["devices"] > 1
+    again = plan_rate(request, rate, 3 * alone, profiles[64, 64], where, Software("fp16"))
+    assert again == planned  # seeded
 
 
 @pytest.mark.parametrize(

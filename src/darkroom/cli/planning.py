@@ -32,6 +32,9 @@ def plan(
         str, typer.Option(help="several devices: ddp, fsdp (ZeRO-2 shards), auto: the recipe's own")
     ] = "auto",
     network: Annotated[str | None, typer.Option(help="between nodes: a row of networks.csv")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="what the cards stand in: a row of machines.csv; the usual one")
+    ] = None,
     precision: Annotated[
         str, typer.Option(help="bf16, fp16 or float32; auto: as the job itself computes unless told")
     ] = "auto",
@@ -91,10 +94,13 @@ def plan(
     from darkroom.hardware.prices import prices as read_prices
     from darkroom.plan import ask
 
+    if gpu != "here":
+        ask.chosen_cards(gpu)  # a card that nobody knows is said before anything is counted
     target = ask.Target(
         gpu=gpu,
         mode=_one_of("mode", mode, ("auto", "ddp", "fsdp")),
         network=_network(network),
+        stands_in=_machine(machine),
         usd_per_hour=price,
         prices=None if prices is None else read_prices(prices),
         budget_usd=budget,
@@ -132,14 +138,12 @@ def plan(
 
 
 def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float) -> Any:
-    from darkroom.plan.ask import ask_serve
+    from darkroom.plan.trace import ask_rate, ask_trace, read_trace
 
     if trace is None:
-        return ask_serve(pictures, rate, latency)
-    if rate <= 0:
+        return ask_rate(pictures, rate, latency)
+    if not rate > 0:
         raise InputError(f"--rate {rate}", allowed="a number above 0")
-    from darkroom.plan.trace import ask_trace, read_trace
-
     return ask_trace(pictures, read_trace(trace, rate), latency)
 
 
@@ -275,4 +279,12 @@ def _network(name: str | None) -> str | None:
 
     if name is not None and name not in networks():
         raise InputError(f"--network {name}", allowed=", ".join(networks()))
+    return name
+
+
+def _machine(name: str | None) -> str | None:
+    from darkroom.hardware.cards import machines
+
+    if name is not None and name not in machines():
+        raise InputError(f"--machine {name}", allowed="; ".join(machines()))
     return name

@@ -1,7 +1,9 @@
-"""Peak rates, memory, power and links of the cards and CPU classes in hardware.csv and networks.csv.
+"""Peak rates, memory, power and links of cards and CPU classes: hardware.csv, networks.csv, machines.csv.
 
-Rates are dense, in FLOP a second with 2 per multiply-add; fp16 and bf16 accumulate in float32 unless the
-column says otherwise. A CPU class is given per core.
+Memory is what torch.cuda.mem_get_info says is there (`total_gib`; where no such report is at hand 98 % of
+what is sold, as cards of its kind have), not the number on the box. Rates are dense, in FLOP a second with 2
+per multiply-add; fp16 and bf16 accumulate in float32 unless the column says otherwise. A CPU class is given
+per core.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ class Card:
     unit: str  # card | core
     architecture: str
     year: int
-    memory_bytes: int | None
+    memory_gb: float | None  # as it is sold
+    memory_bytes: int | None  # as a program sees it
     bandwidth_bytes_s: float
+    cache_bytes: float  # of the last cache before memory
     flops: dict[str, float]  # by precision; what is missing the hardware does not do in matrices
     power_w: float
     link: str
+    machine: str  # a row of machines.csv: what it usually stands in
     aliases: tuple[str, ...]
     source: str
 
@@ -46,6 +51,16 @@ class Network:
     bandwidth_bytes_s: float
     latency_s: float
     per: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Chassis:
+    """One row of machines.csv: how many cards a machine has, and the network between machines."""
+
+    name: str
+    devices: int
+    network: str
     source: str
 
 
@@ -77,16 +92,25 @@ def networks() -> dict[str, Network]:
     }
 
 
+@cache
+def machines() -> dict[str, Chassis]:
+    """All rows of machines.csv by name."""
+    rows = read_rows(HERE / "machines.csv")
+    return {r["name"]: Chassis(r["name"], int(r["devices"]), r["network"], r["source"]) for r in rows}
+
+
 def find_card(name: str) -> Card | None:
     """The row for a device's name as drivers, catalogues or people write it; None if there is none.
 
-    'NVIDIA A100-SXM4-80GB', 'a100-80gb' and 'A100' are found. A longer name counts where what it adds to a
-    known one is its form or its own memory ('Tesla T4 16GB'); anything else names another device, or several.
+    'NVIDIA A100-SXM4-80GB', 'a100-80gb', 'A100' and '4090' are found. A longer name counts where what it
+    adds to a known one is its form or its own memory ('Tesla T4 16GB'); anything else names another device,
+    or several.
     """
     wanted = _plain(name)
     names = {_plain(text): card for card in cards().values() for text in (card.name, *card.aliases)}
-    if wanted in names:
-        return names[wanted]
+    for text in (wanted, f"rtx{wanted}"):
+        if text in names:
+            return names[text]
     agree = [text for text, card in names.items() if text in wanted and _adds_nothing(wanted, text, card)]
     return names[max(agree, key=len)] if agree else None
 
@@ -97,7 +121,7 @@ def _adds_nothing(wanted: str, text: str, card: Card) -> bool:
     if before not in MAKES or not _FORM.fullmatch(after):
         return False
     memory = re.search(r"(\d+)gb", after)
-    if memory and int(memory[1]) != round((card.memory_bytes or 0) / 1e9):
+    if memory and int(memory[1]) != card.memory_gb:
         return False
     return not ("pcie" in after and not card.link.startswith("PCIe")) and not (
         "sxm" in after and card.link.startswith("PCIe")
@@ -135,14 +159,24 @@ def _card(row: dict[str, str]) -> Card:
         unit=row["unit"],
         architecture=row["architecture"],
         year=int(row["year"]),
-        memory_bytes=int(float(row["memory_gb"]) * 1e9) if row["memory_gb"] else None,
+        memory_gb=float(row["memory_gb"]) if row["memory_gb"] else None,
+        memory_bytes=_memory_bytes(row),
         bandwidth_bytes_s=float(row["bandwidth_gb_s"]) * 1e9,
+        cache_bytes=float(row["cache_mb"] or 0) * 2**20,
         flops={name: float(text) * 1e12 for name, text in rates.items() if text},
         power_w=float(row["power_w"]),
         link=row["link"],
+        machine=row["machine"],
         aliases=tuple(filter(None, row["aliases"].split("|"))),
         source=row["source"],
     )
+
+
+def _memory_bytes(row: dict[str, str]) -> int | None:
+    """What torch sees of a card; of a core of a CPU class its share of what such machines have."""
+    if row["total_gib"]:
+        return int(float(row["total_gib"]) * 2**30)
+    return int(float(row["memory_gb"]) * 1e9) if row["memory_gb"] else None
 
 
 def _column(precision: str) -> str:

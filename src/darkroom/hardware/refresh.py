@@ -79,9 +79,9 @@ def _card(item: Any) -> Card | None:
         return None
     memory = item.gpu_memory or 0
     card = find_card(f"{item.gpu_name}-{memory:g}GB") or find_card(item.gpu_name)
-    if card is None or card.memory_bytes is None:
+    if card is None or card.memory_gb is None:
         return None
-    return card if abs(memory * 1e9 / card.memory_bytes - 1) <= 0.15 else None
+    return card if abs(memory / card.memory_gb - 1) <= 0.15 else None
 
 
 def _items() -> list[Any]:

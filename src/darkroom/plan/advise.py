@@ -17,12 +17,12 @@ from darkroom.plan.ask import (
     Target,
     ask_recipe,
     here,
-    kept,
     place,
     plans,
     preparing_profile,
 )
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
+from darkroom.plan.money import over_limits
 from darkroom.plan.roofline import Software
 from darkroom.plan.show import hours, price_lines, to_dict, usd
 
@@ -36,17 +36,29 @@ class Option:
     settings: dict[str, str]
     plan: Plan
     more_hours: float = 0.0  # encoding beforehand
-    more_usd: float = 0.0
+    more_usd: float | None = 0.0  # None: no price is known of what encodes
     beside: Plan | None = None  # of the encoding
     asked: Asked | None = None  # what was planned, to plan it again with another micro-batch
     target: Target | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def usd(self) -> float:
-        """All dollars; device-hours where no price is known."""
-        base = self.plan.cost.usd if self.plan.cost.usd is not None else self.plan.cost.device_hours
-        return base + self.more_usd
+    def usd(self) -> float | None:
+        """All dollars; None where a price is not known."""
+        if self.plan.cost.usd is None or self.more_usd is None:
+            return None
+        return self.plan.cost.usd + self.more_usd
+
+    @property
+    def device_hours(self) -> float:
+        """Of the training devices, and of encoding beforehand."""
+        before = self.beside.cost.device_hours if self.beside and self.more_hours else 0.0
+        return self.plan.cost.device_hours + before
+
+    @property
+    def price(self) -> float:
+        """What options are ranked by: dollars, and device-hours where none has a price (see `ranked`)."""
+        return self.device_hours if self.usd is None else self.usd
 
     @property
     def hours(self) -> float:
@@ -54,14 +66,9 @@ class Option:
         return self.plan.hours + self.more_hours
 
     def kept(self, target: Target) -> bool:
-        """Whether it fits and keeps deadline and budget, encoding included."""
-        in_time = target.deadline_hours is None or self.hours <= target.deadline_hours
-        priced = self.plan.cost.usd is not None
-        return (
-            kept(self.plan)
-            and in_time
-            and (target.budget_usd is None or not priced or self.usd <= target.budget_usd)
-        )
+        """Whether it fits and keeps deadline and budget, encoding included; no price keeps no budget."""
+        limits = over_limits(self.hours, self.usd, target.deadline_hours, target.budget_usd)
+        return self.plan.fits and not limits
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -69,6 +76,7 @@ class Option:
             "settings": self.settings,
             "hours": self.hours,
             "usd": self.usd,
+            "device_hours": self.device_hours,
             "notes": list(self.notes),
             "plan": to_dict(self.plan),
         }
@@ -76,13 +84,16 @@ class Option:
 
 @dataclass(frozen=True)
 class Advice:
-    """The best of what was looked at."""
+    """The best of what was looked at. Where some options have a price they alone are ranked; the quickest of
+    each card without one are `unpriced`.
+    """
 
     cheapest: Option
     fastest: Option
     looked_at: int
     reasons: dict[str, tuple[str, ...]] = field(default_factory=dict)
     break_even_epochs: float | None = None
+    unpriced: tuple[Option, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -92,6 +103,7 @@ class Advice:
             "looked_at": self.looked_at,
             "reasons": {name: list(found) for name, found in self.reasons.items()},
             "break_even_epochs": self.break_even_epochs,
+            "unpriced": [one.to_dict() for one in self.unpriced],
         }
 
     def lines(self) -> Iterator[str]:
@@ -108,13 +120,23 @@ class Advice:
         """What was found, without the dates of its prices."""
         for name, option in (("cheapest", self.cheapest), ("fastest", self.fastest)):
             plan = option.plan
-            yield f"{name}: {plan.count} x {plan.device}, {hours(option.hours)}, {usd(option.usd)}"
+            yield f"{name}: {plan.count} x {plan.device}, {hours(option.hours)}, {price_of(option)}"
             yield "  " + " ".join(f"{key}={value}" for key, value in option.settings.items())
             for reason in (*self.reasons[name], *option.notes, *plan.notes):
                 yield f"  - {reason}"
         if self.break_even_epochs is not None:
             yield f"encoding beforehand pays from {format_number(self.break_even_epochs, 2)} epochs on"
+        if self.unpriced:
+            ways = [f"{o.plan.count} x {o.plan.device} {hours(o.hours)}" for o in self.unpriced]
+            yield f"no price known, so not ranked (say --price): {', '.join(ways)}"
         yield f"{self.looked_at} combinations looked at"
+
+
+def price_of(option: Option) -> str:
+    """'USD 12.30', or the device-hours where no price is known."""
+    if option.usd is None:
+        return f"{option.device_hours:,.3g} device-hours, no price known (say --price)"
+    return usd(option.usd)
 
 
 def advise(
@@ -130,7 +152,8 @@ def advise(
     fits.
     """
     searched = search(asked, recipe, overrides, target, numbers, say)
-    return searched.advice(_cheapest(searched.fitting), _fastest(searched.fitting))
+    ranked = searched.ranked
+    return searched.advice(_cheapest(ranked), _fastest(ranked))
 
 
 @dataclass(frozen=True)
@@ -141,17 +164,32 @@ class Search:
     fitting: Sequence[Option]
     looked_at: int
 
+    @property
+    def ranked(self) -> Sequence[Option]:
+        """Those that have a price; where none has, all, which device-hours rank."""
+        return [option for option in self.fitting if option.usd is not None] or self.fitting
+
+    @property
+    def unpriced(self) -> tuple[Option, ...]:
+        """The quickest of each card without a price, where others have one."""
+        left = [option for option in self.fitting if option.usd is None]
+        if len(left) == len(self.fitting):
+            return ()
+        names = dict.fromkeys(option.plan.device for option in left)
+        best = [_fastest([option for option in left if option.plan.device == name]) for name in names]
+        return tuple(sorted(best, key=lambda option: option.plan.device))
+
     def advice(
         self, cheapest: Option, fastest: Option, among: Mapping[str, Sequence[Option]] | None = None
     ) -> Advice:
         """Two of them, with what speaks for each against those `among` which it was chosen: all if unsaid."""
-        among = among or {"cheapest": self.fitting, "fastest": self.fitting}
+        among = among or {"cheapest": self.ranked, "fastest": self.ranked}
         reasons = {
-            "cheapest": tuple(_reasons(cheapest, among["cheapest"], "usd")),
+            "cheapest": tuple(_reasons(cheapest, among["cheapest"], "price")),
             "fastest": tuple(_reasons(fastest, among["fastest"], "hours")),
         }
-        pays = _break_even(cheapest, self.fitting, self.asked)
-        return Advice(cheapest, fastest, self.looked_at, reasons, pays)
+        pays = _break_even(cheapest, self.ranked, self.asked)
+        return Advice(cheapest, fastest, self.looked_at, reasons, pays, self.unpriced)
 
 
 def search(
@@ -174,11 +212,13 @@ def search(
     if not fitting:
         allowed = [option for option in options if option.plan.fits]
         why = "keeps the deadline and the budget" if allowed else "fits"
+        unknown = allowed and all(option.usd is None for option in allowed)
         raise InputError(
             f"{asked.name}: of {len(options)} combinations none {why}",
-            mend="try --gpu all or a larger --count",
+            mend="no price is known: say --price" if unknown else "try --gpu all or a larger --count",
         )
-    for best in {id(one): one for one in (_cheapest(fitting), _fastest(fitting))}.values():
+    ranked = Search(asked, fitting, 0).ranked
+    for best in {id(one): one for one in (_cheapest(ranked), _fastest(ranked))}.values():
         smaller = list(_smaller_batches(best))
         options += smaller
         fitting += [option for option in smaller if option.kept(target)]
@@ -186,11 +226,11 @@ def search(
 
 
 def _cheapest(options: Sequence[Option]) -> Option:
-    return min(options, key=lambda option: (option.usd, option.hours))
+    return min(options, key=lambda option: (option.price, option.hours))
 
 
 def _fastest(options: Sequence[Option]) -> Option:
-    return min(options, key=lambda option: (option.hours, option.usd))
+    return min(options, key=lambda option: (option.hours, option.price))
 
 
 def _smaller_batches(best: Option) -> Iterator[Option]:
@@ -203,9 +243,10 @@ def _smaller_batches(best: Option) -> Iterator[Option]:
     micro = best.plan.batch["micro"] // 2
     while micro:
         (plan,) = plans(asked.remade({"micro_batch": micro}), target)
-        spent = best.more_usd * plan.hours / best.plan.hours if best.settings["encode"] == "online" else None
         settings = {**best.settings, "micro_batch": str(plan.batch["micro"])}
-        more = best.more_usd if spent is None else spent  # encoders beside the training run as long as it
+        more = best.more_usd
+        if more is not None and best.settings["encode"] == "online":  # those run as long as the training
+            more *= plan.hours / best.plan.hours
         yield replace(best, settings=settings, plan=plan, more_usd=more)
         micro //= 2
 
@@ -258,8 +299,9 @@ def _with_encoding(option: Option, asked: Asked, target: Target) -> Option:
     samples, pictures = _samples(asked)
     if encode == "stored":
         beside = _encoding(asked, option.plan.device, pictures, target, option.plan.count)
-        note = f"encoding {pictures:,} pictures first: {hours(beside.hours)}, {usd(beside.cost.usd or 0.0)}"
-        more = beside.cost.usd or 0.0
+        more = beside.cost.usd
+        priced = "no price known" if more is None else usd(more)
+        note = f"encoding {pictures:,} pictures first: {hours(beside.hours)}, {priced}"
         return replace(option, more_hours=beside.hours, more_usd=more, beside=beside, notes=(note,))
     beside = _encoding(asked, ENCODER_CARD, samples, target, 1)
     number = max(1, -(-option.plan.images_per_s // beside.images_per_s))
@@ -283,8 +325,8 @@ def _encoding(asked: Asked, device: str, pictures: int, target: Target, count: i
 
 def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:
     """What each choice is worth: against the best with the other choice."""
-    unit = usd if by == "usd" else hours
-    value = getattr(best, by)
+    unit, value = _unit(best, by), getattr(best, by)
+    options = [option for option in options if (option.usd is None) == (best.usd is None)]
     for key, chosen in best.settings.items():
         if key == "micro_batch":
             yield _micro_reason(best, options, by)
@@ -302,6 +344,12 @@ def _reasons(best: Option, options: Sequence[Option], by: str) -> Iterator[str]:
         yield f"{best.plan.device}: next comes {second.plan.device} with {unit(getattr(second, by))}"
 
 
+def _unit(best: Option, by: str) -> Callable[[float], str]:
+    if by == "hours":
+        return hours
+    return usd if best.usd is not None else lambda number: f"{number:,.3g} device-hours"
+
+
 def _micro_reason(best: Option, options: Sequence[Option], by: str) -> str:
     chosen = best.settings["micro_batch"]
     if best.asked is None or best.asked.settings["micro_batch"] is not None:
@@ -315,7 +363,7 @@ def _micro_reason(best: Option, options: Sequence[Option], by: str) -> str:
     ]
     if not others:
         return f"micro_batch {chosen}: the only one that fits"
-    unit, next_best = usd if by == "usd" else hours, min(others, key=lambda option: getattr(option, by))
+    unit, next_best = _unit(best, by), min(others, key=lambda option: getattr(option, by))
     value, other = unit(getattr(best, by)), unit(getattr(next_best, by))
     return f"micro_batch {chosen}: {value} against {other} with {next_best.settings['micro_batch']}"
 
@@ -328,14 +376,16 @@ def _break_even(best: Option, options: Sequence[Option], asked: Asked) -> float 
     alike = [o for o in options if (o.plan.device, o.plan.count) == (best.plan.device, best.plan.count)]
     cheapest = {
         encode: min(
-            (o for o in alike if o.settings.get("encode") == encode), key=lambda o: o.usd, default=None
+            (o for o in alike if o.settings.get("encode") == encode and o.usd is not None),
+            key=lambda o: o.price,
+            default=None,
         )
         for encode in ("inline", "stored")
     }
     inline, stored = cheapest["inline"], cheapest["stored"]
-    if inline is None or stored is None:
+    if inline is None or stored is None or stored.more_usd is None:
         return None
-    saved = (inline.usd - (stored.usd - stored.more_usd)) / samples
+    saved = (inline.price - (stored.price - stored.more_usd)) / samples
     return stored.more_usd / pictures / saved if saved > 0 else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from darkroom.errors import InputError
 from darkroom.plan.advise import Advice, Option, Search, search
 from darkroom.plan.ask import Asked, Target
+from darkroom.plan.money import over_limits
 from darkroom.plan.phases import without_limits
 from darkroom.plan.show import hours, price_lines, usd
 
@@ -44,7 +45,9 @@ class PhasesAdvice:
             yield from (f"  {line}" for line in one.found())
         for name in ("cheapest", "fastest"):
             way = self.way(name)
-            yield f"together, the {name}: {hours(hours_of(way))}, {usd(usd_of(way))}"
+            spent = usd_of(way)
+            money = "no price known (say --price)" if spent is None else usd(spent)
+            yield f"together, the {name}: {hours(hours_of(way))}, {money}"
         if len({_settings(way) for way in self.way("cheapest")}) > 1:
             yield "phases with settings of their own are runs of their own, each from the model before it"
         yield from price_lines([plan for one in self.phases for plan in one.priced()])
@@ -55,9 +58,15 @@ def hours_of(way: Way) -> float:
     return sum(option.hours for option in way)
 
 
-def usd_of(way: Way) -> float:
-    """All dollars; device-hours of phases where no price is known."""
-    return sum(option.usd for option in way)
+def usd_of(way: Way) -> float | None:
+    """All dollars; None where a price is not known."""
+    spent = [option.usd for option in way if option.usd is not None]
+    return sum(spent) if len(spent) == len(way) else None
+
+
+def device_hours_of(way: Way) -> float:
+    """What ways are ranked by where some phase has no option with a price."""
+    return sum(option.device_hours for option in way)
 
 
 def advise_phases(
@@ -75,10 +84,12 @@ def advise_phases(
     for i, one in enumerate(asked):
         say(one.name)
         searched.append(search(one, recipe, overrides, free, numbers, say, phase=i))
+    priced = all(one.ranked[0].usd is not None for one in searched)
+    cost = _dollars if priced else device_hours_of
     ways: list[Way] = [()]
     for found in searched:
-        options = _front([(option,) for option in found.fitting])
-        ways = _front([(*way, *option) for way in ways for option in options])
+        options = _front([(option,) for option in (found.ranked if priced else found.fitting)], cost)
+        ways = _front([(*way, *option) for way in ways for option in options], cost)
     kept = [way for way in ways if _keeps(way, target)]
     if not kept:
         number = sum(one.looked_at for one in searched)
@@ -86,8 +97,8 @@ def advise_phases(
             f"of {number} combinations none keeps the deadline and the budget of all phases",
             mend="try --gpu all or a larger --count",
         )
-    cheapest = min(kept, key=lambda way: (usd_of(way), hours_of(way)))
-    fastest = min(kept, key=lambda way: (hours_of(way), usd_of(way)))
+    cheapest = min(kept, key=lambda way: (cost(way), hours_of(way)))
+    fastest = min(kept, key=lambda way: (hours_of(way), cost(way)))
     chosen = {"cheapest": cheapest, "fastest": fastest}
     advised = [
         one.advice(
@@ -102,22 +113,27 @@ def advise_phases(
 
 def _others(searched: Search, way: Way, i: int, target: Target) -> list[Option]:
     """What phase i could do instead, within the limits, while the others go the same way."""
-    return [option for option in searched.fitting if _keeps((*way[:i], option, *way[i + 1 :]), target)]
+    options = searched.fitting if usd_of(way) is None else searched.ranked
+    return [option for option in options if _keeps((*way[:i], option, *way[i + 1 :]), target)]
 
 
-def _front(ways: Sequence[Way]) -> list[Way]:
+def _dollars(way: Way) -> float:
+    spent = usd_of(way)
+    assert spent is not None  # only ways whose options all have a price are ranked by it
+    return spent
+
+
+def _front(ways: Sequence[Way], cost: Callable[[Way], float]) -> list[Way]:
     """Those that no other one beats in both time and money."""
     kept: list[Way] = []
-    for way in sorted(ways, key=lambda one: (hours_of(one), usd_of(one))):
-        if not kept or usd_of(way) < usd_of(kept[-1]):
+    for way in sorted(ways, key=lambda one: (hours_of(one), cost(one))):
+        if not kept or cost(way) < cost(kept[-1]):
             kept.append(way)
     return kept
 
 
 def _keeps(way: Way, target: Target) -> bool:
-    in_time = target.deadline_hours is None or hours_of(way) <= target.deadline_hours
-    priced = all(option.plan.cost.usd is not None for option in way)
-    return in_time and (target.budget_usd is None or not priced or usd_of(way) <= target.budget_usd)
+    return not over_limits(hours_of(way), usd_of(way), target.deadline_hours, target.budget_usd)
 
 
 def _settings(option: Option) -> tuple[Any, ...]:

@@ -23,19 +23,25 @@ from darkroom.plan.jobs import (
     GenerateJob,
     Plan,
     PrepareJob,
-    ServeJob,
     TrainJob,
     Where,
     plan_generating,
     plan_preparing,
-    plan_serving,
     plan_training,
 )
-from darkroom.plan.money import storage
+from darkroom.plan.money import over_limits, storage
 from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software, efficiency
-from darkroom.plan.scale import NODE_DEVICES, Cluster, default_cluster
-from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, settings_of, text_of
+from darkroom.plan.scale import Cluster, default_cluster
+from darkroom.plan.settings import (
+    configs_of,
+    pictures_of,
+    read_phase,
+    rows_of,
+    runs_of,
+    settings_of,
+    text_of,
+)
 from darkroom.train.parallel import channels_last
 
 if TYPE_CHECKING:
@@ -58,6 +64,7 @@ class Target:
     shard: str = "grads"  # of fsdp: the recipe's own
     node_devices: int | None = None  # on one machine; a recipe's own
     network: str | None = None
+    stands_in: str | None = None  # a row of machines.csv; None: the card's usual one
     usd_per_hour: float | None = None
     prices: tuple[Price, ...] | None = None
     budget_usd: float | None = None
@@ -154,23 +161,15 @@ def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
 
 
 def with_limits(plan: Plan, target: Target) -> Plan:
-    """The plan with a word on what breaks the deadline or the budget."""
-    notes = list(plan.notes)
-    if target.deadline_hours is not None and plan.hours > target.deadline_hours:
-        notes.append(f"over the deadline of {target.deadline_hours:g} h")
-    if target.budget_usd is not None and (plan.cost.usd or 0) > target.budget_usd:
-        notes.append(f"over the budget of USD {target.budget_usd:,.2f}")
-    return replace(plan, notes=tuple(notes))
-
-
-def kept(plan: Plan) -> bool:
-    """Whether a plan fits and keeps deadline and budget."""
-    return plan.fits and not any(note.startswith("over the ") for note in plan.notes)
+    """The plan with what it breaks of the deadline and the budget."""
+    return replace(
+        plan, over=over_limits(plan.hours, plan.cost.usd, target.deadline_hours, target.budget_usd)
+    )
 
 
 def _order(plan: Plan) -> tuple[bool, bool, float]:
     usd = plan.cost.usd
-    return (not kept(plan), usd is None, usd if usd is not None else plan.cost.device_hours)
+    return (not plan.kept, usd is None, usd if usd is not None else plan.cost.device_hours)
 
 
 def choose_precision(asked: Asked, target: Target, card: Card) -> str:
@@ -195,15 +194,19 @@ def chosen_cards(name: str) -> list[Card]:
         return [card for card in cards().values() if card.kind == "gpu"]
     card = find_card(name)
     if card is None:
-        known = {text: one.name for one in cards().values() for text in (one.name, *one.aliases)}
-        lowered = {text.lower(): text for text in known}
-        inside = sorted((text for text in lowered if text in name.lower()), key=len, reverse=True)
-        near = [*inside, *difflib.get_close_matches(name.lower(), lowered, 3, cutoff=0.3)][:3]
-        mend = (
-            "did you mean " + ", ".join(dict.fromkeys(lowered[text] for text in near)) + "?" if near else ""
-        )
+        near = nearest(name)
+        mend = f"did you mean {', '.join(near)}?" if near else ""
         raise InputError(f"--gpu {name}", allowed="here, all, or a card of hardware.csv", mend=mend)
     return [card]
+
+
+def nearest(name: str) -> list[str]:
+    """Up to three cards that are called nearly so: those whose name is in it first, then the most alike."""
+    wanted = name.lower()
+    names = {text.lower(): text for card in cards().values() for text in (card.name, *card.aliases)}
+    inside = sorted((text for text in names if text in wanted), key=len, reverse=True)
+    alike = [one for text in (wanted, f"rtx {wanted}") for one in difflib.get_close_matches(text, names, 3)]
+    return list(dict.fromkeys(names[text] for text in [*inside, *alike]))[:3]
 
 
 def place(card: Card, target: Target) -> Where:
@@ -212,9 +215,14 @@ def place(card: Card, target: Target) -> Where:
 
 
 def _cluster(card: Card, target: Target) -> Cluster:
-    each = target.node_devices or NODE_DEVICES
     return default_cluster(
-        card, target.count, target.mode, target.network, node_devices=each, shard=target.shard
+        card,
+        target.count,
+        target.mode,
+        target.network,
+        machine=target.stands_in,
+        node_devices=target.node_devices,
+        shard=target.shard,
     )
 
 
@@ -272,17 +280,33 @@ def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
 
 def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
     """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
-    key = {"recipe": text_of(path), "overrides": list(overrides), "phase": phase}
-    settings = cached({**key, "settings": 7}, lambda: settings_of(read_phase(path, overrides, phase)))
+    text = text_of(path)
+    runs = runs_of("\n".join([text, *overrides]), path.parent)
+    key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
+    settings = cached({**key, "settings": 8}, lambda: settings_of(*read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
         from darkroom.plan.training import profile_recipe
 
-        return profile_recipe(read_phase(path, overrides, phase), precision, gpu=gpu)
+        return profile_recipe(read_phase(path, overrides, phase)[0], precision, gpu=gpu)
 
     name = path.stem if phase is None else f"{path.stem}, phase {phase + 1}, {settings['resolution']} px"
     return _asked_training(name, settings, count)
+
+
+def mends_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """What takes less memory and is not set already."""
+    adapted = settings["task"] in ("lora", "dreambooth-lora", "textual-inversion")
+    tuned = {"finetune": "lora", "dreambooth": "dreambooth-lora"}.get(settings["task"], "")
+    found = {
+        "train.gradient_checkpointing=true": not settings["checkpointing"],
+        "train.precision=bf16": settings["precision"] == "float32",
+        f"task={tuned}": bool(tuned),
+        "optim.name=adamw8bit": settings["optimiser"] == "adamw" and not adapted,
+        f"data.resolution={settings['resolution'] // 2}": settings["resolution"] >= 512,
+    }
+    return tuple(mend for mend, helps in found.items() if helps)
 
 
 class NotCounted(DarkroomError):
@@ -314,13 +338,15 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
         settings["micro_batch"],
         settings.get("rows"),
         settings["reads"],
+        mends_of(settings),
     )
 
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
         made = plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
-        return replace(made, notes=(*made.notes, UNCOUNTED)) if settings["aligns"] else made
+        uncounted = [UNCOUNTED] if settings["aligns"] else []
+        return replace(made, notes=(*made.notes, *settings["notes"], *uncounted))
 
     @cache
     def own_pictures() -> int | None:
@@ -378,20 +404,6 @@ def ask_generate(settings: PictureSettings) -> Asked:
         return plan_generating(profile, job, where, software, usd_per_hour=usd, prices=prices)
 
     return _asked_pictures("generate", settings, plan)
-
-
-def ask_serve(settings: PictureSettings, rate: float, latency_s: float) -> Asked:
-    """Serving so many pictures a second, each within a time."""
-    if rate <= 0 or latency_s <= 0:
-        raise InputError(f"--rate {rate} --latency {latency_s}", allowed="numbers above 0")
-    job = ServeJob("serve", rate, latency_s, settings.steps)
-
-    def plan(
-        profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
-    ) -> Plan:
-        return plan_serving(profile, job, where, software, usd_per_hour=usd, prices=prices)
-
-    return _asked_pictures("serve", settings, plan)
 
 
 def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
@@ -18,6 +16,8 @@ from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
+CPU_PROCESS_BYTES = 680e6  # libraries, threads, buffers: a run of 60 MB of tensors took 757
+CPU_KEPT = 1.28  # freed blocks that glibc keeps: the median of nine plain runs (1.03 to 1.78, memory-cpu.csv)
 MOST_ROWS = 4096
 
 
@@ -48,8 +48,16 @@ class Where:
         total = self.total_bytes
         if total is None:
             return None
-        context = 0.0 if self.card.kind == "cpu" else CONTEXT_BYTES
-        return (total - context) / (1.0 if self.card.kind == "cpu" else FRAGMENTATION)
+        if self.card.kind == "cpu":
+            return (total - CPU_PROCESS_BYTES) / CPU_KEPT
+        return (total - CONTEXT_BYTES) / FRAGMENTATION
+
+    def held(self, tensors: dict[str, float]) -> dict[str, float]:
+        """What a job holds: of a GPU its tensors; of a CPU the process too, with what its allocator keeps."""
+        if self.card.kind != "cpu":
+            return tensors
+        kept = (CPU_KEPT - 1) * sum(tensors.values())
+        return {**tensors, "process": CPU_PROCESS_BYTES, "allocator": kept}
 
     def roofline(self, software: Software) -> Roofline:
         """The device with a software on it."""
@@ -71,6 +79,7 @@ class Plan:
     flops_a_step: float
     memory_bytes: dict[str, float]
     device_memory_bytes: float | None
+    usable_memory_bytes: float | None  # for tensors: less the CUDA context and what lies between blocks
     largest_micro_batch: int | None
     step_s: dict[str, float]
     images_per_s: float
@@ -81,10 +90,17 @@ class Plan:
     notes: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
     storage: Storage | None = None
+    machine: str = ""  # what several devices stand in
+    over: tuple[str, ...] = ()  # the limits that it breaks, or that nobody can vouch for
+
+    @property
+    def kept(self) -> bool:
+        """Whether it fits and keeps deadline and budget."""
+        return self.fits and not self.over
 
     @property
     def peak_bytes(self) -> float:
-        """Live bytes at the peak."""
+        """Bytes at the peak: of tensors, and on a CPU of the whole process."""
         return sum(self.memory_bytes.values())
 
 
@@ -98,6 +114,7 @@ class TrainJob:
     micro_batch: int | None  # None: the largest that fits
     rows: int | None = None  # pictures in the store
     reads: Sequence[str] = ()  # of the store at each step: latents, text
+    mends: Sequence[str] = ()  # settings that take less memory and are not set already
 
 
 def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
@@ -160,7 +177,7 @@ def plan_training(
         images_per_s=job.global_batch / step.total,
         hours=job.steps * step.total / 3600,
         sizes_bytes=_sizes(profile, job),
-        notes=_notes(where, fits, largest, micro, rows),
+        notes=_notes(job, fits, largest, micro, rows),
     )
     return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
 
@@ -186,12 +203,16 @@ def _plan(
     # In float32 convolutions may run as tf32: then its rate is the one that nothing can pass.
     peak = max(roofline.peak(kind)[0] for kind in ("conv", "matmul")) * where.cluster.count
     device_hours = known["hours"] * where.cluster.count
+    memory = where.held(known.pop("memory_bytes"))
     return Plan(
         device=where.card.name,
         count=where.cluster.count,
         precision=software.precision,
         parameters={**profile.parameters, "total": profile.total_parameters, "trained": profile.trained},
+        memory_bytes=memory,
         device_memory_bytes=where.total_bytes,
+        usable_memory_bytes=where.usable_bytes,
+        machine=where.cluster.told(where.card) if where.cluster.count > 1 else "",
         step_s=_split(seconds),
         mfu=known["flops_an_image"] * known["images_per_s"] / peak,
         cost=cost(where.card, device_hours, cores=where.cores, offer=offer),
@@ -276,13 +297,13 @@ def _sizes(profile: Profile, job: TrainJob) -> dict[str, float]:
     return sizes
 
 
-def _notes(where: Where, fits: bool, largest: int, micro: int, rows: int) -> tuple[str, ...]:
+def _notes(job: TrainJob, fits: bool, largest: int, micro: int, rows: int) -> tuple[str, ...]:
     notes = []
     if not fits:
         notes.append(
             f"does not fit: at most {largest} pictures a micro-batch"
             if largest
-            else "does not fit, not even one picture: try gradient checkpointing, an adapter or a larger card"
+            else f"does not fit, not even one picture: try {', '.join([*job.mends, 'a larger card'])}"
         )
     elif micro < rows:
         notes.append(f"{rows} pictures a device in {-(-rows // micro)} micro-batches of {micro}")
@@ -350,80 +371,6 @@ def batch_seconds(profile: Profile, where: Where, software: Software, *, batch: 
 
 
 @dataclass(frozen=True)
-class ServeJob:
-    """Requests a second that arrive at random, and how long one may take at most (95 of 100)."""
-
-    name: str
-    rate: float
-    latency_s: float
-    steps: int
-
-
-def plan_serving(
-    profile: Profile,
-    job: ServeJob,
-    where: Where,
-    software: Software,
-    *,
-    usd_per_hour: float | None = None,
-    prices: Sequence[Price] | None = None,
-) -> Plan:
-    """The fewest devices that keep the goal, and the batch they do it with.
-
-    A picture waits for the batch before it and then for its own (half a batch on average, a whole one at the
-    95th percentile); the queue of a device that is busy a share u of the time adds u / (2 (1 - u)) batches
-    (M/D/1, Pollaczek & Khinchine).
-    """
-    best: tuple[int, int, float] | None = None
-    for batch in range(1, max(1, largest_rows(profile, where, most=64)) + 1):
-        seconds = batch_seconds(profile, where, software, batch=batch, steps=job.steps).total
-        number = _devices_needed(job, batch, seconds)
-        if number is not None and (best is None or number < best[0]):
-            best = (number, batch, seconds)
-    if best is None:
-        seconds = batch_seconds(profile, where, software, batch=1, steps=job.steps).total
-        best = (max(1, math.ceil(job.rate * seconds / 0.8)), 1, seconds)
-    number, batch, seconds = best
-    latency = _latency_s(job, number, batch, seconds)
-    pictures = GenerateJob(job.name, max(1, round(job.rate * 3600)), batch, job.steps)
-    whole = Where(where.card, Cluster(number), where.cores, where.known, where.memory_bytes)
-    plan = plan_generating(profile, pictures, whole, software, usd_per_hour=usd_per_hour, prices=prices)
-    offer = offer_for(where.card, usd_per_hour, prices)
-    hour = cost(where.card, number, cores=where.cores, offer=offer)
-    kept = latency <= job.latency_s
-    notes = (
-        () if kept else (f"the goal of {job.latency_s:g} s is out of reach: {format_number(latency, 2)} s",)
-    )
-    told = {
-        "devices": number,
-        "batch": batch,
-        "latency_p95_s": latency,
-        "capacity_images_per_s": number * batch / seconds,
-        "busy": job.rate * seconds / (number * batch),
-        "usd_per_image": None if hour.usd is None else hour.usd / (job.rate * 3600),
-    }
-    fits = plan.fits and kept
-    return replace(plan, hours=1.0, cost=hour, fits=fits, notes=plan.notes + notes, extra=told)
-
-
-def _latency_s(job: ServeJob, devices: int, batch: int, seconds: float) -> float:
-    busy = job.rate * seconds / (devices * batch)
-    if busy >= 1:
-        return math.inf
-    return seconds * (1 + min(1.0, busy) * (batch > 1) + 3.0 * busy / (2 * (1 - busy)) / batch)
-
-
-def _devices_needed(job: ServeJob, batch: int, seconds: float) -> int | None:
-    """Devices with which the goal is kept; None where a batch alone takes too long."""
-    if seconds > job.latency_s:
-        return None
-    start = max(1, math.ceil(job.rate * seconds / batch))
-    return next(
-        (n for n in range(start, 4 * start + 8) if _latency_s(job, n, batch, seconds) <= job.latency_s), None
-    )
-
-
-@dataclass(frozen=True)
 class PrepareJob:
     """So many pictures, encoded once."""
 
@@ -480,7 +427,6 @@ __all__ = [
     "GenerateJob",
     "Plan",
     "PrepareJob",
-    "ServeJob",
     "TrainJob",
     "Where",
     "batch_seconds",
@@ -488,7 +434,6 @@ __all__ = [
     "largest_rows",
     "plan_generating",
     "plan_preparing",
-    "plan_serving",
     "plan_training",
     "step_seconds",
 ]

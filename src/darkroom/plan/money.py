@@ -88,6 +88,20 @@ def cost(
     )
 
 
+def over_limits(
+    hours: float, usd: float | None, deadline_hours: float | None, budget_usd: float | None
+) -> tuple[str, ...]:
+    """What breaks the deadline or the budget; what has no known price keeps no budget."""
+    over = []
+    if deadline_hours is not None and hours > deadline_hours:
+        over.append(f"over the deadline of {deadline_hours:g} h")
+    if budget_usd is not None and usd is None:
+        over.append(f"no price known to hold against the budget of USD {budget_usd:,.2f}: say --price")
+    elif budget_usd is not None and usd is not None and usd > budget_usd:
+        over.append(f"over the budget of USD {budget_usd:,.2f}")
+    return tuple(over)
+
+
 def offer_for(card: Card, usd_per_hour: float | None, table: Sequence[Price] | None = None) -> Price | None:
     """The price that counts: the user's own, else the median of the newest offers."""
     return price(card.name, usd_per_hour=usd_per_hour, table=table)

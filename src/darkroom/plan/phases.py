@@ -8,6 +8,7 @@ from typing import Any
 
 from darkroom.plan.ask import Asked, Target, chosen_cards, plans
 from darkroom.plan.jobs import Plan
+from darkroom.plan.money import over_limits
 from darkroom.plan.show import gb, hours, to_dict, usd
 
 
@@ -49,13 +50,9 @@ class Together:
         """Of all devices and phases."""
         return sum(plan.cost.device_hours for plan in self.plans)
 
-    def limits(self) -> list[str]:
+    def limits(self) -> tuple[str, ...]:
         """What the phases together break of deadline and budget."""
-        deadline, budget = self.target.deadline_hours, self.target.budget_usd
-        late = deadline is not None and self.hours > deadline
-        dear = budget is not None and (self.usd or 0.0) > budget
-        told = [f"over the deadline of {deadline:g} h"] if late else []
-        return told + ([f"over the budget of USD {budget:,.2f}"] if dear else [])
+        return over_limits(self.hours, self.usd, self.target.deadline_hours, self.target.budget_usd)
 
     @property
     def kept(self) -> bool:

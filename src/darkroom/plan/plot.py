@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from darkroom.plan.ask import kept
 from darkroom.plan.jobs import Plan
 from darkroom.plan.phases import Together
 
@@ -37,7 +36,7 @@ def _point(one: Plan | Together, *, by_job: bool) -> Point:
     if isinstance(one, Together):
         return Point(one.device, one.count, one.hours, one.device_hours, one.usd, None, one.kept)
     label, cost = one.job if by_job else one.device, one.cost
-    return Point(label, one.count, one.hours, cost.device_hours, cost.usd, one.images_per_s, kept(one))
+    return Point(label, one.count, one.hours, cost.device_hours, cost.usd, one.images_per_s, one.kept)
 
 
 def draw(found: Sequence[Point], path: Path) -> None:

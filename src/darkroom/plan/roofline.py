@@ -1,9 +1,10 @@
 """Seconds from counts: a roofline by class of operation, with few physical efficiencies (efficiency.csv).
 
-A kernel takes the longer of its arithmetic (at a share of the card's peak) and its traffic (at a share of
-its bandwidth), and a fixed start. The host hands kernels out one by one: where that takes longer than the
-kernels, it is the launch that is waited for. Two or more published rows tell a fitted constant, or its source
-in efficiency.csv says that one does, or hardly any.
+A kernel takes the longer of its arithmetic (at a share of the card's peak) and its traffic, and a fixed
+start. As much of its traffic as the card's last cache holds was just written there and moves at the cache's
+rate, the rest at a share of the memory's bandwidth; nothing moves faster than these. The host hands kernels
+out one by one: where that takes longer than the kernels, it is the launch that is waited for. Two or more
+published rows tell a fitted constant, or its source in efficiency.csv says that one does, or hardly any.
 """
 
 from __future__ import annotations
@@ -147,10 +148,10 @@ class Roofline:
         self._cpu = card.kind == "cpu"
         self._where = "CPU" if self._cpu else "GPU"
         self.bandwidth = (
-            card.bandwidth_bytes_s
-            * self._units
-            * self._known.of("bandwidth", card.name, family(card), memory_kind(card))
+            card.bandwidth_bytes_s * self._units * self._known.of("bandwidth", card.name, memory_kind(card))
         )
+        # Between the kernels of one step; a calibrated card's own bandwidth is of memory too.
+        self.cache_bandwidth = card.bandwidth_bytes_s * self._known.of("cache", self._where) * self._units
         self._kernel_s = self._known.of("kernel_s", card.name, self._where)
         self._beside = self._known.of("beside", self._where)
         self._tile_s = self._known.of("tile_s", card.name, self._where)
@@ -216,7 +217,9 @@ class Roofline:
         cores want channels last.
         """
         calls = work.calls
-        traffic = np.maximum(work.bytes[0] + work.bytes[1] * rows, 0.0) / self.bandwidth
+        moved = np.maximum(work.bytes[0] + work.bytes[1] * rows, 0.0)
+        held = np.minimum(moved, self.card.cache_bytes * self._units)
+        traffic = held / self.cache_bandwidth + (moved - held) / self.bandwidth
         if self.software.engine != "eager":
             fused = work.holds("norm", "elementwise")
             known = self._known

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from darkroom.hardware.cards import Card, networks
+from darkroom.hardware.cards import Card, machines, networks
 from darkroom.plan.roofline import Efficiency
 
 NODE_DEVICES = 8
-DEFAULT_NETWORK = {
-    "Volta": "TCP 25 Gbit",
-    "Turing": "TCP 25 Gbit",
-    "Ampere": "EFA 400 Gbit",
-    "Ada": "TCP 100 Gbit",
-    "Hopper": "InfiniBand NDR 3200 Gbit",
-    "Blackwell": "InfiniBand NDR 3200 Gbit",
-}
 
 
 @dataclass(frozen=True)
@@ -31,11 +23,18 @@ class Cluster:
     network: str = "EFA 400 Gbit"
     mode: str = "ddp"  # or fsdp: gradients, optimiser and average in shards (ZeRO-2)
     shard: str = "grads"  # of fsdp; full: the weights too; hybrid: the same, inside each node
+    machine: str = ""  # what the devices stand in, by name
 
     @property
     def nodes(self) -> int:
         """Machines, the last perhaps not full."""
         return -(-self.count // self.node_devices)
+
+    def told(self, card: Card) -> str:
+        """Machines, links and network in one line."""
+        inside = f"{min(self.count, self.node_devices)} on {card.link}"
+        between = f", {self.nodes} machines on {self.network}" if self.nodes > 1 else ""
+        return f"{self.machine or 'machine'}: {inside}{between}"
 
     @property
     def shards(self) -> int:
@@ -66,12 +65,16 @@ def default_cluster(
     mode: str = "ddp",
     network: str | None = None,
     *,
-    node_devices: int = NODE_DEVICES,
+    machine: str | None = None,
+    node_devices: int | None = None,
     shard: str = "grads",
 ) -> Cluster:
-    """What such cards usually stand in."""
-    network = network or DEFAULT_NETWORK.get(card.architecture, "TCP 100 Gbit")
-    return Cluster(count, node_devices, network, mode, shard)
+    """What such a card usually stands in (machines.csv), as far as nothing else is said."""
+    name = machine or card.machine
+    usual = machines().get(name)
+    each = node_devices or (usual.devices if usual else NODE_DEVICES)
+    between = network or (usual.network if usual else "TCP 100 Gbit")
+    return Cluster(count, each, between, mode, shard, name)
 
 
 def all_reduce_s(card: Card, cluster: Cluster, size_bytes: float, known: Efficiency) -> float:

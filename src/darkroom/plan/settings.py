@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, RecipeError
 
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
     """What a plan needs of a recipe beside its counts."""
     from darkroom.train.checks import check_settings
 
@@ -27,6 +28,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     stores_text = recipe.data.text != "inline" and not recipe.model.train_text_encoder
     return {
         "recipe": recipe.dump(),
+        "notes": list(notes),
         "phases": len(recipe.phases),
         "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",
         "alone": parallel.mode == "none",
@@ -39,6 +41,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         "global_batch": train.global_batch,
         "micro_batch": None if train.micro_batch == "auto" else train.micro_batch,
         "precision": train.precision,
+        "optimiser": recipe.optim.name,
         "store": getattr(recipe.data, "store", None),
         "pictures": None if recipe.data.class_prompt else recipe.data.folder or recipe.data.instance,
         "base": str(recipe.model.base),
@@ -70,20 +73,74 @@ def pictures_of(folder: str | None) -> int | None:
     return len(pictures_below(Path(folder))) or None
 
 
-def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> Recipe:
-    """A recipe, or one of its phases with the recipe's own model: its weights do not matter here."""
+def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple[Recipe, list[str]]:
+    """A recipe, or one of its phases with the recipe's own model: its weights do not matter here; with notes
+    on what stands in for parts that are not there yet.
+    """
     from darkroom.recipe import read_recipe
     from darkroom.train.phases import phase_recipes
 
-    recipe = read_recipe(path, overrides)
+    recipe, notes = stood_in(read_recipe(path, overrides), path.parent)
     if phase is None:
-        return recipe
+        return recipe, notes
     _, found = list(phase_recipes(recipe, Path()))[phase]
-    return found.model_copy(update={"model": recipe.model})
+    return found.model_copy(update={"model": recipe.model}), notes
+
+
+def runs_of(text: str, folder: Path) -> list[Any]:
+    """What of a recipe may change though its text does not: whether the runs that it names are there, and
+    what the recipes beside say that make them.
+    """
+    names = sorted(set(re.findall(r"runs/([\w.-]+)/", text)))
+    files = [folder / f"{name}.yaml" for name in names]
+    said = [file.read_text(encoding="utf-8") if file.is_file() else "" for file in files]
+    return [Path("runs", name).exists() for name in names] + said
+
+
+def stood_in(recipe: Recipe, folder: Path) -> tuple[Recipe, list[str]]:
+    """A recipe whose VAE or base an earlier run has yet to make, with what stands in for it, and notes.
+
+    Of `runs/NAME/model` that is what NAME.yaml beside the recipe trains; of another VAE the family's own.
+    """
+    notes, changes = [], dict[str, Any]()
+    vae, base = recipe.model.vae, str(recipe.model.base)
+    if _to_be_made(base) and (before := _recipe_of(base, folder)) is not None:
+        changes["base"] = before.model.base
+        notes.append(
+            f"model.base {base} is not there yet: planned as {before.model.base}, as its recipe says"
+        )
+    if isinstance(vae, str) and _to_be_made(vae):
+        before = _recipe_of(vae, folder)
+        changes["vae"] = None if before is None else before.model.vae
+        told = f"the {recipe.model.base} family's own" if before is None else "its recipe says"
+        notes.append(f"model.vae {vae} is not there yet: planned as {told}")
+    if not changes:
+        return recipe, notes
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)}), notes
+
+
+def _to_be_made(ref: str) -> bool:
+    """Whether a reference is a run's folder that is not there: neither a family nor of a hub's form."""
+    from darkroom.models import FAMILIES, PUBLISHED
+
+    if ref in FAMILIES or ref in PUBLISHED or Path(ref).exists():
+        return False
+    return ref.startswith("runs/") or ref.count("/") > 1
+
+
+def _recipe_of(ref: str, folder: Path) -> Recipe | None:
+    """The recipe beside that makes a run's model, itself with what stands in; None where there is none."""
+    from darkroom.recipe import read_recipe
+
+    parts = Path(ref).parts
+    file = folder / f"{parts[-2]}.yaml" if len(parts) > 1 and parts[-1] == "model" else None
+    return stood_in(read_recipe(file), folder)[0] if file is not None and file.is_file() else None
 
 
 def text_of(path: Path) -> str:
-    """A recipe's file as it stands."""
+    """A recipe's file as it stands; RecipeError where there is none, before anything heavy is imported."""
+    if not path.is_file():
+        raise RecipeError.missing(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

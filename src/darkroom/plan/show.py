@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from darkroom.bill import format_number
-from darkroom.plan.ask import kept
 from darkroom.plan.jobs import Plan
 
 PARTS = ("compute", "memory_bound", "launch", "communication", "data")
@@ -15,7 +14,7 @@ PARTS = ("compute", "memory_bound", "launch", "communication", "data")
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Every number of a plan."""
-    return {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": kept(plan)}
+    return {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": plan.kept}
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -24,7 +23,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield f"{plan.job} on {many}{plan.device}: {'fits' if plan.fits else 'does NOT fit'}"
     for label, text in _facts(plan):
         yield f"  {label:<12} {text}"
-    for note in plan.notes:
+    for note in (*plan.notes, *plan.over):
         yield f"  {'note':<12} {note}"
 
 
@@ -37,11 +36,9 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         "batch",
         ", ".join(f"{name} {number:,}" for name, number in plan.batch.items()) + f"; {plan.precision}",
     )
-    yield (
-        "memory",
-        f"{gb(plan.peak_bytes)} at the peak"
-        + (f" of {gb(plan.device_memory_bytes)}" if plan.device_memory_bytes else ""),
-    )
+    if plan.machine:
+        yield "machines", plan.machine
+    yield "memory", f"{gb(plan.peak_bytes)} at the peak{_room(plan)}"
     held = [f"{kind} {gb(size)}" for kind, size in plan.memory_bytes.items() if size >= 5e6]
     if held:
         yield "", ", ".join(held)
@@ -70,6 +67,15 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "", f"{usd(kept.usd_per_month)} a month, {usd(kept.usd_out)} to move out once; {kept.price}"
 
 
+def _room(plan: Plan) -> str:
+    total, usable = plan.device_memory_bytes, plan.usable_memory_bytes
+    if not total or not usable:
+        return ""
+    if "process" in plan.memory_bytes:  # a CPU's: counted in the peak
+        return f" of {gb(total)}"
+    return f" of {gb(total)}, {gb(total - usable)} of it for CUDA and fragments"
+
+
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
     told = {
         "data_hidden_s": "reading beside it, hidden: {:.2g} s a step",
@@ -87,6 +93,9 @@ def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
     ]
     if found:
         yield "", ", ".join(found)
+    if "draws" in plan.extra:
+        low, high = plan.extra["latency_p95_low_s"], plan.extra["latency_p95_high_s"]
+        yield "", f"over {plan.extra['draws']} draws: 95 of 100 within {low:.3g} to {high:.3g} s"
 
 
 def _money(plan: Plan) -> str:
@@ -114,7 +123,7 @@ def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:
             "USD": "-" if plan.cost.usd is None else usd(plan.cost.usd).removeprefix("USD "),
             "spot": "-" if plan.cost.usd_spot is None else usd(plan.cost.usd_spot).removeprefix("USD "),
             "kWh": f"{plan.cost.kwh:,.3g}",
-            "note": "; ".join(plan.notes),
+            "note": "; ".join((*plan.notes, *plan.over)),
         }
         for plan in found
     ]

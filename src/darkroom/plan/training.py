@@ -60,6 +60,8 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         task = job.make_task(quiet, model, _NoStore(), CPU)  # type: ignore[arg-type]
         if not encodes(recipe) and recipe.task != "autoencoder" and hasattr(task, "_encode"):
             task._encode = None
+        if gpu:
+            job.halve_text(recipe, model, dtype)
         held = {**model.modules, **task.modules}  # the job keeps all its parts on the device
         step = job.bare_step(task, recipe, 1, dtype)
         if gpu:

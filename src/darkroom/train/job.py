@@ -142,6 +142,8 @@ def make_job(
     task = make_task(recipe, model, store, device)
     base |= seen_by(task)
     check_base(base, pinned.base, recipe)
+    if device.type != "cpu":
+        halve_text(recipe, model, models.precision(precision))
     rest(_seldom_run(model, task), pinned.run)
     if recipe.task in FINE_TUNING:
         trained, total = parameter_table(task.modules)
@@ -215,6 +217,16 @@ def _made_ready(
 def _move(model: Model, device: torch.device) -> None:
     for module in model.modules.values():
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
+
+
+def halve_text(recipe: Recipe, model: Model, dtype: torch.dtype) -> None:
+    """Cast an adapter's frozen text encoders to the U-Net's precision: 1.6 GB less of SDXL's on the card.
+
+    Call it when the task is made: a store's column is known by the identity of float32 weights.
+    """
+    if recipe.task in ADAPTER_TASKS and recipe.adapter is not None and not recipe.adapter.text_encoder:
+        for encoder in model.text_encoders:
+            nn.Module.to(encoder, dtype)
 
 
 def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
