@@ -191,12 +191,12 @@ def _extractors(given: list[str]) -> dict[str, str]:
 
 def _opened(where: str, adapters: list[str], precision: str, device: str) -> Model:
     from darkroom import models
-    from darkroom.models.adapters import merge, read_adapter
+    from darkroom.models.adapters import merge_all, read_adapter
 
     model = models.load(_model_of(where), dtype=models.precision(precision), device=models.device(device))
-    for one in adapters:
-        name, file, weight = _adapter(one)
-        merge(model, read_adapter(file, name=name), weight)
+    told = [_adapter(one) for one in adapters]
+    merge_all(model, [(read_adapter(file, name=name), weight) for name, file, weight in told])
+    for name, _, weight in told:
         model.path = f"{model.path or model.family}+{name}" + ("" if weight == 1 else f":{weight:g}")
     return model
 
