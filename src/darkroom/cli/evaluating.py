@@ -142,13 +142,13 @@ def _refuse(given: dict[str, Any]) -> None:
 
 def _of_folder(folder: str, names: list[str], token: str | None, progress: Any, common: Any) -> Any:
     from darkroom.evaluate import evaluate_folder
-    from darkroom.sample import read_parameters
+    from darkroom.sample import prompt_in
 
     return evaluate_folder(
         folder,
         names,
         token=token,
-        prompt_of=lambda file: str(read_parameters(file).get("prompt", "")),
+        prompt_of=prompt_in,
         progress=progress,
         **common,
     )
