@@ -93,7 +93,7 @@ def test_the_extrapolated_distance_is_nearer_to_the_truth():
 
 
 def test_the_interval_of_fid_infinity_holds_the_truth_as_often_as_it_says():
-    """The line's own error alone misses it a quarter of the time: of the pictures' choice it knows nothing."""
+    """The line's own error alone misses it a quarter of the time: it knows nothing of the draw."""
     draws = np.random.default_rng(4)
     truth, held, by_line, values, widths = 8 * 0.3**2, 0, 0, [], []
     for seed in range(30):

@@ -136,6 +136,17 @@ def test_guidance_adds_a_row_only_where_it_is_on() -> None:
     assert unet.calls == [5, 5, 5, 6, 6, 6]
 
 
+def test_a_guidance_interval_holds_its_lower_end_and_not_its_upper() -> None:
+    """Steps at 0, 1/4, 2/4 and 3/4 of the way: neighbouring intervals share no step and leave none out."""
+    calls = []
+    for interval in ((0.0, 0.25), (0.25, 0.75), (0.75, 1.0)):
+        unet = CountingUnet()
+        for _ in denoise(unet, [row(steps=4, guidance_interval=interval)]):
+            pass
+        calls.append([rows - 1 for rows in unet.calls])
+    assert calls == [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+
+
 def test_guidance_interval_is_guidance_there_and_none_elsewhere() -> None:
     unguided, always, late = (
         [state.latents_BCHW for state in denoise(CountingUnet(), [row(**options)])]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from darkroom.errors import InputError, ModelError
+from darkroom.errors import InputError, ModelError, is_out_of_memory
 from darkroom.models.families import FAMILIES, create
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
 from darkroom.models.place import slow_bf16
@@ -202,6 +202,8 @@ def _weights(cls: Any, folder: Path, variant: str | None) -> Any:
             **{dtype: torch.float32},
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
 
 

@@ -82,10 +82,11 @@ def _folder(ref: str) -> Path:
             f"no model at '{ref}'", allowed=f"a folder, a hub id, or one of {', '.join(FAMILIES)}"
         )
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(ref, allow_patterns=["*.json"]))
-    except Exception as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"'{ref}' is no folder here and its settings could not be had from the hub ({reason})"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import InputError
 from darkroom.sample.checks import check_parts
 from darkroom.serve.guard import ANONYMOUS
 from darkroom.serve.limits import Limits
@@ -156,7 +156,7 @@ def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
                 )
             image.load()
             return image
-    except Refused:
+    except (Refused, MemoryError):  # the latter is no fault of the picture
         raise
     except Exception as error:  # whatever a decoder makes of hostile bytes
         raise Refused(
@@ -221,5 +221,5 @@ def check_adapters(request: PictureRequest, library: Library | None) -> None:
     try:
         if library is not None:
             library.check(names)
-    except DarkroomError as error:
+    except InputError as error:
         raise Refused(422, "unusable_adapter", f"adapters: {error}", param="adapters") from error
