@@ -90,6 +90,19 @@ class Stopped(DarkroomError):
     """Asked to stop by Ctrl-C or SIGTERM; what was done is saved and the same command goes on."""
 
 
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of an allocator with nothing left: Python's, or torch's on any device.
+
+    What catches errors of a file's or a request's making lets these pass: they are nobody's mistake.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in OUT_OF_MEMORY)
+
+
 def _again(kind: type[DarkroomError], args: tuple[Any, ...], state: dict[str, Any]) -> DarkroomError:
     error = kind.__new__(kind, *args)
     error.args = args

@@ -270,3 +270,17 @@ def test_decoding_does_not_touch_the_bytes():
     file = io.BytesIO(data)
     decode(data)
     assert file.getvalue() == data
+
+
+def test_no_memory_left_is_no_damaged_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture that the machine could not hold just then is not left out as one that cannot be read."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    assert decode(file.getvalue()).size == (8, 8)
+
+    def without_memory(_: Image.Image) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", without_memory)
+    with pytest.raises(MemoryError):
+        decode(file.getvalue())

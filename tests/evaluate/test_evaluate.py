@@ -29,6 +29,7 @@ from darkroom.evaluate import (
 from darkroom.evaluate.drawing import draw
 from darkroom.evaluate.pictures import images
 from darkroom.evaluate.seen import Seen
+from darkroom.evaluate.statistics import unit
 
 DRAWN = {"steps": 2, "guidance": 1.0}
 
@@ -307,6 +308,75 @@ def run(capsys, *arguments):
         main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return caught.value.code, out, err
+
+
+def test_a_folders_prompts_lie_beside_its_pictures(small_folder, tmp_path, capsys):
+    """Texts beside pictures, or metadata.jsonl, as import reads them; without a prompt it is refused."""
+    folder = paint(tmp_path / "plain", 4, seed=5)
+    told = ["a red dog", "a cat at night", "a red dog", "grass"]
+    arguments = ["--extractor", small_folder, "--metrics", "clip,clip-t", "--json"]
+
+    def scored(folder):
+        code, out, err = run(capsys, "evaluate", folder, *arguments)
+        assert code == 0, err
+        return [row["value"] for row in json.loads(out)]
+
+    code, _, err = run(capsys, "evaluate", folder, *arguments)
+    assert code == 2
+    assert "4 of 4 pictures do not say their prompt, such as '000.png'" in err
+    found = {}
+    for layout, prompts in {"txt": told, "jsonl": told, "nested": told, "others": told[::-1]}.items():
+        copy = paint(tmp_path / layout / ("inside" if layout == "nested" else ""), 4, seed=5)
+        if layout == "txt":
+            for i, text in enumerate(prompts):
+                (copy / f"{i:03d}.txt").write_text(f"{text}\n")
+        else:
+            inside = "inside/" if layout == "nested" else ""
+            lines = [
+                json.dumps({"file_name": f"{inside}{i:03d}.png", "text": text})
+                for i, text in enumerate(prompts)
+            ]
+            lines.append(json.dumps({"file_name": "gone.png", "text": "left out"}))
+            (tmp_path / layout / "metadata.jsonl").write_text("\n".join(lines))
+        found[layout] = scored(tmp_path / layout)
+    assert found["txt"] == found["jsonl"] == found["nested"]
+    assert found["others"][1] != pytest.approx(found["txt"][1], rel=1e-3)
+    extractor = open_extractor(small_folder)
+    pictures = unit(extractor.pictures(list(images(FolderPictures.of(folder)))))
+    expected = (pictures * unit(extractor.texts(told))).sum(axis=1)
+    assert found["txt"][1] == pytest.approx(expected.mean(), rel=1e-6)
+    (tmp_path / "txt/002.txt").unlink()
+    code, _, err = run(capsys, "evaluate", tmp_path / "txt", *arguments)
+    assert code == 2
+    assert "1 of 4 pictures do not say their prompt, such as '002.png'" in err
+
+
+def test_fid_infinity_of_a_set_with_itself_is_not_to_be_told_from_zero(small_folder, tmp_path):
+    """The line lands below zero, where no distance is; another set is told apart."""
+    pictures = paint(tmp_path / "one", 80, seed=1, side=16)
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in sorted(paint(tmp_path / "two", 80, seed=2, side=16).iterdir()):
+        Image.fromarray(np.asarray(Image.open(file)) // 4).save(other / file.name)
+
+    def scored(reference):
+        return evaluate_folder(
+            pictures,
+            ["fid-infinity"],
+            extractors={"all": small_folder},
+            reference=reference,
+            say=lambda _: None,
+        )[0]
+
+    same, apart = scored(pictures), scored(other)
+    assert same.value == 0 == same.low
+    assert same.settings["line_at_zero"] < 0
+    assert same.high >= -same.settings["line_at_zero"] - 1e-6
+    assert "which no distance is: 0 is written; not to be told from 0" in same.note
+    assert "80 pictures are in both sets" in same.note
+    assert apart.low > 0
+    assert "not to be told" not in apart.note
+    assert "in both sets" not in apart.note
 
 
 def test_the_verb_scores_a_model_and_then_its_pictures(

@@ -146,6 +146,26 @@ def test_inception_has_the_published_shape(tmp_path, some):
         open_extractor(tmp_path)
 
 
+@pytest.mark.parametrize("size", [(512, 340), (64, 80), (299, 299)])
+def test_inception_sees_what_clean_fid_shows_it(size):
+    """clean-fid 0.1.35's `make_resizer("PIL", False, "bicubic", (299, 299))` and its (x - 128) / 128."""
+    from darkroom.evaluate.inception import PREPROCESS
+
+    pixels = np.random.default_rng(3).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    channels = [
+        np.asarray(Image.fromarray(pixels[:, :, i].astype(np.float32)).resize((299, 299), Image.BICUBIC))
+        for i in range(3)
+    ]
+    expected = (np.stack([channel.clip(0, 255) for channel in channels]) - 128) / 128
+    found = PREPROCESS(Image.fromarray(pixels)).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert found.min() >= -1.00001
+    assert found.max() <= 127 / 128 + 1e-5
+    rounded = PREPROCESS.model_copy(update={"unrounded": False})(Image.fromarray(pixels)).numpy()
+    if size != (299, 299):
+        assert abs(rounded - expected).max() > 1e-3
+
+
 def test_inceptions_mean_pools_leave_the_padding_out():
     from darkroom.evaluate.inception import _mean_pool
 

@@ -92,6 +92,22 @@ def test_the_extrapolated_distance_is_nearer_to_the_truth():
     assert abs(extrapolated.value) < 1.96 * extrapolated.standard_error
 
 
+def test_the_interval_of_fid_infinity_holds_the_truth_as_often_as_it_says():
+    """The line's own error alone misses it a quarter of the time: it knows nothing of the draw."""
+    draws = np.random.default_rng(4)
+    truth, held, by_line, values, widths = 8 * 0.3**2, 0, 0, [], []
+    for seed in range(30):
+        x, y = draws.standard_normal((120, 8)), draws.standard_normal((120, 8)) + 0.3
+        interval, line = resample.frechet_infinity(x, y, seed=seed, resamples=20)
+        held += interval.low <= truth <= interval.high
+        by_line += abs(line.value - truth) <= 1.96 * line.standard_error
+        values.append(interval.value)
+        widths.append(interval.high - interval.low)
+    assert held >= 27
+    assert by_line <= 25
+    assert np.mean(widths) < 2 * (2 * 1.96 * np.std(values))
+
+
 def kid_by_loops(x, y):
     def k(a, b):
         return (a @ b / len(a) + 1) ** 3

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from darkroom import models
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_out_of_memory
 from darkroom.measure import append_csv, batch, read_csv
 from darkroom.measure.batch import Kind, bench_batch, default_kinds
-from darkroom.measure.drawing import Drawing, Watch, is_out_of_memory
+from darkroom.measure.drawing import Drawing, Watch
 from darkroom.measure.ladder import bench_ladder, default_cases
 from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, compare_precisions, parse_steps
 from darkroom.report import write_report

@@ -147,7 +147,7 @@ def test_cloneofsimos_numbers_are_the_layers_of_early_2023(sd15: Model, tmp_path
 def test_a_peft_folder_brings_its_alpha(tiny: Model, tmp_path: Path) -> None:
     adapter = made(tiny, 2, where=lambda path: path.startswith("unet.") and "attn1" in path)
     saved(peft_keys(adapter), tmp_path / "adapter_model.safetensors")
-    config = {"r": 4, "lora_alpha": 2, "use_rslora": True, "alpha_pattern": {"^.*evil(": 9, "attn1.to_k": 8}}
+    config = {"r": 4, "lora_alpha": 2, "use_rslora": True, "alpha_pattern": {"attn1.to_k": 8}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     scales = {name.rsplit(".", 1)[-1]: layer.scale for name, layer in read_adapter(tmp_path).layers.items()}
     assert scales["to_q"] == 2 / 4**0.5

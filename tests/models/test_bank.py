@@ -161,6 +161,7 @@ def test_what_a_bank_cannot_hold_is_refused_by_name(tiny: Model, model: Model) -
     for slot in (0, 3, -1):
         with pytest.raises(ModelError, match="1 to 2"):
             bank.load(slot, made(tiny, 1))
+    assert bank.lay_out([[(1, 1.0)] * 2], "cpu")[SLOTS].tolist() == [[1, 1]]
     with pytest.raises(ModelError, match="3 adapters on one picture"):
         bank.lay_out([[(1, 1.0)] * 3], "cpu")
     for weight in (float("nan"), float("inf"), 1e6):

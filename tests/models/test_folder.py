@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,3 +155,21 @@ def test_bf16_on_a_processor_without_it_is_told(monkeypatch, caplog, emulated):
     assert not caplog.records
     models.load("tiny", parts=["vae"], dtype=torch.bfloat16)
     assert ("float32 is many times as fast" in caplog.text) == emulated
+
+
+def test_no_memory_left_is_no_damaged_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models.save(models.create("tiny", parts=("vae",), seed=1), tmp_path / "model")
+    assert models.load(tmp_path / "model", parts=("vae",)).vae is not None
+
+    def raising(text: str) -> None:
+        def from_pretrained(*_: object, **__: object) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr("diffusers.AutoencoderKL.from_pretrained", from_pretrained)
+
+    raising("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12345 bytes")
+    with pytest.raises(RuntimeError, match="can't allocate"):
+        models.load(tmp_path / "model", parts=("vae",))
+    raising("Error(s) in loading state_dict: size mismatch")
+    with pytest.raises(ModelError, match="size mismatch"):
+        models.load(tmp_path / "model", parts=("vae",))

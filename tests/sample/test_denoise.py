@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from darkroom.sample import SOLVERS, Batch, Condition, Row, advance, denoise, make_table
+from darkroom.sample import SOLVERS, Batch, Condition, Known, Row, advance, denoise, make_table
 
 CONFIG = {
     "_class_name": "DDIMScheduler",
@@ -136,6 +137,17 @@ def test_guidance_adds_a_row_only_where_it_is_on() -> None:
     assert unet.calls == [5, 5, 5, 6, 6, 6]
 
 
+def test_a_guidance_interval_holds_its_lower_end_and_not_its_upper() -> None:
+    """Steps at 0, 1/4, 2/4 and 3/4 of the way: neighbouring intervals share no step and leave none out."""
+    calls = []
+    for interval in ((0.0, 0.25), (0.25, 0.75), (0.75, 1.0)):
+        unet = CountingUnet()
+        for _ in denoise(unet, [row(steps=4, guidance_interval=interval)]):
+            pass
+        calls.append([rows - 1 for rows in unet.calls])
+    assert calls == [[1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+
+
 def test_guidance_interval_is_guidance_there_and_none_elsewhere() -> None:
     unguided, always, late = (
         [state.latents_BCHW for state in denoise(CountingUnet(), [row(**options)])]
@@ -221,3 +233,29 @@ def test_runs_under_fake_tensors() -> None:
         ]
         shapes = [tuple(state.latents_BCHW.shape) for state in denoise(CountingUnet(), rows)]
     assert shapes == [(2, *SHAPE)] * 5
+
+
+def test_texts_of_several_lengths_share_a_batch() -> None:
+    def rows() -> list[Row]:
+        return [
+            replace(row(seed=i), positive=Condition(torch.linspace(-1, 1, 2 * n).reshape(n, 2) + i,
+                                                    {"pooled": torch.full((5,), 0.1 * i)}))
+            for i, n in enumerate((3, 7, 5, 3))
+        ]  # fmt: skip
+
+    together, alone = run(rows()), [run([one])[0] for one in rows()]
+    for i, (a, b) in enumerate(zip(together, alone, strict=True)):
+        assert far(a, b) < 1e-5
+        assert far(a, alone[i - 1]) > 0.1
+
+
+def test_what_is_known_stays_to_the_last_step() -> None:
+    """Behind the mask the picture itself is left in the end, without noise; before it what was painted."""
+    picture, noise = torch.full(SHAPE, 0.7), torch.full(SHAPE, 5.0)
+    mask = torch.zeros(1, *SHAPE[1:])
+    mask[:, :, 5:] = 1
+    one, free = row(steps=4, known=Known(picture, noise, mask)), row(steps=4)
+    run([one, free])
+    assert torch.equal(one.latents_CHW[:, :, :5], picture[:, :, :5])
+    assert far(one.latents_CHW[:, :, 5:], picture[:, :, 5:]) > 0.1
+    assert far(free.latents_CHW[:, :, :5], picture[:, :, :5]) > 0.1

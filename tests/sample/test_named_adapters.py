@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from numpy.typing import NDArray
 from test_generate import pipeline_of
 
 from darkroom import models
-from darkroom.errors import InputError, ModelError
-from darkroom.models import Adapter, Layer, Model, merge, write_adapter
+from darkroom.errors import InputError
+from darkroom.models import Adapter, Factors, Layer, Model, fit, merge, merge_all, write_adapter
 from darkroom.models.adapters import adaptable
 from darkroom.sample import Named, generate, read_tags
+from darkroom.sample.backends import open_backend
 
 PROMPT = "a red circle on a blue background"
 SETTINGS: dict[str, Any] = {"steps": 3, "seed": 3, "guidance": 4.0, "notice": lambda _: None}
@@ -95,6 +98,122 @@ def test_each_prompt_has_its_own_adapters_in_one_batch(tiny: Model) -> None:
     assert [picture.parameters["prompt"] for picture in pictures] == prompts
 
 
+def softened(adapter: Adapter) -> Adapter:
+    """A DoRA of it: every other output's magnitude is raised or lowered."""
+    draw = torch.Generator().manual_seed(1)
+    layers = {
+        name: replace(layer, magnitude=torch.rand(len(layer.up), generator=draw) + 0.5)
+        for name, layer in adapter.layers.items()
+        if isinstance(layer, Layer)
+    }
+    return Adapter(f"soft-{adapter.name}", layers, kind="dora")
+
+
+def test_a_dora_is_merged_while_pictures_are_made_as_peft_merges_it(tiny: Model, tmp_path: Path) -> None:
+    """peft trains it and merges it; `generate` takes peft's own file, at full weight and beside a LoRA."""
+    import peft
+
+    torch.manual_seed(3)
+    theirs = copy.deepcopy(tiny)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=4, use_dora=True, target_modules=["to_q", "to_v", "conv1"], init_lora_weights=False
+    )
+    inside = peft.get_peft_model(theirs.unet, config)
+    with torch.no_grad():
+        for name, weight in inside.named_parameters():
+            weight.mul_(1.6 if "lora_magnitude_vector" in name else 1.0)
+    inside.save_pretrained(str(tmp_path))
+    theirs.unet = inside.merge_and_unload()
+    before = {name: weight.clone() for name, weight in tiny.unet.state_dict().items()}  # type: ignore[union-attr]
+    notes: list[str] = []
+    ours = drawn(tiny, adapters={"soft": str(tmp_path)}, notice=notes.append)
+    assert apart(ours, drawn(theirs)) <= 1
+    assert apart(drawn(tiny), ours) >= 10
+    assert notes == ["adapter 'soft' (dora) is merged into the model for these pictures"]
+    lora = made(tiny, 2, only="unet.mid_block")
+    both = drawn(tiny, adapters={"lora": (lora, 0.7), "soft": str(tmp_path)})
+    for path, layer in fit(lora, tiny).layers.items():  # LoRA's change beside the DoRA's, not upon it
+        adaptable(theirs)[path].weight.data += 0.7 * layer.delta()
+    assert apart(both, drawn(theirs)) <= 1
+    assert apart(both, ours) >= 10
+    after = tiny.unet.state_dict()  # type: ignore[union-attr]
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_diffusers_draws_the_same_picture_from_our_dora(
+    tiny: Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """U-Net and text encoder. In kohya's keys diffusers 0.42 leaves the magnitudes out, which export says."""
+    file = write_adapter(softened(made(tiny, 1)), tmp_path / "a.safetensors")
+    ours = drawn(tiny, adapters={"a": file})[0]
+
+    def theirs(file: Path) -> NDArray[np.int64]:
+        pipe = pipeline_of(copy.deepcopy(tiny), "ddim")
+        pipe.load_lora_weights(str(file))
+        made = pipe(
+            PROMPT,
+            num_inference_steps=3,
+            guidance_scale=4.0,
+            generator=torch.Generator().manual_seed(3),
+            height=32,
+            width=32,
+        )
+        return np.asarray(made.images[0]).astype(np.int64)
+
+    assert apart(theirs(file), ours) <= 2
+    text_alone = write_adapter(softened(made(tiny, 1, only="text_encoder")), tmp_path / "t.safetensors")
+    assert apart(drawn(tiny, adapters={"a": text_alone})[0], ours) >= 10
+    assert not caplog.records
+    kohya = write_adapter(softened(made(tiny, 1)), tmp_path / "k.safetensors", kohya=True)
+    assert "leaves a DoRA's magnitudes out" in caplog.text
+    assert "out_proj" not in caplog.text
+    assert apart(drawn(tiny, adapters={"a": kohya})[0], ours) <= 1
+    assert apart(theirs(kohya), ours) >= 10
+
+
+def test_prompts_with_other_merged_adapters_are_made_in_turn(tiny: Model) -> None:
+    """LoHa, LoKr with a core and DoRA by prompt, weights and blends; seeds and order stay the call's."""
+    draw = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw) * 0.4
+
+    name = "unet.mid_block.resnets.0.conv1"
+    parts = {"lokr_w1": random(8, 8), "lokr_w2_a": random(4, 8), "lokr_w2_b": random(4, 8)}
+    parts["lokr_t2"] = random(4, 4, 3, 3)
+    kron = Adapter("kron", {name: Factors("lokr", parts, 0.5)}, kind="lokr")
+    two = torch.einsum("ijkl,ip,jr->prkl", parts["lokr_t2"], parts["lokr_w2_a"], parts["lokr_w2_b"])
+    change = 0.5 * torch.einsum("ab,cdkl->acbdkl", parts["lokr_w1"], two).reshape(64, 64, 3, 3)
+    soft, lora = softened(made(tiny, 4)), made(tiny, 5, only="unet")
+    prompts = [
+        f"{PROMPT} <lora:kron:0.8>",
+        f"{PROMPT} <lora:kron:0.8><lora:lora>",
+        PROMPT + "<lora:soft:0.5>",
+    ]
+    steps: list[tuple[int, int]] = []
+    made_so = pixels(
+        generate(
+            tiny,
+            [*prompts, f"{PROMPT} <lora:lora>"],
+            adapters={"kron": kron, "soft": soft, "lora": lora},
+            num=2,
+            progress=lambda done, total: steps.append((done, total)),
+            **SETTINGS,
+        )
+    )
+    plain = copy.deepcopy(tiny)
+    for i, pairs in enumerate([[], [(lora, 1.0)], [(soft, 0.5)], [(lora, 1.0)]]):
+        model = copy.deepcopy(tiny)
+        merge_all(model, pairs)
+        if i < 2:
+            adaptable(model)[name].weight.data += 0.8 * change
+        expected = drawn(model, num=2, seed=3 + 2 * i)
+        assert apart(made_so[2 * i : 2 * i + 2], expected) <= 1
+        assert apart(drawn(plain, num=2, seed=3 + 2 * i), expected) >= 10
+    assert steps[-1] == (24, 24)
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+
+
 def test_the_model_is_as_it_was_afterwards(tiny: Model, tmp_path: Path) -> None:
     before = drawn(tiny)
     file = write_adapter(made(tiny, 1), tmp_path / "a.safetensors")
@@ -126,8 +245,13 @@ def test_mistakes_are_told_in_one_line(tiny: Model, tmp_path: Path) -> None:
         generate(tiny, "x", adapters={"a": (file, 1000.0)})
     with pytest.raises(InputError, match="adapter name"):
         generate(tiny, "x", adapters={"a:b": file})
-    with pytest.raises(ModelError, match="is a dora"):
-        generate(tiny, "x", adapters={"a": Adapter("soft", made(tiny, 1).layers, kind="dora")})
+    with pytest.raises(InputError, match="adapters with backend onnx"):
+        generate(
+            tiny,
+            "x",
+            adapters={"a": softened(made(tiny, 1))},
+            backend=replace(open_backend("torch", tiny), name="onnx"),
+        )
 
 
 def test_the_command_lines_name_file_and_weight(tiny: Model, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from darkroom.errors import InputError
 from darkroom.sample import SOLVERS, Condition, Row, Schedule, default_solver, denoise, make_table
+from darkroom.sample.table import TERMS
 
 SHAPE = (4, 8, 8)
 SEED = 11
@@ -171,6 +172,39 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_follows_diffusers_settings(solver: str, settings: dict[str, Any], steps: int) -> None:
     config = configured(solver, **settings)
     assert error(ours(None, config, steps), theirs(solver, config, steps)) <= 1
+
+
+@pytest.mark.parametrize("settings", [{"solver_order": 3}, {"final_sigmas_type": "sigma_min"}], ids=str)
+def test_few_steps_end_in_lower_order_as_in_diffusers(settings: dict[str, Any]) -> None:
+    """Few are fewer than 15: the very step at which it changes is diffusers'."""
+    config = configured("dpmpp_2m", **settings)
+    for steps in (11, 12, 13, 14, 15, 16):
+        reference = theirs("dpmpp_2m", config, steps)
+        assert error(ours(None, config, steps), reference) <= 1
+        other = ours(None, {**config, "lower_order_final": False}, steps)
+        assert (error(other, reference) > 1) == (steps < 15)
+
+
+def test_only_noisy_solvers_draw() -> None:
+    """A draw moves a row's generator on, so a solver that needs none takes none; nor LCM at its last step."""
+    draws = {name: make_table(name, configured(name), 4).draws_S for name in SOLVERS}
+    noisy = {"euler_a": [True] * 4, "dpmpp_2m_sde": [True] * 4, "lcm": [True, True, True, False]}
+    assert {name: list(some) for name, some in draws.items() if any(some)} == noisy
+    assert all(make_table("ddim", configured("ddim"), 4, eta=0.1).draws_S)
+
+
+def test_lcm_scales_its_timesteps_as_diffusers_does() -> None:
+    """What is kept of x is small: its size shows in the coefficients alone."""
+    scheduler = CLASSES["lcm"].from_config(configured("lcm"))
+    scheduler.set_timesteps(4)
+    table = make_table("lcm", configured("lcm"), 4)
+    skips = [float(scheduler.get_scalings_for_boundary_condition_discrete(t)[0]) for t in scheduler.timesteps]
+    levels = [*(float(scheduler.alphas_cumprod[t]) for t in scheduler.timesteps[1:]), 1.0]
+    expected = [level**0.5 * skip for level, skip in zip(levels, skips, strict=True)]
+    found = table.values_SK[:, TERMS].tolist()
+    assert found == pytest.approx(expected, rel=1e-4, abs=0)
+    twice = make_table("lcm", configured("lcm", timestep_scaling=11.0), 4).values_SK[:, TERMS].tolist()
+    assert twice != pytest.approx(expected, rel=1e-2, abs=0)
 
 
 @pytest.mark.parametrize("steps", [5, 20, 50])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from dataclasses import dataclass
 
 import pytest
 
-from darkroom.serve.fairness import Drawing, Entry, FairQueue, admitted_after
+from darkroom.serve.fairness import Drawing, Entry, FairQueue, Shares, admitted_after
 
 
 def served(queue: FairQueue, count: int) -> list[Entry]:
@@ -148,3 +150,44 @@ def test_lower_priority_goes_where_higher_finds_no_room():
     assert queue.head().item == "urgent"
     assert queue.take(lambda entry: entry.size != 64).item == "other size"
     assert queue.head().item == "urgent"
+
+
+def test_turns_that_found_no_room_are_saved_up_for_two_turns_at_most():
+    queue = FairQueue()
+    large = Entry("large", "third", 512, 10.0)
+    queue.push(large)
+    queue.remove(large)  # each turn is worth the largest cost seen
+    for i in range(200):
+        queue.push(Entry(i, "held up", 64, 1.0))
+        queue.push(Entry(i, "other", 64, 1.0))
+    for _ in range(12):
+        for key in ("held up", "other"):
+            assert queue.take(lambda entry, key=key: entry.key == key).key == key
+    keys = [entry.key for entry in served(queue, 120)]
+    runs = [len(list(run)) for key, run in itertools.groupby(keys) if key == "held up"]
+    assert 10 < max(runs) <= 20
+
+
+def test_shares_start_a_new_key_level_and_count_every_job():
+    """The twin of the queue for several servers: who had the least work is next."""
+
+    @dataclass
+    class Job:
+        key: str
+        work: float
+
+    shares = Shares()
+    shares.begin(["old", "other"])
+    for _ in range(5):
+        shares.give(Job("old", 4.0))
+        shares.give(Job("other", 3.0))
+    shares.begin(["old", "other", "new"])  # new comes level with other, who had 15 to old's 20
+    jobs = [Job(key, 2.0) for key in ("old", "other", "new") for _ in range(4)]
+    assert [job.key for job in shares.in_turn(jobs)][:6] == ["other", "new", "other", "new", "other", "new"]
+    # Jobs without work count as one, or one key's would all go first.
+    shares = Shares()
+    free = [Job(key, 0.0) for key in ("a", "a", "a", "b", "b", "b")]
+    assert [job.key for job in shares.in_turn(free)] == ["a", "b", "a", "b", "a", "b"]
+    for job in free[:3]:
+        shares.give(job)
+    assert [job.key for job in shares.in_turn([Job("a", 1.0), Job("b", 1.0)])] == ["b", "a"]

@@ -150,3 +150,24 @@ def test_square_error_is_a_rows_mean_in_float32() -> None:
     error = square_error(out, torch.tensor([1.0, 3.0]).view(2, 1, 1, 1).expand(2, 1, 2, 2))
     assert error.dtype == torch.float32
     assert error.tolist() == [4.0, 0.0]
+
+
+def test_a_mask_of_a_single_faint_pixel_is_that_pixels_error() -> None:
+    """The mask's own sum divides however small it is; a black mask gives 0."""
+    out, target = torch.zeros(1, 2, 4, 4), torch.full((1, 2, 4, 4), 3.0)
+    mask = torch.zeros(1, 1, 4, 4)
+    assert square_error(out, target, mask).item() == 0
+    mask[0, 0, 1, 2] = 0.01
+    assert square_error(out, target, mask).item() == pytest.approx(9.0)
+    target[0, :, 1, 2] = 1.0
+    assert square_error(out, target, mask).item() == pytest.approx(1.0)
+
+
+def test_betas_may_be_constant_and_not_fall() -> None:
+    def asked(start: float, end: float) -> ObjectiveSettings:
+        return ObjectiveSettings(noise=NoiseSettings(beta_start=start, beta_end=end))
+
+    config = scheduler_config(asked(0.01, 0.01), {})
+    assert (config["beta_start"], config["beta_end"]) == (0.01, 0.01)
+    with pytest.raises(RecipeError, match="is more than beta_end"):
+        scheduler_config(asked(0.011, 0.01), {})

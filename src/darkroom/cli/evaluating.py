@@ -152,13 +152,13 @@ def _refuse(given: dict[str, Any]) -> None:
 
 def _of_folder(folder: str, names: list[str], token: str | None, progress: Any, common: Any) -> Any:
     from darkroom.evaluate import evaluate_folder
-    from darkroom.sample import read_parameters
+    from darkroom.sample import prompt_in
 
     return evaluate_folder(
         folder,
         names,
         token=token,
-        prompt_of=lambda file: str(read_parameters(file).get("prompt", "")),
+        prompt_of=prompt_in,
         progress=progress,
         **common,
     )
@@ -201,13 +201,13 @@ def _extractors(given: list[str]) -> dict[str, str]:
 
 def _opened(where: str, adapters: list[str], precision: str, device: str) -> Model:
     from darkroom import models
-    from darkroom.models.adapters import merge, read_adapter
+    from darkroom.models.adapters import merge_all, read_adapter
 
     place = models.device(device)
     model = models.load(_model_of(where), dtype=models.precision(precision, place), device=place)
-    for one in adapters:
-        name, file, weight = _adapter(one)
-        merge(model, read_adapter(file, name=name), weight)
+    told = [_adapter(one) for one in adapters]
+    merge_all(model, [(read_adapter(file, name=name), weight) for name, file, weight in told])
+    for name, _, weight in told:
         model.path = f"{model.path or model.family}+{name}" + ("" if weight == 1 else f":{weight:g}")
     return model
 

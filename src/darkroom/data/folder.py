@@ -154,6 +154,10 @@ class ZipTree:
         return f"{name} is not in the zip"
 
 
+Captioned = tuple[Found, str | None, Mapping[str, Any]]
+"""A picture's file, its caption, and what else its metadata say."""
+
+
 class FolderSource:
     """A folder, a zip, or a folder with zips: first what metadata files list, then all other pictures.
 
@@ -182,6 +186,18 @@ class FolderSource:
 
     def items(self, finished: Collection[str]) -> Iterator[Item]:
         """Pictures with their captions: those that metadata list first, then the rest."""
+        for entry in self._entries():
+            yield entry if isinstance(entry, Problem) else _sample(*entry)
+
+    def captions(self) -> Iterator[tuple[str, str | None]]:
+        """The same without the pictures: keys and captions; InputError for metadata that cannot be read."""
+        for entry in self._entries():
+            if not isinstance(entry, Problem):
+                yield entry[0].key, entry[1]
+            elif entry.reason == "bad-metadata":
+                raise InputError(f"{entry.key}: {entry.detail}")
+
+    def _entries(self) -> Iterator[Problem | Captioned]:
         listed = Seen()
         for tree in self._trees:
             yield from (Problem(tree.label + name, "no-file", why) for name, why in tree.skipped.items())
@@ -195,7 +211,7 @@ class FolderSource:
                 if is_picture(name) and short_id(tree.label + name) not in listed:
                     yield self._unlisted(tree, name)
 
-    def _unlisted(self, tree: Tree, name: str) -> Item:
+    def _unlisted(self, tree: Tree, name: str) -> Problem | Captioned:
         """A picture that no metadata file names, with the text beside it."""
         key = tree.label + name
         if _is_outside(name):
@@ -207,9 +223,9 @@ class FolderSource:
             caption = _caption_beside(tree, name, self.recoded)
         except TextError as error:
             return Problem(key, "bad-caption", str(error))
-        return _sample(found, caption, {})
+        return found, caption, {}
 
-    def _listed(self, tree: Tree, metadata: str, listed: Seen) -> Iterator[Item]:
+    def _listed(self, tree: Tree, metadata: str, listed: Seen) -> Iterator[Problem | Captioned]:
         entries = read_entries(tree, metadata, self.recoded)
         first = list(islice(entries, KEYS_LOOKED_AT))
         names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
@@ -230,7 +246,7 @@ class FolderSource:
                 continue
             listed.add(short_id(found.key))
             for text in captions_of(entry.pop(str(caption), None)):
-                yield _sample(found, text, entry)
+                yield found, text, entry
 
     def _find(self, own: Tree, folder: str, name: str) -> Found | None:
         """The file that a metadata file means; never one outside of the source."""

@@ -119,6 +119,8 @@ def _opened(data: bytes, max_pixels: int) -> Image.Image:
         raise PictureError("undecodable", "no picture of a known format") from None
     except Image.DecompressionBombError:
         raise PictureError("bomb", f"more than {max_pixels} pixels") from None
+    except MemoryError:  # the machine's trouble, not the picture's
+        raise
     except Exception as error:  # a torn header makes Pillow's readers raise anything
         raise PictureError("undecodable", _told(error)) from None
     if image.width * image.height > max_pixels:
@@ -133,6 +135,8 @@ def _told(error: Exception) -> str:
 def _loaded(image: Image.Image) -> Image.Image:
     try:
         image.load()
+    except MemoryError:
+        raise
     except Exception as error:  # as above: zlib, struct, index and type errors among others
         raise PictureError("undecodable", _told(error)) from None
     return image

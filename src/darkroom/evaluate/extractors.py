@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from darkroom import models
-from darkroom.errors import InputError, ModelError
+from darkroom.errors import InputError, ModelError, is_out_of_memory
 from darkroom.evaluate.pictures import in_batches
 from darkroom.evaluate.preprocess import Preprocess
 from darkroom.evaluate.seen import Seen
@@ -182,6 +182,8 @@ def _pretrained(cls: Any, folder: Path, **more: Any) -> Any:
             **more,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
     # transformers fills what a file lacks with random numbers, which would give a score all the same.
     if missing := sorted(told["missing_keys"]):

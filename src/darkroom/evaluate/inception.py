@@ -20,8 +20,9 @@ from darkroom.evaluate.preprocess import Preprocess
 
 WEIGHTS_FILE = "model.safetensors"
 FEATURES = 2048
-# Pixels of -1 to 1, both sides squeezed to 299, as clean-fid resizes.
-PREPROCESS = Preprocess(shortest=None, size=(299, 299), crop=None, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+_MIDDLE = 128 / 255, 128 / 255, 128 / 255
+# As clean-fid has it: both sides squeezed to 299 without rounding, then (pixel - 128) / 128.
+PREPROCESS = Preprocess(shortest=None, size=(299, 299), crop=None, mean=_MIDDLE, std=_MIDDLE, unrounded=True)
 
 
 class _Conv(nn.Module):

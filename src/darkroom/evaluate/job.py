@@ -20,7 +20,7 @@ from darkroom.evaluate.drawing import Generate, draw
 from darkroom.evaluate.extractors import Extractor, open_extractor
 from darkroom.evaluate.metrics import METRICS, Found, Scorer, Sets, check_needs, chosen
 from darkroom.evaluate.pictures import FolderPictures, Pictures, open_pictures
-from darkroom.evaluate.prompts import Prompts, without_token
+from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, without_token
 from darkroom.evaluate.scores import Score, finite
 from darkroom.models import Model
 
@@ -149,7 +149,7 @@ def evaluate_folder(
     reference_filter: str | None = None,
     subject: Where | None = None,
     token: str | None = None,
-    prompt_of: Callable[[Path], str] | None = None,
+    prompt_of: Callable[[Path], str | None] | None = None,
     seed: int = 0,
     allow_seen: bool = False,
     progress: Progress | None = None,
@@ -157,7 +157,8 @@ def evaluate_folder(
 ) -> list[Score]:
     """Score the pictures that lie in a folder, as `evaluate` does.
 
-    `prompt_of` tells the prompt of a picture's file, for metrics that need it; `token` is left out of it.
+    For metrics that need prompts, `prompt_of` tells that of a picture's file; where it does not, it is read
+    from a text beside the picture or a metadata file (see `prompts_of_pictures`). `token` is left out of it.
     """
     names = chosen(metrics)
     check_needs(names, {"reference": reference is not None, "subject": subject is not None})
@@ -165,9 +166,7 @@ def evaluate_folder(
     rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
     prompts: tuple[str, ...] = ()
     if any(METRICS[name].reads_text or name == "div" for name in names):
-        if prompt_of is None:
-            raise InputError("pictures without their prompts", mend="score what a model draws instead")
-        prompts = tuple(without_token(prompt_of(file), token) for file in pictures.files)
+        prompts = tuple(without_token(text, token) for text in prompts_of_pictures(pictures, prompt_of))
     rows.compare(
         reference=None if reference is None else open_pictures(reference, filter=reference_filter),
         subject=None if subject is None else open_pictures(subject),

@@ -106,16 +106,24 @@ def fid(scorer: Scorer, extractor: Extractor) -> Found:
 def fid_infinity(scorer: Scorer, extractor: Extractor) -> Found:
     """The Frechet distance extrapolated to endless samples (Chong & Forsyth 2020)."""
     x_ND, y_MD = _both(scorer, extractor)
-    line = statistics.frechet_infinity(x_ND, y_MD, seed=scorer.seed)
-    interval = Interval(
-        line.value, line.value - 1.96 * line.standard_error, line.value + 1.96 * line.standard_error
-    )
-    note = "interval of the fitted line alone"
+    interval, line = resample.frechet_infinity(x_ND, y_MD, seed=scorer.seed)
+    notes = []
+    if line.value < 0:
+        notes.append(f"the line lands at {line.value:.4g}, which no distance is: 0 is written")
+    if interval.low <= 0:
+        notes.append("not to be told from 0")
     if min(len(x_ND), len(y_MD)) <= 2 * x_ND.shape[1]:
-        note += f"; fewer than twice {x_ND.shape[1]} pictures: the bias is no straight line yet"
-    return Found(
-        interval, scorer.sets.pictures, scorer.sets.reference, note, {"r_squared": round(line.fit, 4)}
-    )
+        notes.append(f"fewer than twice {x_ND.shape[1]} pictures: the bias is no straight line yet")
+    if shared := _in_both(x_ND, y_MD):
+        notes.append(f"{shared} pictures are in both sets, and extrapolating takes them to be different ones")
+    settings = {"r_squared": round(line.fit, 4), "line_at_zero": round(line.value, 6)}
+    return Found(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes), settings)
+
+
+def _in_both(x_ND: Array, y_MD: Array) -> int:
+    """Pictures of the first set whose very features the second has."""
+    known = {row.tobytes() for row in y_MD}
+    return sum(row.tobytes() in known for row in x_ND)
 
 
 def kid(scorer: Scorer, extractor: Extractor) -> Found:

@@ -33,6 +33,7 @@ class Preprocess(BaseModel):
     resampling: str = Field("bicubic", description="nearest, lanczos, bilinear, bicubic, box or hamming")
     mean: tuple[float, float, float] = Field(IMAGENET[0], description="taken off pixels of 0 to 1")
     std: tuple[float, float, float] = Field(IMAGENET[1], description="what they are then divided by")
+    unrounded: bool = Field(False, description="resize in float, each channel by itself, as clean-fid does")
 
     @classmethod
     def read(cls, folder: Path) -> Preprocess:
@@ -65,8 +66,13 @@ class Preprocess(BaseModel):
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """An RGB picture as float32 [3, H, W]."""
-        cut = self._crop(self._resize(image.convert("RGB")))
-        pixels_HW3 = torch.from_numpy(np.asarray(cut, dtype=np.float32) / 255)
+        whole = image.convert("RGB")
+        if self.unrounded:
+            cut = [np.asarray(self._crop(self._resize(channel.convert("F")))) for channel in whole.split()]
+            pixels = np.stack(cut, axis=-1).clip(0, 255)
+        else:
+            pixels = np.asarray(self._crop(self._resize(whole)), dtype=np.float32)
+        pixels_HW3 = torch.from_numpy(pixels / np.float32(255))
         mean_3, std_3 = torch.tensor(self.mean), torch.tensor(self.std)
         return ((pixels_HW3 - mean_3) / std_3).permute(2, 0, 1).contiguous()
 

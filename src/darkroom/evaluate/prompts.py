@@ -7,14 +7,16 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from darkroom.data.source import CAPTION_NAMES, find_name, no_column
+from darkroom.data.folder import FolderSource
+from darkroom.data.source import CAPTION_NAMES, Columns, find_name, no_column
 from darkroom.data.store import Store
 from darkroom.errors import InputError
+from darkroom.evaluate.pictures import FolderPictures
 
 DREAMBOOTH = "dreambooth:"
 # The list of Ruiz et al. 2023 as github.com/google/dreambooth has it; it is not ours to hand out.
@@ -82,6 +84,32 @@ def read_prompts(
     if len(found) > (most or len(found)):
         found = found[:most]
     return Prompts.of(name, [_filled(text, token, class_word) for text in found], token)
+
+
+def prompts_of_pictures(
+    pictures: FolderPictures, own: Callable[[Path], str | None] | None = None
+) -> tuple[str, ...]:
+    """The prompt of each picture in a folder: what `own` reads in its file, else what lies beside it.
+
+    Beside it are a text of the same name (`.txt`, `.caption`) or a line of `metadata.jsonl`, `captions.jsonl`
+    or their `.csv`, as `import` reads them; of several captions the first. InputError where one has none.
+    """
+    found = {file: None if own is None else own(file) for file in pictures.files}
+    if None in found.values():
+        folder = Path(pictures.name)
+        beside: dict[str, str | None] = {}
+        for key, caption in FolderSource(folder, Columns()).captions():
+            beside.setdefault(key, caption)
+        for file, prompt in found.items():
+            if prompt is None:
+                found[file] = beside.get(file.relative_to(folder).as_posix())
+    missing = [file for file, prompt in found.items() if prompt is None]
+    if missing:
+        raise InputError(
+            f"{len(missing)} of {len(found)} pictures do not say their prompt, such as '{missing[0].name}'",
+            allowed="pictures that darkroom or A1111 wrote, a .txt beside each, or a metadata.jsonl",
+        )
+    return tuple(prompt or "" for prompt in found.values())
 
 
 def _filled(text: str, token: str | None, class_word: str | None) -> str:

@@ -12,7 +12,7 @@ from darkroom.evaluate import statistics
 from darkroom.evaluate.statistics import Array, Kernels
 
 RESAMPLES = 1000
-LEVEL = 0.95
+LEVEL, NORMAL = 0.95, 1.96
 SLOW_RESAMPLES, SLOW_SIDE = 20, 1000
 FRECHET_RESAMPLES = 100
 LARGEST_KERNEL = 4000
@@ -78,6 +78,29 @@ def frechet(x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = 
     )
     found = percentile(value, drawn - drawn.mean() + value)
     return Interval(value, max(found.low, 0.0), found.high)
+
+
+def frechet_infinity(
+    x_ND: Array, y_MD: Array, *, seed: int = 0, resamples: int | None = None
+) -> tuple[Interval, statistics.Extrapolated]:
+    """The extrapolated Frechet distance, and the line that it is read from.
+
+    Two errors are added up as squares: of the fitted line, and of the pictures at hand: the spread over
+    resamples of 2 F(all) - F(half), the same extrapolation from two points. A distance is not below zero:
+    where the line lands there, the value is 0, and the interval reaches at least as far above zero as the
+    line is below it.
+    """
+    line = statistics.frechet_infinity(x_ND, y_MD, seed=seed)
+
+    def two_points(i: np.ndarray, j: np.ndarray) -> float:
+        whole = statistics.frechet_of(x_ND[i], y_MD[j])
+        return 2 * whole - statistics.frechet_of(x_ND[i[::2]], y_MD[j[::2]])
+
+    counts = len(x_ND), len(y_MD)
+    drawn = _drawn(two_points, counts, resamples or frechet_resamples(x_ND, y_MD) // 2, seed)
+    error = float(np.sqrt(line.standard_error**2 + drawn.var(ddof=1)))
+    low, high = line.value - NORMAL * error, line.value + NORMAL * error
+    return Interval(max(line.value, 0.0), max(low, 0.0), max(high, -line.value)), line
 
 
 def frechet_resamples(x_ND: Array, y_MD: Array) -> int:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from darkroom.errors import ModelError
+from darkroom.errors import ModelError, is_out_of_memory
 from darkroom.evaluate.preprocess import FILE as PREPROCESS_FILE
 from darkroom.models.tensor_file import write_tensors
 
@@ -207,6 +207,8 @@ def open_small(folder: Path) -> SmallExtractor:
         )
         network.load_state_dict(load_file(str(folder / WEIGHTS_FILE)))
     except (OSError, ValueError, KeyError, RuntimeError, ValidationError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"'{folder}' is no whole extractor of darkroom: {reason}") from error
     return network.eval()

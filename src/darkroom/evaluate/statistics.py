@@ -124,7 +124,10 @@ def frechet_of(x_ND: Array, y_MD: Array) -> float:
 
 @dataclass(frozen=True)
 class Extrapolated:
-    """FID at endlessly many pictures, its standard error, and how well a line fits (R squared)."""
+    """FID at endlessly many pictures as the line has it, which may be below zero.
+
+    `standard_error` is the line's alone, `fit` is R squared.
+    """
 
     value: float
     standard_error: float

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, is_out_of_memory
 from darkroom.hardware import machine
-from darkroom.measure.drawing import Drawing, Metered, Watch, is_out_of_memory, memory_available
+from darkroom.measure.drawing import Drawing, Metered, Watch, memory_available
 from darkroom.measure.ladder import let_go
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample import Backend

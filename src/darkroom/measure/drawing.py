@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 PROMPTS = ("a photo of an astronaut riding a horse", "a red circle and a blue square on a green background")
 PRECISIONS = {torch.float32: "float32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 
 @dataclass(frozen=True)
@@ -174,13 +173,6 @@ class Metered:
         return self._meter.source
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is that of an allocator with nothing left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in OUT_OF_MEMORY)
-
-
 def memory_available(device: str) -> int:
     """What may still be taken: on a card what its driver has free, elsewhere what the system says."""
     if device.startswith("cuda"):
@@ -188,4 +180,4 @@ def memory_available(device: str) -> int:
     return machine().memory_available_bytes
 
 
-__all__ = ["PROMPTS", "Drawing", "Metered", "Watch", "is_out_of_memory", "memory_available", "parse_bytes"]
+__all__ = ["PROMPTS", "Drawing", "Metered", "Watch", "memory_available", "parse_bytes"]

@@ -13,10 +13,10 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from darkroom.errors import is_out_of_memory
 from darkroom.hardware import PeakMemory
 from darkroom.hardware.memory import give_back, resident_bytes
 from darkroom.hush import hush
-from darkroom.measure.drawing import is_out_of_memory
 from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Say, row
 from darkroom.measure.growing import Growing
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise

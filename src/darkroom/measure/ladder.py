@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from darkroom.errors import DarkroomError, InputError
-from darkroom.measure.drawing import Drawing, Metered, Watch, is_out_of_memory
+from darkroom.errors import DarkroomError, InputError, is_out_of_memory
+from darkroom.measure.drawing import Drawing, Metered, Watch
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory, synchronise
 from darkroom.sample import Backend, Picture, ladder
 from darkroom.sample.likeness import likeness

@@ -9,7 +9,16 @@ An adapter is a file of what was learned beside a model: `read_adapter`, `write_
 
 from darkroom.models.adapter_export import describe_adapter, export_adapter, export_merged, is_adapter
 from darkroom.models.adapter_metadata import about
-from darkroom.models.adapters import Adapter, Factors, Layer, fit, merge, read_adapter, write_adapter
+from darkroom.models.adapters import (
+    Adapter,
+    Factors,
+    Layer,
+    fit,
+    merge,
+    merge_all,
+    read_adapter,
+    write_adapter,
+)
 from darkroom.models.bank import Bank
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
 from darkroom.models.folder import (
@@ -59,6 +68,7 @@ __all__ = [
     "is_model",
     "load",
     "merge",
+    "merge_all",
     "outlined",
     "precision",
     "read_adapter",

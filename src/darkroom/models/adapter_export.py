@@ -12,7 +12,7 @@ import torch
 from darkroom.errors import InputError, ModelError
 from darkroom.models.adapter_files import PEFT_CONFIG, PEFT_WEIGHTS, read_header, shown
 from darkroom.models.adapter_keys import split_key
-from darkroom.models.adapters import Adapter, fit, merge, read_adapter, write_adapter
+from darkroom.models.adapters import Adapter, fit, merge_all, read_adapter, write_adapter
 from darkroom.models.families import create
 from darkroom.models.folder import load, save
 
@@ -101,7 +101,6 @@ def export_merged(
     if target.suffix == ".safetensors":
         raise InputError(f"a merged model to '{to}'", allowed="a folder")
     opened = load(model, **how)
-    for adapter, weight in adapters:
-        merge(opened, adapter, weight)
+    merge_all(opened, adapters)
     save(opened.to(dtype=dtype), target)
     return target

@@ -57,7 +57,7 @@ def open_tensors(path: Path) -> Stored:
 
     try:
         tensors = load_file(path, device="cpu")
-    except (SafetensorError, ValueError, RuntimeError, KeyError) as error:
+    except SafetensorError as error:
         raise ModelError(f"'{path.name}' is damaged: {shown(str(error), 200)}") from error
     for name, tensor in tensors.items():
         if tensor.dtype.itemsize == 1 and tensor.is_floating_point():

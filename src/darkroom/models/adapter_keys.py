@@ -216,10 +216,11 @@ def diffusers_keys(name: str) -> dict[str, str]:
         stem = f"{name}.lora_"
         return {"down": f"{stem}A.weight", "up": f"{stem}B.weight", "magnitude": f"{stem}magnitude_vector"}
     stem = f"{part}.{_full_text_path(path)}."
+    # transformers, which loads a text encoder's, finds magnitudes by their full name alone.
     return {
         "down": f"{stem}lora_linear_layer.down.weight",
         "up": f"{stem}lora_linear_layer.up.weight",
-        "magnitude": f"{stem}lora_magnitude_vector",
+        "magnitude": f"{stem}lora_magnitude_vector.weight",
     }
 
 

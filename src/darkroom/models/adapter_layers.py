@@ -6,7 +6,7 @@ Shapes: O outputs, I inputs of the layer, r the rank, kh kw the kernel of a conv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +57,18 @@ class Layer:
         return delta if self.magnitude is None else _decomposed(weight, delta, self.magnitude) - weight
 
 
+def magnitude_side(magnitude: torch.Tensor, shape: Sequence[int]) -> int | None:
+    """The side of a weight that DoRA's magnitudes are of: 0 outputs, 1 inputs; None for neither."""
+    if magnitude.shape[0] == magnitude.numel() == shape[0]:
+        return 0
+    return 1 if magnitude.shape[0] == 1 and magnitude.numel() == shape[1] else None
+
+
 def _decomposed(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
     """DoRA: the new weight's directions, with the magnitudes that were learned for them."""
     whole = weight + delta
-    across = (-1, *[1] * (whole.ndim - 1)) if magnitude.shape[0] == whole.shape[0] else None
-    if across is not None:
+    if magnitude_side(magnitude, whole.shape) == 0:
+        across = (-1, *[1] * (whole.ndim - 1))
         norm = whole.flatten(1).norm(dim=1)
     else:
         across = (1, -1, *[1] * (whole.ndim - 2))
@@ -95,6 +102,17 @@ class Factors:
         given = dict(self.parts)
         return given if self.magnitude is None else {**given, "magnitude": self.magnitude}
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of what is added, a kernel's sides kept or flattened; None where the parts do not fit."""
+        parts = {role.split("_", 1)[1]: tuple(tensor.shape) for role, tensor in self.parts.items()}
+        one, two = (_low_rank_shape(parts, name) for name in ("w1", "w2"))
+        if one is None or two is None or not math.prod(one) * math.prod(two):
+            return None
+        if self.kind == "loha":
+            return one if one == two else None
+        return None if len(one) != 2 else (one[0] * two[0], one[1] * two[1], *two[2:])
+
     def delta(self) -> torch.Tensor:
         """What is added to the weight, in float32."""
         parts = {role.split("_", 1)[1]: tensor.float() for role, tensor in self.parts.items()}
@@ -104,7 +122,7 @@ class Factors:
         one = parts["w1"] if "w1" in parts else parts["w1_a"] @ parts["w1_b"]
         two = parts["w2"] if "w2" in parts else _low_rank(parts["w2_a"], parts["w2_b"], parts.get("t2"))
         one = one.reshape(*one.shape, *[1] * (two.ndim - one.ndim))
-        return torch.kron(one, two) * self.scale
+        return torch.kron(one, two.contiguous()) * self.scale  # kron takes views of both
 
     def change(self, weight: torch.Tensor) -> torch.Tensor:
         """The difference that the layer makes to a float32 weight."""
@@ -117,6 +135,18 @@ def _low_rank(a: torch.Tensor, b: torch.Tensor, core: torch.Tensor | None) -> to
     if core is None:
         return a @ b
     return torch.einsum("rs...,ro,si->oi...", core, a, b)
+
+
+def _low_rank_shape(parts: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...] | None:
+    """The shape of a factor, given whole, as `a @ b`, or with a core between; None where it has none."""
+    if name in parts:
+        return parts[name] if len(parts[name]) in (2, 4) else None
+    a, b, core = parts[f"{name}_a"], parts[f"{name}_b"], parts.get(f"t{name[1]}")
+    if len(a) != 2 or len(b) != 2:
+        return None
+    if core is None:
+        return (a[0], b[1]) if a[1] == b[0] else None
+    return (a[1], b[1], *core[2:]) if len(core) == 4 and core[:2] == (a[0], b[0]) else None
 
 
 def factors_rank(parts: Mapping[str, torch.Tensor]) -> int:

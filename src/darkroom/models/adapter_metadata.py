@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import regex
+
+from darkroom.errors import ModelError
+from darkroom.models.adapter_files import shown
 from darkroom.models.adapter_layers import Factors, Layer, scale_of
 
 if TYPE_CHECKING:
     from darkroom.models.adapters import Adapter
 
 DIFFUSERS = "lora_adapter_metadata"
+PEFT_ALPHA = 8
+"""LoraConfig's own, where a configuration says none."""
+MAX_PATTERNS, MAX_PATTERN, MATCH_SECONDS = 20_000, 512, 0.2
 ARCHITECTURES = {
     "sd15": "stable-diffusion-v1",
     "sd2": "stable-diffusion-v2-512",
@@ -34,57 +44,153 @@ PREDICTION_NAMES = {"v_prediction": "v", "flow_prediction": "flow"}
 """ModelSpec's names of what diffusers names otherwise."""
 TEXT_WIDTHS = {768: "sd15", 1024: "sd2", 2048: "sdxl"}
 """The width of the text that a U-Net listens to, which tells the families apart."""
-MODULES = {"lora": "networks.lora", "dora": "lycoris.kohya", "loha": "lycoris.kohya", "lokr": "lycoris.kohya"}
+KOHYA_MODULE, LYCORIS_MODULE = "networks.lora", "lycoris.kohya"
+
+
+class Patterns:
+    """PEFT's `alpha_pattern` or `rank_pattern`: regular expressions over module paths, the first match holds.
+
+    They come out of a file, so their length, their counts and the time they take are bounded.
+    """
+
+    def __init__(self, values: Any, where: str) -> None:
+        if not isinstance(values, dict) or len(values) > MAX_PATTERNS:
+            raise ModelError(
+                f"{where} is no table", allowed=f"at most {MAX_PATTERNS:,} patterns with numbers"
+            )
+        self.where = where
+        self._values = {
+            str(key): _number(value, f"{where}['{shown(str(key))}']") for key, value in values.items()
+        }
+        self._by_ending: dict[str, list[tuple[int, str]]] = {}
+        for i, key in enumerate(self._values):
+            ending = re.search(r"[\w-]*$", key)[0] if re.fullmatch(r"\^?[\w.-]+", key) else ""  # type: ignore[index]
+            self._by_ending.setdefault(ending, []).append((i, key))
+        self._compiled = {key: self._compile(key) for key in self._values}
+
+    def _compile(self, key: str) -> Any:
+        counts = [int(count) for count in re.findall(r"\d+(?=[,\d]*\})", key)]
+        try:
+            if len(key) > MAX_PATTERN or math.prod(max(1, count) for count in counts) > MAX_PATTERN:
+                raise re.error("too long")
+            re.compile(key)
+            return regex.compile(rf"(.*\.)?({key})$")
+        except (re.error, regex.error) as error:
+            raise ModelError(f"the pattern '{shown(key)}' of {self.where}: {error}") from error
+
+    def _matches(self, key: str, paths: Sequence[str]) -> bool:
+        """As peft's `get_pattern_key` compares."""
+        try:
+            return any(self._compiled[key].match(path, timeout=MATCH_SECONDS) for path in paths)
+        except TimeoutError as error:
+            raise ModelError(
+                f"the pattern '{shown(key)}' of {self.where} takes too long to compare"
+            ) from error
+
+    def find(self, paths: Sequence[str]) -> float | None:
+        """The number of the first pattern that matches a layer's path, by whichever of its names."""
+        likely = (
+            keys for ending, keys in self._by_ending.items() if any(path.endswith(ending) for path in paths)
+        )
+        matching = (key for _, key in sorted(chain.from_iterable(likely)) if self._matches(key, paths))
+        key = next(matching, None)
+        return None if key is None else self._values[key]
+
+    def check_used(self, layers: Iterable[Sequence[str]]) -> None:
+        """ModelError for a pattern that matches none of the layers: it was meant for some."""
+        left = dict.fromkeys(self._values)
+        for paths in layers:
+            for ending, keys in self._by_ending.items():
+                if any(path.endswith(ending) for path in paths):
+                    for _, key in keys:
+                        if key in left and self._matches(key, paths):
+                            del left[key]
+        if left:
+            raise ModelError(
+                f"the pattern '{shown(next(iter(left)))}' of {self.where} matches no layer of the adapter",
+                mend="take it out, or name the layers as the model does",
+            )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """PEFT's LoraConfig of one part of a model, as far as scales go."""
+
+    alpha: float
+    rank: float | None
+    stabilised: bool
+    alphas: Patterns
+    ranks: Patterns
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], part: str) -> Scaling:
+        """From the configuration's own keys. What it does not say is as PEFT has it."""
+        prefix = f"{part}." if part else ""
+        rank = None if config.get("r") is None else _number(config["r"], f"{prefix}r")
+        return cls(
+            _number(config.get("lora_alpha", PEFT_ALPHA), f"{prefix}lora_alpha"),
+            rank,
+            config.get("use_rslora") is True,
+            Patterns(config.get("alpha_pattern") or {}, f"{prefix}alpha_pattern"),
+            Patterns(config.get("rank_pattern") or {}, f"{prefix}rank_pattern"),
+        )
+
+    def scale(self, paths: Sequence[str], rank: int) -> float:
+        """alpha / rank of a layer; ModelError where the configuration has another rank than its tensors."""
+        wanted = self.ranks.find(paths) or self.rank
+        if wanted is not None and wanted != rank:
+            raise ModelError(
+                f"layer '{shown(paths[0])}' has rank {rank}, and by the adapter's configuration {wanted:g}"
+            )
+        alpha = self.alphas.find(paths)
+        return scale_of(self.alpha if alpha is None else alpha, rank, rank_stabilised=self.stabilised)
 
 
 @dataclass(frozen=True)
 class Alphas:
-    """What headers say of scales: by layer where they do, else for all layers of a part; else 1."""
+    """What headers say of scales, by part of the model ('' is any part); where they say nothing, 1."""
 
-    rank_stabilised: bool = False
-    by_part: Mapping[str, float] = field(default_factory=dict)
-    by_layer: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Scaling] = field(default_factory=dict)
 
     def scale(self, name: str, rank: int) -> float:
         """The scale of a layer: alpha / rank, with alpha = rank where nothing is said."""
         part, _, path = name.partition(".")
-        alpha = self._of_layer(part, path.removeprefix("text_model."))
-        if alpha is None:
-            alpha = self.by_part.get(part, self.by_part.get(""))
-        return 1.0 if alpha is None else scale_of(alpha, rank, rank_stabilised=self.rank_stabilised)
+        scaling = self.parts.get(part, self.parts.get(""))
+        return 1.0 if scaling is None else scaling.scale(_names_of(part, path), rank)
 
-    def _of_layer(self, part: str, path: str) -> float | None:
-        """PEFT's patterns are endings of paths; here they are compared, not run as regular expressions."""
-        steps = path.split(".")
-        endings = (".".join(steps[i:]) for i in range(len(steps)))
-        places = [f"{start}{ending}" for ending in endings for start in (f"{part}.", ".")]
-        return next((self.by_layer[place] for place in places if place in self.by_layer), None)
+    def check_used(self, names: Iterable[str]) -> None:
+        """ModelError for a pattern that matches none of these layers."""
+        layers = [name.partition(".")[::2] for name in names]
+        for part, scaling in self.parts.items():
+            own = [_names_of(*layer) for layer in layers if layer[0] == part or not part]
+            for patterns in (scaling.alphas, scaling.ranks):
+                patterns.check_used(own)
+
+
+def _names_of(part: str, path: str) -> list[str]:
+    """What a layer's path may be called: text encoders' also with transformers' older `text_model.`."""
+    return [path] if part == "unet" else [path, f"text_model.{path.removeprefix('text_model.')}"]
 
 
 def read_alphas(metadata: Mapping[str, str], config: Mapping[str, Any]) -> Alphas:
     """The scales in diffusers' metadata of the header, or in PEFT's configuration beside the file."""
-    told: dict[str, Any] = {f".{key}": value for key, value in config.items()}
     try:
         diffusers = json.loads(metadata.get(DIFFUSERS, "{}"))
-    except (ValueError, RecursionError):
-        diffusers = {}
-    if isinstance(diffusers, dict):
-        told |= diffusers
-    by_part: dict[str, float] = {}
-    by_layer: dict[str, float] = {}
-    for key, value in told.items():
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"the header's {DIFFUSERS} is not JSON") from error
+    if not isinstance(diffusers, dict):
+        raise ModelError(f"the header's {DIFFUSERS} is no object")
+    by_part: dict[str, dict[str, Any]] = {"": dict(config)} if config else {}
+    for key, value in diffusers.items():
         part, _, what = str(key).rpartition(".")
-        if what == "lora_alpha" and _is_number(value):
-            by_part[part] = float(value)
-        elif what == "alpha_pattern" and isinstance(value, dict):
-            plain = {str(k).lstrip("^").removeprefix("text_model."): v for k, v in value.items()}
-            by_layer |= {f"{part}.{k}": float(v) for k, v in plain.items() if _is_number(v)}
-    stabilised = any(str(key).endswith(".use_rslora") and value is True for key, value in told.items())
-    return Alphas(stabilised, by_part, by_layer)
+        by_part.setdefault(part, {})[what] = value
+    return Alphas({part: Scaling.of(told, part) for part, told in by_part.items()})
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e9
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e9:
+        return float(value)
+    raise ModelError(f"{where} is {shown(str(value))}", allowed="a number")
 
 
 def base_of(layers: Mapping[str, Layer | Factors], metadata: Mapping[str, str]) -> str | None:
@@ -157,7 +263,7 @@ def header(adapter: Adapter, base: str | None, prediction: str | None, *, kohya:
         "modelspec.title": adapter.name,
         "modelspec.date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S"),
         "modelspec.prediction_type": _prediction(base, prediction),
-        "ss_network_module": MODULES[adapter.kind],
+        "ss_network_module": KOHYA_MODULE if adapter.kind == "lora" else LYCORIS_MODULE,
         "ss_network_dim": str(rank),
         "ss_network_alpha": f"{alpha:g}",
         "ss_output_name": adapter.name,

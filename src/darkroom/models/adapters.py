@@ -7,9 +7,11 @@ model's layers and refuses what does not fit, by name.
 
 from __future__ import annotations
 
+import logging
+import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +28,15 @@ from darkroom.models.adapter_keys import (
     numbered_layers,
     split_key,
 )
-from darkroom.models.adapter_layers import Factors, Layer, factors_rank, fold_middle, scale_of
+from darkroom.models.adapter_layers import Factors, Layer, factors_rank, fold_middle, magnitude_side, scale_of
 from darkroom.models.adapter_metadata import Alphas, base_of, header, read_alphas
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
 
-__all__ = ["Adapter", "Factors", "Layer", "fit", "merge", "read_adapter", "write_adapter"]
+__all__ = ["Adapter", "Factors", "Layer", "fit", "merge", "merge_all", "read_adapter", "write_adapter"]
 
+LOG = logging.getLogger("darkroom.models")
 MAX_RANK = 8192
 KINDS = {"hada": "loha", "lokr": "lokr"}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,7 +48,8 @@ class Adapter:
 
     `layers` are keyed by `unet.<module path>`, `text_encoder.<..>`, `text_encoder_2.<..>`; `text_model.` at
     the start of a text encoder's path may be there or not. `metadata` is the file's own; `kind` is lora,
-    dora, loha or lokr. `notes` tell what is in the file and not in the adapter. `sha256` is that of the file.
+    dora, loha or lokr, or several joined by '+'. `notes` tell what is in the file and not in the adapter.
+    `sha256` is that of the file.
     """
 
     name: str
@@ -104,11 +108,12 @@ def read_adapter(file: str | Path, *, name: str | None = None) -> Adapter:
         raise ModelError(f"adapter '{path.name}' holds no layers")
     alphas = read_alphas(stored.metadata, stored.config)
     layers = {layer: _layer(path, layer, parts, alphas) for layer, parts in grouped.items()}
+    alphas.check_used(layers)
     return Adapter(
         name or path.stem,
         layers,
         stored.metadata,
-        _kind(path, layers),
+        _kind(layers),
         layout_of(keys),
         stored.sha256,
         tuple(f"the trained word '{shown(word)}' in it is not applied" for word in words),
@@ -202,7 +207,10 @@ def _factors(
     rank = factors_rank(parts)
     whole = "lokr_w1" in roles and "lokr_w2" in roles
     scale = 1.0 if alpha is None or whole else scale_of(alpha, rank)
-    return Factors(kind, parts, scale, magnitude)
+    layer = Factors(kind, parts, scale, magnitude)
+    if layer.shape is None:
+        raise ModelError(f"{told}: {_shape_told(layer)} do not go together")
+    return layer
 
 
 def _is_lokr(roles: frozenset[str]) -> bool:
@@ -211,13 +219,12 @@ def _is_lokr(roles: frozenset[str]) -> bool:
     return any(roles == a | b for a in one for b in two)
 
 
-def _kind(path: Path, layers: Mapping[str, Layer | Factors]) -> str:
-    kinds = Counter("lora" if isinstance(layer, Layer) else layer.kind for layer in layers.values())
-    if len(kinds) > 1:
-        raise ModelError(f"adapter '{path.name}' mixes {' and '.join(kinds)}", allowed="one kind a file")
-    kind = next(iter(kinds))
-    decomposed = any(layer.magnitude is not None for layer in layers.values())
-    return "dora" if decomposed and kind == "lora" else kind
+def _kind(layers: Mapping[str, Layer | Factors]) -> str:
+    """lora, dora, loha or lokr; of a file that mixes layers (LyCORIS may), each kind that is in it."""
+    decomposed = any(isinstance(one, Layer) and one.magnitude is not None for one in layers.values())
+    low_rank = "dora" if decomposed else "lora"
+    kinds = {low_rank if isinstance(layer, Layer) else layer.kind for layer in layers.values()}
+    return "+".join(sorted(kinds))
 
 
 def fit(adapter: Adapter, model: Model) -> Adapter:
@@ -300,14 +307,11 @@ def _is_fused(module: nn.Module) -> bool:
 
 def shaped(layer: Layer | Factors, shape: tuple[int, ...]) -> Layer | Factors | None:
     """The layer for a weight of this shape, None where it cannot be; 1x1 kernels may be matrices."""
-    if layer.magnitude is not None and layer.magnitude.numel() not in shape[:2]:
+    if layer.magnitude is not None and magnitude_side(layer.magnitude, shape) is None:
         return None
     if isinstance(layer, Factors):
-        try:
-            fits = layer.delta().numel() == torch.Size(shape).numel()
-        except (RuntimeError, IndexError):
-            fits = False
-        return layer if fits else None
+        own = layer.shape
+        return layer if own is not None and _covers(own, shape) else None
     down, up = layer.down, layer.up
     if layer.shape != shape:
         pointwise = layer.shape[:2] == shape[:2] and all(n == 1 for n in (*layer.shape[2:], *shape[2:]))
@@ -315,6 +319,14 @@ def shaped(layer: Layer | Factors, shape: tuple[int, ...]) -> Layer | Factors | 
             return None
     wanted = (layer.rank, *shape[1:]), (shape[0], layer.rank, *[1] * (len(shape) - 2))
     return replace(layer, down=down.reshape(wanted[0]), up=up.reshape(wanted[1]))
+
+
+def _covers(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether factors of this shape are a weight's: a kernel may be flattened into the inputs."""
+    if len(own) == len(shape) == 4:
+        return own == shape
+    kernel = own[2:]
+    return own[0] == shape[0] and math.prod(own[1:]) == math.prod(shape[1:]) and math.prod(kernel) == 1
 
 
 def _shape_told(layer: Layer | Factors) -> str:
@@ -334,20 +346,62 @@ def _made_for(adapter: Adapter, model: Model) -> str:
     return told + (f"; it looks made for {base}" if base and base != model.family else "")
 
 
-@torch.no_grad()
 def merge(model: Model, adapter: Adapter, weight: float = 1.0) -> None:
     """Add `weight` times the adapter to the model's own weights, in place, with float32 arithmetic.
 
     Takes every kind. A DoRA at a weight between 0 and 1 goes that part of the way to its full effect.
     """
-    if not (weight == weight and abs(weight) <= 100):
-        raise ModelError(f"adapter '{adapter.name}' with weight {weight}", allowed="-100 to 100")
+    merge_all(model, [(adapter, weight)])
+
+
+@torch.no_grad()
+def merge_all(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> None:
+    """Add several adapters, each times its weight, to the model's own weights.
+
+    Each one's change is taken from the weights as they were before, so the order makes no difference: a
+    DoRA's depends on the weights that it is merged into.
+    """
+    for adapter, weight in adapters:
+        if not (weight == weight and abs(weight) <= 100):
+            raise ModelError(f"adapter '{adapter.name}' with weight {weight}", allowed="-100 to 100")
     known = adaptable(model)
-    for path, layer in fit(adapter, model).layers.items():
+    fitted = [(adapter.name, fit(adapter, model).layers, weight) for adapter, weight in adapters]
+    for path in dict.fromkeys(path for _, layers, _ in fitted for path in layers):
         stored = known[path].weight
-        whole = stored.float()
-        change = replace(layer, **_moved(layer, stored.device)).change(whole)
-        stored.copy_(whole.add_(change, alpha=weight))
+        before = stored.float()
+        whole = before.clone()
+        for _, layers, weight in fitted:
+            if path in layers:
+                layer = replace(layers[path], **_moved(layers[path], stored.device))
+                whole.add_(layer.change(before), alpha=weight)
+        changed = whole.to(stored.dtype)
+        if not bool(torch.isfinite(changed).all()):
+            names = ", ".join(f"'{name}'" for name, layers, _ in fitted if path in layers)
+            raise ModelError(f"adapter {names}, layer '{path}': too large for {stored.dtype}")
+        stored.copy_(changed)
+
+
+@contextmanager
+def merged_for_now(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Iterator[None]:
+    """The adapters are merged in here; afterwards the weights are as they were, to the bit."""
+    known = adaptable(model) if adapters else {}
+    paths = {path for adapter, _ in adapters for path in fit(adapter, model).layers}
+    for path in paths:
+        check_untouched(path, known[path])
+    before = {path: known[path].weight.detach().clone() for path in paths}
+    try:
+        merge_all(model, adapters)
+        yield
+    finally:
+        with torch.no_grad():
+            for path, weight in before.items():
+                known[path].weight.copy_(weight)
+
+
+def check_untouched(path: str, layer: nn.Module) -> None:
+    """ModelError for a layer with hooks: those that move weights put a forward before its own."""
+    if "forward" in vars(layer):
+        raise ModelError(f"layer '{path}' is run by something else, so adapters would be passed by")
 
 
 def _moved(layer: Layer | Factors, device: torch.device) -> dict[str, Any]:
@@ -380,12 +434,24 @@ def write_adapter(
     if dtype not in (None, *DTYPES):
         raise ModelError(f"an adapter in {dtype}", allowed="float32, float16, bfloat16")
     base = family or adapter.base
+    if kohya:
+        for note in _not_in_diffusers(adapter):
+            LOG.warning("'%s': %s", Path(file).name, note)
     tensors = dict(_kohya_tensors(adapter, base == "sdxl") if kohya else _diffusers_tensors(adapter))
     cast = {
         key: (t if dtype is None or key.endswith(".alpha") else t.to(dtype)).detach().cpu().contiguous()
         for key, t in tensors.items()
     }
     return save_tensors(Path(file), cast, header(adapter, base, prediction, kohya=kohya))
+
+
+def _not_in_diffusers(adapter: Adapter) -> Iterator[str]:
+    """What diffusers 0.42 leaves out of kohya's keys without an error."""
+    if any(layer.magnitude is not None for layer in adapter.layers.values()):
+        yield "diffusers leaves a DoRA's magnitudes out of kohya's keys; for it write without --kohya"
+    text = [name for name in adapter.layers if name.startswith("text_encoder")]
+    if text and not any("out_proj" in name for name in text):
+        yield "diffusers passes kohya's keys of a text encoder by where no out_proj is among them"
 
 
 def _diffusers_tensors(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:

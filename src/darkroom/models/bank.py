@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from darkroom.errors import ModelError
-from darkroom.models.adapters import Adapter, Layer, adaptable, fit
+from darkroom.models.adapters import Adapter, Layer, adaptable, check_untouched, fit
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -369,7 +369,7 @@ class Bank:
         layer = self._known[path]
         if isinstance(layer, Banked):
             raise ModelError(f"layer '{path}' is in another adapter bank", mend="detach that one first")
-        _check_untouched(path, layer)
+        check_untouched(path, layer)
         if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
             raise ModelError(f"layer '{path}' pads in a way that adapters do not know")
         weight = layer.weight
@@ -391,7 +391,7 @@ class Bank:
                 raise ModelError(
                     f"layer '{path}' is no longer run by itself", mend="adapters need it as it was"
                 )
-            _check_untouched(path, layer)
+            check_untouched(path, layer)
 
     def detach(self) -> None:
         """Give the model back as it was: no slots, no memory."""
@@ -423,12 +423,6 @@ class Bank:
                     self._check_slot(slot)
                 check_weight(weight)
         return lay_out(choices, device)
-
-
-def _check_untouched(path: str, layer: nn.Module) -> None:
-    """Hooks that move weights to the device, for one, put a forward of their own before the class's."""
-    if "forward" in vars(layer):
-        raise ModelError(f"layer '{path}' is run by something else, so adapters would be passed by")
 
 
 def check_weight(weight: float, name: str = "an adapter") -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from darkroom.errors import InputError, ModelError
+from darkroom.errors import InputError, ModelError, is_out_of_memory
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
@@ -305,6 +305,8 @@ def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> An
             **(named if of_transformers else {"torch_dtype": stored}),
         )
     except (OSError, RuntimeError, StrictDataclassError, *BAD_SETTINGS) as error:
+        if is_out_of_memory(error):
+            raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"'{folder}' could not be opened: {reason}") from error
     extra = {name for name in told["unexpected_keys"] if not name.endswith("position_ids")}

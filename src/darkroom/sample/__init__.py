@@ -12,7 +12,14 @@ from darkroom.sample.backends import BACKENDS, Backend, open_backend, unet_call
 from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, default_solver, make_table, solvers_of
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
 from darkroom.sample.generate import Job, generate
-from darkroom.sample.pictures import Picture, decode, make_grid, read_parameters, save_pictures
+from darkroom.sample.pictures import (
+    Picture,
+    decode,
+    make_grid,
+    prompt_in,
+    read_parameters,
+    save_pictures,
+)
 from darkroom.sample.prompts import Part, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.settings import GenerateSettings, Hires
@@ -47,6 +54,7 @@ __all__ = [
     "make_grid",
     "make_table",
     "open_backend",
+    "prompt_in",
     "read_parameters",
     "read_prompt",
     "read_tags",

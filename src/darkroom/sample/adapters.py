@@ -2,7 +2,9 @@
 
 `{"sks": "sks.safetensors", "ink": ("ink.safetensors", 0.6)}` gives adapters names. A prompt with A1111's
 tags, such as `<lora:sks:0.8>`, has just those it names, with the tags' weights; one without has all that are
-given, blended. Tags are not read as words. All pictures share the U-Net calls, whatever their adapters.
+given, blended. Tags are not read as words. LoRAs are added row by row: all pictures share the U-Net calls,
+whatever their adapters. Other kinds (DoRA, LoHa, LoKr) are no additions of low rank: they are merged into the
+model while the pictures of the prompts that have them are made.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError
-from darkroom.models.adapters import Adapter, read_adapter
+from darkroom.models.adapters import Adapter, merged_for_now, read_adapter
 from darkroom.models.bank import SLOTS, WEIGHTS, Bank, Choice, check_weight, lay_out
 from darkroom.sample.denoise import Condition
 
@@ -98,6 +101,10 @@ def _number(text: str, otherwise: float) -> float:
         return otherwise
 
 
+def _told(pairs: Sequence[tuple[Named, float]]) -> list[tuple[str, float]]:
+    return [(one.name, weight) for one, weight in pairs]
+
+
 @dataclass(repr=False)
 class Adapted:
     """The adapters of one call in a bank, and each prompt's share of them."""
@@ -139,9 +146,33 @@ class Adapted:
         """The adapters that some prompt has."""
         return list({one.name: one for used in self.used for one, _ in used}.values())
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any adapter is at work."""
+        return self.bank is not None or bool(self.chosen)
+
+    @property
+    def banked(self) -> list[Named]:
+        """Those that are added row by row."""
+        return [one for one in self.chosen if one.adapter.kind == "lora"]
+
+    def merged(self, prompt: int) -> list[tuple[Named, float]]:
+        """Those of a prompt that are merged into the model, by name."""
+        whole = [(one, weight) for one, weight in self.used[prompt] if one.adapter.kind != "lora"]
+        return sorted(whole, key=lambda pair: pair[0].name)
+
+    def parted(self) -> list[Adapted]:
+        """Neighbouring prompts for which the same adapters are merged, in their order."""
+        places = range(len(self.prompts))
+        parts = [list(part) for _, part in groupby(places, key=lambda i: _told(self.merged(i)))]
+        return [
+            Adapted([self.prompts[i] for i in part], [self.used[i] for i in part], self.given)
+            for part in parts
+        ]
+
     def put_into(self, model: Model) -> None:
         """Make the bank that holds them; ModelError where one does not fit the model."""
-        chosen = self.chosen
+        chosen = self.banked
         if not chosen:
             return
         rank = max(one.adapter.rank for one in chosen)
@@ -157,19 +188,25 @@ class Adapted:
 
     @contextmanager
     def within(self, model: Model) -> Iterator[None]:
-        """The bank stands while pictures are made; afterwards the model is as it was."""
-        self.put_into(model)
-        try:
-            yield
-        finally:
-            if self.bank is not None:
-                self.bank.detach()
-                self.bank = None
+        """Merged and in a bank while pictures are made; afterwards the model is as it was, to the bit."""
+        with merged_for_now(model, [(one.adapter, weight) for one, weight in self._merged_of_all()]):
+            self.put_into(model)
+            try:
+                yield
+            finally:
+                if self.bank is not None:
+                    self.bank.detach()
+                    self.bank = None
+
+    def _merged_of_all(self) -> list[tuple[Named, float]]:
+        found = self.merged(0) if self.used else []
+        assert all(_told(self.merged(i)) == _told(found) for i in range(len(self.used)))
+        return found
 
     def choice(self, prompt: int) -> tuple[tuple[int, float], ...]:
         """The slots and weights of a prompt's pictures."""
-        slots = {one.name: slot for slot, one in enumerate(self.chosen, start=1)}
-        return tuple((slots[one.name], weight) for one, weight in self.used[prompt])
+        slots = {one.name: slot for slot, one in enumerate(self.banked, start=1)}
+        return tuple((slots[one.name], weight) for one, weight in self.used[prompt] if one.name in slots)
 
     def parameters(self, prompt: int) -> list[dict[str, Any]]:
         """What a picture says of its adapters."""
@@ -181,7 +218,12 @@ class Adapted:
     @property
     def notes(self) -> list[str]:
         """What users should know of the files."""
-        return [f"adapter '{one.name}': {note}" for one in self.chosen for note in one.adapter.notes]
+        told = [f"adapter '{one.name}': {note}" for one in self.chosen for note in one.adapter.notes]
+        whole = self._merged_of_all()
+        return told + [
+            f"adapter '{one.name}' ({one.adapter.kind}) is merged into the model for these pictures"
+            for one, _ in whole
+        ]
 
     def encode(
         self, encode: Encode, prompts: Sequence[str], parts: Sequence[int], which: Sequence[int]

@@ -118,8 +118,8 @@ def check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: 
 
 
 def check_adapters(adapted: Adapted, backend: Backend) -> None:
-    """InputError unless the backend can tell adapters apart row by row."""
-    if adapted.bank is None:
+    """InputError unless the backend runs the model's own layers, which adapters change."""
+    if not adapted.has_any:
         return
     if backend.name not in ("torch", "compile"):
         raise InputError(
@@ -127,4 +127,5 @@ def check_adapters(adapted: Adapted, backend: Backend) -> None:
             allowed="torch, compile",
             mend="or merge them: darkroom export MODEL --merge ADAPTER --to FOLDER",
         )
-    adapted.bank.verify()
+    if adapted.bank is not None:
+        adapted.bank.verify()

@@ -71,10 +71,11 @@ def generate(
 
     The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
     it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
-    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`.
-    `batch_rows` bounds the pictures of one U-Net call (guidance doubles the rows in it); the pictures do
-    not depend on it. `backend` computes: `torch`, `compile`, `onnx`, `openvino`, or one opened before
-    (`open_backend`). `optimise` names optimisations of `sample.ladder`; the model stays as it is. `memory`
+    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`; DoRA, LoHa
+    and LoKr are merged into the model meanwhile. `batch_rows` bounds the pictures of one U-Net call (guidance
+    doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
+    `openvino`, or one opened before (`open_backend`). `optimise` names optimisations of `sample.ladder`; the
+    model stays as it is. `memory`
     ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
     the work is done, if that is not where the weights lie, and `dtype` what it is done in with a limit on
     memory, if that is not the weights' type. `progress(done, total)` counts steps. What was
@@ -82,28 +83,53 @@ def generate(
     InputError for what cannot be.
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
+    wanted = GenerateSettings.of(**settings)
+    check_seeds(wanted, len(told))
     adapted = Adapted.of(told, named(adapters))
     opened = backend.model if isinstance(backend, Backend) else None
-    with adapted.within(opened or model):
-        job = Job(
-            model,
-            told,
-            GenerateSettings.of(**settings),
-            backend,
-            notice,
-            image=image,
-            mask=mask,
-            adapted=adapted,
-            optimise=optimise,
-            memory=memory,
-            device=device,
-            dtype=dtype,
-        )
-        if job.backend.reasons:
-            explain("; ".join(job.backend.reasons))
-        for note in job.notes:
-            notice(note)
-        return _pictures(job, batch_rows, progress)
+    pictures: list[Picture] = []
+    said: set[str] = set()
+    for part in adapted.parted() or [adapted]:
+        first, of_part = len(pictures), told[len(pictures) // wanted.num :][: len(part.prompts)]
+        with part.within(opened or model):
+            job = Job(
+                model,
+                of_part,
+                wanted.model_copy(update={"seed": wanted.seed + first}),
+                backend,
+                notice,
+                image=image,
+                mask=mask,
+                adapted=part,
+                optimise=optimise,
+                memory=memory,
+                device=device,
+                dtype=dtype,
+            )
+            if job.backend.reasons and not pictures:
+                explain("; ".join(job.backend.reasons))
+            for note in job.notes:
+                if note not in said:
+                    notice(note)
+            said |= set(job.notes)
+            pictures += _pictures(job, batch_rows, _counted(progress, job, first, len(told) * wanted.num))
+    return pictures
+
+
+def check_seeds(settings: GenerateSettings, prompts: int) -> None:
+    """InputError unless every picture has a seed that generators take."""
+    if settings.seed + prompts * settings.num - 1 > MAX_SEED:
+        raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
+
+
+def _counted(
+    progress: Callable[[int, int], None] | None, job: Job, before: int, pictures: int
+) -> Callable[[int, int], None] | None:
+    """Steps of this job counted among those of all pictures, `before` of which are made."""
+    if progress is None or job.num_pictures == pictures:
+        return progress
+    steps = job.num_steps // job.num_pictures
+    return lambda done, _: progress(before * steps + done, pictures * steps)
 
 
 def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
@@ -210,8 +236,7 @@ class Job:
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
-        if settings.seed + self.num_pictures - 1 > MAX_SEED:
-            raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
+        check_seeds(settings, len(prompts))
         if isinstance(backend, str):
             backend, most = self._opened(backend, optimise, memory, device, dtype, notice)
             for taken in filter(None, (self.first, self.hires)):

@@ -252,6 +252,21 @@ def read_parameters(png: str | Path) -> dict[str, Any]:
 
     Raises InputError where the file is no picture or says neither.
     """
+    told = _parameters_in(png)
+    if told is None:
+        raise InputError(
+            f"'{png}' does not say how it was made", allowed="a PNG with 'darkroom' or 'parameters' text"
+        )
+    return told
+
+
+def prompt_in(picture: str | Path) -> str | None:
+    """The prompt that a picture's file says it was made with; None where it says nothing."""
+    prompt = (_parameters_in(picture) or {}).get("prompt")
+    return None if prompt is None else str(prompt)
+
+
+def _parameters_in(png: str | Path) -> dict[str, Any] | None:
     try:
         with Image.open(png) as image:
             image.load()
@@ -267,9 +282,7 @@ def read_parameters(png: str | Path) -> dict[str, Any]:
                 return told
     if A1111_KEY in texts:
         return parse_a1111(texts[A1111_KEY])
-    raise InputError(
-        f"'{png}' does not say how it was made", allowed="a PNG with 'darkroom' or 'parameters' text"
-    )
+    return None
 
 
 MOST_LINE = 16_384

@@ -220,7 +220,7 @@ def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
                 )
             image.load()
             return image
-    except Refused:
+    except (Refused, MemoryError):  # the latter is no fault of the picture
         raise
     except Exception as error:  # whatever a decoder makes of hostile bytes
         raise Refused(

@@ -138,7 +138,10 @@ class Library:
         files = self._look()
         for name in names:
             if name in files and (trouble := self._troubles.get(files[name])) is not None:
-                raise trouble
+                if isinstance(trouble, InputError):
+                    raise trouble
+                with self._lock:  # the machine's trouble, not the file's: it is tried again
+                    self._troubles.pop(files[name], None)
 
     def _look(self) -> dict[str, File]:
         """The folder's files, looked up anew at most every second."""
@@ -172,7 +175,7 @@ class Library:
         except Exception as error:
             LOG.exception("adapter '%s' cannot be read", file.name)
             self._note_trouble(
-                file, InputError(f"adapter '{file.name}' cannot be read: {type(error).__name__}")
+                file, DarkroomError(f"adapter '{file.name}' could not be read: {type(error).__name__}")
             )
         else:
             with self._lock:

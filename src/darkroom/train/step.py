@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from darkroom import models
-from darkroom.errors import RecipeError
+from darkroom.errors import RecipeError, is_out_of_memory
 from darkroom.train.ema import Ema, EmaSettings
 from darkroom.train.extras import AlignSettings, RoutingSettings
 from darkroom.train.optimisers import (
@@ -274,15 +274,6 @@ class Step:
                 total[name] = total[name] + mean.detach() if name in total else mean.detach()
         self.weights.exchange()
         return total
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is that of an allocator with nothing left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(
-        words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory")
-    )
 
 
 def next_smaller(batch: int, micro: int) -> int:

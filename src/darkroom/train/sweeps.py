@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.bill import Bill
-from darkroom.errors import DarkroomError, InputError, Stopped
+from darkroom.errors import DarkroomError, InputError, Stopped, is_out_of_memory
 from darkroom.run import Run
 from darkroom.train.checks import check_settings
 from darkroom.train.defaults import SUBJECT_TASKS
@@ -23,7 +23,6 @@ from darkroom.train.micro import NotOneFits
 from darkroom.train.phases import with_address
 from darkroom.train.ranks import RankLost, started_together
 from darkroom.train.start import Estimate, train
-from darkroom.train.step import is_out_of_memory
 
 if TYPE_CHECKING:
     from darkroom.recipe import Recipe

@@ -152,6 +152,8 @@ async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
     """A form as a request: its texts become the numbers that the fields are."""
     try:
         form = await request.form(max_files=2, max_fields=MOST_PARTS)
+    except (OSError, MemoryError):  # a full disk or no memory for the parts is not the client's mistake
+        raise
     except Exception as error:  # whatever a parser makes of hostile bytes
         raise Refused(400, "bad_request", "the body is no form that can be read") from error
     texts: dict[str, str] = {}

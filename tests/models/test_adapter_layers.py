@@ -1,0 +1,207 @@
+"""LoHa and LoKr with every kind of factor against peft, files that mix kinds, and several adapters."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from made_adapters import made
+from safetensors.torch import save_file
+
+from darkroom import models
+from darkroom.errors import ModelError
+from darkroom.models import Adapter, Factors, Model, fit, merge, merge_all, read_adapter, write_adapter
+from darkroom.models.adapters import adaptable
+
+TARGETS = ["attn1.to_q", "ff.net.2", "resnets.0.conv1", "conv_shortcut"]
+
+
+def kohya_file(tensors: dict[str, torch.Tensor], file: Path, alpha: float = 2.0) -> Path:
+    named = {f"unet.{key.removeprefix('base_model.model.')}": t.contiguous() for key, t in tensors.items()}
+    named |= {f"{key.rsplit('.', 1)[0]}.alpha": torch.tensor(alpha) for key in named}
+    save_file(named, file)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("loha", {}),
+        ("loha", {"use_effective_conv2d": True}),
+        ("lokr", {}),
+        ("lokr", {"use_effective_conv2d": True}),
+        ("lokr", {"use_effective_conv2d": True, "decompose_both": True, "decompose_factor": 4}),
+        ("lokr", {"decompose_both": True, "decompose_factor": 8}),
+    ],
+)
+def test_tucker_cores_and_split_factors_merge_as_peft_merges_them(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"loha": peft.LoHaConfig, "lokr": peft.LoKrConfig}[kind]
+    torch.manual_seed(3)
+    theirs = peft.get_peft_model(
+        models.create("tiny", seed=1).unet,
+        config(r=2, alpha=2, target_modules=TARGETS, init_weights=False, **settings),
+    )
+    tensors = {key: t * 2 for key, t in peft.get_peft_model_state_dict(theirs).items()}
+    peft.set_peft_model_state_dict(theirs, tensors)
+    cores = [key for key in tensors if key.endswith(("t1", "t2"))]
+    assert bool(cores) == ("use_effective_conv2d" in settings)
+    read = read_adapter(kohya_file(tensors, tmp_path / "a.safetensors"))
+    ours, plain = models.create("tiny", seed=1), models.create("tiny", seed=1)
+    merge(ours, read)
+    expected = theirs.merge_and_unload().state_dict()
+    mine, before = (model.modules["unet"].state_dict() for model in (ours, plain))
+    changed = [name for name in expected if not torch.equal(before[name], expected[name])]
+    assert len(changed) == len(read.layers)
+    for name in expected:
+        assert torch.allclose(mine[name], expected[name], atol=1e-5), name
+    assert max(float((before[name] - expected[name]).abs().max()) for name in changed) > 1e-2
+
+
+def by_hand(parts: dict[str, torch.Tensor], scale: float, shape: torch.Size) -> torch.Tensor:
+    """LyCORIS' own formulas, written out index by index: LoKr with a Tucker core, LoHa, LoCon."""
+    if "lokr_t2" in parts:
+        two = torch.einsum("ijkl,ip,jr->prkl", parts["lokr_t2"], parts["lokr_w2_a"], parts["lokr_w2_b"])
+        one = parts["lokr_w1"]
+        outer = torch.einsum("ab,cdkl->acbdkl", one, two)
+        return scale * outer.reshape(shape)
+    if "hada_w1_a" in parts:
+        one, two = (parts[f"hada_w{i}_a"] @ parts[f"hada_w{i}_b"] for i in (1, 2))
+        return scale * (one * two).reshape(shape)
+    return scale * (parts["up"].flatten(1) @ parts["down"].flatten(1)).reshape(shape)
+
+
+def mixed(model: Model) -> dict[str, dict[str, torch.Tensor]]:
+    """A file of LyCORIS with a preset: LoCon for a convolution, LoHa for attention, LoKr with a core."""
+    draw = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw) * 0.5
+
+    return {
+        "unet.down_blocks.0.resnets.0.conv1": {"down": random(4, 32, 3, 3), "up": random(32, 4, 1, 1)},
+        "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q": {
+            "hada_w1_a": random(64, 4),
+            "hada_w1_b": random(4, 64),
+            "hada_w2_a": random(64, 4),
+            "hada_w2_b": random(4, 64),
+        },
+        "unet.mid_block.resnets.0.conv1": {
+            "lokr_w1": random(8, 8),
+            "lokr_w2_a": random(4, 8),
+            "lokr_w2_b": random(4, 8),
+            "lokr_t2": random(4, 4, 3, 3),
+        },
+    }
+
+
+def file_of(layers: dict[str, dict[str, torch.Tensor]], file: Path) -> Path:
+    roles = {"down": "lora_down.weight", "up": "lora_up.weight"}
+    told = {}
+    for name, parts in layers.items():
+        stem = "lora_" + name.replace(".", "_")
+        told |= {f"{stem}.{roles.get(role, role)}": t for role, t in parts.items()}
+        told[f"{stem}.alpha"] = torch.tensor(2.0)
+    save_file(told, file)
+    return file
+
+
+def test_kinds_may_be_mixed_in_one_file(tmp_path: Path) -> None:
+    model, plain = models.create("tiny", seed=1), models.create("tiny", seed=1)
+    layers = mixed(model)
+    read = read_adapter(file_of(layers, tmp_path / "a.safetensors"))
+    assert read.kind == "loha+lokr+lora"
+    merge(model, read, 0.5)
+    before, after = adaptable(plain), adaptable(model)
+    for name, parts in layers.items():
+        expected = 0.5 * by_hand(parts, 2 / 4, before[name].weight.shape)
+        assert expected.abs().max() > 0.1
+        assert torch.allclose(after[name].weight - before[name].weight, expected, atol=1e-5), name
+    with pytest.raises(ModelError, match="diffusers has no keys for it"):
+        write_adapter(read, tmp_path / "b.safetensors")
+    again = read_adapter(write_adapter(read, tmp_path / "c.safetensors", kohya=True))
+    assert (again.kind, again.layers.keys()) == (read.kind, read.layers.keys())
+    assert all(torch.equal(again.layers[n].delta(), layer.delta()) for n, layer in read.layers.items())
+    assert again.metadata["ss_network_module"] == "lycoris.kohya"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hada_w1_b": (5, 64)},
+        {"hada_w2_a": (32, 4)},
+        {"hada_w1_a": (64,)},
+        {"hada_t1": (4, 4, 3, 3), "hada_t2": (4, 5, 3, 3)},
+        {"hada_w1_a": (0, 4), "hada_w2_a": (0, 4)},
+    ],
+)
+def test_factors_that_do_not_go_together_are_refused_as_such(
+    change: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    name = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    parts = mixed(models.create("tiny", seed=1))[name]
+    assert read_adapter(file_of({name: parts}, tmp_path / "a.safetensors")).kind == "loha"
+    wrong = parts | {role: torch.ones(shape) for role, shape in change.items()}
+    with pytest.raises(ModelError, match="do not go together"):
+        read_adapter(file_of({name: wrong}, tmp_path / "b.safetensors"))
+
+
+def test_as_many_numbers_in_another_shape_do_not_fit() -> None:
+    """Inputs and outputs exchanged hold as many numbers; they are another layer's."""
+    model = models.create("tiny", seed=1)
+    name = "unet.mid_block.attentions.0.transformer_blocks.0.ff.net.2"
+    outputs, inputs = adaptable(model)[name].weight.shape
+    for rows, columns, fits in ((outputs, inputs, True), (inputs, outputs, False)):
+        parts = {f"hada_w{i}_a": torch.ones(rows, 2) for i in (1, 2)}
+        parts |= {f"hada_w{i}_b": torch.ones(2, columns) for i in (1, 2)}
+        adapter = Adapter("k", {name: Factors("loha", parts)}, kind="loha")
+        if fits:
+            assert fit(adapter, model).layers
+        else:
+            with pytest.raises(ModelError, match="another shape"):
+                fit(adapter, model)
+
+
+def test_several_adapters_merge_alike_in_any_order() -> None:
+    """A DoRA's change depends on the weights it meets: it meets the base's, whoever comes first."""
+    draw = torch.Generator().manual_seed(1)
+    plain = models.create("tiny", seed=1)
+    lora = made(plain, 1)
+    dora = made(plain, 2)
+    layers = {n: replace(layer, magnitude=torch.rand(len(layer.up), generator=draw) + 0.5)
+              for n, layer in dora.layers.items()}  # fmt: skip
+    soft = Adapter("soft", layers, kind="dora")
+    merged = []
+    for pairs in itertools.permutations([(lora, 1.0), (soft, 0.7)]):
+        model = models.create("tiny", seed=1)
+        merge_all(model, pairs)
+        merged.append(adaptable(model))
+    alone = []
+    for adapter, weight in ((lora, 1.0), (soft, 0.7)):
+        model = models.create("tiny", seed=1)
+        merge(model, adapter, weight)
+        alone.append(adaptable(model))
+    sequence = models.create("tiny", seed=1)
+    merge(sequence, lora)
+    merge(sequence, soft, 0.7)
+    before = adaptable(plain)
+    apart = 0.0
+    for name in lora.layers:
+        base = before[name].weight
+        expected = alone[0][name].weight + alone[1][name].weight - base
+        assert torch.allclose(merged[0][name].weight, merged[1][name].weight, atol=1e-6)
+        assert torch.allclose(merged[0][name].weight, expected, atol=1e-6)
+        apart = max(apart, (adaptable(sequence)[name].weight - expected).abs().max().item())
+    assert apart > 1e-2
+
+
+def test_what_a_precision_cannot_hold_is_refused() -> None:
+    model = models.create("tiny", seed=1).to(dtype=torch.float16)
+    with pytest.raises(ModelError, match="too large for torch.float16"):
+        merge(model, made(model, 1, size=1e6))

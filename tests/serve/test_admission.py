@@ -1,0 +1,119 @@
+"""Bounds at their very edge: what is allowed is let in, one more is refused with the field's name."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from darkroom import models
+from darkroom.serve.admission import Rates, check_limits, check_room, check_shape, checked_picture
+from darkroom.serve.limits import Limits
+from darkroom.serve.refused import Refused
+from darkroom.serve.request import PictureRequest
+
+
+def refused(call: Any, *arguments: Any, **more: Any) -> Refused | None:
+    try:
+        call(*arguments, **more)
+    except Refused as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("field", "limit", "allowed", "over"),
+    [
+        ("prompt", {"prompt_chars": 5}, "12345", "123456"),
+        ("negative", {"prompt_chars": 5}, "12345", "123456"),
+        ("num", {"pictures": 3}, 3, 4),
+        ("steps", {"steps": 7}, 7, 8),
+        ("guidance", {"guidance": 9.0}, 9.0, 9.1),
+        ("width", {"side_pixels": 64}, 64, 72),
+        ("height", {"side_pixels": 64}, 64, 72),
+        ("previews", {"previews": 2}, 2, 3),
+        ("deadline_s", {"deadline_s": 5.0}, 5.0, 5.5),
+    ],
+)
+def test_a_limit_is_what_is_still_allowed(field: str, limit: dict[str, Any], allowed: Any, over: Any) -> None:
+    def asked(value: Any) -> PictureRequest:
+        return PictureRequest(**{"prompt": "a", field: value})
+
+    assert refused(check_limits, asked(allowed), Limits(**limit)) is None
+    error = refused(check_limits, asked(over), Limits(**limit))
+    assert error is not None
+    assert (error.status, error.param) == (422, field)
+
+
+@pytest.mark.parametrize("weight", [2.0, -2.0])
+def test_an_adapters_weight_has_the_same_bound_on_both_sides(weight: float) -> None:
+    def asked(weight: float) -> PictureRequest:
+        return PictureRequest.model_validate({"prompt": "a", "adapters": [{"name": "ink", "weight": weight}]})
+
+    limits = Limits(adapter_weight=2.0)
+    assert refused(check_limits, asked(weight), limits) is None
+    assert refused(check_limits, asked(weight * 1.01), limits) is not None
+
+
+def test_the_queue_takes_as_many_as_it_says() -> None:
+    limits = Limits(queue=10, queue_per_key=4)
+    assert refused(check_room, 7, 1, 3, limits, 2.0) is None
+    full = refused(check_room, 8, 1, 3, limits, 2.0)
+    assert full is not None
+    assert (full.status, full.retry_after_s) == (429, 6.0)
+    assert refused(check_room, 4, 2, 2, limits, None, "anna") is None
+    own = refused(check_room, 4, 3, 2, limits, None, "anna")
+    assert own is not None
+    assert "with key 'anna'" in str(own)
+    assert own.retry_after_s == 1.0
+
+
+def test_a_key_has_ten_seconds_worth_and_then_its_even_rate() -> None:
+    rates = Rates(per_minute=30)
+    assert [refused(rates.take, "a", 0.0) for _ in range(5)] == [None] * 5
+    late = refused(rates.take, "a", 0.0)
+    assert late is not None
+    assert late.retry_after_s == pytest.approx(2.0)
+    assert refused(rates.take, "b", 0.0) is None
+    # A refusal costs nothing: two seconds later the next is there, and no more than that one.
+    assert refused(rates.take, "a", 2.0) is None
+    assert refused(rates.take, "a", 2.0) is not None
+    assert [refused(rates.take, "a", 1000.0) for _ in range(6)].count(None) == 5
+
+
+def test_an_upload_may_have_as_many_pixels_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 4)).save(file, "PNG")
+    assert checked_picture(file.getvalue(), Limits(upload_pixels=32), "image").size == (8, 4)
+    error = refused(checked_picture, file.getvalue(), Limits(upload_pixels=31), "image")
+    assert error is not None
+    assert (error.status, error.code) == (422, "over_limit")
+    error = refused(checked_picture, file.getvalue()[:40], Limits(), "mask")
+    assert error is not None
+    assert (error.code, error.param) == ("invalid_picture", "mask")
+
+    def without_memory(_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", without_memory)
+    with pytest.raises(MemoryError):  # the server's trouble, no 422
+        checked_picture(file.getvalue(), Limits(), "image")
+
+
+def test_steps_and_work_count_both_passes(tmp_path: Path) -> None:
+    model = models.create("tiny", parts=("unet", "vae", "text_encoder", "tokenizer"), seed=1)
+    hires = {"scale": 2.0, "strength": 1.0, "steps": 6}
+    request = PictureRequest.model_validate({"prompt": "a", "steps": 2, "guidance": 1.0, "hires": hires})
+    shape = check_shape(model, request, Limits(steps=6))
+    assert shape.larger is not None
+    assert refused(check_shape, model, request, Limits(steps=4)) is not None
+    cost = round(shape.whole_cost)
+    assert refused(check_shape, model, request, Limits(work=cost)) is None
+    over = refused(check_shape, model, request, Limits(work=cost - 1))
+    assert over is not None
+    assert over.code == "over_limit"
+    both = request.model_copy(update={"num": 2})
+    assert refused(check_shape, model, both, Limits(work=cost)) is not None
