@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from darkroom import models
-from darkroom.serve.admission import Rates, check_limits, check_room, check_shape, checked_picture
+from darkroom.serve.admission import Rates, check_limits, check_shape, checked_picture
 from darkroom.serve.limits import Limits
 from darkroom.serve.refused import Refused
 from darkroom.serve.request import PictureRequest
@@ -56,19 +56,6 @@ def test_an_adapters_weight_has_the_same_bound_on_both_sides(weight: float) -> N
     limits = Limits(adapter_weight=2.0)
     assert refused(check_limits, asked(weight), limits) is None
     assert refused(check_limits, asked(weight * 1.01), limits) is not None
-
-
-def test_the_queue_takes_as_many_as_it_says() -> None:
-    limits = Limits(queue=10, queue_per_key=4)
-    assert refused(check_room, 7, 1, 3, limits, 2.0) is None
-    full = refused(check_room, 8, 1, 3, limits, 2.0)
-    assert full is not None
-    assert (full.status, full.retry_after_s) == (429, 6.0)
-    assert refused(check_room, 4, 2, 2, limits, None, "anna") is None
-    own = refused(check_room, 4, 3, 2, limits, None, "anna")
-    assert own is not None
-    assert "with key 'anna'" in str(own)
-    assert own.retry_after_s == 1.0
 
 
 def test_a_key_has_ten_seconds_worth_and_then_its_even_rate() -> None:
