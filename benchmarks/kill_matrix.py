@@ -29,9 +29,9 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
-from darkroom.train.checkpoint import checkpoints, step_of
+from darkroom.data.store import Store
+from darkroom.train.checkpoint.format import checkpoints, step_of
 
 SIDE, PICTURES = 16, 44
 EARLY, STARTING_S = 0.2, 10.0  # the share of kills that come while a job starts, and how long that may take

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from darkroom.measure.loopback import Client, ServerProcess
+from darkroom.measure.serving import Client, ServerProcess
 
 JOBS_A_ROUND = 3
 OPTIONS = ("--rate", "1000000", "--queue", "100000")

@@ -50,7 +50,7 @@ def test_money_is_device_hours_times_the_price_and_dated():
 
 
 def test_a_cpu_costs_as_many_virtual_cpus_as_may_be_used():
-    from darkroom.hardware import price
+    from darkroom.hardware.prices import price
 
     here = machine()
     bill = Meter("cpu").bill()

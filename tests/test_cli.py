@@ -103,7 +103,7 @@ def test_doctor_says_the_same_as_json(capsys):
 
 
 def test_generate_writes_pictures_that_say_how_they_were_made(capsys, tmp_path):
-    from darkroom.sample import read_parameters
+    from darkroom.sample.pictures import read_parameters
 
     arguments = ["generate", "tiny", "a red circle", "--steps", "2", "--num", "2", "--seed", "5"]
     code, out, _ = run(capsys, *arguments, "--out", str(tmp_path), "--json")

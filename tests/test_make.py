@@ -179,13 +179,13 @@ def test_the_tests_of_what_changed(tmp_path):
     for path in (
         "tests/train/test_step.py",
         "tests/test_bill.py",
-        "tests/test_walls.py",
+        "tests/test_import_rules.py",
         "tests/data/test_store.py",
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     (tmp_path / "tests/data/conftest.py").touch()
-    walls = "tests/test_walls.py"
+    walls = "tests/test_import_rules.py"
     assert set(make.tests_of(["src/darkroom/train/step.py"], tmp_path)) == {"tests/train", walls}
     assert set(make.tests_of(["src/darkroom/bill.py"], tmp_path)) == {"tests/test_bill.py", walls}
     assert make.tests_of(["tests/data/test_store.py", "docs/plan.md"], tmp_path) == [

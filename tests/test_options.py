@@ -38,7 +38,8 @@ def test_a_solver_has_darkrooms_name_or_a1111s(name, solver, karras):
 
 
 def test_the_names_are_those_of_the_solvers_that_there_are():
-    from darkroom.sample import FLOW_SOLVERS, SOLVERS, GenerateSettings
+    from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS
+    from darkroom.sample.generate import GenerateSettings
 
     assert set(options.SOLVER_NAMES) == set(SOLVERS)
     assert set(options.FLOW_SOLVER_NAMES) == set(FLOW_SOLVERS)

@@ -35,7 +35,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
-from darkroom.measure import Measurement, Timing, append_csv, measurement
+from darkroom.measure.timing import Measurement, Timing, append_csv, measurement
 
 SIDE, WIDTH, LEVELS = 128, 128, 4
 CROSS = "CrossAttnDownBlock2D"
@@ -68,10 +68,10 @@ SMALL = Sizes(batch=4, steps=3, drain=3, rounds=2, pictures=32, unet=(16, 32), v
 def material(folder: Path, sizes: Sizes) -> tuple[Path, Path]:
     """A model of random weights, and a store with the columns of its encoders."""
     from darkroom import models
-    from darkroom.data import Store
     from darkroom.data.importers import import_pictures
+    from darkroom.data.store import Store
     from darkroom.measure.importing import make_source
-    from darkroom.prepare import prepare
+    from darkroom.prepare.job import prepare
 
     vae = {
         "block_out_channels": [sizes.vae * k for k in (1, 2, 4, 4)],
@@ -143,8 +143,8 @@ class Rated:
     rate, store, columns = 0.0, "", ("", "")
 
     def __init__(self, parts: Any) -> None:
-        from darkroom.data import Store
         from darkroom.data.loader import ReadSettings, row_assembler
+        from darkroom.data.store import Store
 
         read = ReadSettings(latents=self.columns[0], text=self.columns[1])
         self._rows = row_assembler(Store.open(self.store), read)
@@ -170,7 +170,7 @@ class Rated:
 
 def rated(store: Path, rate: float) -> type[Rated]:
     """Encoders of so many rows a second that replay this store's columns."""
-    from darkroom.data import Store
+    from darkroom.data.store import Store
 
     names = Store.open(store).columns()
     columns = tuple(next(n for n in names if n.startswith(kind)) for kind in ("latents_", "text_"))
@@ -214,7 +214,8 @@ def opened(one: Any, folder: Path, encoder: Any = None) -> Iterator[Way]:
     """A way of feeding, ready at its first step."""
     from darkroom.cluster.encoding import OnlineEncoder
     from darkroom.cluster.feed import online
-    from darkroom.train.job import Pinned, make_job
+    from darkroom.train.jobs import Pinned
+    from darkroom.train.setup import make_job
 
     with online(one, reserved_cpus=1, encoder=encoder or OnlineEncoder) as feed:
         job = make_job(one, Pinned(folder), feed)

@@ -15,10 +15,10 @@ import numpy as np
 from PIL import Image
 
 from darkroom import models, sample
-from darkroom.data import Store
+from darkroom.data.store import Store
 from darkroom.recipe import read_recipe
 from darkroom.run import Run
-from darkroom.train.checks import select_rows
+from darkroom.train.data.rows import select_rows
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

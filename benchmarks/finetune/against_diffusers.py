@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
-from darkroom.hardware import PeakMemory
-from darkroom.measure import Timing, append_csv, measurement, synchronise
+from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.finetuning_costs import alone
+from darkroom.measure.timing import Timing, append_csv, measurement, synchronise
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 PROMPT = "a photo of sks dog"
@@ -109,7 +109,8 @@ def ours(told: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from darkroom.recipe import make_recipe
-    from darkroom.train.job import Pinned, make_job
+    from darkroom.train.jobs import Pinned
+    from darkroom.train.setup import make_job
 
     recipe = make_recipe(
         {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from darkroom.plan import published, shipped
-from darkroom.plan.profile import Profile
+from darkroom.plan.counts import Profile
+from darkroom.proof import peers as shipped
+from darkroom.proof import published
 
 
 def main() -> None:

@@ -18,9 +18,11 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from darkroom.plan import published, roofline, validate
+from darkroom.plan import roofline
 from darkroom.plan.roofline import Efficiency
-from darkroom.plan.rows import Row
+from darkroom.proof import published
+from darkroom.proof import published as validate
+from darkroom.proof.rows import Row
 
 PULL = 0.15
 CONVERGED, MOST_EVALUATIONS = 1e-4, 200

@@ -18,9 +18,9 @@ from typing import Any
 
 from PIL import Image, ImageChops
 
+from darkroom.proof.drawings import five_plots
+from darkroom.proof.page import SYSTEMS, write_five_systems
 from darkroom.report import html
-from darkroom.report.five_drawings import five_plots
-from darkroom.report.five_systems import SYSTEMS, write_five_systems
 
 FOLDER = Path(__file__).parent / "five_systems"
 WIDTH, HEIGHT = 1180, 4000

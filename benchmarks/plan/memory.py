@@ -73,7 +73,7 @@ FULL: dict[str, tuple[dict[str, Any], int]] = {
 
 def measure(content: dict[str, Any], rows: int) -> dict[str, int]:
     """Run it here; bytes that the resident set grew by at its peak."""
-    from darkroom.hardware import PeakMemory, resident_bytes
+    from darkroom.hardware.memory import PeakMemory, resident_bytes
 
     if content.get("data", {}).get("folder") == FOLDER:
         ready = _run(content)
@@ -105,11 +105,13 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     import torch
 
     from darkroom import models
-    from darkroom.plan.beside import encodes, resting
-    from darkroom.plan.outline import outline
+    from darkroom.plan.counts import outline
+    from darkroom.plan.memory import resting
+    from darkroom.plan.settings import encodes
     from darkroom.plan.training import _columns, _NoStore, _without_store
     from darkroom.recipe import make_recipe
-    from darkroom.train import build, job
+    from darkroom.train import model as build
+    from darkroom.train import setup as job
 
     recipe = make_recipe(content)
     layout, cpu = outline(recipe), torch.device("cpu")
@@ -140,7 +142,7 @@ def _run(content: dict[str, Any]) -> Callable[[], None]:
     from PIL import Image
 
     from darkroom.recipe import make_recipe
-    from darkroom.train import train
+    from darkroom.train.run import train
 
     place = Path(tempfile.mkdtemp(prefix="darkroom-memory-"))
     draws = np.random.default_rng(0)
@@ -163,7 +165,8 @@ def _pictures(content: dict[str, Any], rows: int) -> Callable[[], None]:
     import torch
 
     from darkroom import models
-    from darkroom.plan.generation import GenerateSpec, _conditions, _denoise, outlined
+    from darkroom.models.outline import outlined
+    from darkroom.plan.generation import GenerateSpec, _conditions, _denoise
     from darkroom.sample.pictures import decode
 
     spec = GenerateSpec(content["pictures"], content["size"], content["size"], precision="float32")

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from darkroom.plan.validate import validate
+from darkroom.proof.published import validate
 
 HERE = Path(__file__).parent
 COLUMNS = (

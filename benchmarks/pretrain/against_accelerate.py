@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
-from darkroom.hardware import PeakMemory
-from darkroom.measure import Measurement, Timing, append_csv, measurement
+from darkroom.hardware.memory import PeakMemory
+from darkroom.measure.timing import Measurement, Timing, append_csv, measurement
 
 sys.path.insert(0, str(Path(__file__).parent))
 from material import content, make_base, make_store
@@ -111,7 +111,8 @@ def _columns(told: dict[str, Any]) -> tuple[Any, Any]:
 
 def _job(told: dict[str, Any]) -> Any:
     from darkroom.recipe import make_recipe
-    from darkroom.train.job import Pinned, make_job
+    from darkroom.train.jobs import Pinned
+    from darkroom.train.setup import make_job
 
     settings = {
         "steps": 10**6,
@@ -138,7 +139,7 @@ def ours(told: dict[str, Any], line: Any) -> None:
     import torch
 
     torch.set_num_threads(told["threads"])
-    from darkroom.hardware import environment
+    from darkroom.hardware.machine import environment
     from darkroom.run import Run
     from darkroom.train.tracking import NoTracker
     from darkroom.train.trainer import Trainer

@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 
-from darkroom.count import count
+from darkroom.counting import count
 from darkroom.recipe import make_recipe
 from darkroom.run import Run
-from darkroom.train import Pinned, make_job, train
+from darkroom.train.jobs import Pinned
+from darkroom.train.run import train
+from darkroom.train.setup import make_job
 from darkroom.train.speed import flops_per_image
 
 TRANSFORMER = {"num_layers": 6, "num_attention_heads": 4, "attention_head_dim": 16}

@@ -23,9 +23,9 @@ from typing import Any
 
 import psutil
 
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
-from darkroom.measure import Timing, append_csv, measurement
+from darkroom.data.store import Store
+from darkroom.measure.timing import Timing, append_csv, measurement
 
 sys.path.insert(0, str(Path(__file__).parent))
 from material import paint

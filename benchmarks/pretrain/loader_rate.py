@@ -25,11 +25,10 @@ import numpy as np
 import pyarrow as pa
 
 from darkroom import models
-from darkroom.data import Store
 from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.order import Order
-from darkroom.data.store import SCHEMA
-from darkroom.measure import Timing, append_csv, measurement
+from darkroom.data.store import SCHEMA, Store
+from darkroom.measure.timing import Timing, append_csv, measurement
 from darkroom.prepare.columns import latents_field, text_field
 from darkroom.recipe import read_recipe
 

@@ -14,9 +14,9 @@ import yaml
 from PIL import Image
 
 from darkroom import models
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
-from darkroom.prepare import prepare
+from darkroom.data.store import Store
+from darkroom.prepare.job import prepare
 
 SIDE, PICTURES, WIDTH = 256, 128, 256
 CROSS = "CrossAttnDownBlock2D"

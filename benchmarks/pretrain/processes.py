@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
-from darkroom.measure import Measurement, Timing, append_csv, measurement
+from darkroom.measure.timing import Measurement, Timing, append_csv, measurement
 
 sys.path.insert(0, str(Path(__file__).parent))
 from material import content, make_base, make_store, write_recipe

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import darkroom  # noqa: F401 - sets the OpenMP spin count before torch is imported
-from darkroom.hardware import environment
-from darkroom.measure import Measurement, Timing, append_csv, measurement
+from darkroom.hardware.machine import environment
+from darkroom.measure.timing import Measurement, Timing, append_csv, measurement
 from darkroom.recipe import make_recipe
 from darkroom.run import Run
-from darkroom.train.checkpoint import checkpoints
-from darkroom.train.job import Pinned, make_job
+from darkroom.train.checkpoint.format import checkpoints
+from darkroom.train.jobs import Pinned
+from darkroom.train.setup import make_job
 from darkroom.train.tracking import NoTracker
 from darkroom.train.trainer import Trainer
 

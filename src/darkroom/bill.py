@@ -13,9 +13,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.hardware import EnergyMeter, Machine, PeakMemory, Price, find_card, machine, price
-from darkroom.hardware.energy import JOULES_PER_KWH
-from darkroom.hardware.prices import STALE_DAYS
+from darkroom.hardware import machine
+from darkroom.hardware.cards import find_card
+from darkroom.hardware.energy import JOULES_PER_KWH, EnergyMeter
+from darkroom.hardware.machine import Machine
+from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.prices import STALE_DAYS, Price, price
 
 
 class Bill(BaseModel):

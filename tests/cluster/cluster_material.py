@@ -14,8 +14,7 @@ from PIL import Image
 from darkroom import models
 from darkroom.cluster import prepare as cluster_prepare
 from darkroom.cluster.encoders import Bounds
-from darkroom.data import Store
-from darkroom.data.store import SCHEMA
+from darkroom.data.store import SCHEMA, Store
 
 RESOLUTION, BATCH, BLOCK = 32, 4, 8
 SMALL = "SMALL"

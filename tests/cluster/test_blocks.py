@@ -22,10 +22,10 @@ from darkroom.cluster.keeper import Keeper, SharedPool, Told
 from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_folder
 from darkroom.cluster.room import Room
 from darkroom.cluster.usage import Use
-from darkroom.data.races import vanished
+from darkroom.data.commit_retry import vanished
 from darkroom.errors import DarkroomError, InputError, StoreError
 from darkroom.prepare.notes import Notes
-from darkroom.train.ranks import Ranks
+from darkroom.train.distributed.ranks import Ranks
 
 
 class Held(Pool):

@@ -16,7 +16,7 @@ from darkroom.cluster import doctor as room
 from darkroom.cluster.doctor import Node, doctor
 from darkroom.cluster.probe import About
 from darkroom.errors import InputError
-from darkroom.hardware import Check
+from darkroom.hardware.doctor import Check
 
 pytestmark = pytest.mark.xdist_group("ray")
 nightly = pytest.mark.nightly

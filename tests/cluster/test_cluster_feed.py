@@ -27,14 +27,15 @@ from darkroom.cluster.feed import online
 from darkroom.cluster.keeper import Told
 from darkroom.cluster.train import Placement
 from darkroom.cluster.train import train as train_on_ray
-from darkroom.data import Store
+from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError
 from darkroom.recipe import Recipe, make_recipe
-from darkroom.train import train
-from darkroom.train.checks import select_rows
-from darkroom.train.feed import make_order
-from darkroom.train.job import Pinned, make_job
-from darkroom.train.ranks import Ranks
+from darkroom.train.data.feed import make_order
+from darkroom.train.data.rows import select_rows
+from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.jobs import Pinned
+from darkroom.train.run import train
+from darkroom.train.setup import make_job
 
 pytestmark = pytest.mark.xdist_group("ray")
 nightly = pytest.mark.nightly

@@ -22,9 +22,9 @@ from cluster.conftest import NODE
 from darkroom import models
 from darkroom.cluster import prepare as cluster_prepare
 from darkroom.cluster.encoders import Bounds
-from darkroom.data import Store
+from darkroom.data.store import Store
 from darkroom.errors import ColumnError, InputError
-from darkroom.prepare import prepare
+from darkroom.prepare.job import prepare
 
 pytestmark = pytest.mark.xdist_group("ray")
 nightly = pytest.mark.nightly

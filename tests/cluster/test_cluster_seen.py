@@ -22,7 +22,7 @@ from test_cluster_train import recipe, trained
 from cluster.conftest import NODE
 from darkroom.cluster.encoders import Bounds
 from darkroom.cluster.seen import check_nodes
-from darkroom.data import Store
+from darkroom.data.store import Store
 from darkroom.errors import StoreError
 
 __all__ = ["recipe"]  # the fixture

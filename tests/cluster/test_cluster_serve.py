@@ -27,11 +27,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from darkroom import models, sample
-from darkroom.cli import app as cli
-from darkroom.cluster.scaling import ByQueue
-from darkroom.cluster.serve import OnRay, Replicas, application, run, shared, told_to_stop
+from darkroom.cli.door import app as cli
+from darkroom.cluster.serve import ByQueue, OnRay, Replicas, application, run, shared, told_to_stop
 from darkroom.errors import InputError
-from darkroom.models.adapters import Adapter, Layer, adaptable, write_adapter
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.read import adaptable, write_adapter
 from darkroom.serve.settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]

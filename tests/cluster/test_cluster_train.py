@@ -23,12 +23,12 @@ from safetensors.torch import load_file
 from darkroom import cli
 from darkroom.cluster.room import Room
 from darkroom.cluster.train import Placement, _target, _uses_gpus, _why, _workers, train
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
+from darkroom.data.store import Store
 from darkroom.errors import InputError, RecipeError, Stopped
 from darkroom.recipe import make_recipe
-from darkroom.train import train as train_here
-from darkroom.train.checkpoint import checkpoints
+from darkroom.train.checkpoint.format import checkpoints
+from darkroom.train.run import train as train_here
 
 pytestmark = pytest.mark.xdist_group("ray")
 STEPS = 12

@@ -25,7 +25,7 @@ from darkroom.cluster.room import Room
 from darkroom.cluster.train import Placement, _workers
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
-from darkroom.train import train
+from darkroom.train.run import train
 
 __all__ = ["recipe"]  # the fixture
 

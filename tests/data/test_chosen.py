@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_bucket_rows import rows_of
+from test_buckets import rows_of
 
-from darkroom.data.chosen import Chosen
 from darkroom.data.order import Order, Rows
-from darkroom.data.store import Store
+from darkroom.data.store import Chosen, Store
 from darkroom.errors import StoreError
 
 

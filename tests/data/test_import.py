@@ -11,8 +11,8 @@ import pytest
 from material import encoded, noise_picture
 from PIL import Image
 
-from darkroom.data import Store, import_pictures
-from darkroom.data.importers import picture_id
+from darkroom.data.importers.job import import_pictures, picture_id
+from darkroom.data.store import Store
 from darkroom.errors import InputError, StoreError
 
 
@@ -63,7 +63,7 @@ def test_photographs_come_in_with_their_captions(shared_data, tmp_path, target):
     report = import_pictures(tmp_path / "dog", target)
     assert report.added >= 4
     for row in rows_of(target, ["picture", "width", "height"]):
-        from darkroom.data import decode
+        from darkroom.data.images import decode
 
         assert decode(row["picture"]).size == (row["width"], row["height"])
 

@@ -10,7 +10,10 @@ import pytest
 from material import encoded, noise_picture
 from PIL import Image
 
-from darkroom.data import Store, contact_sheet, describe, import_pictures, mark_doubles
+from darkroom.data.dedup import mark_doubles
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.inspect import contact_sheet, describe
+from darkroom.data.store import Store
 from darkroom.errors import StoreError
 
 CAPTIONS = ["one", "two words", "Ünïcödé — 写真", "a caption that is so long " * 20, "one"]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
 from darkroom.data.mixing import Dealer, MixedBucketOrder, MixedOrder, MixedRows, MixedStore, shares_of
 from darkroom.data.order import OrderSettings, Rows
+from darkroom.data.store import Store
 from darkroom.errors import InputError
 
 SMALL = OrderSettings(block_rows=4, window_blocks=2)

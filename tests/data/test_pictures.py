@@ -11,7 +11,7 @@ import pytest
 from material import encoded, noise_picture
 from PIL import Image, ImageCms
 
-from darkroom.data.pictures import (
+from darkroom.data.images import (
     PictureError,
     buckets,
     decode,

@@ -15,9 +15,10 @@ from material import encoded, noise_picture, rows
 from typer.testing import CliRunner
 
 import warm
-from darkroom.cli import app
-from darkroom.data import Store, import_pictures, verify
-from darkroom.data.importers import picture_id
+from darkroom.cli.door import app
+from darkroom.data import verify
+from darkroom.data.importers.job import import_pictures, picture_id
+from darkroom.data.store import Store
 from darkroom.errors import StoreError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -192,7 +193,7 @@ def test_what_a_killed_writer_left_is_found_and_removed(path):
     found = verify(path)
     assert found.unreferenced_files >= 1
     assert any("that belong to no version" in problem for problem in found.problems)
-    from darkroom.data.races import writing
+    from darkroom.data.commit_retry import writing
 
     with writing(path):
         assert verify(path, purge=True).others_writing
@@ -258,7 +259,7 @@ CALLS = {
     "unlink": "unlink,unlinkat",
     "mkdir": "mkdir,mkdirat",
 }
-DELETE = "import sys; from darkroom.data import Store; Store.open(sys.argv[1]).delete(source='A')"
+DELETE = "import sys; from darkroom.data.store import Store; Store.open(sys.argv[1]).delete(source='A')"
 
 
 def killed_at(path: Path, calls: str, when: int, *, at: Path | None = None) -> bool:

@@ -18,10 +18,10 @@ import zstandard
 from material import encoded, noise_picture
 from typer.testing import CliRunner
 
-from darkroom.cli import app
-from darkroom.data import Store, import_pictures
-from darkroom.data.importers import find_kind
-from darkroom.data.source import pictures_below
+from darkroom.cli.door import app
+from darkroom.data.importers.job import find_kind, import_pictures
+from darkroom.data.importers.source import pictures_below
+from darkroom.data.store import Store
 from darkroom.errors import InputError
 
 PICTURES = {f"{i:03d}": encoded(noise_picture(i)) for i in range(6)}

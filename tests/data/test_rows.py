@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from darkroom.data.pictures import Facts
-from darkroom.data.rows import Extras, Row, plain, type_of, widened
+from darkroom.data.images import Facts
+from darkroom.data.importers.rows import Extras, Row, plain, type_of, widened
 from darkroom.data.store import SCHEMA
 
 

@@ -15,12 +15,14 @@ import pytest
 from material import encoded, noise_picture
 
 import warm
-from darkroom.data import Store, import_pictures, verify
+from darkroom.data import verify
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.store import Store
 
 NUM = 1200
 CHILD = """
 import sys
-from darkroom.data import import_pictures
+from darkroom.data.importers.job import import_pictures
 from darkroom.errors import Stopped
 def tell(done, total):
     print(done, flush=True)
@@ -132,7 +134,9 @@ def test_parts_that_are_read_are_not_read_again(tars, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from darkroom.data import Store, import_pictures, importers, writing
+from darkroom.data.store import Store
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.importers import job as importers, writing
 importers.TABLE_ROWS = int(sys.argv[4])
 writing.COMMIT_EVERY_S = float(sys.argv[5])
 append, left = Store.append, [int(sys.argv[3])]
@@ -167,7 +171,7 @@ def boundaries(store: Path) -> list[int]:
 def test_commits_on_the_way_are_joined_and_a_kill_changes_no_boundary(tars, tmp_path, monkeypatch):
     plain, killed = tmp_path / "plain.lance", tmp_path / "killed.lance"
     import_pictures(tars, plain, rows_per_fragment=64)
-    monkeypatch.setattr("darkroom.data.importers.TABLE_ROWS", 24)
+    monkeypatch.setattr("darkroom.data.importers.job.TABLE_ROWS", 24)
     killed_after(11, tars, killed, table_rows=24, commit_every_s=0)
     store = Store.open(killed)
     had = numbers_in(killed)
@@ -176,7 +180,7 @@ def test_commits_on_the_way_are_joined_and_a_kill_changes_no_boundary(tars, tmp_
     assert boundaries(killed)[0] == 64, "a whole group was joined"
     assert len(boundaries(killed)) > 2, "the next was not"
     pinned, before = store.pin("a-run"), boundaries(killed)
-    monkeypatch.setattr("darkroom.data.writing.COMMIT_EVERY_S", 0)
+    monkeypatch.setattr("darkroom.data.importers.writing.COMMIT_EVERY_S", 0)
     report = import_pictures(tars, killed, rows_per_fragment=64)
     assert report.added == len(EXPECTED) - len(had)
     check_whole(killed)

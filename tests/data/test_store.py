@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from material import rows
 
-from darkroom.data.races import writing
-from darkroom.data.rows import widen
+from darkroom.data.commit_retry import writing
+from darkroom.data.importers.rows import widen
 from darkroom.data.store import SCHEMA, FragmentInfo, Store, count_shapes
 from darkroom.errors import StoreError
 

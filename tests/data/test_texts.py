@@ -16,7 +16,8 @@ import pytest
 from material import encoded, noise_picture
 from test_readers import mds_shard
 
-from darkroom.data import Store, import_pictures
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.store import Store
 from darkroom.data.texts import MAX_LINE_BYTES, TextError, TextLines, decode_text, readable
 
 GOOD = {

@@ -12,10 +12,10 @@ from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
 from darkroom import models
-from darkroom.data import import_pictures
-from darkroom.evaluate import read_scores
+from darkroom.data.importers.job import import_pictures
+from darkroom.evaluate.job import read_scores
 from darkroom.recipe import make_recipe
-from darkroom.train import train
+from darkroom.train.run import train
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebooks" / "fine_tune_and_generate.ipynb"
 WORDS = "a photo of sks dog in the snow, on the beach, a watercolour painting, in a garden"

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from darkroom.evaluate.seen import Seen
-from darkroom.evaluate.small import SmallExtractor, SmallSettings, save_small
+from darkroom.evaluate.small import Seen, SmallExtractor, SmallSettings, save_small
 
 SMALL = SmallSettings(width=8, levels=3, embedding=32, buckets=256)
 CLIP_PREPROCESS = {

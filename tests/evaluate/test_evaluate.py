@@ -10,25 +10,17 @@ from makers import paint, small_extractor
 from PIL import Image
 
 from darkroom import models, sample
-from darkroom.cli import main
+from darkroom.cli.door import main
 from darkroom.data.importers import import_pictures
 from darkroom.errors import InputError
-from darkroom.evaluate import (
-    METRICS,
-    FolderPictures,
-    Prompts,
-    StorePictures,
-    append_scores,
-    evaluate,
-    evaluate_folder,
-    open_extractor,
-    open_pictures,
-    read_scores,
-    statistics,
-)
+from darkroom.evaluate import statistics
 from darkroom.evaluate.drawing import draw
-from darkroom.evaluate.pictures import images
-from darkroom.evaluate.seen import Seen
+from darkroom.evaluate.extractors import open_extractor
+from darkroom.evaluate.job import append_scores, evaluate, evaluate_folder, read_scores
+from darkroom.evaluate.metrics import METRICS
+from darkroom.evaluate.pictures import FolderPictures, StorePictures, images, open_pictures
+from darkroom.evaluate.prompts import Prompts
+from darkroom.evaluate.small import Seen
 from darkroom.evaluate.statistics import unit
 
 DRAWN = {"steps": 2, "guidance": 1.0}

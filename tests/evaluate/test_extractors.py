@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from darkroom import models
 from darkroom.errors import InputError, ModelError
-from darkroom.evaluate import open_extractor
-from darkroom.evaluate.inception import Inception
-from darkroom.evaluate.pictures import FolderPictures, images
-from darkroom.evaluate.preprocess import Preprocess
+from darkroom.evaluate.extractors import Inception, open_extractor
+from darkroom.evaluate.pictures import FolderPictures, Preprocess, images
 from darkroom.evaluate.small import SmallSettings, word_ids
 
 
@@ -149,7 +147,7 @@ def test_inception_has_the_published_shape(tmp_path, some):
 @pytest.mark.parametrize("size", [(512, 340), (64, 80), (299, 299)])
 def test_inception_sees_what_clean_fid_shows_it(size):
     """clean-fid 0.1.35's `make_resizer("PIL", False, "bicubic", (299, 299))` and its (x - 128) / 128."""
-    from darkroom.evaluate.inception import PREPROCESS
+    from darkroom.evaluate.extractors import PREPROCESS
 
     pixels = np.random.default_rng(3).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     channels = [
@@ -167,7 +165,7 @@ def test_inception_sees_what_clean_fid_shows_it(size):
 
 
 def test_inceptions_mean_pools_leave_the_padding_out():
-    from darkroom.evaluate.inception import _mean_pool
+    from darkroom.evaluate.extractors import _mean_pool
 
     ones = torch.ones(1, 1, 4, 4)
     assert torch.equal(_mean_pool(ones), ones)

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from darkroom.errors import InputError
-from darkroom.evaluate import Prompts, read_prompts
+from darkroom.evaluate.prompts import Prompts, read_prompts
 
 
 @pytest.mark.parametrize(

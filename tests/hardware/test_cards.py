@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from darkroom.hardware import cards, find_card, mfu, networks, peak_flops
+from darkroom.hardware import cards
+from darkroom.hardware.cards import find_card, mfu, networks, peak_flops
 
 ISSUE_LIST = (
     *(

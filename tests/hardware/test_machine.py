@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from darkroom.hardware import Machine, environment, git_commit, machine
-from darkroom.hardware.machine import cgroup_memory_limit, usable_cores
+from darkroom.hardware import machine
+from darkroom.hardware.machine import Machine, cgroup_memory_limit, environment, git_commit, usable_cores
 
 
 def test_the_machine_is_what_the_system_says():

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from darkroom.hardware import EnergyMeter, PeakMemory, resident_bytes
-from darkroom.hardware.energy import rapl
+from darkroom.hardware.energy import EnergyMeter, rapl
+from darkroom.hardware.memory import PeakMemory, resident_bytes
 
 MIB = 2**20
 

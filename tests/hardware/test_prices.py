@@ -6,8 +6,8 @@ from datetime import date, timedelta
 
 import pytest
 
-from darkroom.hardware import cards, price, prices
-from darkroom.hardware.prices import Price
+from darkroom.hardware import cards, prices
+from darkroom.hardware.prices import Price, price
 
 # USD for one device and hour, on demand: a row outside is a slip of the pen or of the catalogue.
 BANDS = {

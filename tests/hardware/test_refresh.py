@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from darkroom.errors import InputError
-from darkroom.hardware import storage_price, storage_prices
-from darkroom.hardware.prices import price, prices
-from darkroom.hardware.refresh import PROVIDERS, offers, refresh
+from darkroom.hardware.cards import storage_price, storage_prices
+from darkroom.hardware.prices import PROVIDERS, offers, price, prices, refresh
 
 HEADER = (
     "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags,"

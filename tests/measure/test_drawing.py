@@ -7,13 +7,14 @@ import torch
 
 from darkroom import models
 from darkroom.errors import InputError, is_out_of_memory
-from darkroom.measure import append_csv, batch, read_csv
+from darkroom.measure import batch
 from darkroom.measure.batch import Kind, bench_batch, default_kinds
 from darkroom.measure.drawing import Drawing, Watch
 from darkroom.measure.ladder import bench_ladder, default_cases
 from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, compare_precisions, parse_steps
-from darkroom.report import write_report
+from darkroom.measure.timing import append_csv, read_csv
 from darkroom.report.precision import write_precision_page
+from darkroom.report.runs import write_report
 from darkroom.sample import ladder
 
 

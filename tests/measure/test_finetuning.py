@@ -15,8 +15,9 @@ from PIL import Image
 
 from darkroom import models
 from darkroom.errors import DarkroomError, InputError
-from darkroom.evaluate import Prompts, read_scores
-from darkroom.measure import append_csv, finetuning_costs, finetuning_quality, read_csv
+from darkroom.evaluate.job import read_scores
+from darkroom.evaluate.prompts import Prompts
+from darkroom.measure import finetuning_costs, finetuning_quality
 from darkroom.measure.finetuning import (
     BEST,
     FIDELITY,
@@ -27,6 +28,7 @@ from darkroom.measure.finetuning import (
     RATES,
     STEP,
     Finetuning,
+    Growing,
     parameter_rows,
     planned_rows,
     row,
@@ -40,7 +42,7 @@ from darkroom.measure.finetuning_costs import (
     weigh,
 )
 from darkroom.measure.finetuning_quality import Followed, Judging, balance, best_rows, follow_rates
-from darkroom.measure.growing import Growing
+from darkroom.measure.timing import append_csv, read_csv
 from darkroom.report.finetuning import write_finetuning
 
 SIDE = 32
@@ -281,11 +283,11 @@ def no_such_thing(*_):
 
 @pytest.mark.nightly
 def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
-    from darkroom.cli import main
-    from darkroom.data import Store
+    from darkroom.cli.door import main
     from darkroom.data.importers import import_pictures
+    from darkroom.data.store import Store
     from darkroom.recipe import make_recipe
-    from darkroom.train import train
+    from darkroom.train.run import train
 
     others = tmp_path / "others"
     others.mkdir()
@@ -340,7 +342,7 @@ def test_the_whole_command(root, tmp_path, capsys, monkeypatch):
 
 
 def test_costs_alone_need_no_extractor(root, tmp_path, capsys):
-    from darkroom.cli import main
+    from darkroom.cli.door import main
 
     sizes = f"--batches 1 --ranks 2 --rank 2 --batch 1 --resolutions {SIDE} --resolution {SIDE}"
     flags = f"--class-word dog --methods lora --steps 1 --every 1 {sizes}"

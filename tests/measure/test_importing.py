@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from darkroom.data import Store, import_pictures
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.store import Store
 from darkroom.measure.importing import bench_import, make_source
 
 

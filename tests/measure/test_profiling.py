@@ -10,10 +10,11 @@ import yaml
 from PIL import Image
 
 from darkroom import cli
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
-from darkroom.measure import profiling, read_csv
+from darkroom.data.store import Store
+from darkroom.measure import profiling
 from darkroom.measure.profiling import profile_family
+from darkroom.measure.timing import read_csv
 from darkroom.train.objective import Objective
 from darkroom.train.step import Step
 

@@ -14,10 +14,21 @@ import torch
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.measure.loopback import Client, ServerProcess, most_between
-from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY, Outcome, ServeBench, Trial, bench_serve, figures
+from darkroom.measure.serving import (
+    DARKROOM,
+    ONE,
+    SAME_KEY,
+    Client,
+    Outcome,
+    ServeBench,
+    ServerProcess,
+    Trial,
+    bench_serve,
+    figures,
+    most_between,
+)
 from darkroom.measure.trace import Asked, draw_trace, make_adapters, sizes_for
-from darkroom.models.adapters import read_adapter
+from darkroom.models.adapters.read import read_adapter
 from darkroom.report.serving import write_serving_page
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY
-from darkroom.measure.serving_goals import goals, say_goals
+from darkroom.measure.serving import DARKROOM, ONE, SAME_KEY, goals, say_goals
 from darkroom.measure.timing import Measurement
 from darkroom.report.serving import write_serving_page
 

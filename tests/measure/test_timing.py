@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from darkroom.errors import InputError
-from darkroom.measure import (
+from darkroom.measure.timing import (
     COLUMNS,
     Measurement,
     Timing,

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from darkroom.models import Adapter, Layer, Model
-from darkroom.models.adapters import adaptable
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.read import adaptable
+from darkroom.models.model import Model
 
 
 def made(

@@ -10,13 +10,15 @@ from typing import Any
 import peft
 import pytest
 import torch
-from made_adapters import made
+from models.made_adapters import made
 from safetensors.torch import save_file
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models import Adapter, Factors, Model, fit, merge, merge_all, read_adapter, write_adapter
-from darkroom.models.adapters import adaptable
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.layers import Factors
+from darkroom.models.adapters.read import adaptable, fit, merge, merge_all, read_adapter, write_adapter
+from darkroom.models.model import Model
 
 TARGETS = ["attn1.to_q", "ff.net.2", "resnets.0.conv1", "conv_shortcut"]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models import merge, read_adapter
+from darkroom.models.adapters.read import merge, read_adapter
 
 TARGETS = {
     "unet": ["attn1.to_q", "attn2.to_k", "to_out.0", "resnets.0.conv1"],

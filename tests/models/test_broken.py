@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models import PARTS
+from darkroom.models.model import PARTS
 
 WEIGHTS = {
     "unet": "unet/diffusion_pytorch_model.safetensors",

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from darkroom import models
 from darkroom.errors import ModelError
-from darkroom.models import Model, original
+from darkroom.models import single_file as original
+from darkroom.models.model import Model
 from darkroom.models.single_file import original_weights
 
 SMALL_TEXT = {

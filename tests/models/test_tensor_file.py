@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_adapters import made
+from models.made_adapters import made
 from safetensors.torch import save_file
 
 from darkroom import models

@@ -6,7 +6,7 @@ import pytest
 
 from darkroom import models
 from darkroom.errors import InputError, ModelError
-from darkroom.models import find_tokenizer, train_tokenizer
+from darkroom.models.tokenizer import find_tokenizer, train_tokenizer
 
 CAPTIONS = ["a red circle on a blue background", "a green square on a red background"] * 4
 

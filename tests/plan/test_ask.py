@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from darkroom.cli import main
+from darkroom.cli.door import main
 from darkroom.errors import InputError
-from darkroom.hardware import Device, Machine, machine
-from darkroom.plan import advise, ask
-from darkroom.plan.foretell import foretell
+from darkroom.hardware import machine
+from darkroom.hardware.machine import Device, Machine
+from darkroom.plan import advise, ask, generation, targets
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
+from darkroom.plan.run_estimate import foretell
 from darkroom.recipe import read_recipe
-from darkroom.train import job
+from darkroom.train import setup as job
 
 RECIPE = """
 task: pretrain
@@ -155,7 +156,7 @@ def test_advice_is_the_best_of_what_was_looked_at(capsys, recipe):
 
 
 def test_advice_keeps_the_limits_with_what_encoding_takes(recipe):
-    target = ask.Target(gpu="A100-80")
+    target = targets.Target(gpu="A100-80")
     plan = ask.plans(ask.ask_recipe(Path(recipe)), target)[0]
     dollars, hours = plan.cost.usd, plan.hours
     option = advise.Option({}, plan, more_hours=hours, more_usd=dollars)
@@ -315,7 +316,7 @@ def test_counts():
 
 def test_preparing_is_priced_and_sized():
     profile = ask.preparing_profile("tiny", 64, True, "bf16")
-    where = Where(ask.chosen_cards("A10G")[0])
+    where = Where(targets.chosen_cards("A10G")[0])
     plan = plan_preparing(profile, PrepareJob("prepare", 1000), where, Software("bf16"))
     assert plan.sizes_bytes["latents"] == 1000 * profile.facts["latent_bytes_a_row"]
     assert plan.hours > 0
@@ -345,11 +346,11 @@ def test_pictures_are_planned_as_they_would_be_made(capsys, tmp_path):
     assert half["memory_bytes"]["weights"] < 0.6 * plan["memory_bytes"]["weights"]
     prepared = ("prepare", "--model", "tiny", "--resolution", "64", "--gpu", "A100-80", "--json")
     assert json.loads(told(capsys, *prepared)[1])["plans"][0]["precision"] == "float32"
-    assert ask.own_guidance("tiny") == 7.5
+    assert generation.own_guidance("tiny") == 7.5
     (tmp_path / "model_index.json").write_text(json.dumps({"_darkroom": {"guidance": 1.0}}))
-    assert ask.own_guidance(str(tmp_path)) == 1.0
+    assert generation.own_guidance(str(tmp_path)) == 1.0
     (tmp_path / "model_index.json").write_text("[]")
-    assert ask.own_guidance(str(tmp_path)) == 7.5
+    assert generation.own_guidance(str(tmp_path)) == 7.5
 
 
 def test_files_are_as_large_as_what_is_trained_and_its_optimisers_state(tmp_path):
@@ -357,7 +358,7 @@ def test_files_are_as_large_as_what_is_trained_and_its_optimisers_state(tmp_path
         path = tmp_path / f"{task}.yaml"
         path.write_text(f"task: {task}\n{TASKS[task]}\ntrain: {{steps: 10, global_batch: 4}}\n")
         asked = ask.ask_recipe(path, ["train.ema.enabled=false", *overrides])
-        plan = ask.plans(asked, ask.Target(gpu="A10G"))[0]
+        plan = ask.plans(asked, targets.Target(gpu="A10G"))[0]
         return plan.parameters["trained"], plan.sizes_bytes
 
     trained, adamw = sizes("finetune")
@@ -453,7 +454,7 @@ def test_cut_weights_are_planned_in_the_layout_that_they_train_in(recipe):
     plain = "train.channels_last=false"
 
     def kernels_s(count, *more):
-        (plan,) = ask.plans(ask.ask_recipe(Path(recipe), more), ask.Target(gpu="A100-80", count=count))
+        (plan,) = ask.plans(ask.ask_recipe(Path(recipe), more), targets.Target(gpu="A100-80", count=count))
         return plan.step_s["compute"] + plan.step_s["memory_bound"]
 
     assert ask.channels_last is job.channels_last
@@ -470,7 +471,7 @@ def test_processes_of_one_cpu_share_it(capsys, recipe):
         main(["train", recipe, "parallel.mode=ddp", "parallel.devices=2", "--plan", "--json"])
     plan = json.loads(capsys.readouterr().out)["plans"][0]
     assert plan["count"] == 2
-    here = ask.here(ask.Target())
+    here = targets.here(targets.Target())
     if here.card.kind == "cpu":
         assert plan["device_memory_bytes"] == pytest.approx(here.memory_bytes / 2, rel=0.01)
 

@@ -13,7 +13,9 @@ from darkroom import hardware
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards, networks
 from darkroom.hardware.prices import price
-from darkroom.plan import ask, shipped
+from darkroom.plan import targets
+from darkroom.plan.cost import cost
+from darkroom.plan.counts import Kernels, Line, Profile
 from darkroom.plan.jobs import (
     GenerateJob,
     PrepareJob,
@@ -26,12 +28,11 @@ from darkroom.plan.jobs import (
     plan_training,
     step_seconds,
 )
-from darkroom.plan.money import cost
-from darkroom.plan.profile import Kernels, Line, Profile
 from darkroom.plan.roofline import ARITHMETIC, Roofline, Software, efficiency, family, units_rate
 from darkroom.plan.scale import Cluster, all_reduce_s, default_cluster
-from darkroom.plan.shipped import OthersStep
 from darkroom.plan.trace import Request, plan_rate
+from darkroom.proof import peers as shipped
+from darkroom.proof.peers import OthersStep
 
 GPUS = [card for card in cards().values() if card.kind == "gpu"]
 CPUS = [card for card in cards().values() if card.kind == "cpu"]
@@ -191,7 +192,7 @@ def test_a_card_has_the_memory_that_programs_see():
         assert 0.91 < share <= 1.0 or 0.97 < decimal <= 1.08, card.name
     five = {"2060", "2070", "2080", "3060", "3070", "3080", "3090", "4060", "4070", "4080", "4090", "5060",
             "5070", "5080", "5090"}  # fmt: skip
-    assert all(ask.chosen_cards(name)[0].name == f"RTX {name}" for name in five)
+    assert all(targets.chosen_cards(name)[0].name == f"RTX {name}" for name in five)
 
 
 def test_checkpointing_takes_less_memory_and_more_time():
@@ -323,7 +324,7 @@ def test_threads_of_one_core_count_once(monkeypatch):
         found, devices=(), usable_cores=16.0, physical_cores=24, logical_cores=48, instructions=("avx512f",)
     )
     monkeypatch.setattr(sys.modules["darkroom.hardware.machine"], "machine", lambda: two)
-    assert ask.here(ask.Target()).cores == 8
+    assert targets.here(targets.Target()).cores == 8
 
 
 def test_reading_is_hidden_until_it_takes_longer_than_the_step(training):

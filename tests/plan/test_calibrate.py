@@ -7,14 +7,15 @@ import json
 import pytest
 import torch
 
-from darkroom.cli import main
+from darkroom.cli.door import main
 from darkroom.hardware import machine
 from darkroom.hardware.cards import cards
-from darkroom.measure import Measurement, append_csv
-from darkroom.plan import ask, calibrate
-from darkroom.plan.calibrate import Measured, calibration, host_seconds
+from darkroom.measure.timing import Measurement, append_csv
+from darkroom.plan import calibrate, targets
+from darkroom.plan.calibrate import host_seconds
 from darkroom.plan.roofline import Roofline, Software, efficiency, units_rate
 from darkroom.plan.scale import Cluster, all_reduce_s
+from darkroom.plan.targets import Measured, calibration
 
 PICTURES = ("generate", "--model", "tiny", "--size", "64", "--steps", "4", "--precision", "float32")
 
@@ -61,7 +62,7 @@ def test_a_cpu_is_measured_in_each_precision_and_planned_with_it(capsys, own_cac
     # The row's rate is planned again, and the measured link is what gradients are summed over.
     again = told(capsys, *PICTURES, "--json")["plans"][0]["images_per_s"]
     assert again == pytest.approx(2 * planned, rel=1e-3)
-    where = ask.here(ask.Target())
+    where = targets.here(targets.Target())
     rate = kept["link_bytes_s", card.name]
     assert all_reduce_s(card, Cluster(2), 1e9, where.known) == pytest.approx(1e9 / rate, rel=0.01)
 
@@ -79,7 +80,7 @@ def test_rows_of_another_machine_are_refused(capsys, own_cache, tmp_path):
 def test_a_gpu_that_is_as_quick_as_the_fit_says_is_planned_as_before(name):
     """Shares go back to the rate they came from, in the precision they were measured in, and in no other."""
     card = cards()[name]
-    precision = ask.fast_precision(card)
+    precision = targets.fast_precision(card)
     fitted = Roofline(card, Software(precision))
     peak = fitted.peak()[0]
     rates = {kind: fitted._rate(kind) for kind in ("conv", "matmul", "attention")}
@@ -103,8 +104,8 @@ def test_a_gpu_that_is_as_quick_as_the_fit_says_is_planned_as_before(name):
 
 
 def test_a_half_card_is_measured_in_half():
-    assert [ask.fast_precision(cards()[name]) for name in ("T4", "TITAN RTX", "RTX 8000")] == ["fp16"] * 3
-    assert ask.fast_precision(cards()["A100-SXM4-40GB"]) == "bf16"
+    assert [targets.fast_precision(cards()[name]) for name in ("T4", "TITAN RTX", "RTX 8000")] == ["fp16"] * 3
+    assert targets.fast_precision(cards()["A100-SXM4-40GB"]) == "bf16"
 
 
 def test_launches_are_timed_by_stage():
@@ -115,7 +116,7 @@ def test_launches_are_timed_by_stage():
 
 
 def test_what_an_older_version_kept_is_left_alone(own_cache):
-    file = calibrate.calibration_file()
+    file = targets.calibration_file()
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"T4": {"conv": 0.9, "matmul": 1.0}}))
     assert calibration("T4") == {}

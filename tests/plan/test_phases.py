@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from darkroom.cli import main
+from darkroom.cli.door import main
 from darkroom.errors import InputError
-from darkroom.plan import advise_phases, ask
+from darkroom.plan import advise as advise_phases
+from darkroom.plan import ask, targets
 from darkroom.plan.advise import Option, Search
 
 RECIPE = """
@@ -111,7 +112,7 @@ def test_advice_is_of_each_phase_and_adds_up(capsys, recipe):
 def test_the_best_way_is_the_best_of_all_ways(monkeypatch, recipe, seed):
     draw = random.Random(seed)
     asked = ask.ask_phases(Path(recipe))[:1] * 3
-    plan = ask.plans(asked[0], ask.Target(gpu="T4"))[0]
+    plan = ask.plans(asked[0], targets.Target(gpu="T4"))[0]
 
     def option():
         cost = replace(plan.cost, usd=draw.uniform(1, 9))
@@ -127,10 +128,10 @@ def test_the_best_way_is_the_best_of_all_ways(monkeypatch, recipe, seed):
 
     ways = list(itertools.product(*options))
     hours, usd = advise_phases.hours_of, advise_phases.usd_of
-    free = best(ask.Target())
+    free = best(targets.Target())
     assert usd(free.way("cheapest")) == pytest.approx(min(map(usd, ways)))
     assert hours(free.way("fastest")) == pytest.approx(min(map(hours, ways)))
-    limits = ask.Target(deadline_hours=12.0, budget_usd=14.0)
+    limits = targets.Target(deadline_hours=12.0, budget_usd=14.0)
     kept = [way for way in ways if hours(way) <= 12 and usd(way) <= 14]
     if not kept:
         with pytest.raises(InputError, match="of all phases"):

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from darkroom.cli import main
+from darkroom.cli.door import main
 from darkroom.hardware.cards import cards
 from darkroom.measure.trace import draw_trace
-from darkroom.plan import ask
+from darkroom.plan import generation
 from darkroom.plan.jobs import Where
 from darkroom.plan.roofline import Software
 from darkroom.plan.trace import (
@@ -29,7 +29,7 @@ SIZES = [(64, 64), (64, 48)]
 
 @pytest.fixture(scope="module")
 def profiles():
-    return {size: ask.picture_profile("tiny", *size, False, "bf16", "fused") for size in SIZES}
+    return {size: generation.picture_profile("tiny", *size, False, "bf16", "fused") for size in SIZES}
 
 
 @pytest.fixture

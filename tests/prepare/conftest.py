@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from settings import fill, tiny
 
-from darkroom.data import Store
-from darkroom.models import Model
+from darkroom.data.store import Store
+from darkroom.models.model import Model
 
 
 @pytest.fixture(scope="session")

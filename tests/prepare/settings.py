@@ -15,8 +15,7 @@ import pyarrow as pa
 from PIL import Image
 
 from darkroom import models
-from darkroom.data import Store
-from darkroom.data.store import SCHEMA
+from darkroom.data.store import SCHEMA, Store
 
 RESOLUTION = 16
 

@@ -11,20 +11,14 @@ import torch
 from settings import RESOLUTION, tiny
 
 from darkroom import models
-from darkroom.data import Store
 from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.order import Order
+from darkroom.data.store import Store
 from darkroom.errors import InputError, ModelError
-from darkroom.models import Model
-from darkroom.prepare import (
-    InlineEncoder,
-    TextEncoder,
-    VaeEncoder,
-    latents_column,
-    prepare,
-    sample_latents,
-    text_column,
-)
+from darkroom.models.model import Model
+from darkroom.prepare.columns import latents_column, text_column
+from darkroom.prepare.encoders import InlineEncoder, TextEncoder, VaeEncoder, sample_latents
+from darkroom.prepare.job import prepare
 
 
 def pixels(num: int, seed: int = 0) -> torch.Tensor:

@@ -15,18 +15,13 @@ from settings import RESOLUTION, fill, picture, tiny
 
 import darkroom
 import warm
-from darkroom.data import Store, nearest_bucket
-from darkroom.data.pictures import buckets, decode, resize_crop, to_tensor
+from darkroom.data.images import buckets, decode, nearest_bucket, resize_crop, to_tensor
+from darkroom.data.store import Store
 from darkroom.errors import ColumnError, InputError, StoreError
-from darkroom.models import Model
-from darkroom.prepare import (
-    PrepareReport,
-    TextEncoder,
-    VaeEncoder,
-    latents_column,
-    prepare,
-    text_column,
-)
+from darkroom.models.model import Model
+from darkroom.prepare.columns import latents_column, text_column
+from darkroom.prepare.encoders import TextEncoder, VaeEncoder
+from darkroom.prepare.job import PrepareReport, prepare
 from darkroom.prepare.notes import Notes
 
 HERE = Path(__file__).parent

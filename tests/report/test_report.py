@@ -12,10 +12,10 @@ from PIL import Image
 
 from darkroom.bill import Bill
 from darkroom.errors import InputError
-from darkroom.hardware import environment
-from darkroom.measure import Measurement, append_csv
-from darkroom.report import write_report
+from darkroom.hardware.machine import environment
+from darkroom.measure.timing import Measurement, append_csv
 from darkroom.report.plots import Curve, curves, smooth, smoothing, thin
+from darkroom.report.runs import write_report
 from darkroom.run import Run
 
 TIMESTEPS = (62, 437, 937)

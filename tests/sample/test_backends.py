@@ -24,9 +24,11 @@ import warm
 from darkroom import models
 from darkroom.errors import InputError, MissingExtra
 from darkroom.hardware import cpu
-from darkroom.models import Model
-from darkroom.sample import Picture, generate, open_backend
+from darkroom.models.model import Model
+from darkroom.sample import generate
+from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.cache import Key, exported
+from darkroom.sample.pictures import Picture
 
 PROMPTS = ["a red circle on a blue background", "a photo of an astronaut"]
 LOSSLESS, MOVED = 2, 10
@@ -227,7 +229,7 @@ def test_damaged_files_are_exported_again(
 EXPORT = """
 import sys, torch
 from darkroom import models
-from darkroom.sample import open_backend
+from darkroom.sample.backends import open_backend
 model = models.create("tiny", seed=1, overrides={overrides})
 open_backend("openvino", model, notice=lambda text: print(text, flush=True))
 print("open", flush=True)
@@ -326,7 +328,7 @@ def test_a_missing_package_names_its_extra(small: Model, monkeypatch: pytest.Mon
 
 
 def test_a_bank_in_the_unet_is_refused(cache: Path) -> None:
-    from darkroom.models.bank import ROWS
+    from darkroom.models.adapters.bank import ROWS
 
     model = models.create("tiny", seed=1, overrides=SMALL)
     setattr(model.unet, ROWS, object())

@@ -11,10 +11,11 @@ import torch
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.sample import Condition, Row, denoise, generate, make_table, solvers_of
-from darkroom.sample.denoise import Batch, Known
-from darkroom.sample.ladder import interval_of
-from darkroom.sample.table import TIMESTEP
+from darkroom.sample import denoise, generate
+from darkroom.sample.choice import make_table, solvers_of
+from darkroom.sample.denoise import Batch, Condition, Known, Row
+from darkroom.sample.ladder.steps import interval_of
+from darkroom.sample.solvers import TIMESTEP
 
 SHAPE = (4, 8, 8)
 CLASSES: dict[str, Any] = {

@@ -15,11 +15,14 @@ from PIL import Image
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.models import Model
-from darkroom.sample import Hires, Job, Picture, Row, denoise, generate, make_table, read_parameters
-from darkroom.sample import save_pictures as save
+from darkroom.models.model import Model
+from darkroom.sample import denoise, generate
+from darkroom.sample.choice import make_table
+from darkroom.sample.denoise import Row
+from darkroom.sample.generate import GenerateSettings, Hires, Job
 from darkroom.sample.inputs import read_image, read_mask
-from darkroom.sample.settings import GenerateSettings
+from darkroom.sample.pictures import Picture, read_parameters
+from darkroom.sample.pictures import save_pictures as save
 
 CLASSES = {
     "ddim": diffusers.DDIMScheduler,

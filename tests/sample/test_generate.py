@@ -14,8 +14,11 @@ import torch
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.models import Model
-from darkroom.sample import SOLVERS, GenerateSettings, Picture, generate
+from darkroom.models.model import Model
+from darkroom.sample import generate
+from darkroom.sample.choice import SOLVERS
+from darkroom.sample.generate import GenerateSettings
+from darkroom.sample.pictures import Picture
 
 CLASSES = {
     "ddim": diffusers.DDIMScheduler,
@@ -172,7 +175,7 @@ def test_a_change_moves_the_picture(tiny: Model, change: str) -> None:
 
 def test_a_timestep_condition_carries_the_guidance(tiny: Model) -> None:
     """Consistency models distilled with guidance take it as an embedding, in one evaluation a step."""
-    from darkroom.models import create
+    from darkroom.models.families import create
 
     overrides: dict[str, dict[str, Any]] = {"unet": {"time_cond_proj_dim": 32}}
     model = create("tiny", seed=1, overrides=overrides)
@@ -278,7 +281,7 @@ def test_refusals(tiny: Model, options: dict[str, Any], said: str) -> None:
 
 
 def test_models_that_cannot_generate_are_refused(tiny: Model, small_xl: Model) -> None:
-    from darkroom.models import create
+    from darkroom.models.families import create
 
     for part in ("unet", "vae"):
         broken = copy.copy(tiny)

@@ -15,9 +15,12 @@ from test_generate import pipeline_of
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.models import Adapter, Factors, Layer, Model, fit, merge, merge_all, write_adapter
-from darkroom.models.adapters import adaptable
-from darkroom.sample import Named, generate, read_tags
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.layers import Factors, Layer
+from darkroom.models.adapters.read import adaptable, fit, merge, merge_all, write_adapter
+from darkroom.models.model import Model
+from darkroom.sample import generate
+from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
 
 PROMPT = "a red circle on a blue background"

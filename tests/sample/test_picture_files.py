@@ -14,9 +14,18 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.models import Model
-from darkroom.sample import Hires, Picture, decode, generate, make_grid, read_parameters, save_pictures
-from darkroom.sample.pictures import a1111_text, parse_a1111
+from darkroom.models.model import Model
+from darkroom.sample import generate
+from darkroom.sample.generate import Hires
+from darkroom.sample.pictures import (
+    Picture,
+    a1111_text,
+    decode,
+    make_grid,
+    parse_a1111,
+    read_parameters,
+    save_pictures,
+)
 
 TOLD: dict[str, Any] = {
     "prompt": "a red circle, very round",

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from darkroom.errors import InputError
-from darkroom.models import Model
-from darkroom.sample import encode_prompts, read_prompt
-from darkroom.sample.weighting import a1111_pieces, compel_pieces
+from darkroom.models.model import Model
+from darkroom.sample.prompts import a1111_pieces, compel_pieces, encode_prompts, read_prompt
 
 SIZE = (32, 32)
 

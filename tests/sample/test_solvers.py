@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from darkroom.errors import InputError
-from darkroom.sample import SOLVERS, Condition, Row, Schedule, default_solver, denoise, make_table
-from darkroom.sample.table import TERMS
+from darkroom.sample import denoise
+from darkroom.sample.choice import SOLVERS, default_solver, make_table
+from darkroom.sample.denoise import Condition, Row
+from darkroom.sample.schedule import Schedule
+from darkroom.sample.solvers import TERMS
 
 SHAPE = (4, 8, 8)
 SEED = 11

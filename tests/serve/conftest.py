@@ -23,13 +23,15 @@ from PIL import Image
 
 import warm
 from darkroom import models
-from darkroom.models.adapters import Adapter, Layer, adaptable, write_adapter
-from darkroom.serve.app import make_app
-from darkroom.serve.core import Core
-from darkroom.serve.keys import Keys
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.read import adaptable, write_adapter
+from darkroom.serve.api.app import make_app
+from darkroom.serve.api.guard import Keys
+from darkroom.serve.jobs.core import Core
 from darkroom.serve.settings import ServeSettings
 
-DARKROOM = (sys.executable, "-c", "from darkroom.cli import main; main()")
+DARKROOM = (sys.executable, "-c", "from darkroom.cli.door import main; main()")
 SMALL = {"unet": {"block_out_channels": [16, 32]}, "vae": {"block_out_channels": [8, 16, 16]}}
 NUM_ADAPTERS = 6
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from darkroom import models
-from darkroom.serve.admission import Rates, check_limits, check_shape, checked_picture
-from darkroom.serve.limits import Limits
-from darkroom.serve.refused import Refused
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.admission import Rates, check_limits, check_shape, checked_picture
 from darkroom.serve.request import PictureRequest
+from darkroom.serve.settings import Limits
 
 
 def refused(call: Any, *arguments: Any, **more: Any) -> Refused | None:

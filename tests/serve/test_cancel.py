@@ -11,8 +11,8 @@ from darkroom.errors import Stopped
 from darkroom.sample.backends import open_backend
 from darkroom.sample.denoise import Condition, Row
 from darkroom.sample.pictures import while_wanted
-from darkroom.serve import PictureRequest
-from darkroom.serve.work import Shape, Work
+from darkroom.serve.engine.tickets import Shape, Work
+from darkroom.serve.request import PictureRequest
 from serve.conftest import Released
 
 SIDE = 64

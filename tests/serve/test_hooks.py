@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from darkroom.errors import InputError
-from darkroom.serve import PictureRequest
-from darkroom.serve.core import Core
 from darkroom.serve.hooks import Hooks
-from darkroom.serve.marking import FOUND, marked, score
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import PictureRequest
 from darkroom.serve.settings import ServeSettings
+from darkroom.serve.watermark import FOUND, marked, score
 
 QUICK = PictureRequest(prompt="a red circle", steps=20, seed=5, previews=5)
 CHECKER = """
@@ -186,7 +186,7 @@ def test_the_marking_hook_keeps_the_metadata(monkeypatch):
     picture: Any = SimpleNamespace(
         image=Image.effect_noise((256, 256), 30).convert("RGB"), parameters={"prompt": "a", "seed": 1}
     )
-    from darkroom.serve.marking import mark
+    from darkroom.serve.watermark import mark
 
     assert score(mark(picture), "ours") > FOUND
-    assert Hooks.named(["darkroom.serve.marking:mark"]).functions == (mark,)
+    assert Hooks.named(["darkroom.serve.watermark:mark"]).functions == (mark,)

@@ -6,7 +6,9 @@ import asyncio
 
 import pytest
 
-from darkroom.serve import Limits, PictureRequest, Refused
+from darkroom.serve.errors import Refused
+from darkroom.serve.request import PictureRequest
+from darkroom.serve.settings import Limits
 from serve.conftest import Released
 
 QUICK = PictureRequest(prompt="a red circle", steps=3, seed=5, guidance=1.0)

@@ -18,7 +18,7 @@ from PIL import Image
 
 import warm
 from darkroom import sample
-from darkroom.cli import main
+from darkroom.cli.door import main
 from serve.conftest import DARKROOM, Server, difference, free_port
 
 BODY = {"prompt": "a red circle", "steps": 12, "seed": 3}

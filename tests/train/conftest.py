@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from darkroom import models
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
+from darkroom.data.store import Store
 from darkroom.recipe import Recipe, make_recipe
 
 SIDE = 16

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from subjects import recipe_for
 
 from darkroom import models
-from darkroom.data import Store, import_pictures
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.store import Store
 from darkroom.errors import InputError
 from darkroom.recipe import Recipe
 from darkroom.run import Run
-from darkroom.train import train
 from darkroom.train.contents import contents_of, sampled
+from darkroom.train.run import train
 from train.conftest import MakeRecipe
 
 OTHER = "has other pictures or captions at version .* than the run was started with; .*--resume never"

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 import warm
 from darkroom import cli, models, sample
-from darkroom.models.adapters import read_adapter
+from darkroom.models.adapters.read import read_adapter
 from darkroom.recipe import Recipe
 from darkroom.run import Run
-from darkroom.train import train
+from darkroom.train.run import train
 from train.conftest import SIDE, TEXT, UNET, VAE, MakeRecipe
 
 DIT = {"num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 8}

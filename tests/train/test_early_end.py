@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from subjects import recipe_for
 
 from darkroom.run import Run
-from darkroom.train import export, looking, train
+from darkroom.train import evaluation as looking
+from darkroom.train.run import export, train
 
 
 def test_training_ends_where_the_heldout_loss_stands_still(base: Path, photos: Path, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from darkroom.train.ema import Ema, EmaSettings, ema_decay
+from darkroom.recipe.sections import EmaSettings
+from darkroom.train.optim import Ema, ema_decay
 
 
 def trained(settings: EmaSettings, values: list[float]) -> tuple[Ema, torch.Tensor]:

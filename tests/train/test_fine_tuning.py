@@ -17,12 +17,15 @@ from subjects import SIDE, recipe_for
 
 from darkroom import models, sample
 from darkroom.errors import InputError, RecipeError
-from darkroom.models.adapters import read_adapter
+from darkroom.models.adapters.read import read_adapter
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
-from darkroom.train import Pinned, TrainResult, export, make_job, train
-from darkroom.train.checkpoint import checkpoints, load_checkpoint
-from darkroom.train.result import trained_adapter
+from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.export import trained_adapter
+from darkroom.train.jobs import Pinned
+from darkroom.train.run import export, train
+from darkroom.train.setup import make_job
+from darkroom.train.trainer import TrainResult
 
 
 def quietly(recipe: Recipe, out: Path, **more: Any) -> TrainResult:
@@ -61,8 +64,9 @@ def diffusers_picture(pipeline: StableDiffusionPipeline, prompt: str, guidance: 
 def test_query_and_value_adapters_of_sd15_have_the_published_size(
     rank: int, trained: int, total: int, file_mib: float, tmp_path: Path
 ) -> None:
-    from darkroom.models.adapters import write_adapter
-    from darkroom.train.adapter import AdapterSettings, adapter_of, add_adapters, parameter_table
+    from darkroom.models.adapters.read import write_adapter
+    from darkroom.recipe.sections import AdapterSettings
+    from darkroom.train.tasks.lora import adapter_of, add_adapters, parameter_table
 
     model = models.create("sd15", parts=("unet",), device="meta")
     settings = AdapterSettings(targets="qv", rank=rank)
@@ -81,7 +85,7 @@ def test_query_and_value_adapters_of_sd15_have_the_published_size(
 
 
 def test_targets_mean_what_they_say() -> None:
-    from darkroom.train.adapter import target_layers
+    from darkroom.train.tasks.lora import target_layers
 
     model = models.create("tiny", parts=("unet", "text_encoder"))
     assert model.unet is not None
@@ -180,8 +184,8 @@ def test_kinds_of_lora_are_merged_as_they_were_trained(
             job.step(k, job.task.inputs(next(batches), job.device))
     unet: Any = job.task.model.unet
     x, t, text = torch.randn(1, 4, 8, 8), torch.tensor([300]), torch.randn(1, 77, 64)
-    from darkroom.models.adapters import merge
-    from darkroom.train.result import trained_adapter
+    from darkroom.models.adapters.read import merge
+    from darkroom.train.export import trained_adapter
 
     fresh = models.load(base)
     plain = fresh.unet(x, t, text).sample.detach()

@@ -11,12 +11,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from pydantic import ValidationError
 
 from darkroom.errors import RecipeError
+from darkroom.recipe.sections import FlowSettings, NoiseSettings, ObjectiveSettings
 from darkroom.train.objective import (
     FlowObjective,
-    FlowSettings,
-    NoiseSettings,
     Objective,
-    ObjectiveSettings,
     make_objective,
     resolution_shift,
     scheduler_config,

@@ -11,10 +11,10 @@ import torch
 from subjects import recipe_for
 from torch import Tensor, nn
 
-from darkroom.count import counting
-from darkroom.train import Job, Pinned, make_job
-from darkroom.train.frozen import FrozenConv2d, forget_inputs
-from darkroom.train.micro import activation_bytes
+from darkroom.counting import counting
+from darkroom.train.jobs import Job, Pinned
+from darkroom.train.memory import FrozenConv2d, activation_bytes, forget_inputs
+from darkroom.train.setup import make_job
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3, "padding": 1},

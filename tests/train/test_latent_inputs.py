@@ -12,11 +12,14 @@ import torch
 from PIL import Image
 
 from darkroom import models
-from darkroom.data import Store, import_pictures, resize_crop
-from darkroom.prepare import prepare
+from darkroom.data.images import resize_crop
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.store import Store
+from darkroom.prepare.job import prepare
 from darkroom.recipe import make_recipe
-from darkroom.train import Job, Pinned, make_job
-from darkroom.train.tasks import size_conditioning
+from darkroom.train.jobs import Job, Pinned
+from darkroom.train.setup import make_job
+from darkroom.train.tasks.diffusion import size_conditioning
 
 SIDE = 32
 SIZES = [(96, 40), (40, 96), (50, 33), (32, 32), (16, 24), (133, 67), (64, 64), (31, 90)]

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
+from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.run import Run
-from darkroom.train import train
-from darkroom.train.job import Pinned, make_job
+from darkroom.train.jobs import Pinned
+from darkroom.train.run import train
+from darkroom.train.setup import make_job
 
 SILENT = {"console": lambda line: None}
 

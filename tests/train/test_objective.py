@@ -8,15 +8,8 @@ from diffusers import DDPMScheduler
 from pydantic import ValidationError
 
 from darkroom.errors import RecipeError
-from darkroom.train.objective import (
-    NoiseSettings,
-    Objective,
-    ObjectiveSettings,
-    min_snr_weights,
-    offset_noise,
-    scheduler_config,
-    square_error,
-)
+from darkroom.recipe.sections import NoiseSettings, ObjectiveSettings
+from darkroom.train.objective import Objective, min_snr_weights, offset_noise, scheduler_config, square_error
 
 BASE = {
     "_class_name": "PNDMScheduler",

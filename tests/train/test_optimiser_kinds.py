@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
 from darkroom.recipe import make_recipe
+from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.run import Run
-from darkroom.train import train
-from darkroom.train.checkpoint import checkpoints, load_checkpoint
-from darkroom.train.optimisers import (
-    OptimSettings,
+from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
+from darkroom.train.optim import (
     clipped_step,
     gradient_norm,
     make_optimiser,
@@ -25,7 +24,8 @@ from darkroom.train.optimisers import (
     parameter_groups,
     restore_optimiser,
 )
-from darkroom.train.step import Step, TrainSettings
+from darkroom.train.run import train
+from darkroom.train.step import Step
 from train.conftest import MakeRecipe
 
 KINDS = ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"]

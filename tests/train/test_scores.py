@@ -11,15 +11,15 @@ from PIL import Image
 from subjects import recipe_for
 
 from darkroom import sample
-from darkroom.data import Store, import_pictures
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.evaluate import evaluate_folder
-from darkroom.evaluate.seen import Seen
-from darkroom.evaluate.small import SmallExtractor, SmallSettings, save_small
-from darkroom.models import load
-from darkroom.report import write_report
+from darkroom.evaluate.job import evaluate_folder
+from darkroom.evaluate.small import Seen, SmallExtractor, SmallSettings, save_small
+from darkroom.models.folder import load
+from darkroom.report.runs import write_report
 from darkroom.run import Run
-from darkroom.train import train
+from darkroom.train.run import train
 
 ASKED = ("data.holdout=8", "evaluate.every_images=16", "evaluate.num=8", "sample.steps=2")
 SILENT = {"console": lambda line: None}
@@ -95,7 +95,7 @@ def test_pictures_without_captions_have_no_clip_score(recipe_of, photos, extract
 
 
 def recipe_rows(recipe, store) -> np.ndarray:
-    from darkroom.train.checks import select_rows
+    from darkroom.train.data.rows import select_rows
 
     held = select_rows(store, recipe)[1]
     return held.positions(np.arange(len(held)))

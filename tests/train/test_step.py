@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from darkroom import models
 from darkroom.errors import CheckpointError, RecipeError
 from darkroom.hardware import cpu
-from darkroom.models import Model
+from darkroom.models.model import Model
+from darkroom.recipe.sections import OptimSettings, TrainSettings
+from darkroom.train.distributed.weights import CastWeights, Weights, attend_in_float32
 from darkroom.train.objective import Objective
-from darkroom.train.optimisers import OptimSettings
-from darkroom.train.step import Step, TrainSettings, choose_precision, micro_batches
-from darkroom.train.weights import CastWeights, Weights, attend_in_float32
+from darkroom.train.step import Step, choose_precision, micro_batches
 
 B, C, SIDE, L, D = 8, 4, 8, 6, 16
 UNET = {

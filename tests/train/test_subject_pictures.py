@@ -11,11 +11,13 @@ import torch
 from PIL import Image
 from subjects import SIDE, recipe_for
 
-from darkroom.data import Store
 from darkroom.data.importers import import_pictures
+from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.prepare import prepare
-from darkroom.train import Pinned, make_job, sweep, train
+from darkroom.prepare.job import prepare
+from darkroom.train.jobs import Pinned
+from darkroom.train.run import sweep, train
+from darkroom.train.setup import make_job
 
 
 def test_masks_are_cut_and_mirrored_with_their_pictures(base: Path, tmp_path: Path) -> None:

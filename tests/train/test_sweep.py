@@ -14,8 +14,9 @@ from darkroom import cli
 from darkroom.errors import InputError, RecipeError, Stopped
 from darkroom.recipe import Recipe, read_sweep
 from darkroom.run import Run, compare
-from darkroom.train import TrainResult, sweep, sweeps, train
-from darkroom.train.sweeps import run_names
+from darkroom.train import run as sweeps
+from darkroom.train.run import run_names, sweep, train
+from darkroom.train.trainer import TrainResult
 from train.conftest import MakeRecipe
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from darkroom.errors import MissingExtra, RecipeError
+from darkroom.recipe.sections import TrackSettings
 from darkroom.run import Run
-from darkroom.train import train
-from darkroom.train.tracking import TrackSettings, check_tracker
+from darkroom.train.run import train
+from darkroom.train.tracking import check_tracker
 
 BLOCK, HEADER = 32 * 1024, 7  # a log of LevelDB's format, after seven bytes of its own
 

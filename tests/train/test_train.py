@@ -13,7 +13,7 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from darkroom import models
-from darkroom.data import Store
+from darkroom.data.store import Store
 from darkroom.errors import (
     ColumnError,
     DarkroomError,
@@ -23,12 +23,13 @@ from darkroom.errors import (
     RecipeError,
     StoreError,
 )
-from darkroom.prepare import prepare
+from darkroom.prepare.job import prepare
 from darkroom.recipe import Recipe
 from darkroom.run import Run
-from darkroom.train import TrainResult, export, train
-from darkroom.train.checkpoint import checkpoints
+from darkroom.train.checkpoint.format import checkpoints
+from darkroom.train.run import export, train
 from darkroom.train.tracking import check_tracker
+from darkroom.train.trainer import TrainResult
 from train.conftest import SIDE, MakeRecipe
 
 
@@ -286,7 +287,7 @@ def test_pictures_that_take_long_are_told_of(
         return [line for line in said if line.startswith("drawing")]
 
     assert lines("quick") == []
-    monkeypatch.setattr("darkroom.train.looking.TOLD_EVERY_S", 0.0)
+    monkeypatch.setattr("darkroom.train.evaluation.TOLD_EVERY_S", 0.0)
     told = lines("slow")
     assert [line.split(",")[0] for line in told] == [
         f"drawing pictures at step 2: {n} %" for n in (25, 50, 75)

@@ -27,7 +27,7 @@ from darkroom.errors import InputError
 
 def _measured(found: Iterable[Any], out: Path | None, as_json: bool) -> None:
     """Append measurements to a CSV as they come, and print them."""
-    from darkroom.measure import append_csv
+    from darkroom.measure.timing import append_csv
 
     rows = []
     for row in found:
@@ -71,7 +71,7 @@ def bench_train(
         from darkroom.measure import profiling
 
         if model is None and recipe is not None:
-            from darkroom.recipe import read_recipe
+            from darkroom.recipe.read import read_recipe
 
             found = profiling.profile_recipe(read_recipe(recipe, overrides or []), repeats=repeats)
         else:
@@ -94,7 +94,7 @@ def bench_train(
         )
         return _measured(rows, out, as_json)
     from darkroom.measure.training import bench_train as run
-    from darkroom.recipe import read_recipe
+    from darkroom.recipe.read import read_recipe
 
     _measured(run(read_recipe(recipe, overrides or []), repeats=repeats), out, as_json)
     return None
@@ -104,7 +104,7 @@ def _profiled(found: Any, picture: Path, out: Path | None, as_json: bool) -> Non
     """Draw a profile and print its parts; of several processes the first has it."""
     if found is None:
         return
-    from darkroom.report.iteration import draw_iteration
+    from darkroom.report.measurements import draw_iteration
 
     console(as_json)(f"profile: {draw_iteration(found, picture)}")
     _measured(found.rows(), out, as_json)
@@ -396,9 +396,8 @@ def bench_serve(
     """
     from darkroom.cli.serving import need_server
     from darkroom.errors import InputError
-    from darkroom.measure.serving import ServeBench
+    from darkroom.measure.serving import ServeBench, say_goals
     from darkroom.measure.serving import bench_serve as run
-    from darkroom.measure.serving_goals import say_goals
     from darkroom.report.serving import write_serving_page
 
     need_server()

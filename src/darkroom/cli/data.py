@@ -30,7 +30,7 @@ def import_(
 
     Example: darkroom import photos/ pictures.lance
     """
-    from darkroom.data import import_pictures
+    from darkroom.data.importers.job import import_pictures
 
     with progress_bar("import", as_json) as progress:
         report = import_pictures(
@@ -113,7 +113,7 @@ def delete(
 
     Example: darkroom delete pictures.lance --id 2c26b46b68ffc68ff99b453c1d304134
     """
-    from darkroom.data import Store
+    from darkroom.data.store import Store
 
     deleted = Store.open(store).delete(ids=ids or None, source=source)
     said = {"deleted": deleted.rows, "purged": deleted.purged}
@@ -199,7 +199,7 @@ def prepare(
     if engine == "local" and (given := [flag for flag, value in flags.items() if value is not None]):
         raise InputError(f"{', '.join(given)} with --engine local", allowed="with --engine ray")
     if engine == "local":
-        from darkroom.prepare import prepare as run
+        from darkroom.prepare.job import prepare as run
 
         with progress_bar("prepare", as_json) as progress:
             report = run(store, model, progress=progress, **settings)  # type: ignore[arg-type]

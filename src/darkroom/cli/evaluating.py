@@ -23,7 +23,7 @@ from darkroom.cli.door import (
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 RECIPE = "recipe.yaml"  # what tells a run's folder from one of pictures
 SHOWN = ("metric", "value", "interval", "n", "extractor", "better")
@@ -80,9 +80,7 @@ def evaluate(
 
     Example: darkroom evaluate model/ --prompts captions.txt --reference pictures.lance --metrics fid,kid
     """
-    from darkroom.evaluate import append_scores, open_extractors
-    from darkroom.evaluate.job import draws_prompts
-    from darkroom.evaluate.scores import check_scores_file
+    from darkroom.evaluate.job import append_scores, check_scores_file, draws_prompts, open_extractors
 
     if out is not None:
         check_scores_file(out)
@@ -132,7 +130,8 @@ def evaluate(
 
 def _is_pictures(where: str) -> bool:
     """Whether this is a folder that holds pictures, and no model and no run."""
-    from darkroom.models import FAMILIES, PARTS
+    from darkroom.models.families import FAMILIES
+    from darkroom.models.model import PARTS
 
     path = Path(where)
     if (path / RECIPE).is_file():
@@ -151,8 +150,8 @@ def _refuse(given: dict[str, Any]) -> None:
 
 
 def _of_folder(folder: str, names: list[str], token: str | None, progress: Any, common: Any) -> Any:
-    from darkroom.evaluate import evaluate_folder
-    from darkroom.sample import prompt_in
+    from darkroom.evaluate.job import evaluate_folder
+    from darkroom.sample.pictures import prompt_in
 
     return evaluate_folder(
         folder,
@@ -166,7 +165,7 @@ def _of_folder(folder: str, names: list[str], token: str | None, progress: Any, 
 
 def _of_model(model: Model, names: list[str], prompts: Any, **more: Any) -> Any:
     from darkroom import sample
-    from darkroom.evaluate import evaluate
+    from darkroom.evaluate.job import evaluate
 
     return evaluate(model, prompts, names, generate=sample.generate, **more)
 
@@ -174,7 +173,7 @@ def _of_model(model: Model, names: list[str], prompts: Any, **more: Any) -> Any:
 def _prompts(
     where: str | None, class_word: str | None, token: str | None, column: str | None, most: int | None
 ) -> Any:
-    from darkroom.evaluate import read_prompts
+    from darkroom.evaluate.prompts import read_prompts
 
     if where is None:
         raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live=FILE")
@@ -201,7 +200,7 @@ def _extractors(given: list[str]) -> dict[str, str]:
 
 def _opened(where: str, adapters: list[str], precision: str, device: str) -> Model:
     from darkroom import models
-    from darkroom.models.adapters import merge_all, read_adapter
+    from darkroom.models.adapters.read import merge_all, read_adapter
 
     place = models.device(device)
     model = models.load(_model_of(where), dtype=models.precision(precision, place), device=place)

@@ -85,12 +85,11 @@ def report(
     kept as they come: the same call again goes on. With `costs_only` no method is followed: no extractor is
     asked for, and there are neither scores nor pictures.
     """
-    from darkroom.measure.finetuning import parameter_rows, planned_rows
+    from darkroom.measure.finetuning import Growing, check_same, parameter_rows, planned_rows
     from darkroom.measure.finetuning_costs import largest_rows, step_rows
     from darkroom.measure.finetuning_quality import Followed, Judging, best_rows, follow_methods, follow_rates
-    from darkroom.measure.growing import Growing, check_same
     from darkroom.options import parse_bytes
-    from darkroom.plan.finetuning import planner
+    from darkroom.plan.ask import planner
     from darkroom.report.finetuning import write_finetuning
 
     asked = asdict(bench) | {"photos": bench.photos.resolve(), "work": bench.work.resolve()}

@@ -92,11 +92,11 @@ def plan(
     if job is None:
         raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
     from darkroom.hardware.prices import prices as read_prices
-    from darkroom.plan import ask
+    from darkroom.plan import ask, generation, targets
 
     if gpu != "here":
-        ask.chosen_cards(gpu)  # a card that nobody knows is said before anything is counted
-    target = ask.Target(
+        targets.chosen_cards(gpu)  # a card that nobody knows is said before anything is counted
+    target = targets.Target(
         gpu=gpu,
         mode=_one_of("mode", mode, ("auto", "ddp", "fsdp")),
         network=_network(network),
@@ -112,7 +112,7 @@ def plan(
     )
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
-    pictures_asked = ask.PictureSettings(
+    pictures_asked = generation.PictureSettings(
         model, size, steps, guidance, batch, pictures, attention, channels_last
     )
     if trace is not None and job != "serve":
@@ -149,9 +149,9 @@ def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: floa
 
 def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
     """A recipe's plan for this machine."""
-    from darkroom.plan import ask
+    from darkroom.plan import ask, targets
 
-    asked, target = ask.ask_phases(recipe, overrides), ask.Target()
+    asked, target = ask.ask_phases(recipe, overrides), targets.Target()
     numbers = [ask.own_count(asked[0], target)]
     return _show_plans(asked, target, numbers, None, as_json)
 
@@ -214,8 +214,7 @@ def _drawn(plot: Path | None) -> Iterator[str]:
 def _advise(
     asked: list[Any], recipe: Path, overrides: list[str], target: Any, numbers: list[int], as_json: bool
 ) -> None:
-    from darkroom.plan.advise import advise
-    from darkroom.plan.advise_phases import advise_phases
+    from darkroom.plan.advise import advise, advise_phases
 
     rest, say = (recipe, overrides, target, numbers), console(as_json)
     told = advise(asked[0], *rest, say) if len(asked) == 1 else advise_phases(asked, *rest, say)
@@ -223,7 +222,7 @@ def _advise(
 
 
 def _head(job: str, overrides: list[str], on: str, write: bool, as_json: bool) -> None:
-    from darkroom.plan import head
+    from darkroom.plan import recipe_header as head
 
     if job in JOBS:
         raise InputError(f"{job} --head", allowed="a recipe file")
@@ -234,7 +233,7 @@ def _head(job: str, overrides: list[str], on: str, write: bool, as_json: bool) -
 
 
 def _refresh(file: Path, as_json: bool) -> None:
-    from darkroom.hardware.refresh import refresh
+    from darkroom.hardware.prices import refresh
 
     found = refresh(file)
     cards = len({one.device for one in found})
@@ -246,8 +245,9 @@ def _refresh(file: Path, as_json: bool) -> None:
 
 
 def _calibrate(tables: list[Path], as_json: bool) -> None:
-    from darkroom.measure import read_csv
-    from darkroom.plan.calibrate import calibrate, calibration_file
+    from darkroom.measure.timing import read_csv
+    from darkroom.plan.calibrate import calibrate
+    from darkroom.plan.targets import calibration_file
 
     found = calibrate(console(as_json), [row for table in tables for row in read_csv(table)])
     rows = [
@@ -262,7 +262,7 @@ def _calibrate(tables: list[Path], as_json: bool) -> None:
 
 
 def _validate(as_json: bool) -> None:
-    from darkroom.plan.validate import validate
+    from darkroom.proof.published import validate
 
     told = validate(say=console(as_json))
     show(told.to_dict(), as_json, told.lines)

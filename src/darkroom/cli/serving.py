@@ -157,9 +157,8 @@ def _check(said: dict[str, Any]) -> None:
 
 def _settings(said: dict[str, Any]) -> ServeSettings:
     """What the flags say, as the server takes it."""
-    from darkroom.serve.http.vertex import model_of, routes_of
-    from darkroom.serve.limits import Limits
-    from darkroom.serve.settings import ServeSettings
+    from darkroom.serve.api.vertex import model_of, routes_of
+    from darkroom.serve.settings import Limits, ServeSettings
 
     routes = routes_of() if said["vertex"] else None
     elsewhere = {} if routes is None else {"host": "0.0.0.0", "port": routes.port}
@@ -223,7 +222,7 @@ def _replicas(said: dict[str, Any]) -> Replicas:
 
 
 def _new_key(path: Path | None, name: str) -> str:
-    from darkroom.serve.keys import make_key
+    from darkroom.serve.api.guard import make_key
 
     if path is None:
         raise InputError("--make-key without a file", mend="add --api-key-file FILE")

@@ -14,8 +14,8 @@ from darkroom.cli.door import RECIPE_HELP, Json, Out, app, columns, console, rec
 from darkroom.errors import DarkroomError, InputError
 
 if TYPE_CHECKING:
-    from darkroom.train import TrainResult
-    from darkroom.train.sweeps import Tried
+    from darkroom.train.run import Tried
+    from darkroom.train.trainer import TrainResult
 
 
 @app.command()
@@ -28,7 +28,7 @@ def quickstart(
 
     Example: darkroom quickstart --out quickstart
     """
-    from darkroom.quickstart import quickstart as run
+    from darkroom.quickstart.journey import quickstart as run
 
     result = run(out, seed=seed, console=console(as_json))
     show(result, as_json, result.lines)
@@ -84,12 +84,12 @@ def train(
         from darkroom.cli.planning import plan_here
 
         return plan_here(recipe, overrides or [], as_json)
-    from darkroom.plan.foretell import foretell
-    from darkroom.recipe import read_sweep
-    from darkroom.train import sweep
-    from darkroom.train import train as run
-    from darkroom.train.launch import launch, starts_processes
-    from darkroom.train.ranks import is_first
+    from darkroom.plan.run_estimate import foretell
+    from darkroom.recipe.read import read_sweep
+    from darkroom.train.distributed.launch import launch, starts_processes
+    from darkroom.train.distributed.ranks import is_first
+    from darkroom.train.run import sweep
+    from darkroom.train.run import train as run
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [])
@@ -288,12 +288,12 @@ def report(
     Example: darkroom report runs/emoji --out report.html
     """
     if five_systems:
-        from darkroom.report.five_systems import write_five_systems
+        from darkroom.proof.page import write_five_systems
 
         laid, rows = write_five_systems(out, sources or [])
         show({"report": laid, "csv": rows}, as_json, lambda: [f"report: {laid}", f"cells: {rows}"])
         return
-    from darkroom.report import write_report
+    from darkroom.report.runs import write_report
 
     page = write_report(sources or [], out, plan=True)
     show({"report": page}, as_json, lambda: [f"report: {page}"])

@@ -15,7 +15,7 @@ from darkroom.cluster.authentication import refuses
 from darkroom.cluster.connect import TYPE, Cluster, connected
 from darkroom.cluster.probe import About, Probe, opened
 from darkroom.errors import InputError, MissingExtra
-from darkroom.hardware import Check
+from darkroom.hardware.doctor import Check
 
 ANSWER_S = 120.0  # torch is imported where there are GPUs
 NETWORK_S = 1.0

@@ -83,7 +83,7 @@ def allowed_counts(recipe: Any, span: Span) -> list[int]:
 
 def _check_batches(recipe: Any, count: int) -> None:
     """RecipeError unless so many share the global batch of the recipe, or that of each of its phases."""
-    from darkroom.train.parallel import check_batch
+    from darkroom.recipe.rules import check_batch
 
     for one in _parts(recipe):
         check_batch(one, count)
@@ -95,7 +95,7 @@ def _batches(recipe: Any) -> str:
 
 def _parts(recipe: Any) -> list[Any]:
     """The recipe, or those of its phases."""
-    from darkroom.train.phases import phase_recipes
+    from darkroom.train.run import phase_recipes
 
     return [one for _, one in phase_recipes(recipe, Path())] or [recipe]
 

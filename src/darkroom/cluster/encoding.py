@@ -73,8 +73,8 @@ def asked(source: Source, rows: BatchRows, most: int) -> list[OnlineAsk]:
 @lru_cache(maxsize=4)
 def _assembler(source: Source) -> Assembler:
     """One a worker and source: the store is opened once."""
-    from darkroom.data import Store
     from darkroom.data.loader import row_assembler
+    from darkroom.data.store import Store
 
     check_here(source.store)
     store = Store.open(source.store, version=source.version)

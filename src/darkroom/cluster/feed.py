@@ -36,13 +36,12 @@ from darkroom.data.loader import Assembler, Batch
 from darkroom.errors import InputError, LoaderError
 
 if TYPE_CHECKING:
-    from darkroom.data import Store
     from darkroom.data.order import BatchRows, SampleOrder
-    from darkroom.recipe import Recipe
-    from darkroom.train.feed import Feed
-    from darkroom.train.online import OnlineSettings
-    from darkroom.train.ranks import Ranks
-    from darkroom.train.tasks import Columns, Task
+    from darkroom.data.store import Store
+    from darkroom.recipe.sections import OnlineSettings, Recipe
+    from darkroom.train.data.feed import Feed
+    from darkroom.train.distributed.ranks import Ranks
+    from darkroom.train.tasks.diffusion import Columns, Task
 
 Say = Callable[[str], None]
 LAST_WORD_S = 5.0
@@ -146,7 +145,7 @@ def _spare_cpus(bounds: Bounds, nodes: list[dict[str, float]], reserved: float) 
 
 @dataclass(frozen=True)
 class OnlineFeed:
-    """A feed that workers can be handed; see `darkroom.train.online.OpenFeed`."""
+    """A feed that workers can be handed; see `darkroom.train.data.online.OpenFeed`."""
 
     keeper: Any
     settings: OnlineSettings
@@ -225,7 +224,7 @@ class _Job:
 
     def block_rows(self, rows: BatchRows) -> int:
         """Rows that the trainer would encode in one call."""
-        from darkroom.train.tasks import ENCODED_PIXELS
+        from darkroom.train.tasks.diffusion import ENCODED_PIXELS
 
         width, height = rows.size or (self.source.read.pixels or 1,) * 2
         return max(1, ENCODED_PIXELS // (width * height))

@@ -40,7 +40,7 @@ class Probe:
     def about(self, folder: str, counted: int) -> About:
         """What runs here. Imports torch, which takes a while, where there are GPUs or Ray counts some."""
         import darkroom
-        from darkroom.hardware import versions
+        from darkroom.hardware.machine import versions
 
         found = versions()
         found["darkroom"] = darkroom.__version__

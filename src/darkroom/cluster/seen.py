@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from darkroom.errors import StoreError
 
 if TYPE_CHECKING:
-    from darkroom.recipe import Recipe
+    from darkroom.recipe.sections import Recipe
 
 ANSWER_S = 30.0  # how long all nodes together may take to answer
 NAMED = 3  # machines that a line names

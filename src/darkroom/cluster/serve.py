@@ -1,14 +1,15 @@
 """The server in replicas under Ray Serve: each a whole engine behind the same doors, on one database.
 
-Ray gives a request to any replica, and the replica knows every job (`darkroom.serve.sharing`): who draws it
-is settled in the database, where a replica that has the adapters comes before one that would have to load
-them. A replica that is lost lets its leases run out; the others draw its jobs. The queue says how many
-replicas there are (`scaling`).
+Ray gives a request to any replica, and every replica knows every job (`darkroom.serve.shared_queue`). Who
+draws it is settled in the database: a replica that has the adapters comes before one that would have to load
+them. The leases of a lost replica run out, and the others draw its jobs. The number of replicas follows the
+length of the queue.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 import threading
@@ -22,6 +23,7 @@ from darkroom.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from ray.serve import Application
+
 
 LOG = logging.getLogger("darkroom.serve")
 MOST_REQUESTS = 1024
@@ -68,15 +70,15 @@ class Replica:
     """One engine and its doors, in an actor of Ray Serve."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from darkroom.serve.core import Core
+        from darkroom.serve.jobs.core import Core
 
         self.settings = ServeSettings.model_validate(settings)
         self.core = Core(self.settings)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Ray Serve asks for the application that answers; it begins and ends with the replica."""
-        from darkroom.serve.app import make_app
-        from darkroom.serve.keys import Keys
+        from darkroom.serve.api.app import make_app
+        from darkroom.serve.api.guard import Keys
 
         keys = None if self.settings.key_file is None else Keys(self.settings.key_file)
         return make_app(self.core, keys, replica=True)
@@ -89,7 +91,6 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scaling.ByQueue` decides by."""
-        from darkroom.cluster.scaling import DRAWN, WAITING
 
         sharing = self.core.sharing
         assert sharing is not None
@@ -127,7 +128,7 @@ def application(settings: ServeSettings, replicas: Replicas) -> Application:
             upscale_delay_s=replicas.up_s,
             downscale_delay_s=replicas.down_s,
             policy=AutoscalingPolicy(
-                policy_function="darkroom.cluster.scaling:ByQueue",
+                policy_function="darkroom.cluster.serve:ByQueue",
                 policy_kwargs={"jobs_per_replica": replicas.jobs_each},
             ),
         ),
@@ -157,7 +158,7 @@ def shared(settings: ServeSettings) -> ServeSettings:
 
 def run(settings: ServeSettings, replicas: Replicas, address: str | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C; then every replica drains. `address` is as in `connect.connected`."""
-    from darkroom.serve.guard import is_public
+    from darkroom.serve.api.guard import is_public
 
     settings = shared(settings)
     if settings.key_file is None and is_public(settings.host):
@@ -209,3 +210,23 @@ def _free_port(host: str) -> int:
     with socket.socket() as there:
         there.bind((host, 0))
         return int(there.getsockname()[1])
+
+
+WAITING, DRAWN = "waiting", "drawn"
+"""What each replica tells: jobs that nobody works on, the same ones to all, and those it has itself."""
+
+
+class ByQueue:
+    """So many jobs a replica; Ray adds the bounds and delays of its own configuration."""
+
+    def __init__(self, jobs_per_replica: float = 16.0) -> None:
+        self.jobs_per_replica = jobs_per_replica
+
+    def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
+        """Replicas wanted, for what the replicas told lately."""
+        told = context.aggregated_metrics or {}
+        waiting = max(told.get(WAITING, {}).values(), default=0.0)
+        drawn = sum(told.get(DRAWN, {}).values())
+        if not told:
+            return context.target_num_replicas, {}
+        return math.ceil((waiting + drawn) / self.jobs_per_replica), {}

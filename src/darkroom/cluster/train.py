@@ -38,8 +38,8 @@ from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 
 if TYPE_CHECKING:
-    from darkroom.recipe import Recipe
-    from darkroom.train import TrainResult
+    from darkroom.recipe.sections import Recipe
+    from darkroom.train.trainer import TrainResult
 
 Say = Callable[[str], None]
 SILENT_S = 15.0  # workers of which nothing is heard for so long do not run
@@ -346,7 +346,7 @@ def _asked_to_stop() -> Iterator[threading.Event]:
 
 def _result(made: dict[str, Any]) -> TrainResult:
     from darkroom.bill import Bill
-    from darkroom.train import TrainResult
+    from darkroom.train.trainer import TrainResult
 
     return TrainResult(
         run=Path(made["run"]),

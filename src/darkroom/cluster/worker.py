@@ -17,7 +17,7 @@ from darkroom.cluster.seen import check_here
 from darkroom.errors import DarkroomError, InputError, Stopped
 
 if TYPE_CHECKING:
-    from darkroom.train import TrainResult
+    from darkroom.train.trainer import TrainResult
 
 Say = Callable[[str], None]
 TICK_S = 1.0  # how often the driver and the workers look for news
@@ -56,7 +56,7 @@ def work(job: dict[str, Any]) -> None:
 
 def _unexpected(error: Exception) -> tuple[str, int, bool, str]:
     """An error that darkroom did not foresee, as the mail takes it: its type and its last line."""
-    from darkroom.train.ranks import is_broken_link
+    from darkroom.train.distributed.ranks import is_broken_link
 
     name = type(error).__name__
     kind = LOST if isinstance(error, RuntimeError) and is_broken_link(error) else name
@@ -77,7 +77,7 @@ def _trained(job: dict[str, Any], rank: int, mail: Any, say: Say) -> TrainResult
     import ray
     import torch
 
-    from darkroom.train import train as train_here
+    from darkroom.train.run import train as train_here
 
     out, recipe = Path(job["out"]), job["recipe"]
     _go_to(job["folder"])
@@ -101,7 +101,7 @@ def _goes_on(job: dict[str, Any], out: Path, *, again: bool) -> bool:
     import torch
     import torch.distributed as dist
 
-    from darkroom.train.places import place_of
+    from darkroom.train.checkpoint.storage import place_of
 
     if job["resume"] in ("auto", "never"):  # `never` has been given a folder of its own
         return True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from darkroom.data.doubles import find_doubles, mark_doubles
-from darkroom.data.importers import ImportReport, import_pictures
+from darkroom.data.dedup import find_doubles, mark_doubles
+from darkroom.data.images import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
+from darkroom.data.importers.job import ImportReport, import_pictures
 from darkroom.data.inspect import contact_sheet, describe
-from darkroom.data.pictures import PictureError, buckets, decode, nearest_bucket, resize_crop, to_tensor
 from darkroom.data.store import FragmentInfo, Store
 from darkroom.data.verify import Verification, verify
 

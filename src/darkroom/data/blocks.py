@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from darkroom.data.images import PictureError, decode, resize_crop
 from darkroom.data.order import Ints, SampleOrder
-from darkroom.data.pictures import PictureError, decode, resize_crop
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError, InputError, LoaderError
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image, ImageDraw, ImageFont
 
-from darkroom.data.pictures import PictureError, decode, resize_crop
+from darkroom.data.images import PictureError, decode, resize_crop
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.store import DOUBLE_OF, Store

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.data import draws
+from darkroom.data import order as draws
 from darkroom.data.blocks import (
     Array,
     Block,
@@ -44,8 +44,7 @@ from darkroom.data.blocks import (
     parse_text,
     pixels_of,
 )
-from darkroom.data.draws import Purpose
-from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, SampleOrder
+from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, Purpose, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 

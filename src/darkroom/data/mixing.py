@@ -27,8 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from darkroom.data.draws import mix
-from darkroom.data.order import BatchRows, Indexed, Ints, Order, OrderSettings, Rows
+from darkroom.data.order import BatchRows, Indexed, Ints, Order, OrderSettings, Rows, mix
 from darkroom.data.store import FragmentInfo, Store
 from darkroom.errors import InputError
 

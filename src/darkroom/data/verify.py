@@ -12,16 +12,9 @@ import lance
 import pyarrow as pa
 from lance.file import LanceFileReader
 
-from darkroom.data.importers import picture_id, prefix
-from darkroom.data.purging import (
-    Journal,
-    Purged,
-    VersionFiles,
-    stale_preparations,
-    unnamed,
-    with_deletions,
-)
-from darkroom.data.races import dropping, sole_writer
+from darkroom.data.commit_retry import dropping, sole_writer
+from darkroom.data.importers.job import picture_id, prefix
+from darkroom.data.purging import Journal, Purged, VersionFiles, stale_preparations, unnamed, with_deletions
 from darkroom.data.seen import Seen
 from darkroom.data.store import Store, count_shapes
 from darkroom.errors import StoreError

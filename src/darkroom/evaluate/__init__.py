@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor, open_extractor
-    from darkroom.evaluate.job import evaluate, evaluate_folder, open_extractors
+    from darkroom.evaluate.job import (
+        Score,
+        append_scores,
+        evaluate,
+        evaluate_folder,
+        open_extractors,
+        read_scores,
+    )
     from darkroom.evaluate.metrics import METRICS
     from darkroom.evaluate.pictures import FolderPictures, StorePictures, open_pictures
     from darkroom.evaluate.prompts import Prompts, read_prompts
-    from darkroom.evaluate.scores import Score, append_scores, read_scores
 
 __all__ = [
     "METRICS",

@@ -18,7 +18,7 @@ from PIL import Image, PngImagePlugin
 
 from darkroom.errors import InputError
 from darkroom.evaluate.pictures import FolderPictures, in_batches
-from darkroom.models import Model
+from darkroom.models.model import Model
 
 NOTE_FILE = "drawn.json"
 TEXT_KEY = "darkroom"

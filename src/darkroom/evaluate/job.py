@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
 import darkroom
 from darkroom import models
@@ -21,8 +23,8 @@ from darkroom.evaluate.extractors import Extractor, open_extractor
 from darkroom.evaluate.metrics import METRICS, Found, Scorer, Sets, check_needs, chosen
 from darkroom.evaluate.pictures import FolderPictures, Pictures, open_pictures
 from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, without_token
-from darkroom.evaluate.scores import Score, finite
-from darkroom.models import Model
+from darkroom.models.model import Model
+from darkroom.tables import append_rows, check_table, read_rows
 
 LOG = logging.getLogger("darkroom")
 ROLES = ("dino", "clip", "inception", "coca")
@@ -107,74 +109,6 @@ def _check_counts(names: Sequence[str], num: int, class_num: int) -> None:
         raise InputError("metric 'div' compares pictures of one prompt", mend="draw 2 or more (--num)")
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    """How the sets of one evaluation are drawn."""
-
-    generate: Generate
-    folder: Path
-    rows: _Rows
-    seed: int
-    settings: Mapping[str, Any] | None
-    progress: Progress | None
-    kept: bool
-
-    def __call__(self, part: str, by: Model, texts: Sequence[str], count: int) -> FolderPictures:
-        """`count` pictures of each text, in a folder of their own."""
-        found = draw(
-            self.generate,
-            by,
-            texts,
-            folder=self.folder / part,
-            model_sha256=self.rows.model_sha256(by),
-            num=count,
-            seed=self.seed,
-            settings=self.settings,
-            progress=self.progress,
-        )
-        return replace(found, name=found.name if self.kept else model_name(by))
-
-
-def draws_prompts(metrics: Sequence[str]) -> bool:
-    """Whether any of these metrics looks at pictures of prompts, not of the plain class alone."""
-    return any("class_pictures" not in METRICS[name].needs for name in chosen(metrics))
-
-
-def evaluate_folder(
-    folder: Where,
-    metrics: Sequence[str],
-    *,
-    extractors: Mapping[str, Where | Extractor] | None = None,
-    reference: Where | None = None,
-    reference_filter: str | None = None,
-    subject: Where | None = None,
-    token: str | None = None,
-    prompt_of: Callable[[Path], str | None] | None = None,
-    seed: int = 0,
-    allow_seen: bool = False,
-    progress: Progress | None = None,
-    say: Callable[[str], None] = LOG.warning,
-) -> list[Score]:
-    """Score the pictures that lie in a folder, as `evaluate` does.
-
-    For metrics that need prompts, `prompt_of` tells that of a picture's file; where it does not, it is read
-    from a text beside the picture or a metadata file (see `prompts_of_pictures`). `token` is left out of it.
-    """
-    names = chosen(metrics)
-    check_needs(names, {"reference": reference is not None, "subject": subject is not None})
-    pictures = FolderPictures.of(folder)
-    rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
-    prompts: tuple[str, ...] = ()
-    if any(METRICS[name].reads_text or name == "div" for name in names):
-        prompts = tuple(without_token(text, token) for text in prompts_of_pictures(pictures, prompt_of))
-    rows.compare(
-        reference=None if reference is None else open_pictures(reference, filter=reference_filter),
-        subject=None if subject is None else open_pictures(subject),
-    )
-    where = {"model": str(folder), "model_sha256": pictures.sha256}
-    return rows.scores(rows.sets(pictures, prompts), where, {"seed": seed}, {})
-
-
 class _Rows:
     """What the two ways share: extractors opened and checked first, rows made last."""
 
@@ -250,6 +184,74 @@ class _Rows:
         overlap = self._overlap(name, compared)
         parts = [score.note, overlap and f"the extractor was trained on {overlap} compared with"]
         return score.model_copy(update={"note": "; ".join(part for part in parts if part)})
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """How the sets of one evaluation are drawn."""
+
+    generate: Generate
+    folder: Path
+    rows: _Rows
+    seed: int
+    settings: Mapping[str, Any] | None
+    progress: Progress | None
+    kept: bool
+
+    def __call__(self, part: str, by: Model, texts: Sequence[str], count: int) -> FolderPictures:
+        """`count` pictures of each text, in a folder of their own."""
+        found = draw(
+            self.generate,
+            by,
+            texts,
+            folder=self.folder / part,
+            model_sha256=self.rows.model_sha256(by),
+            num=count,
+            seed=self.seed,
+            settings=self.settings,
+            progress=self.progress,
+        )
+        return replace(found, name=found.name if self.kept else model_name(by))
+
+
+def draws_prompts(metrics: Sequence[str]) -> bool:
+    """Whether any of these metrics looks at pictures of prompts, not of the plain class alone."""
+    return any("class_pictures" not in METRICS[name].needs for name in chosen(metrics))
+
+
+def evaluate_folder(
+    folder: Where,
+    metrics: Sequence[str],
+    *,
+    extractors: Mapping[str, Where | Extractor] | None = None,
+    reference: Where | None = None,
+    reference_filter: str | None = None,
+    subject: Where | None = None,
+    token: str | None = None,
+    prompt_of: Callable[[Path], str | None] | None = None,
+    seed: int = 0,
+    allow_seen: bool = False,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = LOG.warning,
+) -> list[Score]:
+    """Score the pictures that lie in a folder, as `evaluate` does.
+
+    For metrics that need prompts, `prompt_of` tells that of a picture's file; where it does not, it is read
+    from a text beside the picture or a metadata file (see `prompts_of_pictures`). `token` is left out of it.
+    """
+    names = chosen(metrics)
+    check_needs(names, {"reference": reference is not None, "subject": subject is not None})
+    pictures = FolderPictures.of(folder)
+    rows = _Rows(names, extractors or {}, seed=seed, allow_seen=allow_seen, progress=progress, say=say)
+    prompts: tuple[str, ...] = ()
+    if any(METRICS[name].reads_text or name == "div" for name in names):
+        prompts = tuple(without_token(text, token) for text in prompts_of_pictures(pictures, prompt_of))
+    rows.compare(
+        reference=None if reference is None else open_pictures(reference, filter=reference_filter),
+        subject=None if subject is None else open_pictures(subject),
+    )
+    where = {"model": str(folder), "model_sha256": pictures.sha256}
+    return rows.scores(rows.sets(pictures, prompts), where, {"seed": seed}, {})
 
 
 def _score(
@@ -352,3 +354,55 @@ def _folder(keep: Where | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="darkroom-evaluate-") as folder:
         yield Path(folder)
+
+
+class Score(BaseModel):
+    """One row: a metric of one set of pictures. What does not apply is empty."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    metric: str = Field(description="fid, kid, cmmd, clip, dino, clip-i, clip-t, pres, div, drift, ...")
+    value: float = Field(description="the score")
+    low: float | None = Field(default=None, description="lower end of the 95 % bootstrap interval")
+    high: float | None = Field(default=None, description="upper end of it")
+    n: int = Field(ge=1, description="pictures scored")
+    compared_n: int | None = Field(default=None, description="pictures of what they were compared with")
+    better: str = Field(default="", description="higher or lower")
+    extractor: str = Field(default="", description="folder or hub id")
+    extractor_kind: str = Field(default="", description="what network it is")
+    extractor_sha256: str = Field(default="", description="of its weights")
+    compared: str = Field(default="", description="reference store or folder, subject's folder, base model")
+    compared_sha256: str = Field(default="", description="of those pictures, or that model's weights")
+    model: str = Field(default="", description="the model, or the folder of pictures")
+    model_sha256: str = Field(default="", description="of its weights, adapters merged, or of the pictures")
+    prompts: str = Field(default="", description="where the prompts came from")
+    prompts_sha256: str = Field(default="", description="of the prompts as drawn")
+    settings: dict[str, Any] = Field(default={}, description="how pictures were drawn and scores taken")
+    note: str = Field(default="", description="what must be known to read the value")
+    date: str = Field(default="", description="when, UTC")
+    version: str = Field(default="", description="of darkroom")
+
+    @property
+    def interval(self) -> str:
+        """'0.71 to 0.78', or nothing."""
+        return "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
+
+
+def finite(value: float) -> float | None:
+    """A number, or None where there is none."""
+    return value if math.isfinite(value) else None
+
+
+def append_scores(path: Path | str, scores: Iterable[Score]) -> Path:
+    """Add rows to a CSV, which is replaced whole; InputError where the file has other columns."""
+    return append_rows(Path(path), Score, scores, digits=9)
+
+
+def check_scores_file(path: Path) -> str:
+    """What stands in the file, empty where there is none; InputError unless scores can be added to it."""
+    return check_table(path, Score)
+
+
+def read_scores(path: Path | str) -> list[Score]:
+    """The rows of a table of scores."""
+    return read_rows(Path(path), Score)

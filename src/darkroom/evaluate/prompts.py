@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from darkroom.data.folder import FolderSource
-from darkroom.data.source import CAPTION_NAMES, Columns, find_name, no_column
+from darkroom.data.importers.folder import FolderSource
+from darkroom.data.importers.source import CAPTION_NAMES, Columns, find_name, no_column
 from darkroom.data.store import Store
 from darkroom.errors import InputError
 from darkroom.evaluate.pictures import FolderPictures

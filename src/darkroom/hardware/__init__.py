@@ -5,13 +5,23 @@ and torch only inside functions.
 
 from __future__ import annotations
 
-from darkroom.hardware.cards import Card, Network, cards, find_card, mfu, networks, peak_flops
+from darkroom.hardware.cards import (
+    Card,
+    Network,
+    StoragePrice,
+    cards,
+    find_card,
+    mfu,
+    networks,
+    peak_flops,
+    storage_price,
+    storage_prices,
+)
 from darkroom.hardware.doctor import Check, doctor
 from darkroom.hardware.energy import EnergyMeter
 from darkroom.hardware.machine import Device, Machine, environment, git_commit, machine, versions
 from darkroom.hardware.memory import PeakMemory, resident_bytes
 from darkroom.hardware.prices import Price, price, prices
-from darkroom.hardware.storage import StoragePrice, storage_price, storage_prices
 
 __all__ = [
     "Card",

@@ -12,6 +12,7 @@ import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -187,3 +188,53 @@ def _column(precision: str) -> str:
 
 def _plain(name: str) -> str:
     return re.sub(r"nvidia|amd|geforce|[^a-z0-9]", "", name.lower())
+
+
+@dataclass(frozen=True)
+class StoragePrice:
+    """One store: USD for a decimal gigabyte kept a month, and for one that leaves the provider."""
+
+    provider: str
+    service: str
+    region: str
+    usd_per_gb_month: float
+    usd_per_gb_out: float
+    as_of: date
+    source: str
+
+    def __str__(self) -> str:
+        where = " ".join(filter(None, (self.provider, self.service, self.region)))
+        return f"{where}, as of {self.as_of}"
+
+
+@cache
+def storage_prices() -> tuple[StoragePrice, ...]:
+    """All rows of storage.csv."""
+    return tuple(
+        StoragePrice(
+            provider=row["provider"],
+            service=row["service"],
+            region=row["region"],
+            usd_per_gb_month=float(row["usd_per_gb_month"]),
+            usd_per_gb_out=float(row["usd_per_gb_out"]),
+            as_of=date.fromisoformat(row["as_of"]),
+            source=row["source"],
+        )
+        for row in read_rows(HERE / "storage.csv")
+    )
+
+
+def storage_price(
+    provider: str | None = None,
+    *,
+    usd_per_gb_month: float | None = None,
+    usd_per_gb_out: float | None = None,
+) -> StoragePrice:
+    """The store of a provider, or the table's first where it has none; the user's own prices override it."""
+    rows = storage_prices()
+    found = next((row for row in rows if row.provider == provider), rows[0])
+    if usd_per_gb_month is None and usd_per_gb_out is None:
+        return found
+    kept = found.usd_per_gb_month if usd_per_gb_month is None else usd_per_gb_month
+    out = found.usd_per_gb_out if usd_per_gb_out is None else usd_per_gb_out
+    return StoragePrice("given", "", "", kept, out, date.today(), "by the user")

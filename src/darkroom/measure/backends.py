@@ -20,15 +20,19 @@ import torch
 from PIL import Image
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware import PeakMemory
+from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, interleave, measurement
-from darkroom.sample import Backend, GenerateSettings, Job, Unet, denoise, generate, open_backend
-from darkroom.sample.backends import BACKENDS
-from darkroom.sample.ladder import parse
+from darkroom.options import BACKENDS
+from darkroom.sample import denoise, generate
+from darkroom.sample.backends import open_backend
+from darkroom.sample.backends.backend import Backend
+from darkroom.sample.denoise import Unet
+from darkroom.sample.generate import GenerateSettings, Job
+from darkroom.sample.ladder.choose import parse
 from darkroom.sample.likeness import likeness
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 DIFFUSERS, PLAIN = "diffusers float32", "torch float32"
 CASES = {

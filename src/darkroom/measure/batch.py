@@ -10,7 +10,7 @@ from darkroom.hardware import machine
 from darkroom.measure.drawing import Drawing, Metered, Watch, memory_available
 from darkroom.measure.ladder import let_go
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
-from darkroom.sample import Backend
+from darkroom.sample.backends.backend import Backend
 from darkroom.sample.memory import CPU_MARGIN, Needs, count_needs
 
 PRECISIONS = ("float32", "fp16", "bf16")

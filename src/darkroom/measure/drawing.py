@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from darkroom.count import counting
+from darkroom.counting import counting
 from darkroom.errors import InputError
-from darkroom.hardware import EnergyMeter, find_card, machine
+from darkroom.hardware import machine
+from darkroom.hardware.cards import find_card
+from darkroom.hardware.energy import EnergyMeter
 from darkroom.measure.timing import synchronise
 from darkroom.options import parse_bytes
-from darkroom.sample import Backend, Picture, generate, open_backend
-from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
+from darkroom.sample import generate
+from darkroom.sample.backends import open_backend
+from darkroom.sample.backends.backend import Backend
+from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS, Picture
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 PROMPTS = ("a photo of an astronaut riding a horse", "a red circle and a blue square on a green background")
 PRECISIONS = {torch.float32: "float32", torch.float16: "fp16", torch.bfloat16: "bf16"}

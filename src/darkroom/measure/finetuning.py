@@ -6,18 +6,20 @@ asked of a `planner` where one is handed in. Quality is followed over the steps 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from darkroom.data.source import pictures_below
+from darkroom.data.importers.source import pictures_below
 from darkroom.errors import InputError
-from darkroom.hardware import machine, versions
-from darkroom.measure.growing import Growing
-from darkroom.measure.timing import Measurement, _commit
-from darkroom.recipe import Recipe, make_recipe
+from darkroom.hardware import machine
+from darkroom.hardware.machine import versions
+from darkroom.measure.timing import Measurement, _commit, append_csv, read_csv
+from darkroom.recipe.read import make_recipe
+from darkroom.recipe.sections import Recipe
 
 TASKS = {
     "full": "finetune",
@@ -254,3 +256,41 @@ def parameter_rows(measured: Iterable[Measurement]) -> list[Measurement]:
         settings["percent"] = round(100 * told["trained"] / told["total"], 4)
         found.setdefault(key, row(PARAMETERS, f"{told['model']} {case}", settings, device="", note="counted"))
     return list(found.values())
+
+
+class Growing:
+    """Rows in the order they were made; in a file, or without one in memory alone."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
+        self.rows = read_csv(file) if file is not None and file.is_file() else []
+
+    def find(self, benchmark: str, case: str) -> Measurement | None:
+        """The row that stands there already."""
+        return next((row for row in self.rows if (row.benchmark, row.case) == (benchmark, case)), None)
+
+    def add(self, row: Measurement) -> Measurement:
+        """Keep a row, at once, unless its case has one; returns the one that is kept."""
+        there = self.find(row.benchmark, row.case)
+        if there is not None:
+            return there
+        self.rows.append(row)
+        if self.file is not None:
+            append_csv(self.file, [row])
+        return row
+
+
+def check_same(file: Path, table: Path, asked: Mapping[str, Any]) -> None:
+    """Note what was asked beside its table. InputError where other rows than these are in the table."""
+    told = json.loads(json.dumps(asked, default=str))
+    if not table.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        return
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    other = [key for key, value in told.items() if before.get(key) != value]
+    if other:
+        raise InputError(
+            f"'{table}' was measured with another {other[0]} ({before.get(other[0], 'not noted')})",
+            mend="choose another --out, or say the same as before to go on",
+        )

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.errors import is_out_of_memory
-from darkroom.hardware import PeakMemory
-from darkroom.hardware.memory import give_back, resident_bytes
+from darkroom.hardware.memory import PeakMemory, give_back, resident_bytes
 from darkroom.hush import hush
-from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Say, row
-from darkroom.measure.growing import Growing
+from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Growing, Say, row
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 
 WARMUP = 1
@@ -160,7 +158,7 @@ def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
     """Seconds of each step of a recipe, the peak while they ran, and what training itself holds."""
     import torch
 
-    from darkroom.train.adapter import parameter_table
+    from darkroom.train.tasks.lora import parameter_table
 
     with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
         before, job, inputs = _open(content, Path(folder))
@@ -194,7 +192,7 @@ def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
 
 def trained_state_bytes(step: Any) -> int:
     """Master weights, their gradients and the optimiser's state."""
-    from darkroom.train.optimisers import optimiser_tensors
+    from darkroom.train.optim import optimiser_tensors
 
     masters = step.weights.masters
     state = optimiser_tensors(step.optimiser, masters)
@@ -246,8 +244,9 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 def _open(content: Mapping[str, Any], folder: Path) -> tuple[int, Any, dict[str, Any]]:
     """Memory held before, the job, and one batch of its inputs."""
-    from darkroom.recipe import make_recipe
-    from darkroom.train.job import Pinned, make_job
+    from darkroom.recipe.read import make_recipe
+    from darkroom.train.jobs import Pinned
+    from darkroom.train.setup import make_job
 
     recipe = make_recipe(dict(content))
     before = resident_bytes()

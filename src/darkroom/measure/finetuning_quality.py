@@ -10,13 +10,12 @@ from typing import Any
 
 from darkroom import models
 from darkroom.bill import Bill
-from darkroom.evaluate import Prompts, Score, append_scores, evaluate, open_extractors
-from darkroom.evaluate.prompts import read_prompts
-from darkroom.measure.finetuning import BEST, FIDELITY, RATES, Case, Finetuning, Planner, Say, row
-from darkroom.measure.growing import Growing
+from darkroom.evaluate.job import Score, append_scores, evaluate, open_extractors
+from darkroom.evaluate.prompts import Prompts, read_prompts
+from darkroom.measure.finetuning import BEST, FIDELITY, RATES, Case, Finetuning, Growing, Planner, Say, row
 from darkroom.measure.timing import Measurement
 from darkroom.sample import generate
-from darkroom.train import attempted, export, train
+from darkroom.train.run import attempted, export, train
 
 SUBJECT, PROMPT = "dino", "clip-t"
 SCENES = (

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from darkroom.data import import_pictures
-from darkroom.data.zips import ZipReader
+from darkroom.data.importers.job import import_pictures
+from darkroom.data.importers.zip import ZipReader
 from darkroom.errors import InputError
-from darkroom.hardware import PeakMemory, resident_bytes
+from darkroom.hardware.memory import PeakMemory, resident_bytes
 from darkroom.measure.timing import Measurement, interleave, measurement
 
 DISTINCT = 512

@@ -16,8 +16,10 @@ import torch
 from darkroom.errors import DarkroomError, InputError, is_out_of_memory
 from darkroom.measure.drawing import Drawing, Metered, Watch
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory, synchronise
-from darkroom.sample import Backend, Picture, ladder
+from darkroom.sample import ladder
+from darkroom.sample.backends.backend import Backend
 from darkroom.sample.likeness import likeness
+from darkroom.sample.pictures import Picture
 
 PLAIN = "plain"
 """The model as it is: `none` of the ladder."""

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from darkroom.data import Store
 from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.order import Order
-from darkroom.data.store import SCHEMA
+from darkroom.data.store import SCHEMA, Store
 from darkroom.errors import InputError
 from darkroom.measure.timing import Measurement, interleave, measurement
-from darkroom.models import LatentScaling
+from darkroom.models.latents import LatentScaling
 from darkroom.prepare.columns import latents_field
 
 IDENTITY = "0" * 64

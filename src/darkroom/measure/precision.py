@@ -15,8 +15,10 @@ from darkroom.errors import InputError
 from darkroom.measure.drawing import Drawing
 from darkroom.measure.ladder import told
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement
-from darkroom.sample import Backend, GenerateSettings, Job, denoise
+from darkroom.sample import denoise
+from darkroom.sample.backends.backend import Backend
 from darkroom.sample.choice import MAX_STEPS
+from darkroom.sample.generate import GenerateSettings, Job
 from darkroom.sample.likeness import likeness
 
 STEPS = (5, 10, 20, 30, 50, 75, 100)

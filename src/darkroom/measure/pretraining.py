@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from darkroom import models
-from darkroom.count import counting
+from darkroom.counting import counting
 from darkroom.errors import InputError
-from darkroom.hardware import PeakMemory
+from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
+from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.objective import FlowObjective, Objective, make_objective
-from darkroom.train.optimisers import Optimiser, OptimSettings
-from darkroom.train.step import DTYPES, Step, TrainSettings
+from darkroom.train.optim import Optimiser
+from darkroom.train.step import DTYPES, Step
 
 SWITCHES = ("bf16", "channels_last", "fused_adamw", "compile", "checkpointing")
 LADDER: tuple[str, ...] = ("plain", "bf16", "bf16,channels_last", "bf16,channels_last,fused_adamw")

@@ -28,9 +28,10 @@ from darkroom.errors import InputError
 from darkroom.hardware.memory import resident_bytes
 from darkroom.measure.pretraining import LADDER, Rung
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
-from darkroom.recipe import Recipe
-from darkroom.train.job import Job, Pinned, make_job
-from darkroom.train.ranks import Ranks, joined
+from darkroom.recipe.sections import Recipe
+from darkroom.train.distributed.ranks import Ranks, joined
+from darkroom.train.jobs import Job, Pinned
+from darkroom.train.setup import make_job
 from darkroom.train.step import Step
 
 PARTS = ("load", "encode", "forward", "backward", "communication", "optimiser")

@@ -18,8 +18,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
-from darkroom.hardware import PeakMemory, git_commit, machine, mfu, price, versions
-from darkroom.tidy import append_rows, read_rows
+from darkroom.hardware import machine
+from darkroom.hardware.cards import mfu
+from darkroom.hardware.machine import git_commit, versions
+from darkroom.hardware.memory import PeakMemory
+from darkroom.hardware.prices import price
+from darkroom.tables import append_rows, read_rows
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 STEPS = (10, 15, 20, 25, 30, 40, 50)
 GUIDANCE, GUIDED, CANCELLED = 7.5, 0.7, 0.1
@@ -115,7 +115,9 @@ def make_adapters(model: Model, folder: Path, count: int, *, seed: int) -> list[
     """Small LoRA files of the U-Net's attention with random weights that change the picture; their names."""
     import torch
 
-    from darkroom.models.adapters import Adapter, Layer, adaptable, write_adapter
+    from darkroom.models.adapters.adapter import Adapter
+    from darkroom.models.adapters.layers import Layer
+    from darkroom.models.adapters.read import adaptable, write_adapter
 
     places = {
         path: layer

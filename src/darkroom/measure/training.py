@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from darkroom.errors import InputError
-from darkroom.hardware import PeakMemory, environment
+from darkroom.hardware.machine import environment
+from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
-from darkroom.recipe import Recipe
+from darkroom.recipe.sections import Recipe
 from darkroom.run import Run
-from darkroom.train.job import Job, Pinned, make_job
+from darkroom.train.jobs import Job, Pinned
+from darkroom.train.setup import make_job
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, micro_batches, num_rows
 from darkroom.train.tracking import NoTracker

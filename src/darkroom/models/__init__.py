@@ -7,19 +7,12 @@ everything loaded from here is plain diffusers and transformers modules, from sa
 An adapter is a file of what was learned beside a model: `read_adapter`, `write_adapter`, `merge`.
 """
 
-from darkroom.models.adapter_export import describe_adapter, export_adapter, export_merged, is_adapter
-from darkroom.models.adapter_metadata import about
-from darkroom.models.adapters import (
-    Adapter,
-    Factors,
-    Layer,
-    fit,
-    merge,
-    merge_all,
-    read_adapter,
-    write_adapter,
-)
-from darkroom.models.bank import Bank
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.bank import Bank
+from darkroom.models.adapters.export import describe_adapter, export_adapter, export_merged, is_adapter
+from darkroom.models.adapters.layers import Factors, Layer
+from darkroom.models.adapters.metadata import about
+from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
 from darkroom.models.folder import (
     base_family,
@@ -32,9 +25,8 @@ from darkroom.models.folder import (
     save,
 )
 from darkroom.models.latents import LatentScaling
-from darkroom.models.model import PARTS, Model
+from darkroom.models.model import NAMES, PARTS, Model, choose_precision, device, precision, slow_bf16
 from darkroom.models.outline import outlined
-from darkroom.models.place import NAMES, choose_precision, device, precision, slow_bf16
 from darkroom.models.single_file import save_single_file
 from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
 

@@ -30,8 +30,7 @@ from darkroom.models.checked import (
 from darkroom.models.families import FAMILIES, create
 from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.latents import LatentScaling
-from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered
-from darkroom.models.place import slow_bf16
+from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered, slow_bf16
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
 from darkroom.models.tokenizer import read_tokenizer, tokenizer_or_stand_in

@@ -19,15 +19,14 @@ import torch
 from torch import nn
 
 from darkroom.errors import ModelError
-from darkroom.models import original
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model, noted_guidance
-from darkroom.models.original import UNET, VAE, Weights
 from darkroom.models.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
+
 
 LOG = logging.getLogger("darkroom")
 
@@ -40,6 +39,8 @@ ALSO_THERE = re.compile(
     r"|scale_factor$|first_stage_model\.(loss|model_ema)\.|loss\."
     r"|.*(position_ids|logit_scale|text_projection)$|.*resblocks\.(2[3-9]|3[0-9])\.)"
 )
+
+UNET, VAE = "model.diffusion_model.", "first_stage_model."
 # SD 2's two predictions share every shape; trained weights of this layer spread wider with v-prediction.
 V_WEIGHT, V_SPREAD = f"{UNET}output_blocks.11.1.transformer_blocks.0.norm1.bias", 0.09
 
@@ -115,7 +116,7 @@ def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, w
     if model.vae is not None:
         _fill(path, model.vae, _Vae(prefixes["vae"]), file, keys, as_stored)
     for i, encoder in enumerate(model.text_encoders):
-        rules = _Text(original.SDXL_OPENCLIP if i else prefixes["text_encoder"])
+        rules = _Text(SDXL_OPENCLIP if i else prefixes["text_encoder"])
         _fill(path, encoder, rules, file, keys, as_stored)
         _number_positions(encoder)
     if keys and parts is None:
@@ -132,7 +133,7 @@ def _prefixes(path: Path, keys: set[str]) -> dict[str, str]:
     for prefix in (VAE, "vae.", ""):
         if f"{prefix}encoder.conv_in.weight" in keys and f"{prefix}decoder.conv_in.weight" in keys:
             found.setdefault("vae", prefix)
-    for prefix in (original.SDXL_CLIP, original.CLIP, original.OPENCLIP):
+    for prefix in (SDXL_CLIP, CLIP, OPENCLIP):
         if any(key.startswith(prefix) for key in keys):
             found.setdefault("text_encoder", prefix)
     if "unet" in found or ("vae" in found and _is_original_vae(keys)):
@@ -236,9 +237,9 @@ class _Unet:
 
     def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
         """Original names, each with the weights of ours that it holds."""
-        names = original.unet_names(module.config)
+        names = unet_names(module.config)
         for name in module.state_dict():
-            yield self.prefix + original.original_unet_name(name, names), [name]
+            yield self.prefix + original_unet_name(name, names), [name]
 
     def shaped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of ours as the original has it."""
@@ -252,12 +253,12 @@ class _Vae(_Unet):
         super().__init__(prefix)
 
     def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
-        names = original.vae_names(module.config)
+        names = vae_names(module.config)
         for name in module.state_dict():
-            yield self.prefix + original.original_vae_name(name, names), [name]
+            yield self.prefix + original_vae_name(name, names), [name]
 
     def shaped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:, :, None, None] if original.is_flat_in_vae(name) else tensor
+        return tensor[:, :, None, None] if is_flat_in_vae(name) else tensor
 
 
 class _Text(_Unet):
@@ -266,13 +267,13 @@ class _Text(_Unet):
     def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
         inside = {name.removeprefix("text_model."): name for name in module.state_dict()}
         projection = inside.pop("text_projection.weight", None)
-        if self.prefix not in (original.OPENCLIP, original.SDXL_OPENCLIP):
+        if self.prefix not in (OPENCLIP, SDXL_OPENCLIP):
             yield from ((self.prefix + plain, [name]) for plain, name in inside.items())
             return
         layers = module.config.num_hidden_layers
-        for plain, theirs in original.openclip_names(layers).items():
+        for plain, theirs in openclip_names(layers).items():
             yield self.prefix + theirs, [inside[plain]]
-        for theirs, three in original.openclip_packed(layers).items():
+        for theirs, three in openclip_packed(layers).items():
             yield self.prefix + theirs, [inside[plain] for plain in three]
         if projection is not None:
             yield self.prefix + "text_projection", [projection]
@@ -369,9 +370,9 @@ def _rules_of(model: Model, part: str) -> _Unet:
     if part == "vae":
         return _Vae()
     if len(model.text_encoders) > 1:
-        return _Text(original.SDXL_CLIP if part == "text_encoder" else original.SDXL_OPENCLIP)
+        return _Text(SDXL_CLIP if part == "text_encoder" else SDXL_OPENCLIP)
     activation = model.text_encoders[0].config.hidden_act  # type: ignore[union-attr]
-    return _Text(original.CLIP if activation == "quick_gelu" else original.OPENCLIP)
+    return _Text(CLIP if activation == "quick_gelu" else OPENCLIP)
 
 
 def _metadata(model: Model) -> dict[str, str]:
@@ -400,4 +401,149 @@ def _written(tokenizer: Any) -> dict[str, Any]:
         "vocab": learned["vocab"],
         "merges": learned["merges"],
         "model_max_length": tokenizer.model_max_length,
+    }
+
+
+Weights = dict[str, torch.Tensor]
+# The text encoders by the width of the text, as the original code's classes name them.
+CLIP = "cond_stage_model.transformer.text_model."
+OPENCLIP = "cond_stage_model.model."
+SDXL_CLIP = "conditioner.embedders.0.transformer.text_model."
+SDXL_OPENCLIP = "conditioner.embedders.1.model."
+
+UNET_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+UNET_ENDS = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+VAE_ATTENTION = {"group_norm": "norm", "to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "proj_out"}
+OPENCLIP_LAYER = {
+    "layer_norm1": "ln_1",
+    "layer_norm2": "ln_2",
+    "mlp.fc1": "mlp.c_fc",
+    "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}
+OPENCLIP_ENDS = {
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+}
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def unet_names(config: Any) -> dict[str, str]:
+    """Module paths of a U-Net and where they stand in the original, without its prefix."""
+    names = dict(UNET_ENDS)
+    depth, layers = len(config["block_out_channels"]), config["layers_per_block"]
+    at = 1
+    for block in range(depth):
+        for layer in range(layers):
+            names[f"down_blocks.{block}.resnets.{layer}"] = f"input_blocks.{at}.0"
+            names[f"down_blocks.{block}.attentions.{layer}"] = f"input_blocks.{at}.1"
+            at += 1
+        if block + 1 < depth:
+            names[f"down_blocks.{block}.downsamplers.0.conv"] = f"input_blocks.{at}.0.op"
+            at += 1
+    for place, name in enumerate(("resnets.0", "attentions.0", "resnets.1")):
+        names[f"mid_block.{name}"] = f"middle_block.{place}"
+    at = 0
+    for block in range(depth):
+        for layer in range(layers + 1):
+            names[f"up_blocks.{block}.resnets.{layer}"] = f"output_blocks.{at}.0"
+            names[f"up_blocks.{block}.attentions.{layer}"] = f"output_blocks.{at}.1"
+            at += 1
+        attends = config["up_block_types"][block].startswith("CrossAttn")
+        names[f"up_blocks.{block}.upsamplers.0.conv"] = f"output_blocks.{at - 1}.{1 + attends}.conv"
+    return names
+
+
+def vae_names(config: Any) -> dict[str, str]:
+    """Module paths of a VAE and where they stand in the original, without its prefix."""
+    depth, layers = len(config["block_out_channels"]), config["layers_per_block"]
+    names = {"quant_conv": "quant_conv", "post_quant_conv": "post_quant_conv"}
+    for half in ("encoder", "decoder"):
+        names |= {f"{half}.conv_in": f"{half}.conv_in", f"{half}.conv_out": f"{half}.conv_out"}
+        names |= {
+            f"{half}.conv_norm_out": f"{half}.norm_out",
+            f"{half}.mid_block.resnets.0": f"{half}.mid.block_1",
+            f"{half}.mid_block.attentions.0": f"{half}.mid.attn_1",
+            f"{half}.mid_block.resnets.1": f"{half}.mid.block_2",
+        }
+    for block in range(depth):
+        down, up = f"encoder.down.{block}", f"decoder.up.{depth - 1 - block}"
+        for layer in range(layers):
+            names[f"encoder.down_blocks.{block}.resnets.{layer}"] = f"{down}.block.{layer}"
+        for layer in range(layers + 1):
+            names[f"decoder.up_blocks.{block}.resnets.{layer}"] = f"{up}.block.{layer}"
+        names[f"encoder.down_blocks.{block}.downsamplers.0.conv"] = f"{down}.downsample.conv"
+        names[f"decoder.up_blocks.{block}.upsamplers.0.conv"] = f"{up}.upsample.conv"
+    return names
+
+
+def original_unet_name(name: str, names: dict[str, str]) -> str:
+    """The original name of a U-Net's weight."""
+    path, rest = _place(name, names)
+    return names[path] + _inner(rest, UNET_RESNET if ".resnets." in f".{path}." else {})
+
+
+def original_vae_name(name: str, names: dict[str, str]) -> str:
+    """The original name of a VAE's weight."""
+    path, rest = _place(name, names)
+    inner = VAE_ATTENTION if ".attentions." in f".{path}." else {"conv_shortcut": "nin_shortcut"}
+    return names[path] + _inner(rest, inner)
+
+
+def _place(name: str, names: dict[str, str]) -> tuple[str, str]:
+    """The longest known module path that a weight's name starts with, and the rest of the name."""
+    path = name
+    while path not in names:
+        path, _, _ = path.rpartition(".")
+        if not path:
+            raise KeyError(name)
+    return path, name[len(path) :]
+
+
+def _inner(rest: str, renamed: dict[str, str]) -> str:
+    module, _, kind = rest[1:].rpartition(".")
+    inner = renamed.get(module, module)
+    return f".{inner}.{kind}" if inner else f".{kind}"
+
+
+def is_flat_in_vae(name: str) -> bool:
+    """Whether a VAE's weight is a matrix here and a 1x1 convolution in the original."""
+    return bool(re.search(r"attentions\.0\.to_(q|k|v|out\.0)\.weight$", name))
+
+
+def openclip_names(layers: int) -> dict[str, str]:
+    """Weights of a CLIP text model that stand in an OpenCLIP file under another name, as they are."""
+    names = dict(OPENCLIP_ENDS)
+    for i in range(layers):
+        for ours, theirs in OPENCLIP_LAYER.items():
+            for kind in ("weight", "bias"):
+                names[f"encoder.layers.{i}.{ours}.{kind}"] = f"transformer.resblocks.{i}.{theirs}.{kind}"
+    return names
+
+
+def openclip_packed(layers: int) -> dict[str, list[str]]:
+    """OpenCLIP's packed tensors, and the three of ours that each holds."""
+    return {
+        f"transformer.resblocks.{i}.attn.in_proj_{kind}": [
+            f"encoder.layers.{i}.self_attn.{one}.{kind}" for one in QKV
+        ]
+        for i in range(layers)
+        for kind in ("weight", "bias")
     }

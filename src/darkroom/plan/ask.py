@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.cards import Card, cards, find_card
+from darkroom.hardware.cards import storage_price
 from darkroom.hardware.prices import Price
-from darkroom.hardware.storage import storage_price
 from darkroom.options import parse_size
-from darkroom.plan.cache import cached, cached_profile
-from darkroom.plan.calibrate import calibration
+from darkroom.plan.cost import over_limits, storage
+from darkroom.plan.counts import Profile, cached, cached_profile
+from darkroom.plan.generation import PictureSettings, own_guidance, picture_profile
 from darkroom.plan.jobs import (
     GenerateJob,
     Plan,
@@ -29,77 +26,30 @@ from darkroom.plan.jobs import (
     plan_preparing,
     plan_training,
 )
-from darkroom.plan.money import over_limits, storage
-from darkroom.plan.profile import Profile
-from darkroom.plan.roofline import Software, efficiency
-from darkroom.plan.scale import Cluster, default_cluster
-from darkroom.plan.settings import (
-    configs_of,
-    pictures_of,
-    read_phase,
-    rows_of,
-    runs_of,
-    settings_of,
-    text_of,
+from darkroom.plan.roofline import Software
+from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, runs_of, settings_of, text_of
+from darkroom.plan.targets import (
+    Asked,
+    Target,
+    choose_precision,
+    chosen_cards,
+    here,
+    layout_of,
+    mode_of,
+    place,
 )
-from darkroom.train.parallel import channels_last
+from darkroom.train.distributed.ddp_fsdp import channels_last
 
 if TYPE_CHECKING:
-    from darkroom.hardware.machine import Machine
-    from darkroom.recipe import Recipe
+    from darkroom.recipe.sections import Recipe
+
 
 MOST_DEVICES = 65536
 USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` unless told
-USUAL_GUIDANCE = 7.5
 UNCOUNTED = "train.align is not counted: its extractor is not opened"
 
 
-@dataclass(frozen=True)
-class Target:
-    """On what, how many, and what may be spent."""
-
-    gpu: str = "here"  # here, all, or a card's name
-    count: int = 1
-    mode: str = "auto"  # the recipe's own, else ddp
-    shard: str = "grads"  # of fsdp: the recipe's own
-    node_devices: int | None = None  # on one machine; a recipe's own
-    network: str | None = None
-    stands_in: str | None = None  # a row of machines.csv; None: the card's usual one
-    usd_per_hour: float | None = None
-    prices: tuple[Price, ...] | None = None
-    budget_usd: float | None = None
-    deadline_hours: float | None = None
-    usd_per_gb_month: float | None = None
-    usd_per_gb_out: float | None = None
-    precision: str = "auto"
-    engine: str = "eager"
-    machine: Machine | None = None  # which machine is 'here', where it is not this one
-
-
 Planner = Callable[[Where, Software], Plan]
-
-
-Layout = Callable[[str, Where], bool]
-"""Whether tensors lie channels last, of a precision and a place."""
-
-
-def layout_of(asked: bool | None) -> Layout:
-    """As asked; where nothing is, in half precisions."""
-    return lambda precision, where: precision != "float32" if asked is None else asked
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A job that can be planned on any device."""
-
-    name: str
-    profile: Callable[[str, bool], Profile]  # of a precision; whether a GPU computes it
-    plan: Callable[[Profile, Where, Software, float | None, Sequence[Price] | None], Plan]
-    precision: str = "auto"
-    attention: str = "fused"
-    channels_last: Layout = lambda precision, where: True
-    settings: dict[str, Any] = field(default_factory=dict)
-    remade: Callable[[Mapping[str, Any]], Asked] | None = None  # with other settings and the same counts
 
 
 def plans(asked: Asked, target: Target) -> list[Plan]:
@@ -118,11 +68,6 @@ def plans(asked: Asked, target: Target) -> list[Plan]:
     )
     found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
-
-
-def mode_of(asked: Asked, target: Target) -> str:
-    """How several devices train together: as asked, else as the recipe says."""
-    return target.mode if target.mode != "auto" else str(asked.settings.get("mode", "ddp"))
 
 
 def own_count(asked: Asked, target: Target) -> int:
@@ -170,80 +115,6 @@ def with_limits(plan: Plan, target: Target) -> Plan:
 def _order(plan: Plan) -> tuple[bool, bool, float]:
     usd = plan.cost.usd
     return (not plan.kept, usd is None, usd if usd is not None else plan.cost.device_hours)
-
-
-def choose_precision(asked: Asked, target: Target, card: Card) -> str:
-    """The precision to compute in: as asked, else what the hardware is fast in."""
-    said = target.precision if target.precision != "auto" else asked.precision
-    return fast_precision(card) if said == "auto" else said
-
-
-def fast_precision(card: Card) -> str:
-    """The precision that a device is fastest in and trains in unless told otherwise."""
-    if "bf16" in card.flops:
-        return "bf16"
-    return "fp16" if card.kind == "gpu" and "fp16" in card.flops else "float32"
-
-
-# ---- devices
-
-
-def chosen_cards(name: str) -> list[Card]:
-    """The cards of a name; 'all' is every GPU. InputError names the nearest for an unknown one."""
-    if name == "all":
-        return [card for card in cards().values() if card.kind == "gpu"]
-    card = find_card(name)
-    if card is None:
-        near = nearest(name)
-        mend = f"did you mean {', '.join(near)}?" if near else ""
-        raise InputError(f"--gpu {name}", allowed="here, all, or a card of hardware.csv", mend=mend)
-    return [card]
-
-
-def nearest(name: str) -> list[str]:
-    """Up to three cards that are called nearly so: those whose name is in it first, then the most alike."""
-    wanted = name.lower()
-    names = {text.lower(): text for card in cards().values() for text in (card.name, *card.aliases)}
-    inside = sorted((text for text in names if text in wanted), key=len, reverse=True)
-    alike = [one for text in (wanted, f"rtx {wanted}") for one in difflib.get_close_matches(text, names, 3)]
-    return list(dict.fromkeys(names[text] for text in [*inside, *alike]))[:3]
-
-
-def place(card: Card, target: Target) -> Where:
-    """A card as it usually stands; a CPU class stands for eight of its cores."""
-    return Where(card, _cluster(card, target), cores=8 if card.unit == "core" else 1)
-
-
-def _cluster(card: Card, target: Target) -> Cluster:
-    return default_cluster(
-        card,
-        target.count,
-        target.mode,
-        target.network,
-        machine=target.stands_in,
-        node_devices=target.node_devices,
-        shard=target.shard,
-    )
-
-
-def here(target: Target) -> Where:
-    """This machine, with what `plan --calibrate` measured of it; or the target's."""
-    from darkroom.hardware.machine import machine
-
-    found = target.machine or machine()
-    if found.devices:
-        name = found.devices[0].name
-        card, memory = find_card(name), float(found.devices[0].memory_bytes)
-        if card is None:
-            raise InputError(f"this machine's {name} is not in hardware.csv", mend="say --gpu NAME")
-    else:
-        name = found.cpu
-        card, memory = cards()[found.cpu_class], float(found.memory_bytes)
-    known = efficiency().with_values(calibration(card.name) if target.machine is None else {})
-    # Processes on one CPU share its cores and its memory.
-    sharers = 1 if found.devices else min(target.count, target.node_devices or 1)
-    cores = max(1, round(found.cores / sharers))
-    return Where(card, _cluster(card, target), cores, known, memory / sharers)
 
 
 def counts(text: str) -> list[int]:
@@ -372,28 +243,6 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
     )
 
 
-@dataclass(frozen=True)
-class PictureSettings:
-    """Making pictures, by flags."""
-
-    model: str = "sd15"
-    size: str = "512x512"
-    steps: int = 30
-    guidance: float | None = None  # None: the model's own, else 7.5
-    batch: int = 1
-    pictures: int = 1000
-    attention: str = "fused"
-    channels_last: bool | None = None  # None: as `generate` picks it, in half precisions
-
-
-def own_guidance(model: str) -> float:
-    """The guidance scale that a model folder notes, else the usual one."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        index = json.loads((Path(model) / "model_index.json").read_text(encoding="utf-8"))
-        return float(index["_darkroom"]["guidance"])
-    return USUAL_GUIDANCE
-
-
 def ask_generate(settings: PictureSettings) -> Asked:
     """Making pictures."""
     job = GenerateJob("generate", settings.pictures, settings.batch, settings.steps)
@@ -421,30 +270,6 @@ def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:
         attention=settings.attention,
         channels_last=layout_of(settings.channels_last),
     )
-
-
-def picture_profile(
-    model: str, width: int, height: int, guided: bool, precision: str, attention: str, *, whole: bool = False
-) -> Profile:
-    """The counts of making pictures, kept. `whole`: the VAE decodes a batch at once."""
-    key = {
-        "job": "generate",
-        "model": configs_of(model),
-        "size": [width, height],
-        "guided": guided,
-        "precision": precision,
-        "attention": attention,
-        "whole": whole,
-    }
-
-    def count() -> Profile:
-        from darkroom.plan.generation import GenerateSpec, profile_generation
-        from darkroom.sample.pictures import DECODE_PIXELS
-
-        pixels = None if whole else DECODE_PIXELS
-        return profile_generation(GenerateSpec(model, width, height, guided, precision, attention, pixels))
-
-    return cached_profile(key, count)
 
 
 def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = False) -> Asked:
@@ -484,3 +309,33 @@ def preparing_profile(
         return profile_preparing(PrepareSpec(model, resolution, text, precision, vae))
 
     return cached_profile(key, count)
+
+
+STATE = ("gradients", "optimiser")
+
+
+def planner(gpu: str, count: int) -> Callable[[Recipe], dict[str, Any]]:
+    """Asks recipes on `count` cards; a batch smaller than that on as many cards as it has pictures."""
+
+    def ask(recipe: Recipe) -> dict[str, Any]:
+        number = min(count, recipe.train.global_batch)
+        micro = recipe.train.model_copy(update={"micro_batch": -(-recipe.train.global_batch // number)})
+        shared = recipe.model_copy(update={"train": micro})
+        (plan,) = plans(ask_recipe_object(shared), Target(gpu=gpu, count=number))
+        made = recipe.train.steps * recipe.train.global_batch
+        masters = 4 * plan.parameters["trained"]
+        price = plan.cost.price
+        return {
+            "device": plan.device,
+            "count": plan.count,
+            "memory_bytes": plan.peak_bytes,
+            "trained_state_bytes": int(masters + sum(plan.memory_bytes[name] for name in STATE)),
+            "images_per_s": plan.images_per_s,
+            "usd_per_image": None if plan.cost.usd is None else plan.cost.usd / made,
+            "trained": plan.parameters["trained"],
+            "total": plan.parameters["unet"],
+            "largest_batch": plan.largest_micro_batch,
+            "note": "; ".join(["planned by fake tensors and a roofline, not run", price, *plan.notes]),
+        }
+
+    return ask

@@ -7,53 +7,36 @@ the user's cache, by card.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from darkroom.plan.cache import cache_folder
+from darkroom.hardware import machine
+from darkroom.hardware.cards import find_card
+from darkroom.models.families import FAMILIES
+from darkroom.options import parse_size
+from darkroom.plan.generation import picture_profile
+from darkroom.plan.jobs import GenerateJob, Where, plan_generating
+from darkroom.plan.roofline import Software
+from darkroom.plan.targets import Measured, calibration_file
 
 if TYPE_CHECKING:
     import torch
 
     from darkroom.hardware.cards import Card
-    from darkroom.plan.benched import Row
-    from darkroom.plan.jobs import Where
     from darkroom.plan.roofline import Efficiency
+
 
 BUDGET_S = 2.0  # for each of the measurements
 FEWEST = 5
 
 Call = Callable[[], Any]
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One measurement: its rate, what share of the rated peak that is, and the constant it replaces."""
-
-    name: str
-    rate: float
-    unit: str
-    share: float | None = None  # of the rated peak, where there is one
-    constant: tuple[str, str, float] | None = None  # name, what it applies to, value
-
-
-def calibration_file() -> Path:
-    """Where the measurements of this machine are kept."""
-    return cache_folder() / "calibration.json"
-
-
-def calibration(card: str) -> dict[tuple[str, str], float]:
-    """Constants measured on this machine for a card, to replace the fitted ones; empty if none were."""
-    with suppress(OSError, ValueError, TypeError):
-        content = json.loads(calibration_file().read_text(encoding="utf-8"))
-        return {(name, applies_to): float(value) for name, applies_to, value in content.get(card, [])}
-    return {}
 
 
 def calibrate(say: Say = lambda _: None, rows: Sequence[Row] = ()) -> list[Measured]:
@@ -63,8 +46,8 @@ def calibrate(say: Say = lambda _: None, rows: Sequence[Row] = ()) -> list[Measu
     """
     import torch
 
-    from darkroom.plan.ask import Target, here
     from darkroom.plan.roofline import efficiency
+    from darkroom.plan.targets import Target, here
 
     where = here(Target())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,7 +63,7 @@ def calibrate(say: Say = lambda _: None, rows: Sequence[Row] = ()) -> list[Measu
 
 def _arithmetic(where: Where, device: torch.device, say: Say) -> Iterator[Measured]:
     """Classes of operation, in the precision a plan takes on this device; on a CPU in float32 too."""
-    from darkroom.plan.ask import fast_precision
+    from darkroom.plan.targets import fast_precision
 
     card, fast = where.card, fast_precision(where.card)
     if device.type == "cpu":
@@ -133,7 +116,7 @@ def _products(device: torch.device, precision: str) -> dict[str, tuple[Call, flo
     import torch
     import torch.nn.functional as F
 
-    from darkroom.models import precision as dtype_of
+    from darkroom.models.model import precision as dtype_of
 
     dtype, batch = dtype_of(precision), 16 if device.type == "cuda" else 1
     a = torch.randn(4096 * batch, 320, device=device, dtype=dtype)
@@ -173,7 +156,6 @@ def _moving(where: Where, device: torch.device, say: Say) -> Iterator[Measured]:
 
 def _links(card: Card, device: torch.device, say: Say) -> Iterator[Measured]:
     """What processes of this machine send each other while they sum gradients."""
-    from darkroom.plan.links import link_bytes_s
 
     try:
         found = link_bytes_s(device.type, BUDGET_S)
@@ -200,7 +182,7 @@ def host_seconds(device: torch.device) -> tuple[float, dict[str, int]]:
     import torch
 
     from darkroom import models
-    from darkroom.count import counting
+    from darkroom.counting import counting
 
     unet: Any = models.create("tiny", parts=("unet",)).unet
     width, side = unet.config.cross_attention_dim, 8
@@ -230,7 +212,6 @@ def host_seconds(device: torch.device) -> tuple[float, dict[str, int]]:
 def _speed(where: Where, rows: Sequence[Row], say: Say) -> Measured:
     """A device's speed as a whole: the median of what `bench batch` measured by what is planned."""
     from darkroom.errors import InputError
-    from darkroom.plan.benched import factors
 
     found = factors(where, rows)
     if not found:
@@ -288,3 +269,95 @@ def _keep(card: Card, found: Sequence[Measured]) -> None:
     content[card.name] = [[*name, value] for name, value in _constants(found).items()]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+class Row(Protocol):
+    """What is read of a measurement (`darkroom.measure.Measurement`)."""
+
+    @property
+    def benchmark(self) -> str: ...
+    @property
+    def settings(self) -> dict[str, Any]: ...
+    @property
+    def median_s(self) -> float | None: ...
+    @property
+    def images_per_s(self) -> float | None: ...
+    @property
+    def machine(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+
+
+def factors(where: Where, rows: Iterable[Row]) -> list[float]:
+    """Measured by planned images/s of every row that this machine's device measured."""
+    own = [row for row in _own(where, rows) if row.images_per_s]
+    return [(row.images_per_s or 0.0) / planned_rate(where, row) for row in own]
+
+
+def _own(where: Where, rows: Iterable[Row]) -> Iterator[Row]:
+    name = machine().name
+    for row in rows:
+        told = row.settings
+        plain = told.get("backend", "torch") == "torch" and not told.get("autocast")
+        own = row.machine == name and find_card(row.device) == where.card
+        if row.benchmark == "batch" and own and plain and told.get("model") in FAMILIES:
+            yield row
+
+
+def planned_rate(where: Where, row: Row) -> float:
+    """Images a second that the plan gives for a row's settings."""
+    told = row.settings
+    width, height = parse_size(told["size"])
+    precision = told["precision"]
+    # Half precisions move and hold the same bytes: one count serves both.
+    counted = "bf16" if precision == "fp16" else precision
+    profile = picture_profile(told["model"], width, height, told["guidance"] > 1, counted, "fused")
+    batch = max(1, round((row.images_per_s or 0.0) * (row.median_s or 0.0)))
+    job = GenerateJob("bench", batch, batch, told["steps"])
+    software = Software(precision, channels_last=precision != "float32")  # as `auto` picks it
+    return plan_generating(profile, job, where, software).images_per_s
+
+
+SIZE_BYTES = {"cpu": 2**26, "cuda": 2**28}
+
+
+def link_bytes_s(kind: str, budget_s: float) -> tuple[int, float] | None:
+    """How many processes there were, and the bytes a second over each one's wire in their ring all-reduce:
+    gloo between two on a CPU, NCCL between all GPUs. None where there is only one GPU.
+    """
+    import torch
+
+    number = torch.cuda.device_count() if kind == "cuda" else 2
+    if number < 2:
+        return None
+    with tempfile.TemporaryDirectory(prefix="darkroom-links-") as folder:
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(_rank, (number, folder, kind, budget_s), nprocs=number)
+        seconds = float((Path(folder) / "seconds").read_text())
+    return number, 2 * (number - 1) / number * SIZE_BYTES[kind] / seconds
+
+
+def _rank(rank: int, number: int, folder: str, kind: str, budget_s: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=number,
+    )
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    held = torch.zeros(SIZE_BYTES[kind] // 4, device=device)
+    taken = []
+    for _ in range(2 + max(3, min(50, int(10 * budget_s)))):  # as many in all processes
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        dist.all_reduce(held)
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    if rank == 0:
+        (Path(folder) / "seconds").write_text(str(median(taken[2:])))
+    dist.destroy_process_group()

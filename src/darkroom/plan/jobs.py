@@ -9,8 +9,8 @@ from typing import Any
 from darkroom.errors import InputError
 from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
-from darkroom.plan.money import Cost, Storage, cost, offer_for
-from darkroom.plan.profile import KINDS, Profile
+from darkroom.plan.cost import Cost, Storage, cost, offer_for
+from darkroom.plan.counts import KINDS, Profile
 from darkroom.plan.roofline import Efficiency, Roofline, Seconds, Software, efficiency
 from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
 

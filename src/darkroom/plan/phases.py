@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from darkroom.plan.ask import Asked, Target, chosen_cards, plans
+from darkroom.plan.ask import plans
+from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan
-from darkroom.plan.money import over_limits
 from darkroom.plan.show import gb, hours, to_dict, usd
+from darkroom.plan.targets import Asked, Target, chosen_cards
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from darkroom.hardware.cards import Card, read_rows
-from darkroom.plan.profile import Floats, Profile, Work
+from darkroom.plan.counts import Floats, Profile, Work
 
 HERE = Path(__file__).parent
 ARITHMETIC = ("conv", "matmul", "attention")

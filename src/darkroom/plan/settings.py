@@ -8,14 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError, RecipeError
+from darkroom.train.data.precomputed import caches_latents
 
 if TYPE_CHECKING:
-    from darkroom.recipe import Recipe
+    from darkroom.recipe.sections import Recipe
+
+
+def encodes(recipe: Recipe) -> bool:
+    """Whether pictures are encoded at each step."""
+    data = recipe.data
+    if recipe.task == "autoencoder" or data.encode == "stored":
+        return False
+    return data.encode == "inline" or not caches_latents(recipe)
 
 
 def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
     """What a plan needs of a recipe beside its counts."""
-    from darkroom.train.checks import check_settings
+    from darkroom.train.setup import check_settings
 
     if recipe.task == "extractor":
         raise InputError(
@@ -57,7 +66,6 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
 
 def _reads(recipe: Recipe, stores_text: bool) -> list[str]:
     """What is read of the store at each step instead of being computed."""
-    from darkroom.plan.beside import encodes
 
     latents = recipe.task != "autoencoder" and not encodes(recipe)
     text = stores_text and "stored" in (recipe.data.text, recipe.data.encode)
@@ -68,7 +76,7 @@ def pictures_of(folder: str | None) -> int | None:
     """Pictures below a folder, where it is there and has some."""
     if not folder or not Path(folder).is_dir():
         return None
-    from darkroom.data.source import pictures_below
+    from darkroom.data.importers.source import pictures_below
 
     return len(pictures_below(Path(folder))) or None
 
@@ -77,8 +85,8 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
     """A recipe, or one of its phases with the recipe's own model: its weights do not matter here; with notes
     on what stands in for parts that are not there yet.
     """
-    from darkroom.recipe import read_recipe
-    from darkroom.train.phases import phase_recipes
+    from darkroom.recipe.read import read_recipe
+    from darkroom.train.run import phase_recipes
 
     recipe, notes = stood_in(read_recipe(path, overrides), path.parent)
     if phase is None:
@@ -121,7 +129,7 @@ def stood_in(recipe: Recipe, folder: Path) -> tuple[Recipe, list[str]]:
 
 def _to_be_made(ref: str) -> bool:
     """Whether a reference is a run's folder that is not there: neither a family nor of a hub's form."""
-    from darkroom.models import FAMILIES, PUBLISHED
+    from darkroom.models.families import FAMILIES, PUBLISHED
 
     if ref in FAMILIES or ref in PUBLISHED or Path(ref).exists():
         return False
@@ -130,7 +138,7 @@ def _to_be_made(ref: str) -> bool:
 
 def _recipe_of(ref: str, folder: Path) -> Recipe | None:
     """The recipe beside that makes a run's model, itself with what stands in; None where there is none."""
-    from darkroom.recipe import read_recipe
+    from darkroom.recipe.read import read_recipe
 
     parts = Path(ref).parts
     file = folder / f"{parts[-2]}.yaml" if len(parts) > 1 and parts[-1] == "model" else None
@@ -156,7 +164,7 @@ def rows_of(store: str | None) -> int | None:
     """Pictures in a store, where it is there."""
     if not store or not Path(store).is_dir():
         return None
-    from darkroom.data import Store
+    from darkroom.data.store import Store
     from darkroom.errors import StoreError
 
     try:

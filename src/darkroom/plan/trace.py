@@ -26,19 +26,14 @@ from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
-from darkroom.plan.ask import (
-    USUAL_PRECISION,
-    Asked,
-    PictureSettings,
-    layout_of,
-    own_guidance,
-    picture_profile,
-)
+from darkroom.plan.ask import USUAL_PRECISION
+from darkroom.plan.cost import cost, offer_for
+from darkroom.plan.counts import Profile
+from darkroom.plan.generation import PictureSettings, own_guidance, picture_profile
 from darkroom.plan.jobs import GenerateJob, Plan, Where, largest_rows, plan_generating
-from darkroom.plan.money import cost, offer_for
-from darkroom.plan.profile import Profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.scale import Cluster
+from darkroom.plan.targets import Asked, layout_of
 
 MOST_AT_ONCE = 64  # pictures of a device
 MOST_DEVICES = 4096

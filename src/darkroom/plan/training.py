@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,38 +10,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom import models
-from darkroom.models import Model
+from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
-from darkroom.plan.adapter import safetensors_bytes
-from darkroom.plan.beside import (
-    chunks,
-    encodes,
-    own_latents,
-    reads_text,
-    rested,
-    resting,
-    samples,
-)
-from darkroom.plan.counting import (
+from darkroom.plan.counts import (
+    Profile,
     as_on_gpu,
+    cached,
     fakes,
+    outline,
     profile_of,
     size_bytes,
     tag_weights,
     tensors,
     trace_training,
 )
-from darkroom.plan.outline import outline
-from darkroom.plan.profile import Profile
-from darkroom.train import job
-from darkroom.train.defaults import ADAPTER_TASKS
-from darkroom.train.extras import AlignSettings
-from darkroom.train.sharing import blocks_of
-from darkroom.train.tasks import SIZES
-from darkroom.train.weights import cast
+from darkroom.plan.memory import chunks, own_latents, reads_text, rested, resting, samples
+from darkroom.plan.settings import encodes
+from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings
+from darkroom.train import setup as job
+from darkroom.train.distributed.ddp_fsdp import blocks_of
+from darkroom.train.distributed.weights import cast
+from darkroom.train.tasks.diffusion import SIZES
 
 if TYPE_CHECKING:
-    from darkroom.recipe import Recipe
+    from darkroom.recipe.sections import Recipe
+
 
 CPU = torch.device("cpu")
 
@@ -184,3 +178,38 @@ def _text_columns(model: Model, rows: int) -> dict[str, Any]:
     if model.is_sdxl:
         states["pooled"] = torch.empty(rows, configs[-1].projection_dim, dtype=torch.float16, device="meta")
     return states
+
+
+def adapter_facts(base: str, rank: int, targets: str = "qv") -> dict[str, int]:
+    """Trained and total parameters of the U-Net, and bytes of the float32 safetensors file; kept."""
+    key = {"job": "adapter", "base": base, "rank": rank, "targets": targets}
+    return cached(key, lambda: _adapter_facts(base, rank, targets))
+
+
+def _adapter_facts(base: str, rank: int, targets: str) -> dict[str, int]:
+    from darkroom.models.outline import outlined
+    from darkroom.recipe.sections import AdapterSettings
+    from darkroom.train.tasks.lora import add_adapters, parameter_table
+
+    model = outlined(base, ("unet",))
+    parts = add_adapters(model, AdapterSettings(targets=targets, rank=rank))
+    trained, total = parameter_table(parts)
+    shapes = {
+        f"unet.{name.replace('.default', '')}": tuple(param.shape)
+        for name, param in parts["unet"].named_parameters()
+        if param.requires_grad
+    }
+    return {"trained": trained, "total": total, "file_bytes": safetensors_bytes(shapes)}
+
+
+def safetensors_bytes(shapes: dict[str, tuple[int, ...]], item_bytes: int = 4) -> int:
+    """Size of a safetensors file: eight bytes, a JSON header padded to eight, the tensors."""
+    header, offset = {}, 0
+    for name, shape in sorted(shapes.items()):
+        size = item_bytes
+        for side in shape:
+            size *= side
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    length = len(json.dumps(header, separators=(",", ":")))
+    return 8 + -(-length // 8) * 8 + offset

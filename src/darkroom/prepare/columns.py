@@ -11,7 +11,7 @@ import pyarrow as pa
 from darkroom import __version__
 from darkroom.data.store import Store
 from darkroom.errors import ColumnError
-from darkroom.models import LatentScaling
+from darkroom.models.latents import LatentScaling
 
 # Latents and states hardly compress: trying only costs time.
 _RAW = {"lance-encoding:compression": "none"}

@@ -20,8 +20,8 @@ import pyarrow as pa
 import torch
 
 from darkroom import models
-from darkroom.data.pictures import PictureError, decode, nearest_bucket, resize_crop
-from darkroom.data.pictures import buckets as bucket_sizes
+from darkroom.data.images import PictureError, decode, nearest_bucket, resize_crop
+from darkroom.data.images import buckets as bucket_sizes
 from darkroom.errors import InputError, StoreError
 from darkroom.prepare.columns import latents_field, text_field
 from darkroom.prepare.encoders import TextEncoder, VaeEncoder, tokenize

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageDraw, ImageFont
+
 from darkroom import __version__
 from darkroom.bill import Bill, Meter, format_seconds
 from darkroom.errors import DarkroomError, InputError
-from darkroom.quickstart.gallery import gallery
 from darkroom.quickstart.score import Scores, score
 from darkroom.quickstart.shapes import (
     COLORS,
@@ -187,7 +188,7 @@ class Journey:
     # ---- the stages
 
     def _import(self) -> None:
-        from darkroom.data import import_pictures
+        from darkroom.data.importers.job import import_pictures
 
         folder = self.out / "drawn"
         captions = write_set(folder, self.scale.num_pictures, seed=self.seed)
@@ -206,7 +207,7 @@ class Journey:
         self._train("autoencoder", self.vae_run, self.scale.autoencoder)
 
     def _prepare(self) -> None:
-        from darkroom.prepare import prepare
+        from darkroom.prepare.job import prepare
 
         report = prepare(self.store, self.vae_run / "model", resolution=PICTURE_SIZE, batch_rows=64)
         for line in report.lines():
@@ -219,8 +220,8 @@ class Journey:
         return self._train("pretrain", self.run, (*named, *self.scale.pretrain))
 
     def _train(self, recipe: str, run: Path, overrides: tuple[str, ...]) -> Path:
-        from darkroom.recipe import read_recipe
-        from darkroom.train import train
+        from darkroom.recipe.read import read_recipe
+        from darkroom.train.run import train
 
         seeds = (f"train.seed={self.seed}", f"model.seed={self.seed}")
         read = read_recipe(RECIPES / f"{recipe}.yaml", [f"data.store={self.store}", *seeds, *overrides])
@@ -252,7 +253,7 @@ class Journey:
         return scores
 
     def _conclude(self, model: Path, scores: Scores) -> QuickstartResult:
-        from darkroom.report import write_report
+        from darkroom.report.runs import write_report
 
         highlights = {
             "Colour and background right": f"{scores.color_fidelity:.1%}",
@@ -274,7 +275,7 @@ class Journey:
 
 def check_unseen(store: Path | str, hidden: list[Triple]) -> None:
     """DarkroomError if any of these triples' captions is in the store."""
-    from darkroom.data import Store
+    from darkroom.data.store import Store
 
     captions = {triple.caption for triple in hidden}
     for batch in Store.open(store).scan(["caption"]):
@@ -290,3 +291,37 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _silent(line: str) -> None:
     pass
+
+
+COLUMNS, PICTURE, GAP, TEXT, HEAD = 8, 128, 18, 40, 84  # columns, then pixels
+PAPER, INK, FAINT, RIGHT, WRONG = "#f7f5f0", "#22201c", "#77726a", "#2f8f57", "#c8372d"
+
+
+def gallery(pictures: Sequence[Image.Image], wanted: Sequence[Triple], scores: Scores) -> Image.Image:
+    """All pictures in rows of eight, with their captions; a dot says whether all three parts are right."""
+    rows = -(-len(pictures) // COLUMNS)
+    cell_w, cell_h = PICTURE + GAP, PICTURE + TEXT + GAP
+    sheet = Image.new("RGB", (COLUMNS * cell_w + GAP, HEAD + rows * cell_h + GAP), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    pen.text((GAP, 18), "Prompts never seen in training", INK, _font(22))
+    pen.text((GAP, 48), _summary(len(pictures), scores), FAINT, _font(15))
+    for i, (picture, triple, seen) in enumerate(zip(pictures, wanted, scores.seen, strict=True)):
+        x, y = GAP + i % COLUMNS * cell_w, HEAD + i // COLUMNS * cell_h
+        sheet.paste(picture.resize((PICTURE, PICTURE), Image.Resampling.BICUBIC), (x, y))
+        right = (seen.color, seen.shape, seen.background) == (triple.color, triple.shape, triple.background)
+        dot = (x + PICTURE - 9, y + PICTURE + 9, x + PICTURE - 1, y + PICTURE + 17)
+        pen.ellipse(dot, fill=RIGHT if right else WRONG)
+        pen.text((x, y + PICTURE + 5), f"{triple.color} {triple.shape}", INK, _font(14))
+        pen.text((x, y + PICTURE + 21), f"on {triple.background}", FAINT, _font(14))
+    return sheet
+
+
+def _summary(count: int, scores: Scores) -> str:
+    return (
+        f"{count} pictures: colour and background right in {scores.color_fidelity:.1%}, "
+        f"shape in {scores.shape_fidelity:.1%}, all three in {scores.all_fidelity:.1%}"
+    )
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

@@ -6,6 +6,6 @@ the page, so that one drawing serves light and dark.
 
 from __future__ import annotations
 
-from darkroom.report.page import write_report
+from darkroom.report.runs import write_report
 
 __all__ = ["write_report"]

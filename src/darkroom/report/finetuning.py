@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 from PIL import Image, ImageOps
 
-from darkroom.data.source import pictures_below
-from darkroom.measure import Measurement
+from darkroom.data.importers.source import pictures_below
 from darkroom.measure.finetuning import BEST, FIDELITY, LARGEST, PLANNED, RATES, STEP, Finetuning
-from darkroom.report.page import write_report
+from darkroom.measure.timing import Measurement
+from darkroom.report.runs import write_report
 
 Rows = Sequence[Measurement]
 Pictures = Mapping[tuple[str, int], Sequence[Path]]

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from darkroom.bill import format_bytes, format_number
-from darkroom.measure import Measurement, read_csv
+from darkroom.measure.profiling import PARTS, Profile, shares
+from darkroom.measure.timing import Measurement, read_csv
 from darkroom.report import html, plots
-from darkroom.report.drawing import drawing_plots
-from darkroom.report.plots import Bar
+from darkroom.report.plots import Bar, Curve
 
 _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ratio": ("ratio", lambda v: f"{v:.3g}"),
@@ -152,3 +154,135 @@ def _said(rows: Sequence[Measurement]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in rows[0].versions.items())
     words = "; ".join(filter(None, [*(text for text in same if text != "1"), versions]))
     return f'<p class="note" style="margin-top: 8px">{html.escape(words)}</p>'
+
+
+Rows = Sequence[Measurement]
+
+
+def drawing_plots(rows: Rows) -> Iterator[str]:
+    """What is drawn beside the plots that every table has; nothing for other benchmarks."""
+    draw = {"ladder": _ladder, "batch": _batch, "precision": _precision}.get(rows[0].benchmark)
+    if draw is not None:
+        yield from draw(rows)
+
+
+def _ladder(rows: Rows) -> Iterator[str]:
+    weighed = [row for row in rows if row.peak_memory_bytes]
+    if weighed:
+        bars = [
+            Bar(row.case, (row.peak_memory_bytes or 0) / 1e9, text=format_bytes(row.peak_memory_bytes or 0))
+            for row in weighed
+        ]
+        svg = plots.bars(bars, label="Peak memory ladder", xlabel="GB")
+        yield html.plot("Peak memory", "of the whole process on a CPU, of the allocator on a card", svg)
+    compared = [row for row in rows if "ssim" in row.settings]
+    if compared:
+        bars = [Bar(row.case, max(0.0, 1 - row.settings["ssim"]), text=_likeness(row)) for row in compared]
+        svg = plots.bars(bars, label="Difference to the plain picture", xlabel="1 - SSIM")
+        yield html.plot("Difference to the plain picture", "none for equal pictures", svg)
+
+
+def _likeness(row: Measurement) -> str:
+    psnr = row.settings.get("psnr_db")
+    return "equal" if psnr == "inf" else f"{float(psnr or 0):.1f} dB"
+
+
+def _batch(rows: Rows) -> Iterator[str]:
+    for title, caption, value in (
+        ("Images a minute by batch", "end to end, median", lambda r: _times(r.images_per_s, 60)),
+        ("Peak memory by batch", "GB", lambda r: _times(r.peak_memory_bytes, 1e-9)),
+    ):
+        yield _by(rows, "batch", title, caption, value)
+
+
+def _precision(rows: Rows) -> Iterator[str]:
+    series = [row for row in rows if row.settings.get("series")]
+    named = [row.model_copy(update={"case": row.settings["series"]}) for row in series]
+    for key, title, caption in (
+        ("psnr_db", "PSNR by steps", "dB; higher is more alike, equal pictures left out"),
+        ("ssim", "SSIM by steps", "1 is equal"),
+    ):
+        yield _by(named, "steps", title, caption, _setting(key))
+
+
+def _setting(key: str) -> Callable[[Measurement], float | None]:
+    def value(row: Measurement) -> float | None:
+        found: Any = row.settings.get(key)
+        return float(found) if isinstance(found, (int, float)) else None
+
+    return value
+
+
+def _by(rows: Rows, key: str, title: str, caption: str, value: Callable[[Measurement], float | None]) -> str:
+    """One line a case over a setting, with the cases' colours named beneath."""
+    curves = []
+    for case in dict.fromkeys(row.case for row in rows):
+        found = [(row.settings[key], value(row)) for row in rows if row.case == case and key in row.settings]
+        known = sorted((x, y) for x, y in found if y is not None)
+        if known:
+            curves.append(Curve(case, *np.array(known, dtype=float).T))
+    if not curves:
+        return ""
+    svg = plots.curves(curves, label=title, xlabel=key)
+    return html.plot(title, caption, svg, html.legend([curve.name for curve in curves]))
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+COLOURS = dict(zip(PARTS, ("#8d99ae", "#2a9d8f", "#2f6690", "#d9822b", "#b5179e", "#6a994e"), strict=True))
+GIB = 2**30
+SHORT = 0.035  # of the width: below it a part has no room for its name
+
+
+def draw_iteration(profile: Profile, path: Path) -> Path:
+    """Write a PNG (or what the file's ending says) of the iteration of median length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (above, middle, below) = plt.subplots(
+        3, 1, figsize=(10, 5.6), height_ratios=(1.0, 1.5, 2.2), layout="constrained"
+    )
+    one = profile.typical
+    _split(above, profile)
+    for span in one.spans:
+        row = len(PARTS) - 1 - PARTS.index(span.part)
+        width = span.end_s - span.start_s
+        middle.barh(row, width, left=span.start_s, color=COLOURS[span.part], height=0.8)
+    middle.set(yticks=range(len(PARTS)), yticklabels=PARTS[::-1], xlim=(0, one.seconds))
+    middle.set_title("one iteration, in order", loc="left", fontsize=9)
+    seconds, used = zip(*one.memory, strict=True)
+    below.fill_between(seconds, [value / GIB for value in used], color="#2f6690", alpha=0.18, linewidth=0)
+    below.plot(seconds, [value / GIB for value in used], color="#2f6690", linewidth=1.2)
+    for span in one.spans:
+        below.axvspan(span.start_s, span.end_s, color=COLOURS[span.part], alpha=0.10, linewidth=0)
+    kind = "allocated on the card" if profile.device.startswith("cuda") else "resident"
+    below.set(xlim=(0, one.seconds), ylim=(0, None), xlabel="seconds", ylabel="GiB")
+    below.set_title(f"memory, {kind}; peak {format_bytes(one.peak_bytes)}", loc="left", fontsize=9)
+    figure.suptitle(f"{profile.name}: {profile.images} pictures in {one.seconds:.3g} s", x=0.01, ha="left")
+    for axis in (above, middle, below):
+        axis.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _split(axis: Any, profile: Profile) -> None:
+    """One bar of the parts' shares, each with its name and per cent where there is room."""
+    left = 0.0
+    for part, share in shares(profile):
+        axis.barh(0, share, left=left, color=COLOURS[part], label=f"{part} {100 * share:.1f} %")
+        if share > SHORT:
+            text = f"{100 * share:.0f} %"
+            axis.text(left + share / 2, 0, text, ha="center", va="center", color="white", fontsize=8)
+        left += share
+    axis.set(xlim=(0, 1), yticks=[], xticks=[])
+    axis.set_title("share of the iteration, median", loc="left", fontsize=9)
+    axis.legend(ncols=6, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.05))
+    axis.spines[["left", "bottom"]].set_visible(False)

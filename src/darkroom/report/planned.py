@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from darkroom.bill import Bill, format_bytes, format_seconds, format_usd
 from darkroom.errors import DarkroomError
-from darkroom.hardware import Machine, machine
+from darkroom.hardware import machine
+from darkroom.hardware.machine import Machine
 from darkroom.report import html
+from darkroom.report.plots import Curve, as_curve
 from darkroom.run import Run
-
-if TYPE_CHECKING:
-    from darkroom.report.runs import Told
 
 HEADER = ("", "planned", "measured", "plan's error")
 CPU_MEMORY = (
@@ -52,8 +54,8 @@ def plans_of(runs: Sequence[Run], *, make: bool) -> dict[Path, Mapping[str, Any]
 
 def _planned_now(run: Run) -> dict[str, Any] | None:
     """The plan of a run for the machine it ran on; None where its files do not say enough."""
-    from darkroom.plan.foretell import foretell
-    from darkroom.recipe import Recipe
+    from darkroom.plan.run_estimate import foretell
+    from darkroom.recipe.sections import Recipe
 
     bill = run.bill()
     with suppress(DarkroomError, ValueError, TypeError, KeyError, OSError):
@@ -119,3 +121,47 @@ def _note(plan: Mapping[str, Any], bill: Bill) -> str:
         + (f" ({bill.parts['train'] / bill.wall_s:.0%} was training)" if bill.parts.get("train") else ""),
     ]
     return "; ".join([*parts, *([] if _on_gpu(plan) else [CPU_MEMORY])]) + "."
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run as the report needs it, read once."""
+
+    name: str
+    run: Run
+    rows: list[dict[str, Any]]
+    recipe: dict[str, Any]
+    environment: dict[str, Any]
+    bill: Bill | None
+    plan: Mapping[str, Any] | None
+    samples: list[tuple[int, Path]] = field(repr=False)
+
+    def curve(self, key: str) -> Curve:
+        """Steps and values of one key of the metrics."""
+        return as_curve(self.name, self.rows, key)
+
+    def held_out(self) -> Curve:
+        """Mean held-out loss by step: as logged, or the mean over the timesteps."""
+        logged = self.curve("heldout_loss")
+        if len(logged.x):
+            return logged
+        parts = list(self.by_timestep().values())
+        if not parts:
+            return logged
+        return Curve(self.name, parts[0].x, np.mean([part.y for part in parts], axis=0))
+
+    def by_timestep(self) -> dict[int, Curve]:
+        """Held-out loss by step for each of the fixed timesteps."""
+        found: dict[int, list[tuple[float, float]]] = {}
+        for row in self.rows:
+            for timestep, loss in _timestep_losses(row):
+                found.setdefault(timestep, []).append((row["step"], loss))
+        return {t: Curve(f"t {t}", *np.array(pairs, dtype=float).T) for t, pairs in sorted(found.items())}
+
+
+def _timestep_losses(row: Mapping[str, Any]) -> Iterator[tuple[int, float]]:
+    for key, value in row.items():
+        if key.startswith("heldout") and isinstance(value, Mapping):
+            for timestep, loss in value.items():
+                if isinstance(loss, (int, float)):
+                    yield int(re.sub(r"\D", "", str(timestep)) or 0), float(loss)

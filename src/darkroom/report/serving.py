@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import darkroom
-from darkroom.measure import Measurement
-from darkroom.measure.serving_goals import goals
+from darkroom.measure.serving import goals
+from darkroom.measure.timing import Measurement
 from darkroom.report import html, plots
 from darkroom.report.measurements import rate, seconds
 from darkroom.report.plots import Bar

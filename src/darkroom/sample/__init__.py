@@ -6,24 +6,19 @@
 `ladder` optimises them and `memory` keeps them under a limit; `generate` is the whole way in one call.
 """
 
+from darkroom.options import BACKENDS
 from darkroom.sample import ladder
 from darkroom.sample.adapters import Named, read_tags
-from darkroom.sample.backends import BACKENDS, Backend, open_backend, unet_call
+from darkroom.sample.backends import open_backend
+from darkroom.sample.backends.backend import Backend
+from darkroom.sample.backends.eager import unet_call
 from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, default_solver, make_table, solvers_of
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
-from darkroom.sample.generate import Job, generate
-from darkroom.sample.pictures import (
-    Picture,
-    decode,
-    make_grid,
-    prompt_in,
-    read_parameters,
-    save_pictures,
-)
+from darkroom.sample.generate import GenerateSettings, Hires, Job, generate
+from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
 from darkroom.sample.prompts import Part, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
-from darkroom.sample.settings import GenerateSettings, Hires
-from darkroom.sample.table import Table
+from darkroom.sample.solvers import Table
 
 __all__ = [
     "BACKENDS",

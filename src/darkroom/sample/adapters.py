@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError
-from darkroom.models.adapters import Adapter, merged_for_now, read_adapter
-from darkroom.models.bank import SLOTS, WEIGHTS, Bank, Choice, check_weight, lay_out
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice, check_weight, lay_out
+from darkroom.models.adapters.read import merged_for_now, read_adapter
 from darkroom.sample.denoise import Condition
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 Given = str | Path | Adapter
 TAG = re.compile(r"<lora:([^:<>]*)((?::[^:<>]*)*)>")

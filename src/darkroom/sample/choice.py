@@ -10,10 +10,10 @@ import numpy as np
 
 from darkroom.errors import InputError
 from darkroom.models.model import is_flow
-from darkroom.sample import flow, solvers
+from darkroom.sample import solvers
+from darkroom.sample import solvers as flow
 from darkroom.sample.schedule import Schedule, check_spacing
-from darkroom.sample.solvers import Plan
-from darkroom.sample.table import CLIP_RANGE, Table
+from darkroom.sample.solvers import CLIP_RANGE, Plan, Table
 
 MAX_STEPS = 1000
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from darkroom.models.bank import Choice, lay_out
-from darkroom.sample.table import (
+from darkroom.models.adapters.bank import Choice, lay_out
+from darkroom.sample.solvers import (
     CLIP_RANGE,
     CLIPPED,
     K_OUT,

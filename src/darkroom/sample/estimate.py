@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError
-from darkroom.hardware import resident_bytes
 from darkroom.hardware.cards import peak_flops
 from darkroom.hardware.machine import GIB, cgroup_memory_limit
-from darkroom.models import FAMILIES, NAMES
-from darkroom.sample.checks import checked_size, table_for, with_lcm
-from darkroom.sample.generate import Pass, second_pass
+from darkroom.hardware.memory import resident_bytes
+from darkroom.models.families import FAMILIES
+from darkroom.models.model import NAMES
+from darkroom.sample.generate import Pass, checked_size, second_pass, table_for, with_lcm
 from darkroom.sample.memory import CPU_MARGIN, MARGIN, Needs, count_needs, decode_ways, plan_memory
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
-    from darkroom.sample.settings import GenerateSettings
+    from darkroom.models.model import Model
+    from darkroom.sample.generate import GenerateSettings
 
 MUCH = 4
 """A job of more pixels than this many of the model's own pictures is counted before it starts."""

@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import darkroom
 from darkroom.errors import InputError
+from darkroom.options import MAX_SIDE, parse_solver
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
-from darkroom.sample.backends import Backend, open_backend, torch_backend
-from darkroom.sample.checks import (
-    check_adapters,
-    check_parts,
-    check_pictures,
-    checked_size,
-    nearest_side,
-    repaints,
-    size_unit,
-    table_for,
-    with_lcm,
-)
+from darkroom.sample.backends import open_backend
+from darkroom.sample.backends.backend import Backend
+from darkroom.sample.backends.eager import torch_backend
+from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
 from darkroom.sample.denoise import Condition, Known, Row, denoise
-from darkroom.sample.ladder import AUTO, interval_of
+from darkroom.sample.ladder.choose import AUTO
+from darkroom.sample.ladder.choose import parse as parse_optimisations
+from darkroom.sample.ladder.steps import interval_of
 from darkroom.sample.memory import optimise_within
 from darkroom.sample.pictures import Picture
 from darkroom.sample.prompts import (
+    check_text_parts,
     encode_prompts,
     guidance_embedding,
     read_parts,
     silent,
     time_ids,
 )
-from darkroom.sample.settings import DEFAULT_STRENGTH, MAX_SEED, GenerateSettings
-from darkroom.sample.table import Table
+from darkroom.sample.solvers import Table
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
+
 
 LOG = logging.getLogger("darkroom")
 
@@ -499,3 +497,237 @@ def sized(condition: Condition, size: tuple[int, int]) -> Condition:
     if told is None:
         return condition
     return replace(condition, added={**condition.added, "time_ids": time_ids(size, told)})
+
+
+def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:
+    """With the `lcm` optimisation the solver is its own, unless another is asked for."""
+    lcm = any(choice.name == "lcm" for choice in parse_optimisations(optimise))
+    return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
+
+
+def table_for(model: Model, settings: GenerateSettings) -> Table:
+    """The table that settings ask of a model's scheduler."""
+    steps = settings.steps
+    if steps is None:
+        steps = settings.resolved(settings.solver or default_solver(model.scheduler)[0]).steps
+    assert steps is not None
+    return make_table(
+        settings.solver,
+        model.scheduler,
+        steps,
+        eta=settings.eta,
+        spacing=settings.spacing,
+        karras=settings.karras,
+        strength=1.0 if settings.strength is None else settings.strength,
+    )
+
+
+def size_unit(model: Model) -> int:
+    """What a side in pixels must be a multiple of."""
+    return model.size_unit
+
+
+def checked_size(
+    model: Model, size: tuple[int, int] | None, image: Image.Image | None = None
+) -> tuple[int, int]:
+    """Width and height in pixels; where None the U-Net's own, in the shape of a picture to start from.
+
+    InputError unless the model can make it.
+    """
+    unit = size_unit(model)
+    if size is None:
+        side = model.sample_size
+        return (side, side) if image is None else inputs.fitted_size(image, side, unit)
+    for side in size:
+        if side % unit or not unit <= side <= MAX_SIDE:
+            raise InputError(
+                f"size {size[0]}x{size[1]}",
+                allowed=f"sides of {unit} to {MAX_SIDE} pixels, multiples of {unit}",
+                mend="nearest: " + "x".join(str(nearest_side(one, unit)) for one in size),
+            )
+    return size
+
+
+def nearest_side(side: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to a side, within what is allowed."""
+    return min(max(unit, math.floor(side / unit + 0.5) * unit), MAX_SIDE // unit * unit)
+
+
+def check_parts(model: Model, *, has_mask: bool) -> None:
+    """InputError unless the model has what it takes to make pictures, of the kind that is asked for."""
+    missing = [name for name in ("unet", "vae") if getattr(model, name) is None]
+    if missing:
+        raise InputError(f"the model has no {' and no '.join(missing)}", mend="load it with all its parts")
+    check_text_parts(model)
+    assert model.unet is not None
+    takes, latents = int(model.unet.config.in_channels), model.latent_channels
+    if takes == latents:
+        return
+    if takes != 2 * latents + 1:
+        raise InputError(
+            f"the U-Net takes {takes} channels and the latents have {latents}",
+            allowed=f"{latents}, or {2 * latents + 1} of an inpainting U-Net",
+        )
+    if not has_mask:
+        raise InputError(
+            f"the U-Net takes {takes} channels: it repaints a part of a picture",
+            mend="give the picture and a mask, white where it is painted anew",
+        )
+
+
+def repaints(model: Model) -> bool:
+    """Whether the U-Net sees a mask and a picture beside the latents, and so wants both."""
+    assert model.unet is not None
+    return int(model.unet.config.in_channels) != model.latent_channels
+
+
+def check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
+    """InputError unless settings, picture and mask go together."""
+    if image is None and mask is not None:
+        raise InputError("a mask without a picture", mend="give the picture too")
+    if image is None and settings.strength is not None:
+        raise InputError(f"strength {settings.strength:g} without a picture to start from", mend="give one")
+    if image is not None and settings.hires is not None:
+        raise InputError("hires with a picture to start from", mend="give a larger size instead")
+    if image is not None and mask is not None:
+        inputs.check_mask(mask, image)
+
+
+def check_adapters(adapted: Adapted, backend: Backend) -> None:
+    """InputError unless the backend runs the model's own layers, which adapters change."""
+    if not adapted.has_any:
+        return
+    if backend.name not in ("torch", "compile"):
+        raise InputError(
+            f"adapters with backend {backend.name}",
+            allowed="torch, compile",
+            mend="or merge them: darkroom export MODEL --merge ADAPTER --to FOLDER",
+        )
+    if adapted.bank is not None:
+        adapted.bank.verify()
+
+
+DEFAULT_STEPS, DEFAULT_GUIDANCE = 30, 7.5
+# A consistency model is distilled to few steps and has its guidance built in.
+LCM_STEPS, LCM_GUIDANCE = 4, 1.0
+DEFAULT_STRENGTH, HIRES_STRENGTH = 0.75, 0.7
+MAX_SEED = 2**63 - 1
+
+
+class Hires(BaseModel):
+    """A second pass at a larger size, from the first pass's picture."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    scale: float = Field(ge=1, le=8, description="how much larger each side becomes")
+    strength: float = Field(
+        HIRES_STRENGTH, gt=0, le=1, description="share of the steps taken at the large size"
+    )
+    steps: int | None = Field(
+        None, ge=1, le=MAX_STEPS, description="of which it is a share; None: as the first"
+    )
+    upscaler: Literal["latent", "lanczos"] = Field(
+        "latent", description="latent: bilinear, between the latents; lanczos: decoded, enlarged, encoded"
+    )
+
+    @classmethod
+    def parsed(cls, text: str, upscaler: str = "latent") -> Hires:
+        """From the command line: SCALE[:STRENGTH[:STEPS]]."""
+        parts = text.split(":")
+        names = ("scale", "strength", "steps")
+        if len(parts) > len(names) or not all(parts):
+            raise InputError(f"hires '{text}'", allowed="SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6:20")
+        return checked(cls, {**dict(zip(names, parts, strict=False)), "upscaler": upscaler}, "hires ")
+
+
+class GenerateSettings(BaseModel):
+    """How pictures are made, whatever the prompt. None leaves a choice to the model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    negative: str | None = Field(
+        None, description="what to steer away from; None: nothing (SD encodes '', SDXL takes zeros)"
+    )
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="picture i of a call has seed + i")
+    num: int = Field(1, ge=1, le=10_000, description="pictures for each prompt")
+    size: tuple[int, int] | None = Field(
+        None,
+        description="width and height in pixels; None: what the U-Net was made for, in a picture's shape",
+    )
+    steps: int | None = Field(None, ge=1, le=MAX_STEPS, description="None: 30, with lcm 4")
+    guidance: float | None = Field(
+        None,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="above 1 is on; None: the model's own, else 7.5, with lcm 1",
+    )
+    solver: str | None = Field(None, description="None: the scheduler in the model's folder")
+    guidance_rescale: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the guided output that is brought back to the contrast unguided",
+    )
+    eta: float = Field(0.0, ge=0, le=1, description="noise of ddim: 0 none, 1 as much as DDPM")
+    karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
+    spacing: str | None = Field(
+        None, description="timesteps leading, trailing or linspace; None: as the scheduler says"
+    )
+
+    weighting: Literal["none", "a1111", "compel"] = Field(
+        "none", description="syntax of weights in the prompts; none: brackets mean what they say"
+    )
+    clip_skip: int = Field(0, ge=0, le=100, description="last layers of the text encoder left out")
+    strength: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the steps taken from a given picture; None: 0.75, with a mask 1",
+    )
+    paste: bool = Field(True, description="put the given picture back outside the mask when done")
+    hires: Hires | None = Field(None, description="a second pass at a larger size")
+
+    @classmethod
+    def of(cls, **given: Any) -> GenerateSettings:
+        """The settings, with a user's mistake told as an InputError in one line.
+
+        A solver may have A1111's name; its 'Karras' is then `karras`.
+        """
+        return checked(cls, {**given, **_solver(given.get("solver"), given.get("karras"))})
+
+    def resolved(self, solver: str, own: float | None = None) -> GenerateSettings:
+        """With the defaults of a solver in place of None, and with the model's `own` guidance scale."""
+        is_lcm = solver == "lcm"
+        usual = LCM_GUIDANCE if is_lcm else DEFAULT_GUIDANCE if own is None else own
+        return self.model_copy(
+            update={
+                "solver": solver,
+                "steps": self.steps or (LCM_STEPS if is_lcm else DEFAULT_STEPS),
+                "guidance": usual if self.guidance is None else self.guidance,
+            }
+        )
+
+
+def _solver(name: Any, karras: bool | None) -> dict[str, Any]:
+    """A solver's own name, and Karras sigmas where A1111's name says so."""
+    if not isinstance(name, str):
+        return {}
+    solver, said = parse_solver(name)
+    if said and karras is False:
+        raise InputError(f"solver '{name}' without Karras sigmas", mend=f"say {solver}")
+    return {"solver": solver, **({"karras": True} if said else {})}
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def checked(cls: type[Settings], given: dict[str, Any], prefix: str = "") -> Settings:
+    """Settings of a class, with a user's mistake told as an InputError in one line."""
+    try:
+        return cls(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        allowed = first["msg"].removeprefix("Input should be ")
+        raise InputError(f"{prefix}{name}: {first.get('input')!r}", allowed=allowed) from error

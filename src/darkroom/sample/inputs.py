@@ -19,8 +19,8 @@ from darkroom.errors import InputError
 from darkroom.sample.denoise import Known
 
 if TYPE_CHECKING:
-    from darkroom.sample.backends import Backend
-    from darkroom.sample.table import Table
+    from darkroom.sample.backends.backend import Backend
+    from darkroom.sample.solvers import Table
 
 MAX_BYTES, MAX_PIXELS = 64 * 2**20, 64_000_000
 # PNG, JPEG and WebP by the first bytes; other readers of Pillow never see a file.
@@ -37,7 +37,7 @@ def read_image(source: Image.Image | bytes | str | Path) -> Image.Image:
         return source.convert("RGB")
     data, name = _bytes_of(source)
     # Here, so that pictures from prompts alone need no store's packages.
-    from darkroom.data.pictures import PictureError, decode
+    from darkroom.data.images import PictureError, decode
 
     try:
         return decode(data, max_pixels=MAX_PIXELS)

@@ -18,22 +18,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from darkroom.count import counting
+from darkroom.counting import counting
 from darkroom.errors import InputError
-from darkroom.hardware import resident_bytes
-from darkroom.hardware.memory import file_mappings
-from darkroom.models.bank import ROWS
+from darkroom.hardware.memory import file_mappings, resident_bytes
+from darkroom.models.adapters.bank import ROWS
 from darkroom.models.mapped import are_mapped, is_mapped, let_go
 from darkroom.models.quiet import quiet
 from darkroom.options import parse_bytes
-from darkroom.sample.ladder import Applied, conflict, optimise, parse, place_of
-from darkroom.sample.ladder.applied import look_alike
+from darkroom.sample.ladder.applied import Applied, look_alike
+from darkroom.sample.ladder.choose import conflict, optimise, parse, place_of
 from darkroom.sample.ladder.streamed import READ, computed_in
 from darkroom.sample.ladder.vae import VaeFront
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 TILES = (512, 384, 256, 128, 64)
 MARGIN, CPU_MARGIN = 1.12, 1.3

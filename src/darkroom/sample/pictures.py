@@ -22,7 +22,7 @@ import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from darkroom.errors import DarkroomError, InputError, Stopped
-from darkroom.models import LatentScaling
+from darkroom.models.latents import LatentScaling
 from darkroom.options import A1111_NAMES, find_solver
 
 JSON_KEY, A1111_KEY = "darkroom", "parameters"

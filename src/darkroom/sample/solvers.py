@@ -12,31 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from darkroom.errors import InputError
-from darkroom.sample.schedule import (
-    Array,
-    Schedule,
-    karras_sigmas,
-    multistep_timesteps,
-    spaced_timesteps,
-)
-from darkroom.sample.table import (
-    CLIP_RANGE,
-    CLIPPED,
-    K_OUT,
-    K_X,
-    NOISE,
-    NUM_TERMS,
-    SCALE,
-    TERMS,
-    Sheet,
-    Table,
-)
+from darkroom.sample.schedule import Array, Schedule, karras_sigmas, multistep_timesteps, spaced_timesteps
 
 Levels = tuple[Array, Array, Array]
 """alpha, sigma and lambda, each [S + 1]."""
@@ -411,3 +394,206 @@ def _rhos(ratios: list[float], hh: float, b_h: float) -> Array:
         phi_k = phi_k / hh - 1 / factorial
     matrix = np.array([np.power(ratios, k) for k in range(count)])
     return np.asarray(np.linalg.solve(matrix, np.array(right)))
+
+
+PREDICTION = "flow_prediction"
+SPACINGS = ("linspace", "trailing")
+# Settings that would change the levels and are not known here, with the value that leaves them alone.
+UNKNOWN: dict[str, Any] = {
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "invert_sigmas": False,
+    "stochastic_sampling": False,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+}
+
+
+@dataclass(frozen=True)
+class Flow(Schedule):
+    """A straight line from picture to noise; `shift` moves the steps towards noise where it is above 1."""
+
+    shift: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Flow:
+        """Read a FlowMatch scheduler's configuration, or another's with use_flow_sigmas."""
+        for key, harmless in UNKNOWN.items():
+            if (given := config.get(key, harmless)) != harmless:
+                raise InputError(f"the model's scheduler sets {key} to {given}", allowed=str(harmless))
+        prediction = config.get("prediction_type", PREDICTION)
+        if prediction != PREDICTION:
+            raise InputError(f"prediction_type '{prediction}' with rectified flow", allowed=PREDICTION)
+        shift = float(config.get("shift", config.get("flow_shift", 1.0)))
+        if not shift > 0:
+            raise InputError(f"the model's scheduler sets shift to {shift:g}", allowed="above 0")
+        count = int(config.get("num_train_timesteps", 1000))
+        sigmas = np.arange(1, count + 1) / count
+        signal = (1 - sigmas) ** 2
+        return cls(signal / (signal + sigmas**2), PREDICTION, zero_terminal_snr=True, shift=shift)
+
+    def shifted(self, sigmas: Array) -> Array:
+        """Levels moved as a larger picture needs them (Esser et al. 2024, equation 23)."""
+        return self.shift * sigmas / (1 + (self.shift - 1) * sigmas)
+
+    def levels(self, num_steps: int, spacing: str) -> Array:
+        """Falling sigmas [S + 1] of Euler and Heun, from 1 to 0."""
+        if spacing == "trailing":
+            return self.shifted(np.linspace(1, 0, num_steps + 1))
+        first = self.shifted(np.array([1 / self.num_train_timesteps]))[0]
+        return np.append(self.shifted(np.linspace(1, first, num_steps)), 0.0)
+
+
+def flow_of(plan: Plan) -> Flow:
+    """The schedule of a plan for a flow solver."""
+    assert isinstance(plan.schedule, Flow)
+    return plan.schedule
+
+
+def flow_euler(plan: Plan) -> Table:
+    """Euler steps along the predicted velocity (Liu et al. 2023, rectified flow)."""
+    flow = flow_of(plan)
+    sigma = flow.levels(plan.num_steps, plan.spacing)
+    sheet = _sheet(flow, sigma[:-1])
+    ratio = sigma[1:] / sigma[:-1]
+    sheet.term(0)[:], sheet.term(1)[:] = ratio, 1 - ratio
+    return sheet.finish("flow_euler", plan.num_steps, notes=plan.notes)
+
+
+def flow_heun(plan: Plan) -> Table:
+    """Heun steps (Karras et al. 2022, algorithm 1) along the velocity: two calls each, the last step one.
+
+    Call 2i leaves level i by Euler; call 2i - 1 takes the step that came there again, with the mean of the
+    velocities at both its ends.
+    """
+    flow = flow_of(plan)
+    sigma = flow.levels(plan.num_steps, plan.spacing)
+    at = (np.arange(2 * plan.num_steps - 1) + 1) // 2
+    sheet = _sheet(flow, sigma[at])
+    euler, again = slice(0, None, 2), slice(1, None, 2)
+    ratio = sigma[1:] / sigma[:-1]
+    sheet.term(0)[euler], sheet.term(1)[euler] = ratio, 1 - ratio
+    start, end = sigma[:-2], sigma[1:-1]
+    half = (end - start) / 2
+    sheet.term(0)[again], sheet.term(1)[again] = half / end, -half / end
+    sheet.term(2)[again], sheet.term(3)[again] = 1 + half / start, -half / start
+    return sheet.finish("flow_heun", plan.num_steps, notes=plan.notes)
+
+
+def flow_dpmpp_2m(plan: Plan) -> Table:
+    """DPM-Solver++ multistep (Lu et al. 2022, algorithm 2) on the levels of rectified flow."""
+    flow = flow_of(plan)
+    whole = np.linspace(1, 1 / flow.num_train_timesteps, plan.num_steps + 1)
+    sigma = np.append(flow.shifted(1 - whole)[:0:-1], 0.0)
+    levels: Levels = (1 - sigma, sigma, np.log((1 - sigma) / sigma))
+    # diffusers tells the model whole timesteps here, their fractions cut off.
+    timesteps = np.floor(sigma[:-1] * flow.num_train_timesteps)
+    return dpmpp("flow_dpmpp_2m", plan, timesteps, levels, stochastic=False)
+
+
+def _sheet(flow: Flow, sigma: Array) -> Sheet:
+    sheet = Sheet(sigma * flow.num_train_timesteps)
+    sheet.predict(PREDICTION, 1 - sigma, sigma)
+    return sheet
+
+
+MAX_EARLIER = 3
+NUM_TERMS = 2 * (1 + MAX_EARLIER)
+
+# The columns of a table.
+SCALE, TIMESTEP, K_X, K_OUT, NOISE, CLIPPED, CLIP_RANGE, TERMS = range(8)
+NUM_COLUMNS = TERMS + NUM_TERMS
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Table:
+    """One way of denoising, as numbers. Read-only; any number of pictures share one table."""
+
+    solver: str
+    num_steps: int
+    """The steps asked for; PNDM calls the U-Net once more."""
+    values_SK: NDArray[np.float32]
+    draws_S: tuple[bool, ...]
+    """Whether a step draws noise from the generator (also where its weight is zero, as diffusers does)."""
+    initial_scale: float
+    """What standard normal noise is multiplied by to give the first latents."""
+    notes: tuple[str, ...] = ()
+    spacing: str = ""
+    karras: bool = False
+    levels_S2: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 2), np.float32))
+    """What x is made of before each call: how much of the picture, how much of the noise."""
+    earlier: int = field(init=False)
+    """How many earlier (x, x0) pairs the steps look back at: 0 to 3."""
+
+    def __post_init__(self) -> None:
+        used = np.flatnonzero(np.abs(self.values_SK[:, TERMS + 2 :]).sum(axis=0))
+        object.__setattr__(self, "earlier", int(used.max()) // 2 + 1 if len(used) else 0)
+
+    def __len__(self) -> int:
+        return len(self.draws_S)
+
+    def begun_at(self, start: int) -> Table:
+        """The same steps without the first `start` of them."""
+        return replace(
+            self,
+            values_SK=self.values_SK[start:],
+            draws_S=self.draws_S[start:],
+            levels_S2=self.levels_S2[start:],
+        )
+
+    @property
+    def timesteps(self) -> list[float]:
+        """The timestep given to the U-Net at each call."""
+        return [float(t) for t in self.values_SK[:, TIMESTEP]]
+
+
+class Sheet:
+    """A table being filled in, in float64: `columns` [S, K]; scale 1 and no clipping unless set."""
+
+    def __init__(self, timesteps: Array) -> None:
+        self.columns = np.zeros((len(timesteps), NUM_COLUMNS))
+        self.columns[:, SCALE] = 1.0
+        self.columns[:, TIMESTEP] = timesteps
+        self.columns[:, CLIP_RANGE] = np.inf
+        self.levels = np.zeros((len(timesteps), 2))
+
+    def predict(self, prediction: str, alpha: Array, sigma: Array) -> None:
+        """Set x0 = k_x * x + k_out * out for x = alpha * x0 + sigma * noise."""
+        self.levels[:, 0], self.levels[:, 1] = alpha, sigma
+        if prediction == "epsilon":
+            k_x, k_out = 1 / alpha, -sigma / alpha
+        elif prediction == "sample":
+            k_x, k_out = np.zeros_like(alpha), np.ones_like(alpha)
+        elif prediction == "flow_prediction":  # noise - picture
+            k_x, k_out = 1 / (alpha + sigma), -sigma / (alpha + sigma)
+        else:
+            norm = np.sqrt(alpha**2 + sigma**2)
+            k_x, k_out = alpha / norm**2, -sigma / norm
+        self.columns[:, K_X], self.columns[:, K_OUT] = k_x, k_out
+
+    def term(self, j: int) -> Array:
+        """The coefficients of h_j, one a step; a view to write to."""
+        column: Array = self.columns[:, TERMS + j]
+        return column
+
+    def finish(
+        self,
+        solver: str,
+        num_steps: int,
+        *,
+        draws: list[bool] | bool = False,
+        initial_scale: float = 1.0,
+        notes: tuple[str, ...] = (),
+    ) -> Table:
+        """Round to float32 and hand out the table."""
+        count = len(self.columns)
+        return Table(
+            solver,
+            num_steps,
+            self.columns.astype(np.float32),
+            tuple(draws) if isinstance(draws, list) else (draws,) * count,
+            float(initial_scale),
+            notes,
+            levels_S2=self.levels.astype(np.float32),
+        )

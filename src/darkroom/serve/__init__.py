@@ -29,8 +29,8 @@ server of several on a database. `hooks` are the operator's own functions. `guar
 come in; `metrics` counts; `app` puts the doors together and `process` runs them until told to stop.
 """
 
-from darkroom.serve.limits import Limits
-from darkroom.serve.refused import Refused
+from darkroom.serve.errors import Refused
 from darkroom.serve.request import AdapterChoice, Event, Job, PictureRequest, StoredPicture, Uploads
+from darkroom.serve.settings import Limits
 
 __all__ = ["AdapterChoice", "Event", "Job", "Limits", "PictureRequest", "Refused", "StoredPicture", "Uploads"]

@@ -16,13 +16,10 @@ from typing import NoReturn
 import uvicorn
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.serve.app import make_app
-from darkroom.serve.connections import allowed, connection
-from darkroom.serve.core import Core
-from darkroom.serve.guard import AsgiApp, is_public
-from darkroom.serve.keys import Keys
-from darkroom.serve.limits import Limits
-from darkroom.serve.settings import ServeSettings
+from darkroom.serve.api.app import make_app
+from darkroom.serve.api.guard import AsgiApp, Keys, allowed, connection, is_public
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.settings import Limits, ServeSettings
 
 LOG = logging.getLogger("darkroom.serve")
 BACKLOG = 1024

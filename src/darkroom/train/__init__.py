@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from darkroom.train.job import Job, Pinned, bare_step, make_job
-    from darkroom.train.start import export, train
-    from darkroom.train.sweeps import attempted, sweep
+    from darkroom.train.jobs import Job, Pinned
+    from darkroom.train.run import attempted, export, sweep, train
+    from darkroom.train.setup import bare_step, make_job
     from darkroom.train.trainer import TrainResult
 
 __all__ = ["Job", "Pinned", "TrainResult", "attempted", "bare_step", "export", "make_job", "sweep", "train"]

@@ -19,13 +19,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from darkroom.data import Store
 from darkroom.data.mixing import parts_of
+from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.models import FAMILIES, Model
+from darkroom.models.families import FAMILIES
+from darkroom.models.model import Model
 
 if TYPE_CHECKING:
-    from darkroom.recipe import Recipe
+    from darkroom.recipe.sections import Recipe
 
 READ_ROWS = 2_000_000
 """Of a larger store only the files' names are known: reading its ids would take a start minutes."""

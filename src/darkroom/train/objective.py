@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from darkroom.errors import RecipeError
-from darkroom.evaluate.small import SmallSettings
 from darkroom.models.model import is_flow
+from darkroom.recipe.sections import FlowSettings, ObjectiveSettings
 from darkroom.sample.choice import SD_SCHEDULE
-from darkroom.sample.flow import Flow
 from darkroom.sample.schedule import Schedule
+from darkroom.sample.solvers import Flow
 
 Prediction = Literal["epsilon", "v", "sample"]
 FLOW = "flow"
@@ -36,122 +35,6 @@ _NAMES: dict[str, Prediction] = {"epsilon": "epsilon", "v_prediction": "v", "sam
 FLOW_BASE_PIXELS = 32 * 32
 """Latent pixels of a picture that needs no shift: 256 px through a VAE of factor 8."""
 _FLOW_SAID = "objective.prediction=flow"
-
-
-class NoiseSettings(BaseModel):
-    """How noise grows with the timestep. What is left out is what the model's scheduler says."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    schedule: Literal["scaled-linear", "linear", "cosine"] | None = Field(
-        default=None, description="shape of the betas over the timesteps; null: the model's own"
-    )
-    beta_start: float | None = Field(default=None, gt=0, lt=1, description="beta of the first timestep")
-    beta_end: float | None = Field(default=None, gt=0, lt=1, description="beta of the last timestep")
-    num_timesteps: int | None = Field(default=None, gt=1, le=100_000, description="length of the schedule")
-    zero_terminal_snr: bool | None = Field(
-        default=None,
-        description="rescale the betas so that the last timestep is pure noise (Lin et al. 2023)",
-    )
-    offset: float = Field(
-        default=0.0, ge=0, le=1, description="offset noise: strength of a shift common to a channel's pixels"
-    )
-
-
-class FlowSettings(BaseModel):
-    """Rectified flow: at which times it is trained. What is left out is what the model's scheduler says."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mean: float | None = Field(
-        default=None,
-        ge=-10,
-        le=10,
-        description="of the normal number whose logistic is the time (0 picture, 1 noise); null: the "
-        "model's, else 0",
-    )
-    std: float | None = Field(
-        default=None, gt=0, le=10, description="its standard deviation; null: the model's, else 1"
-    )
-    shift: Annotated[float, Field(gt=0, le=100)] | Literal["auto", "model"] = Field(
-        default="auto",
-        description="times are moved to shift * t / (1 + (shift - 1) * t), more noise above 1; auto: by "
-        "data.resolution, sqrt(latent pixels / 1024), at least 1; model: as its scheduler says",
-    )
-
-
-class AutoencoderLossSettings(BaseModel):
-    """The loss of the task `autoencoder`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    reconstruction: Literal["l1", "mse"] = Field(default="l1", description="distance of pixels in [-1, 1]")
-    kl_weight: float = Field(
-        default=1e-6, ge=0, description="weight of the KL divergence, summed over a latent"
-    )
-    edge_weight: float = Field(
-        default=0.0,
-        ge=0,
-        description="weight of the L1 distance between the pictures' horizontal and vertical "
-        "differences; sharpens outlines",
-    )
-
-
-class ExtractorSettings(BaseModel):
-    """What the task extractor learns from, and its network."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    loss: Literal["contrastive", "classifier"] = Field(
-        default="contrastive", description="tell pictures apart, or tell the classes of a column"
-    )
-    label: str | None = Field(default=None, description="the store's column of classes, for classifier")
-    caption_weight: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="share of the contrastive loss that captions have; null: 0.5 where there are any",
-    )
-    zoom: float = Field(default=0.4, gt=0, le=1, description="smallest share of the sides that a view shows")
-    tint: float = Field(default=0.3, ge=0, le=1, description="how far brightness, contrast, colour vary")
-    network: SmallSettings = Field(default=SmallSettings(), description="the network's shape")
-
-
-class ObjectiveSettings(BaseModel):
-    """What is predicted, from how much noise, and how timesteps are weighed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    prediction: Literal["epsilon", "v", "sample", "flow"] | None = Field(
-        default=None,
-        description="what is predicted: the noise, the velocity of diffusion, the picture, or the velocity "
-        "of rectified flow (noise less picture); null: what the model's scheduler says",
-    )
-    min_snr_gamma: float | None = Field(
-        default=None,
-        gt=0,
-        description="min-SNR-gamma loss weights (Hang et al. 2023 use 5); null: equal weights",
-    )
-    unmasked_weight: float = Field(
-        default=0.0, ge=0, le=1, description="weight of the loss where a picture's mask is black"
-    )
-    noise: NoiseSettings = Field(default=NoiseSettings(), description="the noise schedule")
-    flow: FlowSettings = Field(default=FlowSettings(), description="of rectified flow: times and shift")
-    autoencoder: AutoencoderLossSettings = Field(
-        default=AutoencoderLossSettings(), description="loss of the task autoencoder"
-    )
-    extractor: ExtractorSettings = Field(
-        default=ExtractorSettings(), description="loss and network of the task extractor"
-    )
-
-    @model_validator(mode="after")
-    def _possible(self) -> ObjectiveSettings:
-        if self.prediction == "epsilon" and self.noise.zero_terminal_snr:
-            raise ValueError(
-                "prediction epsilon with noise.zero_terminal_snr: at the last timestep the input is pure "
-                "noise, so epsilon teaches nothing there; use prediction v or sample"
-            )
-        return self
 
 
 def scheduler_config(

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from darkroom.data import Store
 from darkroom.data.loader import ReadSettings
 from darkroom.data.order import Ints, Rows
+from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.train.feed import read_once
+from darkroom.train.data.feed import read_once
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor
     from darkroom.evaluate.metrics import Scorer
-    from darkroom.models import Model
-    from darkroom.recipe import Recipe
+    from darkroom.models.model import Model
+    from darkroom.recipe.sections import Recipe
 
 BATCH = 64
 FEWEST = 2  # pictures that a covariance can be taken of

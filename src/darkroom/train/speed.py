@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from darkroom.bill import Bill
-from darkroom.count import counting
-from darkroom.hardware import machine, mfu
-from darkroom.train.tasks import Task
+from darkroom.counting import counting
+from darkroom.hardware import machine
+from darkroom.hardware.cards import mfu
+from darkroom.train.tasks.diffusion import Task
 
 COUNT_AFTER_S = 60.0  # counting takes seconds: not worth it in a run that is over before
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from darkroom import models
 from darkroom.errors import RecipeError, is_out_of_memory
-from darkroom.train.ema import Ema, EmaSettings
-from darkroom.train.extras import AlignSettings, RoutingSettings
-from darkroom.train.optimisers import (
+from darkroom.recipe.sections import OptimSettings, Precision, TrainSettings
+from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.distributed.weights import Weights, make_weights
+from darkroom.train.optim import (
+    Ema,
     Optimiser,
-    OptimSettings,
     averaged_by_itself,
     clipped_step,
     gradient_norm,
@@ -29,57 +29,12 @@ from darkroom.train.optimisers import (
     parameter_groups,
     set_lr,
 )
-from darkroom.train.ranks import ALONE, Ranks
-from darkroom.train.weights import Weights, make_weights
 
-Precision = Literal["float32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {
     "float32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-
-class TrainSettings(BaseModel):
-    """Length, batch and numbers of a training run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    steps: int = Field(default=1000, gt=0, description="optimiser steps")
-    global_batch: int = Field(default=64, gt=0, le=1_000_000, description="pictures in an optimiser step")
-    micro_batch: int | Literal["auto"] = Field(
-        default="auto",
-        description="pictures in one forward pass; divides global_batch; auto: the most that fit",
-    )
-    precision: Precision | Literal["auto"] = Field(
-        default="auto",
-        description="number format of computation (master weights are float32); auto: bf16 where it is fast",
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of order, noise, timesteps, crops and dropout")
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="compute activations again in the backward pass: less memory, a third more time",
-    )
-    channels_last: bool | Literal["auto"] = Field(
-        default="auto", description="memory layout of convolutions; auto: as is faster on the device"
-    )
-    log_every: int = Field(default=10, gt=0, description="steps between console lines and writes of metrics")
-    on_nan: Literal["stop", "skip", "rollback"] = Field(
-        default="stop",
-        description="where a step's loss or gradients are no numbers (or above spike_norm): stop; skip: "
-        "leave the weights as they are; rollback: go on from the last checkpoint without that batch",
-    )
-    spike_norm: float | None = Field(
-        default=None, gt=0, description="a gradient norm that counts as odd too; null: none does"
-    )
-    ema: EmaSettings = Field(default=EmaSettings(), description="averaged weights")
-    routing: RoutingSettings = Field(
-        default=RoutingSettings(), description="tokens that pass a transformer's blocks by"
-    )
-    align: AlignSettings = Field(
-        default=AlignSettings(), description="a transformer's tokens drawn towards a frozen network's"
-    )
 
 
 Inputs = Mapping[str, Tensor]
@@ -133,7 +88,7 @@ class Step:
         if ranks.size == 1:
             self.weights: Weights = make_weights(modules, dtype)
         else:
-            from darkroom.train.sharing import share_weights
+            from darkroom.train.distributed.ddp_fsdp import share_weights
 
             self.weights = share_weights(modules, dtype, ranks, shard)
         peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})

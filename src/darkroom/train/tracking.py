@@ -8,30 +8,15 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlparse
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import DarkroomError, MissingExtra, RecipeError
+from darkroom.recipe.sections import TrackSettings
 
 WANDB_ID = "wandb-id"  # a file of the run: its later sessions are the same run there
-
-
-class TrackSettings(BaseModel):
-    """Where metrics go besides metrics.jsonl."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tensorboard: bool = Field(
-        default=False, description="write TensorBoard events into the run (extra: track)"
-    )
-    wandb: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
-        default=None,
-        description="project on Weights & Biases (extra: track); with WANDB_MODE=offline it stays in the "
-        "run until `wandb sync`",
-    )
 
 
 class Tracker(Protocol):

@@ -7,7 +7,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,25 +16,23 @@ from typing import Any
 import torch
 
 from darkroom.bill import Bill, Meter, format_seconds, format_usd
-from darkroom.count import UncountedOperation
+from darkroom.counting import UncountedOperation
 from darkroom.errors import CheckpointError, DarkroomError, Stopped
 from darkroom.run import BILL, ENDED, Run, write_whole
-from darkroom.train.best import KIND as BEST
-from darkroom.train.best import Best
-from darkroom.train.checkpoint import Checkpoint
-from darkroom.train.job import Job, Say
-from darkroom.train.looking import Looking
-from darkroom.train.odd import FILE, OddBatches, is_odd
-from darkroom.train.optimisers import optimiser_numbers, optimiser_tensors, restore_optimiser
-from darkroom.train.places import newest, place_of
-from darkroom.train.ranks import Agreement, Watch
-from darkroom.train.result import write_results, write_whole_model
-from darkroom.train.saving import Saver
+from darkroom.train.checkpoint.format import Checkpoint
+from darkroom.train.checkpoint.saver import Saver
+from darkroom.train.checkpoint.storage import newest, place_of
+from darkroom.train.distributed.ranks import ALONE, Agreement, Ranks, Watch
+from darkroom.train.distributed.weights import held_rows
+from darkroom.train.evaluation import KIND as BEST
+from darkroom.train.evaluation import Best, Looking
+from darkroom.train.export import write_results, write_whole_model
+from darkroom.train.jobs import Job, Say
+from darkroom.train.optim import optimiser_numbers, optimiser_tensors, restore_optimiser
 from darkroom.train.speed import COUNT_AFTER_S, flops_per_image, projected, utilisation
 from darkroom.train.step import StepResult
 from darkroom.train.stopping import StopRequest
 from darkroom.train.tracking import Tracker
-from darkroom.train.weights import held_rows
 
 BILL_EVERY_S = 10.0  # what a killed process's bill may lack
 
@@ -470,3 +468,56 @@ def _no_garbage_runs() -> Iterator[None]:
 
 def _due(k: int, every: int) -> bool:
     return every > 0 and k % every == 0
+
+
+FILE = "odd_batches.jsonl"
+MOST_ROLLBACKS = 10  # from one checkpoint: then it is not the batches
+
+
+def is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -> bool:
+    """Whether a step's row of metrics is odd. fp16 (`scaled`) leaves out those that overflow by itself."""
+    if not math.isfinite(row["loss"]):
+        return True
+    if not math.isfinite(row["grad_norm"]):
+        return not scaled
+    return spike_norm is not None and row["grad_norm"] > spike_norm
+
+
+class OddBatches:
+    """The odd batches of a run, and the steps that are passed over since."""
+
+    def __init__(
+        self, run: Path, rows_of: Callable[[int], Sequence[int]] | None, ranks: Ranks = ALONE
+    ) -> None:
+        self._file, self._rows_of = run / FILE, rows_of
+        self.passed: set[int] = set()
+        self._rollbacks: dict[int, int] = {}
+        for line in ranks.tell(self._noted):  # other machines need not see the run's folder
+            told = json.loads(line)
+            if told["done"] == "rollback":
+                self._note(told["step"], told["to"])
+
+    def _noted(self) -> list[str]:
+        return self._file.read_text().splitlines() if self._file.exists() else []
+
+    def _note(self, step: int, to: int) -> None:
+        self.passed.add(step)
+        self._rollbacks[to] = self._rollbacks.get(to, 0) + 1
+
+    def may_roll_back(self, to: int) -> bool:
+        """Whether going back to this step's checkpoint once more is worth it."""
+        return self._rollbacks.get(to, 0) < MOST_ROLLBACKS
+
+    def write(self, rows: Iterable[Mapping[str, Any]], done: str, *, to: int = 0, first: bool = True) -> None:
+        """Note odd steps and what was done; rank 0 (`first`) writes it down."""
+        lines = []
+        for row in rows:
+            step = row["step"]
+            if done == "rollback":
+                self._note(step, to)
+            ids = [] if self._rows_of is None else list(self._rows_of(step - 1))
+            told = {"step": step, "loss": str(row["loss"]), "grad_norm": str(row["grad_norm"])}
+            lines.append(json.dumps({**told, "done": done, "to": to, "rows": ids}) + "\n")
+        if first:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))

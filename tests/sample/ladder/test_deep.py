@@ -9,8 +9,11 @@ import torch
 
 from darkroom import sample
 from darkroom.errors import InputError
-from darkroom.sample import Condition, Row, denoise, make_table, unet_call
-from darkroom.sample.ladder import conflict, optimise
+from darkroom.sample import denoise
+from darkroom.sample.backends.eager import unet_call
+from darkroom.sample.choice import make_table
+from darkroom.sample.denoise import Condition, Row
+from darkroom.sample.ladder.choose import conflict, optimise
 from darkroom.sample.ladder.deep import FeatureCache, Shallow
 
 STEPS = 9

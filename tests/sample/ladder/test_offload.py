@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from darkroom import sample
-from darkroom.sample.backends import torch_backend
-from darkroom.sample.ladder import RUNGS, Applied
+from darkroom.sample.backends.eager import torch_backend
+from darkroom.sample.ladder.applied import Applied
+from darkroom.sample.ladder.rungs import RUNGS
 
 SETTINGS = {"steps": 3, "guidance": 5.0, "seed": 2}
 

@@ -15,19 +15,14 @@ import torch
 
 from darkroom import options
 from darkroom.errors import InputError
-from darkroom.models.place import NAMES
+from darkroom.models.model import NAMES
 from darkroom.options import BACKENDS
 from darkroom.sample.backends.backend import Backend
-from darkroom.sample.backends.eager import (
-    open_compiled,
-    open_torch,
-    torch_backend,
-    unet_call,
-)
+from darkroom.sample.backends.eager import open_compiled, open_torch, torch_backend, unet_call
 from darkroom.sample.backends.exported import Engine, open_exported
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 LOG = logging.getLogger("darkroom")
 
@@ -61,7 +56,7 @@ def _check_pair(
     name: str, model: Model, optimise: Sequence[str] | str, device: torch.device | str | None
 ) -> None:
     """InputError where the backend cannot compute in the precision that the model has, or is cast to."""
-    from darkroom.sample.ladder import loading
+    from darkroom.sample.ladder.choose import loading
 
     weight = next(model.unet.parameters())  # type: ignore[union-attr]
     where = weight.device if device is None else torch.device(device)

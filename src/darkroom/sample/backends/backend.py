@@ -15,7 +15,7 @@ from PIL import Image
 from darkroom.sample.denoise import Unet
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 Decode = Callable[[torch.Tensor], list[Image.Image]]
 Encode = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

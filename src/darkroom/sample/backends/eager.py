@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from darkroom.models.bank import SLOTS, WEIGHTS, rows_of
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, rows_of
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
-    from darkroom.sample.ladder import Applied
+    from darkroom.models.model import Model
+    from darkroom.sample.ladder.applied import Applied
 
 
 def unet_call(unet: Any) -> Unet:
@@ -56,7 +56,7 @@ def open_torch(
     The model itself stays as it is: look-alikes of its modules are changed. `device` is where the work
     is done if that is not where the weights lie.
     """
-    from darkroom.sample.ladder import optimise as put_in_place
+    from darkroom.sample.ladder.choose import optimise as put_in_place
 
     applied = put_in_place(model, optimise, device)
     return torch_backend(applied)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError, MissingExtra
-from darkroom.models import identity
-from darkroom.models.bank import ROWS
+from darkroom.models.adapters.bank import ROWS
+from darkroom.models.folder import identity
 from darkroom.sample.backends.backend import Backend, Decode
 from darkroom.sample.backends.cache import Key, exported
 from darkroom.sample.backends.shells import Shell, decoder_shell, look_alike, unet_shell
@@ -27,7 +27,7 @@ from darkroom.sample.denoise import Unet
 from darkroom.sample.pictures import decode
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """Inputs by name, float32 and contiguous, to the one output; it is the caller's own."""

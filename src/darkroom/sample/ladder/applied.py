@@ -23,7 +23,7 @@ from darkroom.sample.ladder.vae import VaeFront
 from darkroom.sample.pictures import DECODE_PIXELS, decode, encode
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 Wrap = Callable[[Unet], Unet]
 CallOf = Callable[[Any], Unet]
@@ -154,7 +154,7 @@ def look_alike(module: Any) -> Any:
 
 def _belongs_to_a_bank(held: object) -> bool:
     """An adapter bank goes on serving the look-alike: its slots and what it tells its layers are shared."""
-    return isinstance(held, torch.Tensor) or type(held).__module__ == "darkroom.models.bank"
+    return isinstance(held, torch.Tensor) or type(held).__module__ == "darkroom.models.adapters.bank"
 
 
 def _same_values(tensor: torch.Tensor) -> torch.Tensor:

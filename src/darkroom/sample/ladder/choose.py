@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from darkroom.errors import InputError
-from darkroom.models.bank import ROWS
+from darkroom.models.adapters.bank import ROWS
 from darkroom.sample.ladder.applied import Applied, Choice
 from darkroom.sample.ladder.rung import Place
 from darkroom.sample.ladder.rungs import RUNGS
 
 if TYPE_CHECKING:
-    from darkroom.models import Model
+    from darkroom.models.model import Model
 
 AUTO, NONE = "auto", "none"
 

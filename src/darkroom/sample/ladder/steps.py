@@ -8,7 +8,7 @@ from darkroom.errors import InputError
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.applied import Applied, CallOf
 from darkroom.sample.ladder.deep import EVERY, FeatureCache, Shallow
-from darkroom.sample.table import Table
+from darkroom.sample.solvers import Table
 
 INTERVAL = (0.28, 5.42)
 """Noise levels of Kynkaanniemi et al. 2024 (arXiv 2404.07724) for Stable Diffusion XL."""
@@ -71,7 +71,7 @@ def lcm(applied: Applied, argument: str) -> None:
 
 def _merge(applied: Applied, file: str) -> None:
     """Add an adapter to copies of the weights that it changes."""
-    from darkroom.models.adapters import adaptable, fit, merge, read_adapter
+    from darkroom.models.adapters.read import adaptable, fit, merge, read_adapter
 
     adapter = read_adapter(file)
     applied.own_all()

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from darkroom.serve.core import Core
+from darkroom.serve.jobs.core import Core
 
 PAGES = {"/": "index.html", "/server": "server.html"}
 FILES = (

@@ -1,0 +1,343 @@
+"""Folders and zips of pictures, with captions in one metadata file or in a text beside each picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import posixpath
+import stat
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from darkroom.data.images import EXTENSIONS, is_picture
+from darkroom.data.importers.source import (
+    CAPTION_NAMES,
+    IMAGE_NAMES,
+    KEYS_LOOKED_AT,
+    MAX_PICTURE_BYTES,
+    Columns,
+    Item,
+    Problem,
+    Sample,
+    captions_of,
+    files_below,
+    find_name,
+    is_hidden,
+    no_column,
+    typed,
+    why_no_file,
+)
+from darkroom.data.importers.zip import ZipReader
+from darkroom.data.seen import Seen, short_id
+from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, TextLines, decode_text
+from darkroom.errors import InputError
+
+METADATA = ("metadata.jsonl", "captions.jsonl", "metadata.csv", "captions.csv")
+BESIDE = (".txt", ".caption")
+READ_BYTES = 1024**2
+OUTSIDE = "its name leads out of the source"
+Entry = tuple[str, dict[str, Any] | str]
+"""Where it stands (file:line), and the entry itself or why it is none."""
+
+
+class Tree(Protocol):
+    """Files under names with slashes, in a folder or a zip."""
+
+    label: str
+    skipped: dict[str, str]
+    """The folders that are not read, and why; known once `names` was read to its end."""
+
+    def names(self) -> Iterator[str]:
+        """The names of all files, hidden ones and stores left out."""
+        ...
+
+    def find(self, name: str) -> Found | None:
+        """The file of a name; None where there is none."""
+        ...
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A file's content, piece by piece; OSError or ValueError where it cannot be read."""
+        ...
+
+    def why_not(self, name: str) -> str:
+        """Why `find` finds no file under one of the tree's own names."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file of a tree: under which name, how large, and how to read it."""
+
+    tree: Tree
+    name: str
+    size: int
+    read: Callable[[], bytes]
+
+    @property
+    def key(self) -> str:
+        """Its path from the source on, a zip's name before it."""
+        return self.tree.label + self.name
+
+
+class FolderTree:
+    """The files below a folder; hidden ones and stores are left out."""
+
+    label = ""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.skipped: dict[str, str] = {}
+
+    def names(self) -> Iterator[str]:
+        """Every file below the folder, by its path in it."""
+        prefix = len(str(self.root)) + 1
+
+        def skipped(path: str, why: str) -> None:
+            self.skipped[path[prefix:].replace(os.sep, "/")] = why
+
+        return (
+            posixpath.join(folder[prefix:].replace(os.sep, "/"), name)
+            for folder, name in files_below(self.root, skipped)
+        )
+
+    def find(self, name: str) -> Found | None:
+        """The file of that name; None where there is none."""
+        path = self.root / name
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return Found(self, name, status.st_size, path.read_bytes) if stat.S_ISREG(status.st_mode) else None
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A file's content."""
+        if self.find(name) is None:
+            raise OSError(self.why_not(name))
+        with (self.root / name).open("rb") as file:
+            while piece := file.read(READ_BYTES):
+                yield piece
+
+    def why_not(self, name: str) -> str:
+        """What it is instead of a file."""
+        return why_no_file(self.root / name)
+
+
+class ZipTree:
+    """The files in a zip."""
+
+    def __init__(self, path: Path, label: str = "") -> None:
+        self.label, self.skipped = label, dict[str, str]()
+        self._zip = ZipReader(path)
+
+    def names(self) -> Iterator[str]:
+        """Every member, by its path in the zip."""
+        return (m.name for m in self._zip.members() if not any(is_hidden(p) for p in m.name.split("/")))
+
+    def find(self, name: str) -> Found | None:
+        """The member of that name; None where there is none."""
+        member = self._zip.find(name)
+        return None if member is None else Found(self, name, member.size, partial(self._zip.read, member))
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """A member's content."""
+        member = self._zip.find(name)
+        yield from self._zip.chunks(member) if member else ()
+
+    def why_not(self, name: str) -> str:
+        """Every name has its member."""
+        return f"{name} is not in the zip"
+
+
+Captioned = tuple[Found, str | None, Mapping[str, Any]]
+"""A picture's file, its caption, and what else its metadata say."""
+
+
+class FolderSource:
+    """A folder, a zip, or a folder with zips: first what metadata files list, then all other pictures.
+
+    A metadata file names pictures relative to itself; where they are not beside it they are looked for in
+    the zips. Pictures that no metadata file lists take their caption from a text of the same name.
+    """
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self._columns = columns
+        self._trees = _trees(path)
+        self._metadata: list[tuple[Tree, str]] = []
+        self.left_out: set[str] = set()
+        self.recoded: Counter[str] = Counter()
+        self.total: int | None = 0
+        self._with_pictures: list[Tree] = []
+        for tree in self._trees:
+            before = self.total
+            for name in tree.names():
+                self.total += is_picture(name)
+                if posixpath.basename(name).lower() in METADATA or name == _only(path):
+                    self._metadata.append((tree, name))
+            if self.total > before:
+                self._with_pictures.append(tree)
+        if not self.total:
+            raise InputError(f"no pictures in {path}", allowed=", ".join(sorted(EXTENSIONS)))
+
+    def items(self, finished: Collection[str]) -> Iterator[Item]:
+        """Pictures with their captions: those that metadata list first, then the rest."""
+        for entry in self._entries():
+            yield entry if isinstance(entry, Problem) else _sample(*entry)
+
+    def captions(self) -> Iterator[tuple[str, str | None]]:
+        """The same without the pictures: keys and captions; InputError for metadata that cannot be read."""
+        for entry in self._entries():
+            if not isinstance(entry, Problem):
+                yield entry[0].key, entry[1]
+            elif entry.reason == "bad-metadata":
+                raise InputError(f"{entry.key}: {entry.detail}")
+
+    def _entries(self) -> Iterator[Problem | Captioned]:
+        listed = Seen()
+        for tree in self._trees:
+            yield from (Problem(tree.label + name, "no-file", why) for name, why in tree.skipped.items())
+        for tree, name in self._metadata:
+            if _is_outside(name):
+                yield Problem(tree.label + name, "unsafe-name", OUTSIDE)
+            else:
+                yield from self._listed(tree, name, listed)
+        for tree in self._with_pictures:
+            for name in tree.names():
+                if is_picture(name) and short_id(tree.label + name) not in listed:
+                    yield self._unlisted(tree, name)
+
+    def _unlisted(self, tree: Tree, name: str) -> Problem | Captioned:
+        """A picture that no metadata file names, with the text beside it."""
+        key = tree.label + name
+        if _is_outside(name):
+            return Problem(key, "unsafe-name", OUTSIDE)
+        found = tree.find(name)
+        if found is None:
+            return Problem(key, "no-file", tree.why_not(name))
+        try:
+            caption = _caption_beside(tree, name, self.recoded)
+        except TextError as error:
+            return Problem(key, "bad-caption", str(error))
+        return found, caption, {}
+
+    def _listed(self, tree: Tree, metadata: str, listed: Seen) -> Iterator[Problem | Captioned]:
+        entries = read_entries(tree, metadata, self.recoded)
+        first = list(islice(entries, KEYS_LOOKED_AT))
+        names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
+        image = find_name(self._columns.image, IMAGE_NAMES, names, "image")
+        if image is None and names:
+            raise no_column("image", metadata, names)
+        caption = find_name(self._columns.caption, CAPTION_NAMES, [n for n in names if n != image], "caption")
+        if caption is None and names:
+            raise no_column("caption", metadata, names)
+        for place, entry in chain(first, entries):
+            if isinstance(entry, str):
+                yield Problem(place, "bad-metadata", entry)
+                continue
+            named = str(entry.pop(str(image), None) or "")
+            found = self._find(tree, posixpath.dirname(metadata), named)
+            if found is None:
+                yield Problem(named or place, "no-picture", f"{place} names '{named}', which is not there")
+                continue
+            listed.add(short_id(found.key))
+            for text in captions_of(entry.pop(str(caption), None)):
+                yield found, text, entry
+
+    def _find(self, own: Tree, folder: str, name: str) -> Found | None:
+        """The file that a metadata file means; never one outside of the source."""
+        if not name or posixpath.isabs(name):
+            return None
+        plain = posixpath.normpath(name.replace("\\", "/"))
+        beside = posixpath.normpath(posixpath.join(folder, plain))
+        places = [place for place in dict.fromkeys((beside, plain)) if not place.startswith("../")]
+        trees = sorted(self._with_pictures, key=lambda tree: tree is not own)
+        return next((found for t in trees for place in places if (found := t.find(place)) is not None), None)
+
+
+def _sample(found: Found, caption: str | None, extras: Mapping[str, Any]) -> Item:
+    if found.size > MAX_PICTURE_BYTES:
+        return Problem(found.key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
+    try:
+        return Sample(found.key, found.read(), caption, extras)
+    except (OSError, ValueError) as error:
+        return Problem(found.key, "undecodable", f"cannot be read: {error}")
+
+
+def _only(path: Path) -> str | None:
+    """The metadata file that is the source itself."""
+    return path.name if path.suffix in (".jsonl", ".csv") else None
+
+
+def _trees(path: Path) -> list[Tree]:
+    if path.suffix.lower() == ".zip":
+        return [ZipTree(path)]
+    root = path if path.is_dir() else path.parent
+    zips = sorted(file for file in root.glob("*.[zZ][iI][pP]") if not is_hidden(file.name))
+    return [FolderTree(root), *(ZipTree(z, f"{z.name}/" if len(zips) > 1 else "") for z in zips)]
+
+
+def _is_outside(name: str) -> bool:
+    return ".." in name.split("/")
+
+
+def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
+    stem = posixpath.splitext(name)[0]
+    for extension in BESIDE:
+        found = tree.find(stem + extension)
+        if found is None:
+            continue
+        what = posixpath.basename(found.name)
+        if found.size > MAX_CAPTION_BYTES:
+            raise TextError(f"{what}: a caption of {found.size:,} bytes, the most is {MAX_CAPTION_BYTES:,}")
+        try:
+            text = decode_text(found.read(), recoded)
+        except (OSError, ValueError) as error:
+            raise TextError(f"{what}: {error}") from error
+        return captions_of(" ".join(text.split()))[0]
+    return None
+
+
+def read_entries(tree: Tree, name: str, recoded: Counter[str]) -> Iterator[Entry]:
+    """The entries of a metadata file, line by line."""
+    lines = TextLines(tree.pieces(name), recoded)
+    yield from _csv_entries(name, lines) if name.lower().endswith(".csv") else _json_entries(name, lines)
+
+
+def _json_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
+    for number in count(1):
+        try:
+            line = next(lines)
+            entry = json.loads(line) if line.strip() else None
+        except StopIteration:
+            return
+        except TextError as error:
+            yield f"{name}:{number}", str(error)
+            continue
+        except (ValueError, RecursionError) as error:
+            yield f"{name}:{number}", f"no JSON: {error}"
+            continue
+        if line.strip():
+            yield f"{name}:{number}", entry if isinstance(entry, dict) else "no JSON object"
+
+
+def _csv_entries(name: str, lines: Iterator[str]) -> Iterator[Entry]:
+    reader = csv.DictReader(lines, restkey="")
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except TextError as error:
+            yield f"{name}:{reader.line_num + 1}", str(error)
+            continue
+        except csv.Error as error:
+            yield f"{name}:{reader.line_num}", f"no CSV: {error}"
+            continue
+        whole = "" not in row and None not in row.values()
+        entry = {key: typed(value) for key, value in row.items()} if whole else "another number of cells"
+        yield f"{name}:{reader.line_num}", entry

@@ -1,0 +1,10 @@
+"""Adapters: LoRA and its kin, read from every common layout, merged, written, and held in a bank.
+
+`adapter` is what one is; `read` opens files, `keys` and `layers` know the layouts, `metadata` what a file
+says of itself; `files` looks through folders; `export` writes; `bank` holds many at once, chosen row by row.
+"""
+
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.read import Factors, Layer, adaptable, fit, merge, read_adapter, write_adapter
+
+__all__ = ["Adapter", "Factors", "Layer", "adaptable", "fit", "merge", "read_adapter", "write_adapter"]

@@ -1,0 +1,464 @@
+"""Adapters: LoRA and its kin, read from files of any common layout, fitted to a model, merged, written.
+
+An adapter file is untrusted: only safetensors is opened, its header is bounded, names in it are keys to look
+up, every tensor must be of use, and numbers must be finite. `read_adapter` needs no model; `fit` finds the
+model's layers and refuses what does not fit, by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from darkroom.errors import ModelError
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.files import open_tensors, save_tensors, shown
+from darkroom.models.adapters.keys import diffusers_keys, kohya_stem, layout_of, numbered_layers, split_key
+from darkroom.models.adapters.layers import (
+    Factors,
+    Layer,
+    factors_rank,
+    fold_middle,
+    magnitude_side,
+    scale_of,
+)
+from darkroom.models.adapters.metadata import Alphas, header, read_alphas
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+
+
+__all__ = ["Adapter", "Factors", "Layer", "fit", "merge", "merge_all", "read_adapter", "write_adapter"]
+
+LOG = logging.getLogger("darkroom.models")
+MAX_RANK = 8192
+KINDS = {"hada": "loha", "lokr": "lokr"}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def read_adapter(file: str | Path, *, name: str | None = None) -> Adapter:
+    """An adapter from a `.safetensors` file, or from a folder that PEFT wrote.
+
+    Reads diffusers, PEFT, kohya, LyCORIS (LoRA, LoCon, LoHa, LoKr, each also with DoRA's magnitudes) and
+    cloneofsimo's layouts. ModelError for a file that is none of these, with the first of the keys that are
+    not understood, for tensors that lack their pair, and for numbers that are not finite.
+    """
+    path = Path(file)
+    stored = open_tensors(path)
+    keys = {key: split_key(key) for key in stored.tensors}
+    words = [key for key in keys if stored.metadata.get(key) == "<embed>" or key.startswith("bundle_emb.")]
+    unknown = [key for key, split in keys.items() if split is None and key not in words]
+    if unknown:
+        raise ModelError(
+            f"adapter '{path.name}': {_some(unknown, len(keys))} are not understood",
+            allowed="diffusers, PEFT, kohya, LyCORIS and cloneofsimo's layouts",
+        )
+    grouped = _grouped(path, {k: split for k, split in keys.items() if split is not None}, stored.tensors)
+    if not grouped:
+        raise ModelError(f"adapter '{path.name}' holds no layers")
+    alphas = read_alphas(stored.metadata, stored.config)
+    layers = {layer: _layer(path, layer, parts, alphas) for layer, parts in grouped.items()}
+    alphas.check_used(layers)
+    return Adapter(
+        name or path.stem,
+        layers,
+        stored.metadata,
+        _kind(layers),
+        layout_of(keys),
+        stored.sha256,
+        tuple(f"the trained word '{shown(word)}' in it is not applied" for word in words),
+    )
+
+
+def _some(keys: Iterable[str], total: int, what: str = "keys") -> str:
+    """`3 of 128 keys (the, first, few)`."""
+    found = list(keys)
+    first = ", ".join(shown(key) for key in found[:3])
+    return f"{len(found)} of {total} {what} ({first}{', ...' if len(found) > 3 else ''})"
+
+
+def _grouped(
+    path: Path, keys: Mapping[str, tuple[str, str]], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    grouped: dict[str, dict[str, torch.Tensor]] = {}
+    for key, (layer, role) in keys.items():
+        parts = grouped.setdefault(layer, {})
+        if role in parts:
+            raise ModelError(f"adapter '{path.name}': '{shown(key)}' is there twice, by two names")
+        tensor = tensors[key]
+        if role == "magnitude" and "lora_magnitude_vector" in key:
+            tensor = tensor.flatten()
+        parts[role] = tensor
+    return grouped
+
+
+def _layer(path: Path, name: str, parts: dict[str, torch.Tensor], alphas: Alphas) -> Layer | Factors:
+    """One layer from its tensors, each accounted for."""
+    told = f"adapter '{path.name}', layer '{shown(name)}'"
+    alpha = _alpha(told, parts.pop("alpha", None))
+    magnitude = parts.pop("magnitude", None)
+    if magnitude is not None and (magnitude.numel() == 0 or magnitude.ndim == 0):
+        raise ModelError(f"{told}: magnitudes of shape {list(magnitude.shape)}")
+    if "down" in parts or "up" in parts:
+        return _low_rank(told, name, parts, alpha, magnitude, alphas)
+    return _factors(told, parts, alpha, magnitude)
+
+
+def _alpha(told: str, tensor: torch.Tensor | None) -> float | None:
+    if tensor is None:
+        return None
+    if tensor.numel() != 1:
+        raise ModelError(f"{told}: alpha has {tensor.numel()} numbers", allowed="one")
+    return float(tensor.item())
+
+
+def _low_rank(
+    told: str,
+    name: str,
+    parts: dict[str, torch.Tensor],
+    alpha: float | None,
+    magnitude: torch.Tensor | None,
+    alphas: Alphas,
+) -> Layer:
+    if not {"down", "up"} <= parts.keys() <= {"down", "up", "mid"}:
+        raise ModelError(f"{told}: it has {', '.join(sorted(parts))}", allowed="down and up together")
+    down, up, middle = parts["down"], parts["up"], parts.get("mid")
+    rank = int(down.shape[0]) if down.ndim else 0
+    if not (
+        1 <= rank <= MAX_RANK
+        and down.ndim in (2, 4)
+        and up.ndim in (2, 4)
+        and up.shape[1] == rank
+        and up[0, 0].numel() == 1
+        and down.numel()
+    ):
+        raise ModelError(f"{told}: down {list(down.shape)} and up {list(up.shape)} do not go together")
+    if middle is not None:
+        if middle.ndim != 4 or tuple(middle.shape[:2]) != (rank, rank) or down[0, 0].numel() != 1:
+            raise ModelError(f"{told}: a middle of {list(middle.shape)}", allowed=f"[{rank}, {rank}, kh, kw]")
+        down = fold_middle(down, middle)
+    scale = alphas.scale(name, rank) if alpha is None else scale_of(alpha, rank)
+    return Layer(down, up, scale, magnitude)
+
+
+def _factors(
+    told: str, parts: dict[str, torch.Tensor], alpha: float | None, magnitude: torch.Tensor | None
+) -> Factors:
+    roles = frozenset(parts)
+    loha = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}
+    if roles in (frozenset(loha), frozenset(loha | {"hada_t1", "hada_t2"})):
+        kind = "loha"
+    elif _is_lokr(roles):
+        kind = "lokr"
+    else:
+        raise ModelError(
+            f"{told}: it has {', '.join(sorted(roles)) or 'no weights'}", allowed="LoRA, LoHa, LoKr"
+        )
+    rank = factors_rank(parts)
+    whole = "lokr_w1" in roles and "lokr_w2" in roles
+    scale = 1.0 if alpha is None or whole else scale_of(alpha, rank)
+    layer = Factors(kind, parts, scale, magnitude)
+    if layer.shape is None:
+        raise ModelError(f"{told}: {_shape_told(layer)} do not go together")
+    return layer
+
+
+def _is_lokr(roles: frozenset[str]) -> bool:
+    one = [{"lokr_w1"}, {"lokr_w1_a", "lokr_w1_b"}]
+    two = [{"lokr_w2"}, {"lokr_w2_a", "lokr_w2_b"}, {"lokr_w2_a", "lokr_w2_b", "lokr_t2"}]
+    return any(roles == a | b for a in one for b in two)
+
+
+def _kind(layers: Mapping[str, Layer | Factors]) -> str:
+    """lora, dora, loha or lokr; of a file that mixes layers (LyCORIS may), each kind that is in it."""
+    decomposed = any(isinstance(one, Layer) and one.magnitude is not None for one in layers.values())
+    low_rank = "dora" if decomposed else "lora"
+    kinds = {low_rank if isinstance(layer, Layer) else layer.kind for layer in layers.values()}
+    return "+".join(sorted(kinds))
+
+
+def fit(adapter: Adapter, model: Model) -> Adapter:
+    """The adapter with every layer under the model's own module path, in the shape of that layer's weight.
+
+    ModelError where a layer is not found (the first few and how many) or has another shape; it says which
+    base the adapter looks made for.
+    """
+    known = adaptable(model)
+    found = {name: _find(known, name) for name in _resolved(adapter, model)}
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        raise ModelError(
+            f"adapter '{adapter.name}': {_some(missing, len(found), 'layers')} are not in "
+            f"{_model_name(model)}{_made_for(adapter, model)}"
+        )
+    layers: dict[str, Layer | Factors] = {}
+    wrong: list[str] = []
+    for (name, path), layer in zip(found.items(), adapter.layers.values(), strict=True):
+        assert path is not None
+        shape = tuple(known[path].weight.shape)
+        fitted = shaped(layer, shape)
+        if path in layers:
+            raise ModelError(f"adapter '{adapter.name}': layer '{path}' is there twice, by two names")
+        if fitted is None:
+            wrong.append(f"{shown(name)}: {_shape_told(layer)}, there {list(shape)}")
+        else:
+            layers[path] = fitted
+    if wrong:
+        raise ModelError(
+            f"adapter '{adapter.name}': {len(wrong)} of {len(found)} layers have another shape than in "
+            f"{_model_name(model)} ({wrong[0]}){_made_for(adapter, model)}"
+        )
+    return replace(adapter, layers=layers)
+
+
+def _resolved(adapter: Adapter, model: Model) -> list[str]:
+    """The layers' names, numbers looked up in the model."""
+    if not adapter.numbered:
+        return list(adapter.layers)
+    names = {
+        part: [f"{part}.{path}" for path in numbered_layers(model, part)]
+        for part in adapter.parts
+        if part in model.modules
+    }
+    resolved = []
+    for name in adapter.layers:
+        part, _, number = name.partition(".")
+        known = names.get(part, [])
+        resolved.append(known[int(number)] if number.isdigit() and int(number) < len(known) else name)
+    return resolved
+
+
+def _find(known: Mapping[str, nn.Module], name: str) -> str | None:
+    """The path of the model's layer that a name means: with or without transformers' `text_model.`."""
+    part, _, path = name.partition(".")
+    names = [name, f"{part}.text_model.{path}", f"{part}.{path.removeprefix('text_model.')}"]
+    return next((one for one in names if one in known), None)
+
+
+def adaptable(model: Model) -> dict[str, nn.Linear | nn.Conv2d]:
+    """Every layer that an adapter may change, by its path: linear ones and convolutions."""
+    found: dict[str, nn.Linear | nn.Conv2d] = {}
+    for part, module in model.modules.items():
+        if part == "vae":
+            continue
+        fused = tuple(f"{path}.to_" for path, inner in module.named_modules() if _is_fused(inner))
+        for path, layer in module.named_modules():
+            if path.startswith(fused) and not path.endswith("to_out.0"):
+                continue
+            if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1):
+                found[f"{part}.{path}"] = layer
+    return found
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether an attention computes query, key and value by one fused layer and passes its own by."""
+    return bool(getattr(module, "fused_projections", False))
+
+
+def shaped(layer: Layer | Factors, shape: tuple[int, ...]) -> Layer | Factors | None:
+    """The layer for a weight of this shape, None where it cannot be; 1x1 kernels may be matrices."""
+    if layer.magnitude is not None and magnitude_side(layer.magnitude, shape) is None:
+        return None
+    if isinstance(layer, Factors):
+        own = layer.shape
+        return layer if own is not None and _covers(own, shape) else None
+    down, up = layer.down, layer.up
+    if layer.shape != shape:
+        pointwise = layer.shape[:2] == shape[:2] and all(n == 1 for n in (*layer.shape[2:], *shape[2:]))
+        if not pointwise:
+            return None
+    wanted = (layer.rank, *shape[1:]), (shape[0], layer.rank, *[1] * (len(shape) - 2))
+    return replace(layer, down=down.reshape(wanted[0]), up=up.reshape(wanted[1]))
+
+
+def _covers(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether factors of this shape are a weight's: a kernel may be flattened into the inputs."""
+    if len(own) == len(shape) == 4:
+        return own == shape
+    kernel = own[2:]
+    return own[0] == shape[0] and math.prod(own[1:]) == math.prod(shape[1:]) and math.prod(kernel) == 1
+
+
+def _shape_told(layer: Layer | Factors) -> str:
+    if isinstance(layer, Layer):
+        return str(list(layer.shape))
+    return ", ".join(f"{role} {list(tensor.shape)}" for role, tensor in layer.parts.items())
+
+
+def _model_name(model: Model) -> str:
+    return "this model" if model.family == "custom" else f"this {model.family} model"
+
+
+def _made_for(adapter: Adapter, model: Model) -> str:
+    base = adapter.base
+    missing = [part for part in adapter.parts if part not in model.modules]
+    told = f"; the model has no {' and no '.join(missing)}" if missing else ""
+    return told + (f"; it looks made for {base}" if base and base != model.family else "")
+
+
+def merge(model: Model, adapter: Adapter, weight: float = 1.0) -> None:
+    """Add `weight` times the adapter to the model's own weights, in place, with float32 arithmetic.
+
+    Takes every kind. A DoRA at a weight between 0 and 1 goes that part of the way to its full effect.
+    """
+    merge_all(model, [(adapter, weight)])
+
+
+@torch.no_grad()
+def merge_all(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> None:
+    """Add several adapters, each times its weight, to the model's own weights.
+
+    Each one's change is taken from the weights as they were before, so the order makes no difference: a
+    DoRA's depends on the weights that it is merged into.
+    """
+    for adapter, weight in adapters:
+        if not (weight == weight and abs(weight) <= 100):
+            raise ModelError(f"adapter '{adapter.name}' with weight {weight}", allowed="-100 to 100")
+    known = adaptable(model)
+    fitted = [(adapter.name, fit(adapter, model).layers, weight) for adapter, weight in adapters]
+    for path in dict.fromkeys(path for _, layers, _ in fitted for path in layers):
+        stored = known[path].weight
+        before = stored.float()
+        whole = before.clone()
+        for _, layers, weight in fitted:
+            if path in layers:
+                layer = replace(layers[path], **_moved(layers[path], stored.device))
+                whole.add_(layer.change(before), alpha=weight)
+        changed = whole.to(stored.dtype)
+        if not bool(torch.isfinite(changed).all()):
+            names = ", ".join(f"'{name}'" for name, layers, _ in fitted if path in layers)
+            raise ModelError(f"adapter {names}, layer '{path}': too large for {stored.dtype}")
+        stored.copy_(changed)
+
+
+@contextmanager
+def merged_for_now(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Iterator[None]:
+    """The adapters are merged in here; afterwards the weights are as they were, to the bit."""
+    known = adaptable(model) if adapters else {}
+    paths = {path for adapter, _ in adapters for path in fit(adapter, model).layers}
+    for path in paths:
+        check_untouched(path, known[path])
+    before = {path: known[path].weight.detach().clone() for path in paths}
+    try:
+        merge_all(model, adapters)
+        yield
+    finally:
+        with torch.no_grad():
+            for path, weight in before.items():
+                known[path].weight.copy_(weight)
+
+
+def check_untouched(path: str, layer: nn.Module) -> None:
+    """ModelError for a layer with hooks: those that move weights put a forward before its own."""
+    if "forward" in vars(layer):
+        raise ModelError(f"layer '{path}' is run by something else, so adapters would be passed by")
+
+
+def _moved(layer: Layer | Factors, device: torch.device) -> dict[str, Any]:
+    magnitude = None if layer.magnitude is None else layer.magnitude.to(device)
+    if isinstance(layer, Layer):
+        return {"down": layer.down.to(device), "up": layer.up.to(device), "magnitude": magnitude}
+    return {"parts": {role: t.to(device) for role, t in layer.parts.items()}, "magnitude": magnitude}
+
+
+def write_adapter(
+    adapter: Adapter,
+    file: str | Path,
+    *,
+    kohya: bool = False,
+    dtype: torch.dtype | None = None,
+    family: str | None = None,
+    prediction: str | None = None,
+) -> Path:
+    """Write one `.safetensors` file, whole or not at all: diffusers' keys, or kohya's for ComfyUI and A1111.
+
+    Alpha goes into diffusers' `lora_adapter_metadata` or kohya's `.alpha` tensors, so nothing is lost either
+    way; `dtype` (float32, float16, bfloat16) casts the weights. The header tells base, rank, alpha and
+    ModelSpec's fields besides what the adapter's metadata says (see `adapter_metadata.about`). `family` says
+    the base and `prediction` (in diffusers' words) what it predicts, where layers and header do not tell.
+    """
+    if adapter.numbered:
+        raise ModelError(
+            f"adapter '{adapter.name}' knows its layers by number only", mend="fit it to its base"
+        )
+    if dtype not in (None, *DTYPES):
+        raise ModelError(f"an adapter in {dtype}", allowed="float32, float16, bfloat16")
+    base = family or adapter.base
+    if kohya:
+        for note in _not_in_diffusers(adapter):
+            LOG.warning("'%s': %s", Path(file).name, note)
+    tensors = dict(_kohya_tensors(adapter, base == "sdxl") if kohya else _diffusers_tensors(adapter))
+    cast = {
+        key: (t if dtype is None or key.endswith(".alpha") else t.to(dtype)).detach().cpu().contiguous()
+        for key, t in tensors.items()
+    }
+    return save_tensors(Path(file), cast, header(adapter, base, prediction, kohya=kohya))
+
+
+def _not_in_diffusers(adapter: Adapter) -> Iterator[str]:
+    """What diffusers 0.42 leaves out of kohya's keys without an error."""
+    if any(layer.magnitude is not None for layer in adapter.layers.values()):
+        yield "diffusers leaves a DoRA's magnitudes out of kohya's keys; for it write without --kohya"
+    text = [name for name in adapter.layers if name.startswith("text_encoder")]
+    if text and not any("out_proj" in name for name in text):
+        yield "diffusers passes kohya's keys of a text encoder by where no out_proj is among them"
+
+
+def _diffusers_tensors(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, layer in adapter.layers.items():
+        if isinstance(layer, Factors):
+            raise ModelError(
+                f"adapter '{adapter.name}' is a {layer.kind}: diffusers has no keys for it", mend="--kohya"
+            )
+        keys = diffusers_keys(name)
+        for role, tensor in layer.tensors.items():
+            yield keys[role], _peft_magnitude(adapter, layer) if role == "magnitude" else tensor
+
+
+def _peft_magnitude(adapter: Adapter, layer: Layer) -> torch.Tensor:
+    assert layer.magnitude is not None
+    if layer.magnitude.shape[0] != layer.up.shape[0]:
+        raise ModelError(f"adapter '{adapter.name}': diffusers knows no DoRA by inputs", mend="use kohya's")
+    flat = layer.magnitude.flatten()
+    return flat if layer.down.ndim == 2 else flat.reshape(1, -1, 1, 1)
+
+
+def _kohya_magnitude(layer: Layer | Factors) -> torch.Tensor:
+    """With the weight's sides: [O, 1] or [O, 1, 1, 1] by outputs, [1, I] or [1, I, 1, 1] by inputs."""
+    assert layer.magnitude is not None
+    if isinstance(layer, Factors):
+        return layer.magnitude
+    ones = [1] * (layer.down.ndim - 2)
+    by_outputs = layer.magnitude.shape[0] == layer.up.shape[0]
+    return layer.magnitude.reshape(-1, 1, *ones) if by_outputs else layer.magnitude.reshape(1, -1, *ones)
+
+
+def _kohya_tensors(adapter: Adapter, sdxl: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    attended = {
+        int(m[1]) for name in adapter.layers if (m := re.match(r"unet\.up_blocks\.(\d+)\.attentions", name))
+    }
+    attended |= {0, 1} if sdxl else set()  # also where the adapter leaves their attention alone
+    roles = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": "dora_scale"}
+    for name, layer in adapter.layers.items():
+        stem = kohya_stem(name, sdxl=sdxl, attended=attended)
+        for role, tensor in layer.tensors.items():
+            yield (
+                f"{stem}.{roles.get(role, role)}",
+                _kohya_magnitude(layer) if role == "magnitude" else tensor,
+            )
+        yield f"{stem}.alpha", _exact(layer.alpha)
+
+
+def _exact(alpha: float) -> torch.Tensor:
+    """In float32 where that holds it, as kohya writes it."""
+    short = torch.tensor(round(alpha, 9), dtype=torch.float32)
+    return short if float(short) == round(alpha, 9) else torch.tensor(alpha, dtype=torch.float64)

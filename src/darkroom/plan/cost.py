@@ -1,0 +1,106 @@
+"""Dollars, energy and carbon of device-hours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from darkroom.hardware.cards import Card, StoragePrice
+from darkroom.hardware.prices import Price, price
+
+PUE = (
+    1.3  # power of the building over that of the machines: between hyperscalers' 1.1 and the 1.55 of a survey
+)
+HOST_SHARE = 0.25  # processors, memory and fans beside each accelerator, as a share of its rating
+KG_CO2E_PER_KWH = 0.475  # world average of electricity (IEA, 2019)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What device-hours cost; None where no price is known."""
+
+    device_hours: float
+    usd: float | None
+    usd_spot: float | None
+    usd_per_device_hour: float | None
+    price: str
+    price_as_of: str | None
+    price_is_old: bool
+    kwh: float
+    kg_co2e: float
+    provider: str | None = None
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a job's data cost beside its devices: the data set and one checkpoint, kept and sent out once."""
+
+    size_bytes: float
+    usd_per_month: float
+    usd_out: float
+    price: str
+    price_as_of: str
+
+
+def storage(sizes_bytes: Mapping[str, float], price: StoragePrice) -> Storage | None:
+    """The price of keeping what a job has on disk for a month, and of moving it to another provider once."""
+    size = sum(sizes_bytes.values())
+    if not size:
+        return None
+    gigabytes = size / 1e9
+    return Storage(
+        size_bytes=size,
+        usd_per_month=gigabytes * price.usd_per_gb_month,
+        usd_out=gigabytes * price.usd_per_gb_out,
+        price=str(price),
+        price_as_of=price.as_of.isoformat(),
+    )
+
+
+def cost(
+    card: Card,
+    device_hours: float,
+    *,
+    cores: int = 1,
+    offer: Price | None,
+    kg_per_kwh: float = KG_CO2E_PER_KWH,
+) -> Cost:
+    """Device-hours on a card in money and energy. Energy is of rated power, host and building included."""
+    units = cores if card.unit == "core" else 1
+    # A table's price is of a virtual CPU, and a core may be two; the user's own is of the whole device.
+    whole = offer is None or offer.provider == "given"
+    sold = 1 if whole or offer is None else units * (offer.threads_per_core if card.kind == "cpu" else 1)
+    per_hour = None if offer is None else offer.usd_per_device_hour * sold
+    spot = None if offer is None or offer.spot_usd_per_device_hour is None else offer.spot_usd_per_device_hour
+    kwh = device_hours * card.power_w * units * (1 + HOST_SHARE) * PUE / 1000
+    return Cost(
+        device_hours=device_hours,
+        usd=None if per_hour is None else per_hour * device_hours,
+        usd_spot=None if spot is None else spot * sold * device_hours,
+        usd_per_device_hour=per_hour,
+        price="no price known" if offer is None else str(offer),
+        price_as_of=None if offer is None else offer.as_of.isoformat(),
+        price_is_old=offer is not None and offer.stale(),
+        kwh=kwh,
+        kg_co2e=kwh * kg_per_kwh,
+        provider=None if offer is None else offer.provider,
+    )
+
+
+def over_limits(
+    hours: float, usd: float | None, deadline_hours: float | None, budget_usd: float | None
+) -> tuple[str, ...]:
+    """What breaks the deadline or the budget; what has no known price keeps no budget."""
+    over = []
+    if deadline_hours is not None and hours > deadline_hours:
+        over.append(f"over the deadline of {deadline_hours:g} h")
+    if budget_usd is not None and usd is None:
+        over.append(f"no price known to hold against the budget of USD {budget_usd:,.2f}: say --price")
+    elif budget_usd is not None and usd is not None and usd > budget_usd:
+        over.append(f"over the budget of USD {budget_usd:,.2f}")
+    return tuple(over)
+
+
+def offer_for(card: Card, usd_per_hour: float | None, table: Sequence[Price] | None = None) -> Price | None:
+    """The price that counts: the user's own, else the median of the newest offers."""
+    return price(card.name, usd_per_hour=usd_per_hour, table=table)

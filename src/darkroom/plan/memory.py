@@ -1,0 +1,189 @@
+"""What a run's memory holds beside its steps: latents made before, samples drawn between, parts that rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from darkroom.counting import ROUND_BYTES, Counter
+from darkroom.models.families import FAMILIES
+from darkroom.models.model import Model
+from darkroom.models.outline import text_configs
+from darkroom.plan.counts import (
+    DECODED,
+    KINDS,
+    LATENTS,
+    SAMPLES,
+    Line,
+    Moment,
+    moments_of,
+    size_bytes,
+    tag_weights,
+)
+from darkroom.plan.generation import decoded, unet_call
+from darkroom.plan.settings import encodes
+from darkroom.prepare.encoders import encode_moments
+from darkroom.sample.generate import pictures_a_call
+from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
+from darkroom.train import setup as job
+from darkroom.train.data.local_dataset import has_own_store
+from darkroom.train.data.precomputed import PREPARED_PIXELS, caches_latents
+from darkroom.train.memory import LEAST_BYTES
+from darkroom.train.tasks.diffusion import ENCODED_PIXELS, Diffusion
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import Recipe
+
+
+ROWS = (2, 3)
+
+
+def chunks(recipe: Recipe) -> dict[str, int]:
+    """Pictures that are encoded at once: at each step, or before the first one."""
+    pixels = recipe.data.resolution**2
+    if makes_latents(recipe):
+        return {LATENTS: max(1, PREPARED_PIXELS // pixels)}
+    return {"inputs": max(1, ENCODED_PIXELS // pixels)} if encodes(recipe) else {}
+
+
+def reads_text(recipe: Recipe, task: Any) -> bool:
+    """Whether the text's states come from a column; 'auto' takes one where the latents are prepared too."""
+    data = recipe.data
+    if recipe.task == "autoencoder" or getattr(task, "_trains_text", False):
+        return False
+    return data.text == "stored" or (data.text == "auto" and data.encode == "stored")
+
+
+# ---- before the first step
+
+
+def makes_latents(recipe: Recipe) -> bool:
+    """Whether the run makes latents of its own pictures before it trains."""
+    return recipe.task != "autoencoder" and has_own_store(recipe) and caches_latents(recipe)
+
+
+def own_latents(
+    counter: Counter, recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool
+) -> tuple[Moment, ...]:
+    """What is alive while a run makes its own latents: nothing trains yet, and not all parts are there."""
+    if not makes_latents(recipe):
+        return ()
+    side, traces = recipe.data.resolution, []
+    tag_weights(counter, model.modules.values())
+    for rows in ROWS:
+        counter.stage = LATENTS
+        pixels = torch.empty(rows, 3, side, side, dtype=torch.uint8, device="meta")
+        given = counter.fake_tensor(pixels)
+        traces.append(counter.start_trace())
+        encode_moments(model.vae, given)
+        counter.stage, counter.trace = "", None
+    there = _there_early(recipe, model, dtype, gpu=gpu)
+    absent = _held_bytes([module for name, module in model.modules.items() if name not in there])
+    return lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
+
+
+def _there_early(recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool) -> set[str]:
+    """The parts that hold memory while latents are made.
+
+    A GPU gets the others afterwards. On a CPU a folder's weights lie in its files until they are used, while
+    random ones and those that were cast are in memory from the start.
+    """
+    if recipe.data.class_prompt is not None:
+        return set(model.modules)  # they have drawn the pictures of the class
+    if gpu:
+        return {"vae"}
+    settings = recipe.model
+    found = {"vae"}
+    if settings.base in FAMILIES:
+        found |= model.modules.keys() - (
+            {"text_encoder"} if isinstance(settings.text_encoder, str) else set()
+        )
+    cast = recipe.task in job.FROZEN_UNET and dtype != torch.float32
+    return found | ({"unet"} if settings.fresh_unet or cast else set())
+
+
+# ---- between steps
+
+
+def num_samples(recipe: Recipe) -> int:
+    """How many pictures a sample grid has; 0 where none is drawn, as by an autoencoder."""
+    if recipe.task == "autoencoder":
+        return 0
+    known = job.known_prompts(recipe)
+    return recipe.sample.num if known is None else len(known)
+
+
+def samples(counter: Counter, recipe: Recipe, model: Model, *, gpu: bool) -> tuple[Moment, ...]:
+    """What is alive while the grid of samples is drawn, beside the optimiser's state and the average."""
+    number, guidance = num_samples(recipe), recipe.sample.guidance
+    if not number:
+        return ()
+    side = recipe.data.resolution // model.vae_factor
+    together = min(number, pictures_a_call(side**2))
+    rows = together if guidance is not None and guidance <= 1 else 2 * together
+    at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // recipe.data.resolution**2))
+    call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
+    told = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
+    trace = counter.start_trace()
+    with torch.no_grad():
+        counter.stage = SAMPLES
+        call(x, torch.zeros(()), told.pop("text"), told)
+        counter.stage = DECODED
+        decoded(model.vae, x[:at_once])
+    counter.stage, counter.trace = "", None
+    return moments_of((trace, trace), ROWS, cpu=not gpu)  # the same whatever the batch
+
+
+def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a U-Net is told beside its latents: states of its texts, and SDXL's sizes and pooled states."""
+    configs = text_configs(model)
+    width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings
+    found = {"text": torch.empty(rows, length, width, dtype=dtype)}
+    if model.is_sdxl:
+        pooled = torch.empty(rows, configs[-1].projection_dim, dtype=dtype)
+        found |= {"text_embeds": pooled, "time_ids": torch.empty(rows, 6, dtype=dtype)}
+    return found
+
+
+# ---- meanwhile
+
+
+def resting(recipe: Recipe, model: Model, task: Any) -> list[str]:
+    """The parts that a CPU lays into a file while it trains, because no step runs them."""
+    if not isinstance(task, Diffusion):
+        return []
+    text = [name for name in model.modules if name.startswith("text_encoder") and name not in task.modules]
+    names = [*(text if reads_text(recipe, task) else task.rested_text), *([] if encodes(recipe) else ["vae"])]
+    return names if _held_bytes([model.modules[name] for name in names]) >= LEAST_BYTES else []
+
+
+def rested(
+    moments: Collection[Moment], recipe: Recipe, model: Model, names: Collection[str]
+) -> tuple[Moment, ...]:
+    """The moments of steps while these parts rest; random weights were all in memory before."""
+    light = lighter(moments, _held_bytes([model.modules[name] for name in names]))
+    if not names or recipe.model.base not in FAMILIES:
+        return light
+    whole = {kind: Line(0.0, 0.0) for kind in KINDS}
+    whole["weights"] = Line(4.0 * sum(model.num_parameters.values()), 0.0)
+    return (*light, Moment("opened", whole))
+
+
+def lighter(moments: Collection[Moment], weights: int) -> tuple[Moment, ...]:
+    """The moments where so many bytes of weights are not in memory."""
+
+    def without(moment: Moment) -> Moment:
+        line = moment.bytes["weights"]
+        return replace(moment, bytes={**moment.bytes, "weights": Line(line.fixed - weights, line.row)})
+
+    return tuple(map(without, moments))
+
+
+def _held_bytes(modules: Collection[nn.Module]) -> int:
+    """What modules hold, each tensor in whole pieces of the allocator's, as it is counted."""
+    sizes = [size_bytes(tensor) for m in modules for tensor in (*m.parameters(), *m.buffers())]
+    return sum(-(-size // ROUND_BYTES) * ROUND_BYTES for size in sizes)

@@ -1,0 +1,273 @@
+"""Reading a recipe: YAML and `key=value` overrides in, a checked `Recipe` out, errors in one line."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import itertools
+import json
+import re
+import types
+import typing
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from darkroom.errors import RecipeError
+from darkroom.recipe.rules import check_together, fill
+from darkroom.recipe.sections import ADAPTER_TASKS, Recipe
+
+TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
+"""Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
+SOURCES = ("store", "stores", "folder", "instance")
+"""Where pictures come from, in `data`: one of them."""
+MAX_BYTES, MAX_NODES, MAX_DEPTH = 2**20, 10_000, 32
+"""Of a recipe's YAML, aliases counted as what they stand for; recipes here have 100 nodes, 5 levels deep."""
+MAX_SHOWN = 200
+"""Characters of a wrong value that are quoted."""
+TRIAL_WARMUP, TRIAL_EMA = 10, 2
+"""A run that the command line shortens warms up for a tenth of its steps, and averages its last half."""
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `key=value` overrides; raises RecipeError with the key, in one line."""
+    return make_recipe(_read_yaml(Path(path)), overrides, source=str(path))
+
+
+def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[tuple[dict[str, Any], Recipe]]:
+    """The recipes that overrides with several values mean, each with what sets it apart; one without any.
+
+    `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` beside it, four. A text's commas are its
+    own: `data.prompt='a dog, sitting'` is one value.
+    """
+    choices = [_choices(override) for override in overrides]
+    content = _read_yaml(Path(path))
+    found = []
+    for chosen in itertools.product(*choices):
+        apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
+        pairs = (one.partition("=") for one in apart)
+        settings = {key: _parsed(value) for key, _, value in pairs}
+        found.append((settings, make_recipe(content, chosen, source=str(path))))
+    return found
+
+
+def _choices(override: str) -> list[str]:
+    """The single overrides that one with commas stands for."""
+    key, _, value = override.partition("=")
+    parts = value.split(",")
+    plain = len(parts) > 1 and all(re.fullmatch(r"[\w.+-]+", part) for part in parts)
+    return [f"{key}={part}" for part in parts] if plain and key not in TEXTS else [override]
+
+
+def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
+    """A recipe from its content as a dictionary, checked; `source` is named in errors."""
+    content = copy.deepcopy(content)
+    for override in overrides:
+        _override(content, override)
+    notes = _replace_sources(content, overrides)
+    recipe = _validated(content, source)
+    if shorter := _shortened(content, recipe, overrides):
+        notes += shorter
+        recipe = _validated(content, source)
+    check_together(recipe)
+    recipe._derived = (*notes, *_derivations(content))
+    return recipe
+
+
+def _validated(content: dict[str, Any], source: str) -> Recipe:
+    filled = copy.deepcopy(content)
+    fill(filled)
+    if filled.get("task") in ADAPTER_TASKS and filled.get("adapter") is None:
+        filled["adapter"] = {}
+    try:
+        return Recipe.model_validate(filled)
+    except ValidationError as error:
+        raise _told(error.errors(), source) from error
+
+
+def _replace_sources(content: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Where an override says where the pictures are, what the recipe itself says of it is left out, aloud."""
+    data, keys = content.get("data"), {override.partition("=")[0] for override in overrides}
+    if not isinstance(data, dict):
+        return []
+    new = [name for name in SOURCES if f"data.{name}" in keys and data.get(name)]
+    old = [name for name in SOURCES if f"data.{name}" not in keys and data.get(name)]
+    if not new:
+        return []
+    return [
+        f"data.{name} {data.pop(name)} is left out: data.{new[0]} {data[new[0]]} is given" for name in old
+    ]
+
+
+def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Fit a warm-up and an average that would begin only after the `train.steps` of the command line."""
+    keys, steps, notes = {override.partition("=")[0] for override in overrides}, recipe.train.steps, []
+    if "train.steps" not in keys or recipe.phases:
+        return []
+    warmup, ema = recipe.optim.warmup_steps, recipe.train.ema
+    if warmup > steps and "optim.warmup_steps" not in keys:
+        content["optim"]["warmup_steps"] = steps // TRIAL_WARMUP
+        notes.append(
+            f"optim.warmup_steps {steps // TRIAL_WARMUP}, not {warmup}: a tenth of train.steps {steps}"
+        )
+    if ema.enabled and ema.start_step >= steps and "train.ema.start_step" not in keys:
+        content["train"]["ema"]["start_step"] = steps // TRIAL_EMA
+        notes.append(
+            f"train.ema.start_step {steps // TRIAL_EMA}, not {ema.start_step}: half of train.steps {steps}"
+        )
+    return notes
+
+
+def _derivations(content: dict[str, Any]) -> list[str]:
+    """Lines for the values that the task decides, each once."""
+    found = fill(copy.deepcopy(content)) if isinstance(content, dict) else []
+    return [f"{key} {json.dumps(value)}" + (f": {why}" if why else "") for key, value, why in found]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, which PyYAML would silently let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _wrong("a key that is a list or a mapping", key_node.start_mark)
+            merges = key_node.tag == "tag:yaml.org,2002:merge"  # `<<: *others`
+            key = key_node.value if merges else self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise _wrong(f"the key '{key}' is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, OverflowError) as error:  # 2026-13-45, or !!bool maybe
+            kind = node.tag.rpartition(":")[2]
+            raise _wrong(f"{_shown(node.value)} is no {kind}", node.start_mark) from error
+
+
+def _parsed(text: str) -> Any:
+    """What YAML says; YAMLError where it is wrong, or larger than any recipe."""
+    _check_size(text)
+    return yaml.load(text, Loader=_Loader)
+
+
+def _check_size(text: str) -> None:
+    """YAMLError for what is nested too deep or, with aliases written out, too long; nothing is built."""
+    open_: list[tuple[str | None, int]] = []  # anchors of the collections around, and nodes before them
+    sizes: dict[str, int] = {}
+    nodes = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_.pop()
+            if anchor is not None:
+                sizes[anchor] = nodes - before
+        elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.AliasEvent):
+                if any(anchor == event.anchor for anchor, _ in open_):
+                    raise _wrong(f"*{event.anchor} stands inside of what it names", event.start_mark)
+                nodes += sizes.get(str(event.anchor), 1)
+            else:
+                nodes += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_.append((event.anchor, nodes))
+            if len(open_) > MAX_DEPTH:
+                raise _wrong(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
+            if nodes > MAX_NODES:
+                raise _wrong(f"more than {MAX_NODES:,} values, aliases written out", event.start_mark)
+
+
+def _wrong(problem: str, mark: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+def _shown(value: Any) -> str:
+    """A value as it is quoted in a message."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RecipeError.missing(path)
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise RecipeError(str(path), f"{size:,} bytes", allowed=f"a recipe of at most {MAX_BYTES:,} bytes")
+    try:
+        content = _parsed(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(str(path), f"not readable as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(str(path), "not a recipe", allowed=f"a mapping of {', '.join(Recipe.model_fields)}")
+    return content
+
+
+def _override(content: dict[str, Any], override: str) -> None:
+    path, given, value = override.partition("=")
+    if not given or not path:
+        raise RecipeError(override, "not an override", allowed="key=value, such as train.steps=1000")
+    *parents, last = path.split(".")
+    if len(parents) > MAX_DEPTH:
+        raise RecipeError(
+            _shown(path)[1:-1], f"a key of {len(parents) + 1} parts", allowed=f"at most {MAX_DEPTH}"
+        )
+    for key in parents:
+        inner = content.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise RecipeError(path, f"'{key}' holds a value, so it has no '{last}'")
+        content = inner
+    try:
+        content[last] = value.strip() if _is_literal(path, value) else _parsed(value)
+    except yaml.YAMLError as error:
+        why = getattr(error, "problem", None) or "no YAML"
+        raise RecipeError(_shown(path)[1:-1], f"not readable as YAML: {_shown(value)}: {why}") from error
+
+
+def _is_literal(path: str, value: str) -> bool:
+    """Whether a value is text as it stands, and neither quoted, a list nor null."""
+    plain = value.strip()
+    return path in TEXTS and plain not in ("", "~", "null") and plain[0] not in "[{\"'"
+
+
+def _told(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
+    """The first mistake as one line: its path, what was given, what is allowed, the nearest right name."""
+    first = errors[0]
+    key = ".".join(str(part) for part in first["loc"] if not _is_branch(part)) or source
+    more = f"and {len(errors) - 1} more in {source}" if len(errors) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        names = _names_beside(first["loc"])
+        near = difflib.get_close_matches(str(first["loc"][-1]), names, 1, cutoff=0.5)
+        mend = "; ".join(part for part in (f"did you mean '{near[0]}'?" if near else "", more) if part)
+        return RecipeError(key, "no such key", allowed=", ".join(names), mend=mend)
+    if first["type"] == "missing":
+        return RecipeError(key, "missing", mend=more or f"say it in {source} or as {key}=VALUE")
+    given = "" if isinstance(first["input"], dict) else f"{_shown(first['input'])} was given"
+    allowed = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return RecipeError(key, given or "impossible", allowed=allowed, mend=more)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether pydantic named the branch of a union here, which is no key of the recipe."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
+    """The keys that are allowed where an unknown one was given."""
+    model: type[BaseModel] = Recipe
+    for part in loc[:-1]:
+        field = model.model_fields.get(str(part))
+        if field is None or (inner := _model_in(field.annotation)) is None:
+            break
+        model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)

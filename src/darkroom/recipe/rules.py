@@ -1,0 +1,489 @@
+"""Rules across sections: what a task sets by default, with the reason, and what does not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from darkroom.errors import RecipeError
+from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings, ParallelSettings, RoutingSettings
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import Recipe
+
+SUBJECT_TASKS = ("dreambooth", "dreambooth-lora")
+FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion")
+
+Default = tuple[str, Any, str]
+"""A key, its value, and why."""
+
+_SHORT_RUN = "the average of so short a run lags behind it"
+_OWN: dict[str, tuple[Default, ...]] = {
+    "finetune": (
+        ("optim.lr", 1e-5, "all weights, learned long before: small steps"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 16, ""),
+    ),
+    "lora": (
+        ("optim.lr", 1e-4, "an adapter starts at nothing"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 4, ""),
+    ),
+    "dreambooth": (
+        ("optim.lr", 5e-6, "the published best of full DreamBooth: 400 steps of one picture at 5e-6"),
+        ("train.steps", 400, "the same"),
+        ("train.global_batch", 1, "the same"),
+    ),
+    "dreambooth-lora": (
+        ("optim.lr", 1e-4, "the published best of DreamBooth with LoRA: 500 steps of one picture at 1e-4"),
+        ("train.steps", 500, "the same"),
+        ("train.global_batch", 1, "the same"),
+    ),
+    "textual-inversion": (
+        ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
+        ("train.steps", 3000, "as the paper's authors advise"),
+        ("train.global_batch", 4, "the same"),
+        ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
+    ),
+}
+_EXTRACTOR: tuple[Default, ...] = (
+    ("model.base", "extractor", "darkroom's own small network"),
+    ("optim.lr", 2e-3, "a small network from random weights"),
+)
+_ALL_FINE_TUNING: tuple[Default, ...] = (
+    ("train.ema.enabled", False, _SHORT_RUN),
+    ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
+)
+_SCHEDULE_FREE: Default = ("train.ema.enabled", False, "schedule-free averages by itself")
+_ADAFACTOR = {"finetune": 5e-4, "dreambooth": 2.5e-4}
+"""AdamW's rate by the size of a trained U-Net's weights, about 0.02."""
+LEAST_SHARE = 0.05
+"""A rate below this share of the optimiser's own is one that was meant for another optimiser."""
+
+
+def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
+    """The defaults that differ from the recipe's own, for this content; the first of a key counts."""
+    task = content.get("task")
+    optim = content.get("optim")
+    name = optim.get("name") if isinstance(optim, dict) else None
+    if (own := own_rate(task, name)) is not None:
+        yield own
+    if name == "schedule-free":
+        yield _SCHEDULE_FREE
+    if optim_fused(content):
+        yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
+    if isinstance(task, str) and task in FINE_TUNING:
+        yield from _OWN[task]
+        yield from _ALL_FINE_TUNING
+    if task == "extractor":
+        yield from _EXTRACTOR
+
+
+def own_rate(task: Any, name: Any) -> Default | None:
+    """The learning rate of an optimiser whose scale is not AdamW's; None of the others."""
+    if name == "prodigy":
+        return "optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"
+    if name == "adafactor":
+        rate = _ADAFACTOR.get(task, 1e-2) if isinstance(task, str) else 1e-2
+        return "optim.lr", rate, "Adafactor's rate is relative to the size of each weight"
+    return None
+
+
+def optim_fused(content: Mapping[str, Any]) -> bool:
+    """Whether the content asks for the step inside the backward pass."""
+    optim = content.get("optim")
+    return isinstance(optim, dict) and optim.get("fused_backward") is True
+
+
+def fill(content: dict[str, Any]) -> list[Default]:
+    """Put a task's defaults where nothing is said, in place; returns what was put."""
+    put = []
+    for key, value, why in defaults_of(content):
+        *parents, last = key.split(".")
+        inner: Any = content
+        for parent in parents:
+            inner = inner.setdefault(parent, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and last not in inner:
+            inner[last] = value
+            put.append((key, value, why))
+    return put
+
+
+# ---- what does not go together
+
+
+MIXED_TASKS = ("pretrain", "autoencoder", "finetune", "lora")
+
+
+def check_together(recipe: Recipe) -> None:
+    """RecipeError for parts of a recipe that contradict its task or each other, before anything is opened."""
+    _check_sources(recipe)
+    _check_adapter(recipe)
+    _check_subject(recipe)
+    _check_prior(recipe)
+    _check_word(recipe)
+    _check_text(recipe)
+    _check_masks(recipe)
+    _check_optimiser(recipe)
+    _check_rates(recipe)
+    check_parallel(recipe)
+    check_online(recipe)
+    check_extras(recipe)
+    if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
+        key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
+        raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")
+
+
+def _check_sources(recipe: Recipe) -> None:
+    data = recipe.data
+    said = {key: value for key in ("store", "stores", "folder", "instance") if (value := getattr(data, key))}
+    fine = recipe.task in FINE_TUNING
+    wanted = "data.instance" if _is_subject(recipe) else "data.folder" if fine else "data.store"
+    if not said:
+        raise RecipeError(wanted, "missing", mend=f"say where the pictures are: {wanted}=PATH")
+    if len(said) > 1:
+        raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
+    _check_mixture(recipe)
+    if data.repeats == "folders" and said.keys() & {"store", "stores"}:
+        mend = "weigh several stores in data.stores"
+        raise RecipeError("data.repeats", "folders with a store", allowed="with a folder", mend=mend)
+    if not fine and not said.keys() & {"store", "stores"}:
+        raise RecipeError(
+            f"data.{next(iter(said))}",
+            f"a folder with the task {recipe.task}",
+            mend="import it into a store first: darkroom import FOLDER STORE",
+        )
+
+
+def _check_mixture(recipe: Recipe) -> None:
+    stores = recipe.data.stores
+    if not stores:
+        return
+    if recipe.task not in MIXED_TASKS:
+        raise RecipeError(
+            "data.stores", f"given with the task {recipe.task}", allowed=f"with {', '.join(MIXED_TASKS)}"
+        )
+    if recipe.data.encode == "online":
+        raise RecipeError(
+            "data.encode", "online with data.stores", allowed="stored or inline; or one data.store"
+        )
+    paths = [one.store for one in stores]
+    double = next((path for path in paths if paths.count(path) > 1), None)
+    if double is not None:
+        raise RecipeError("data.stores", f"'{double}' is given twice", mend="say it once, with one weight")
+
+
+def _is_subject(recipe: Recipe) -> bool:
+    return recipe.task in (*SUBJECT_TASKS, "textual-inversion")
+
+
+def _check_adapter(recipe: Recipe) -> None:
+    if recipe.adapter is not None and recipe.task not in ADAPTER_TASKS:
+        raise RecipeError(
+            "adapter", f"given with the task {recipe.task}", allowed=f"with {' or '.join(ADAPTER_TASKS)}"
+        )
+    if recipe.task in ADAPTER_TASKS and recipe.model.train_text_encoder:
+        raise RecipeError(
+            "model.train_text_encoder",
+            f"true with the task {recipe.task}, which leaves the model's own weights alone",
+            mend="set adapter.text_encoder=true to adapt it too",
+        )
+    trains_text = recipe.model.train_text_encoder or (recipe.adapter and recipe.adapter.text_encoder)
+    if recipe.optim.text_encoder_lr is not None and not trains_text and recipe.task in FINE_TUNING:
+        key = "adapter.text_encoder" if recipe.task in ADAPTER_TASKS else "model.train_text_encoder"
+        raise RecipeError(
+            "optim.text_encoder_lr", "given, but the text encoder is not trained", mend=f"set {key}=true"
+        )
+
+
+def _check_subject(recipe: Recipe) -> None:
+    data = recipe.data
+    if recipe.task in SUBJECT_TASKS:
+        if data.prompt is None:
+            raise RecipeError(
+                "data.prompt", "missing", mend="say it with a rare word: data.prompt='a photo of sks dog'"
+            )
+    elif key := "class_prompt" if data.class_prompt is not None else _said_of_prior(recipe):
+        raise RecipeError(
+            f"data.{key}", f"given with the task {recipe.task}", allowed=f"with {' or '.join(SUBJECT_TASKS)}"
+        )
+
+
+def _check_prior(recipe: Recipe) -> None:
+    data = recipe.data
+    if data.class_prompt is None and (said := _said_of_prior(recipe)):
+        raise RecipeError(
+            "data.class_prompt", f"missing beside data.{said}", mend="such as 'a photo of a dog'"
+        )
+    if data.class_prompt is not None and data.class_prompt == data.prompt:
+        raise RecipeError(
+            "data.class_prompt", f"'{data.class_prompt}' is data.prompt too", mend="leave its rare word out"
+        )
+    if data.class_prompt is not None and data.encode == "online":
+        raise RecipeError("data.encode", "online with data.class_prompt", allowed="stored, inline or auto")
+    if data.class_prompt is not None and data.buckets:
+        raise RecipeError(
+            "data.buckets",
+            "true, but class pictures, which are square, go beside the subject's",
+            mend="leave data.class_prompt out, or set data.buckets=false",
+        )
+
+
+def _said_of_prior(recipe: Recipe) -> str | None:
+    """A setting of prior preservation that was said beside no class prompt."""
+    data = recipe.data
+    if data.class_images is not None:
+        return "class_images"
+    for name in ("num_class_images", "prior_weight"):
+        # A run's own recipe says every setting, the missing prompt too.
+        said = name in data.model_fields_set and "class_prompt" not in data.model_fields_set
+        if said or getattr(data, name) != type(data).model_fields[name].default:
+            return name
+    return None
+
+
+def _check_word(recipe: Recipe) -> None:
+    word, prompts = recipe.model.word, recipe.data.prompts
+    if recipe.task != "textual-inversion":
+        if word is not None:
+            raise RecipeError("model.word", f"given with the task {recipe.task}", allowed="textual-inversion")
+        return
+    if word is None:
+        raise RecipeError(
+            "model.word",
+            "missing",
+            mend="say the new word: model.word.token='<sks-dog>' model.word.initial=dog",
+        )
+    if recipe.model.train_text_encoder:
+        raise RecipeError(
+            "model.train_text_encoder",
+            "true, but textual inversion trains the new word alone",
+            mend="leave it out",
+        )
+    if missing := [prompt for prompt in prompts if word.token not in prompt]:
+        raise RecipeError(
+            "data.prompt",
+            f"'{missing[0]}' lacks the word {word.token}",
+            mend=f"such as 'a photo of {word.token}'",
+        )
+
+
+def _check_text(recipe: Recipe) -> None:
+    """Stored text states are of the store's captions, by an encoder that stays as it is."""
+    data = recipe.data
+    if data.text != "stored":
+        return
+    against = {
+        "model.train_text_encoder": recipe.model.train_text_encoder,
+        "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
+        "model.word": recipe.model.word is not None,
+        "data.prompt": bool(data.prompts),
+        "data.shuffle_tags": data.shuffle_tags,
+        "data.folder": data.folder is not None,
+        "data.instance": data.instance is not None,
+    }
+    if given := next((key for key, is_so in against.items() if is_so), None):
+        raise RecipeError(
+            "data.text",
+            f"stored, but with {given} the store's text states are not what is trained on",
+            mend="set data.text=inline",
+        )
+
+
+def _check_masks(recipe: Recipe) -> None:
+    data = recipe.data
+    if data.mask == "alpha" and data.store:
+        raise RecipeError(
+            "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"
+        )
+    if recipe.objective.unmasked_weight and data.mask is None and not (data.folder or data.instance):
+        raise RecipeError("objective.unmasked_weight", "given, but there are no masks", mend="say data.mask")
+
+
+def _check_optimiser(recipe: Recipe) -> None:
+    optim, train = recipe.optim, recipe.train
+    if optim.name == "prodigy" and optim.text_encoder_lr is not None:
+        raise RecipeError(
+            "optim.text_encoder_lr", "given, but Prodigy has one rate for all", mend="leave it out"
+        )
+    if optim.name == "schedule-free":
+        if optim.decay != "constant":
+            raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")
+        if train.ema.enabled:
+            raise RecipeError(
+                "train.ema.enabled", "true, but schedule-free averages by itself", mend="set it to false"
+            )
+    if train.on_nan == "skip" and optim.name != "adamw":
+        raise RecipeError(
+            "train.on_nan",
+            f"skip with optim.name={optim.name}, which cannot leave a step out on the device",
+            allowed="stop or rollback; or optim.name=adamw",
+        )
+    if train.on_nan == "skip" and optim.fused_backward:
+        raise RecipeError("train.on_nan", "skip with optim.fused_backward", allowed="stop or rollback")
+    if not optim.fused_backward:
+        return
+    if optim.clip_norm is not None:
+        raise RecipeError(
+            "optim.clip_norm",
+            f"{optim.clip_norm:g} with optim.fused_backward: each weight steps before the norm is known",
+            mend="set optim.clip_norm=null",
+        )
+    if optim.name == "prodigy":
+        raise RecipeError(
+            "optim.fused_backward",
+            "true, but Prodigy needs all gradients together",
+            mend="take another optim.name",
+        )
+    if train.precision == "fp16":
+        raise RecipeError(
+            "train.precision", "fp16 with optim.fused_backward", allowed="bf16, float32 or auto"
+        )
+    if train.micro_batch not in ("auto", train.global_batch):
+        raise RecipeError(
+            "train.micro_batch",
+            f"{train.micro_batch} with optim.fused_backward, which cannot add up gradients",
+            allowed=f"train.global_batch ({train.global_batch}) or auto",
+        )
+
+
+def _check_rates(recipe: Recipe) -> None:
+    """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
+    own = own_rate(recipe.task, recipe.optim.name)
+    if own is None:
+        return
+    rates = {"optim.lr": recipe.optim.lr, "optim.text_encoder_lr": recipe.optim.text_encoder_lr}
+    rates |= {f"phases.{i}.lr": phase.lr for i, phase in enumerate(recipe.phases)}
+    _, usual, why = own
+    for key, rate in rates.items():
+        if rate is not None and rate < LEAST_SHARE * usual:
+            raise RecipeError(
+                key,
+                f"{rate:g} with optim.name={recipe.optim.name}: next to nothing would be learned",
+                allowed=f"{LEAST_SHARE * usual:g} or more",
+                mend=f"set {key}={usual:g} ({why})",
+            )
+
+
+def check_extras(recipe: Recipe) -> None:
+    """RecipeError where routing or alignment contradict the rest of a recipe."""
+    routing, align = recipe.train.routing, recipe.train.align
+    on = [name for name, used in (("routing", routing.keep < 1), ("align", align.extractor)) if used]
+    if on and recipe.task not in ("pretrain", "finetune"):
+        raise RecipeError(
+            f"train.{on[0]}", f"given with the task {recipe.task}", allowed="pretrain, finetune"
+        )
+    if routing.keep == 1 and routing != RoutingSettings() and not recipe.phases:  # they say it anew
+        raise RecipeError("train.routing", "given, but train.routing.keep is 1: every token goes all the way")
+    if align.extractor is None and align != AlignSettings():
+        raise RecipeError(
+            "train.align", "given without an extractor", mend="say train.align.extractor=FOLDER"
+        )
+    if align.extractor is None:
+        return
+    refused = {
+        "data.buckets": recipe.data.buckets,
+        "data.crop": recipe.data.crop == "random",
+        "data.flip": recipe.data.flip,
+        "data.encode": recipe.data.encode == "online",
+    }
+    if named := next((key for key, is_so in refused.items() if is_so), None):
+        raise RecipeError(
+            named,
+            f"{_value(recipe, named)} with train.align, which sees whole pictures cut at the centre",
+            mend="leave one of them out",
+        )
+
+
+def _value(recipe: Recipe, key: str) -> str:
+    _, name = key.split(".")
+    return str(getattr(recipe.data, name)).lower()
+
+
+def check_online(recipe: Recipe) -> None:
+    """RecipeError for what cannot be encoded by other machines."""
+    data = recipe.data
+    if data.encode != "online":
+        return
+    if recipe.task in ("autoencoder", "extractor"):
+        raise RecipeError(
+            "data.encode", f"online with the task {recipe.task}, which learns from pixels", allowed="inline"
+        )
+    if data.store is None:
+        raise RecipeError("data.encode", "online without data.store", allowed="inline or auto, with a folder")
+
+
+SHARDED_TASKS = ("pretrain", "finetune")
+SHARDED_OPTIMISERS = ("adamw", "schedule-free")  # each number has a step of its own; the rest need matrices
+
+
+def check_parallel(recipe: Recipe) -> None:
+    """RecipeError for what processes together cannot do."""
+    parallel = recipe.parallel
+    if isinstance(parallel.devices, int) and parallel.devices < 1:
+        raise RecipeError("parallel.devices", f"{parallel.devices}", allowed="1 or more, or auto")
+    if parallel.mode == "none":
+        _check_alone(parallel)
+        return
+    if recipe.task == "extractor":
+        raise RecipeError(
+            "parallel.mode",
+            f"{parallel.mode} with the task extractor, which needs its whole batch at once",
+            allowed="none",
+        )
+    if recipe.optim.fused_backward:
+        raise RecipeError(
+            "optim.fused_backward",
+            f"true with parallel.mode={parallel.mode}: gradients are summed first",
+            mend="set optim.fused_backward=false",
+        )
+    if parallel.mode == "fsdp":
+        _check_sharded(recipe)
+
+
+def _check_alone(parallel: ParallelSettings) -> None:
+    several = "devices" if parallel.devices not in ("auto", 1) else "nodes" if parallel.nodes > 1 else ""
+    if several:
+        raise RecipeError(
+            f"parallel.{several}",
+            f"{getattr(parallel, several)} with parallel.mode=none",
+            mend="set parallel.mode=ddp or fsdp",
+        )
+
+
+def _check_sharded(recipe: Recipe) -> None:
+    if recipe.task not in SHARDED_TASKS:
+        raise RecipeError(
+            "parallel.mode",
+            f"fsdp with the task {recipe.task}",
+            allowed=f"fsdp with {' or '.join(SHARDED_TASKS)}; ddp with this one",
+        )
+    if recipe.optim.name not in SHARDED_OPTIMISERS:
+        raise RecipeError(
+            "optim.name",
+            f"{recipe.optim.name} with parallel.mode=fsdp",
+            allowed=f"{' or '.join(SHARDED_OPTIMISERS)}; or parallel.mode=ddp",
+        )
+    if recipe.train.precision == "fp16":
+        raise RecipeError("train.precision", "fp16 with parallel.mode=fsdp", allowed="bf16, float32 or auto")
+    if recipe.train.channels_last is True:
+        raise RecipeError(
+            "train.channels_last",
+            "true with parallel.mode=fsdp, which cuts weights in their plain layout",
+            allowed="auto or false; or parallel.mode=ddp",
+        )
+
+
+def check_batch(recipe: Recipe, size: int) -> None:
+    """RecipeError unless every process gets the same number of whole micro-batches."""
+    batch, micro = recipe.train.global_batch, recipe.train.micro_batch
+    if batch % size:
+        raise RecipeError(
+            "train.global_batch", f"{batch} over {size} processes", allowed=f"multiples of {size}"
+        )
+    if micro != "auto" and (batch // size) % micro:
+        raise RecipeError(
+            "train.micro_batch",
+            f"{micro} does not divide the {batch // size} pictures of each of {size} processes",
+            allowed=f"divisors of {batch // size}, or auto",
+        )

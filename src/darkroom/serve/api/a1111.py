@@ -1,0 +1,532 @@
+"""A1111's dialect under `/sdapi/v1`: txt2img, img2img, and what its clients ask for around them.
+
+Prompts are weighted as A1111 weights them, and `<lora:NAME:W>` names an adapter of the server's folder.
+Settings that would change the picture and are not served are refused by name (`a1111_names` has the two that
+are not); those that only concern A1111's own files and windows are taken and not used. `progress` and
+`interrupt` see only what the same key asked for in this dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from PIL import Image, ImageOps
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.errors import InputError
+from darkroom.options import A1111_NAMES, SAMPLERS, find_solver
+from darkroom.sample.pictures import a1111_text, parse_a1111
+from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.admission import Rates, checked_picture
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import MAX_SEED, HiresChoice, Job, PictureRequest, Uploads
+from darkroom.serve.settings import Limits
+
+PREFIX = "sdapi-"
+"""Of the ids of this dialect's jobs."""
+USED_SETTINGS = ("CLIP_stop_at_last_layers", "sd_model_checkpoint")
+UNUSED_SETTINGS = ("samples_format", "save_images_add_number")
+"""Of `override_settings`: others would change the picture."""
+
+
+class Txt2Img(BaseModel):
+    """A1111's fields. Others are in `UNUSED` or `REFUSED`, or not known."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    prompt: str = Field("", max_length=100_000)
+    negative_prompt: str | None = Field("", max_length=100_000)
+    seed: int | None = Field(-1, ge=-1, le=MAX_SEED, description="-1 draws one")
+    steps: int | None = Field(None, ge=1, le=1000, description="none: the server's own, not A1111's 50")
+    cfg_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
+    width: int | None = Field(None, ge=8, le=8192)
+    height: int | None = Field(None, ge=8, le=8192)
+    batch_size: int | None = Field(1, ge=1, le=1000)
+    n_iter: int | None = Field(1, ge=1, le=1000)
+    sampler_name: str | None = Field(None, max_length=100)
+    sampler_index: str | None = Field(None, max_length=100, description="A1111's older name of sampler_name")
+    scheduler: str | None = Field(None, max_length=100)
+    eta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    denoising_strength: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    override_settings: dict[str, Any] | None = None
+    enable_hr: bool | None = False
+    hr_scale: float | None = Field(None, ge=1, le=8, allow_inf_nan=False, description="none: 2")
+    hr_second_pass_steps: int | None = Field(0, ge=0, le=1000, description="0: as the first pass")
+    hr_upscaler: str | None = Field(None, max_length=100, description="Latent or Lanczos")
+
+    def check_others(self) -> None:
+        """422 for a field that is not known, or that would change the picture."""
+        for name, value in (self.model_extra or {}).items():
+            told = name[:100].encode("ascii", "replace").decode()
+            if name in REFUSED:
+                if not self._neutral(name, value):
+                    raise Refused(422, "not_served", f"{told}: not served here", param=told)
+            elif name not in UNUSED:
+                raise Refused(422, "unknown_field", f"{told}: not known here", param=told)
+
+    def _neutral(self, name: str, value: Any) -> bool:
+        """Whether the picture is the same without it: so is one without the second pass it is about."""
+        if value in REFUSED[name] or (name.startswith("hr_") and not self.enable_hr):
+            return True
+        first = AS_IN_THE_FIRST_PASS.get(name)
+        return first is not None and value == getattr(self, first)
+
+    def echo(self) -> dict[str, Any]:
+        """What was given, as far as it is known and of use."""
+        told = self.model_dump(include=set(type(self).model_fields) - {"init_images", "mask"})
+        used = {k: v for k, v in (self.override_settings or {}).items() if k in USED_SETTINGS}
+        return {**told, "override_settings": used}
+
+    def request(self, core: Core) -> PictureRequest:
+        """In the terms of the core."""
+        self.check_others()
+        solver, karras = solver_of(self.sampler_name or self.sampler_index, self.scheduler)
+        return PictureRequest(
+            prompt=self.prompt,
+            negative=self.negative_prompt or None,
+            num=min(1000, (self.batch_size or 1) * (self.n_iter or 1)),
+            seed=None if self.seed in (-1, None) else self.seed,
+            width=self.width,
+            height=self.height,
+            steps=self.steps,
+            guidance=self.cfg_scale,
+            solver=solver,
+            karras=karras,
+            eta=(self.eta or 0.0) if solver == "ddim" else 0.0,
+            weighting="a1111",
+            clip_skip=self._clip_skip(core),
+            strength=None,
+            hires=self._hires(),
+        )
+
+    def _hires(self) -> HiresChoice | None:
+        if not self.enable_hr:
+            return None
+        strength = 0.75 if self.denoising_strength is None else self.denoising_strength
+        if not strength:
+            raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
+        return HiresChoice(
+            scale=2.0 if self.hr_scale is None else self.hr_scale,
+            strength=strength,
+            steps=self.hr_second_pass_steps or None,
+            upscaler=upscaler_of(self.hr_upscaler),
+        )
+
+    def _clip_skip(self, core: Core) -> int:
+        """From `override_settings`; 422 for any other setting that would change the picture."""
+        skip = 0
+        for name, value in (self.override_settings or {}).items():
+            if name == "CLIP_stop_at_last_layers" and isinstance(value, int) and 1 <= value <= 100:
+                skip = value - 1
+            elif name == "sd_model_checkpoint" and value == core.model.name:
+                continue
+            elif name not in UNUSED_SETTINGS:
+                told = name[:100].encode("ascii", "replace").decode()
+                message = f"override_settings.{told}: cannot be set here"
+                raise Refused(422, "not_served", message, param="override_settings")
+        return skip
+
+
+class Img2Img(Txt2Img):
+    """The fields of image to image beside them."""
+
+    init_images: list[str] = Field(
+        min_length=1, max_length=1, description="base64; white of the mask is redone"
+    )
+    mask: str | None = None
+    inpainting_mask_invert: int | bool | None = 0
+    inpaint_full_res: bool | int | None = None
+
+    def check_others(self) -> None:
+        """As above, and of the mask."""
+        super().check_others()
+        if self.mask is not None and self.inpaint_full_res:
+            raise Refused(
+                422, "not_served", "inpaint_full_res: only the whole picture", param="inpaint_full_res"
+            )
+
+    def uploads(self, limits: Limits) -> Uploads:
+        """The pictures; those that are not as told are found by the core, which opens them. Takes a while."""
+        image = decoded(self.init_images[0], "init_images")
+        if self.mask is None:
+            return Uploads(image)
+        mask = decoded(self.mask, "mask")
+        return Uploads(image, _inverted(mask, limits) if self.inpainting_mask_invert else mask)
+
+    def request(self, core: Core) -> PictureRequest:
+        """In the terms of the core. A strength of 0 changes nothing, and is refused."""
+        strength = 0.75 if self.denoising_strength is None else self.denoising_strength
+        if not strength:
+            raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
+        return super().request(core).model_copy(update={"strength": strength})
+
+
+def _inverted(mask: bytes, limits: Limits) -> bytes:
+    opened = checked_picture(mask, limits, "mask")
+    buffer = io.BytesIO()
+    ImageOps.invert(opened.convert("RGB").convert("L")).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+class PngInfo(BaseModel):
+    """A picture whose settings are asked for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    image: str = Field(description="a PNG in base64")
+
+
+def a1111_router(core: Core) -> APIRouter:
+    """The `/sdapi/v1` routes."""
+    router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=route_in(core, _error))
+    reading = Rates(core.limits.rate_per_minute)
+
+    @router.post("/txt2img")
+    async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
+        """Pictures of a prompt."""
+        return await _answer(core, body, body.request(core), request, None)
+
+    @router.post("/img2img")
+    async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
+        """Pictures that start from one."""
+        wanted = body.request(core)
+        if body.mask is not None and body.inpainting_mask_invert:
+            reading.take(caller(request))
+        uploads = await asyncio.to_thread(body.uploads, core.limits)
+        return await _answer(core, body, wanted, request, uploads)
+
+    @router.get("/progress")
+    async def progress(
+        request: Request, skip_current_image: Annotated[bool, Query()] = False
+    ) -> dict[str, Any]:
+        """How far the caller's own oldest running job is."""
+        return _progress(await _own(core, request))
+
+    @router.post("/interrupt")
+    async def interrupt(request: Request) -> dict[str, Any]:
+        """Cancels the caller's own jobs of this dialect, no one else's."""
+        for job in await _own(core, request):
+            await core.cancel(job.id, key=job.key)
+        return {}
+
+    @router.post("/png-info")
+    async def png_info(body: PngInfo, request: Request) -> dict[str, Any]:
+        """The settings that a picture carries."""
+        reading.take(caller(request))
+        return await asyncio.to_thread(_png_info, core, body.image)
+
+    _add_lists(router, core)
+    return router
+
+
+def _add_lists(router: APIRouter, core: Core) -> None:
+    """What the server has, and the options that never change."""
+
+    @router.get("/options")
+    async def options() -> dict[str, Any]:
+        """The server's settings, as far as they have a name in this dialect."""
+        name = core.model.name
+        return {"sd_model_checkpoint": name, "samples_format": "png", "CLIP_stop_at_last_layers": 1}
+
+    @router.post("/options")
+    async def set_options(body: dict[str, Any]) -> None:
+        """Takes what is so already; nothing can be set for everybody from here."""
+        now = await options()
+        for name, value in body.items():
+            if name not in now or value != now[name]:
+                told = name[:100].encode("ascii", "replace").decode()
+                raise Refused(
+                    422, "not_served", f"{told}: cannot be set, say it with each picture", param=told
+                )
+
+    @router.get("/sd-models")
+    async def sd_models() -> list[dict[str, Any]]:
+        """The model served."""
+        name = core.model.name
+        return [
+            {
+                "title": name,
+                "model_name": name,
+                "hash": None,
+                "sha256": None,
+                "filename": name,
+                "config": None,
+            }
+        ]
+
+    @router.get("/samplers")
+    async def samplers() -> list[dict[str, Any]]:
+        """Samplers by their names here."""
+        return [{"name": name, "aliases": [solver], "options": {}} for name, (solver, _) in SAMPLERS.items()]
+
+    @router.get("/schedulers")
+    async def schedulers() -> list[dict[str, Any]]:
+        """Schedules of sigmas."""
+        return [{"name": name.lower(), "label": name, "aliases": []} for name in SCHEDULERS]
+
+    @router.get("/loras")
+    async def loras() -> list[dict[str, Any]]:
+        """The adapters that a prompt may name."""
+        return [
+            {"name": one.name, "alias": one.name, "path": one.name, "metadata": {}} for one in core.adapters()
+        ]
+
+    @router.get("/upscalers")
+    async def upscalers() -> list[dict[str, Any]]:
+        """How a second pass may begin."""
+        plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
+        return [{"name": name, **plain} for name in ("Latent", "Lanczos")]
+
+
+def _error(refused: Refused) -> dict[str, Any]:
+    return {"error": refused.code, "detail": refused.message, "body": "", "errors": refused.message}
+
+
+async def _answer(
+    core: Core, body: Txt2Img, wanted: PictureRequest, request: Request, uploads: Uploads | None
+) -> dict[str, Any]:
+    ids = [f"{PREFIX}{uuid.uuid4().hex}"]
+    try:
+        [job] = await all_made(core, request, [wanted], uploads=uploads, ids=ids)
+    except Refused as refused:
+        if refused.param != "image":
+            raise
+        message = f"init_images{refused.message.removeprefix('image')}"
+        raise Refused(refused.status, refused.code, message, param="init_images") from refused
+    pictures = [] if (body.model_extra or {}).get("send_images") is False else await pngs_of(core, [job])
+    return {
+        "images": [encoded(png) for png in pictures],
+        "parameters": body.echo(),
+        "info": json.dumps(_info(core, job, body)),
+    }
+
+
+def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
+    """What A1111's clients read: settings, seeds, and each picture's settings as text."""
+    told = job.pictures
+    first, num = told[0], len(told)
+    seeds = [one["seed"] for one in told]
+    prompts = [body.prompt] * num
+    return {
+        "prompt": body.prompt,
+        "all_prompts": prompts,
+        "negative_prompt": body.negative_prompt or "",
+        "all_negative_prompts": [body.negative_prompt or ""] * num,
+        "seed": seeds[0],
+        "all_seeds": seeds,
+        "subseed": seeds[0],
+        "all_subseeds": seeds,
+        "subseed_strength": 0,
+        "width": first["width"],
+        "height": first["height"],
+        "sampler_name": name_of(first["solver"]),
+        "cfg_scale": first["guidance"],
+        "steps": first["steps"],
+        "batch_size": num,
+        "restore_faces": False,
+        "sd_model_name": core.model.name,
+        "sd_model_hash": None,
+        "denoising_strength": job.request.strength,
+        "extra_generation_params": {},
+        "index_of_first_image": 0,
+        "infotexts": [a1111_text(one) for one in told],
+        "styles": [],
+        "job_timestamp": _timestamp(job),
+        "clip_skip": 1 + job.request.clip_skip,
+        "is_using_inpainting_conditioning": False,
+        "notes": list(job.notes),
+        "cost": job.cost,
+    }
+
+
+async def _own(core: Core, request: Request) -> list[Job]:
+    """The caller's jobs of this dialect that are not over, oldest first."""
+    key = caller(request)
+    found = [
+        job for state in ("running", "queued") for job in await core.jobs(key=key, state=state, limit=1000)
+    ]
+    return sorted(
+        (
+            job
+            for job in {job.id: job for job in found}.values()
+            if job.id.startswith(PREFIX) and not job.over
+        ),
+        key=lambda job: (job.state != "running", job.created_s),
+    )
+
+
+def _timestamp(job: Job | None) -> str:
+    return "0" if job is None else time.strftime("%Y%m%d%H%M%S", time.gmtime(job.created_s))
+
+
+def _progress(jobs: Sequence[Job]) -> dict[str, Any]:
+    first = jobs[0] if jobs else None
+    done, total = (first.steps_done, first.steps_total) if first is not None else (0, 0)
+    share = done / total if total else 0.0
+    spent_s = time.time() - first.started_s if first is not None and first.started_s else 0.0
+    state = {
+        "skipped": False,
+        "interrupted": False,
+        "stopping_generation": False,
+        "job": first.id if first is not None else "",
+        "job_count": len(jobs),
+        "job_timestamp": _timestamp(first),
+        "job_no": 0,
+        "sampling_step": done,
+        "sampling_steps": total,
+    }
+    eta_s = spent_s * (1 - share) / share if share else 0.0
+    text = "" if first is None else first.state
+    return {
+        "progress": share,
+        "eta_relative": eta_s,
+        "state": state,
+        "current_image": None,
+        "textinfo": text,
+    }
+
+
+def _png_info(core: Core, given: str) -> dict[str, Any]:
+    image = checked_picture(decoded(given, "image"), core.limits, "image")
+    items = {name: value for name, value in _texts(image).items() if len(value) < 2**20}
+    info = items.get("parameters", "")
+    return {"info": info, "items": items, "parameters": _parsed(info)}
+
+
+def _texts(image: Image.Image) -> dict[str, str]:
+    """A PNG's text chunks."""
+    return {str(name): value for name, value in image.info.items() if isinstance(value, str)}
+
+
+def _parsed(info: str) -> dict[str, Any]:
+    """Settings out of the text, in darkroom's names; none where it is something else."""
+    try:
+        return parse_a1111(info) if info else {}
+    except (InputError, ValueError):
+        return {}
+
+
+SCHEDULERS: dict[str, bool | None] = {"Automatic": None, "Uniform": False, "Karras": True}
+TAKE_KARRAS = ("euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc")
+
+Neutral = bool | int | float | str | list[Any] | dict[str, Any] | None
+UNUSED = frozenset(
+    {
+        "comments",
+        "distilled_cfg_scale",
+        "do_not_save_grid",
+        "do_not_save_samples",
+        "force_task_id",
+        "include_init_images",
+        "infotext",
+        "inpaint_full_res_padding",
+        "inpainting_fill",
+        "mask_blur",
+        "mask_blur_x",
+        "mask_blur_y",
+        "mask_round",
+        "override_settings_restore_afterwards",
+        "refiner_switch_at",
+        "restore_faces_visibility",
+        "s_tmax",
+        "s_tmin",
+        "save_images",
+        "send_images",
+        "subseed",
+    }
+)
+"""Fields that are taken and not used: they concern files and windows, or only what is refused below.
+
+The exceptions are `mask_blur` and `inpainting_fill`: every client sends A1111's own values of these.
+"""
+REFUSED: dict[str, tuple[Neutral, ...]] = {
+    "alwayson_scripts": ({}, None),
+    "disable_extra_networks": (False, None),
+    "eta_noise_seed_delta": (0, None),
+    "firstphase_height": (0, None),
+    "firstphase_width": (0, None),
+    "hr_additional_modules": ([], ["Use same choices"], None),
+    "hr_cfg": (0, None),
+    "hr_checkpoint_name": ("", "Use same checkpoint", None),
+    "hr_negative_prompt": ("", None),
+    "hr_prompt": ("", None),
+    "hr_resize_x": (0, None),
+    "hr_resize_y": (0, None),
+    "hr_sampler_name": ("", "Use same sampler", None),
+    "hr_scheduler": ("", "Use same scheduler", None),
+    "image_cfg_scale": (None, 0, 1.5),
+    "initial_noise_multiplier": (1, None),
+    "latent_mask": ("", None),
+    "refiner_checkpoint": ("", "None", None),
+    "resize_mode": (0, None),
+    "restore_faces": (False, None),
+    "s_churn": (0, None),
+    "s_min_uncond": (0, None),
+    "s_noise": (1, None),
+    "script_args": ([], None),
+    "script_name": ("", "None", None),
+    "seed_resize_from_h": (-1, 0, None),
+    "seed_resize_from_w": (-1, 0, None),
+    "styles": ([], None),
+    "subseed_strength": (0, None),
+    "tiling": (False, None),
+}
+"""Fields that would change the picture in a way that is not served, with the values that do not."""
+AS_IN_THE_FIRST_PASS = {
+    "hr_cfg": "cfg_scale",
+    "hr_negative_prompt": "negative_prompt",
+    "hr_prompt": "prompt",
+    "hr_sampler_name": "sampler_name",
+    "hr_scheduler": "scheduler",
+}
+"""Fields of the second pass that may also say what the first one does."""
+
+
+UPSCALERS: dict[str, Literal["latent", "lanczos"]] = {
+    "latent": "latent",
+    "latent (bilinear)": "latent",
+    "lanczos": "lanczos",
+}
+"""A1111's names of how the second pass begins, in small letters."""
+
+
+def upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
+    """How the second pass begins; 422 for what is not known."""
+    found = UPSCALERS.get((name or "latent").strip().lower())
+    if found is None:
+        raise Refused(422, "invalid_value", "hr_upscaler: one of Latent, Lanczos", param="hr_upscaler")
+    return found
+
+
+def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, bool | None]:
+    """A solver and whether Karras; None and None where nothing is named. 422 for what is not known."""
+    solver, karras = None, None
+    if sampler and sampler.lower() not in ("automatic", "none"):
+        found = find_solver(sampler)
+        if found is None:
+            raise Refused(
+                422, "invalid_value", f"sampler_name: one of {', '.join(SAMPLERS)}", param="sampler_name"
+            )
+        solver, karras = found
+    if scheduler:
+        names = {name.lower(): value for name, value in SCHEDULERS.items()}
+        if scheduler.strip().lower() not in names:
+            raise Refused(
+                422, "invalid_value", f"scheduler: one of {', '.join(SCHEDULERS)}", param="scheduler"
+            )
+        wanted = names[scheduler.strip().lower()]
+        karras = wanted if wanted is not None and (wanted or solver in TAKE_KARRAS) else karras
+    return solver, karras
+
+
+def name_of(solver: str) -> str:
+    """A1111's name of a solver."""
+    return A1111_NAMES.get(solver, solver)

@@ -1,0 +1,176 @@
+"""All doors in one application behind the guard. Errors have one shape, and say nothing of the inside."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import html
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+import darkroom
+from darkroom.errors import DarkroomError
+from darkroom.serve.api.a1111 import a1111_router
+from darkroom.serve.api.guard import AsgiApp, Guard, Keys, error_object
+from darkroom.serve.api.huggingface import huggingface_router
+from darkroom.serve.api.kserve import kserve_router
+from darkroom.serve.api.native import health_router, jobs_router, server_router
+from darkroom.serve.api.openai import openai_router
+from darkroom.serve.api.shared import of_validation
+from darkroom.serve.api.vertex import vertex_router
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.page import PAGE_PATHS, page_router
+
+LOG = logging.getLogger("darkroom.serve")
+Router = Callable[[Core], APIRouter]
+ROUTERS: tuple[Router, ...] = (
+    vertex_router,
+    health_router,
+    jobs_router,
+    server_router,
+    openai_router,
+    a1111_router,
+    kserve_router,
+    huggingface_router,
+    page_router,
+)
+"""One for each dialect. Vertex comes first: its paths are the platform's to choose."""
+HEALTH_PATHS = ("/live", "/ready", "/v2/health/live", "/v2/health/ready")
+OPEN_PATHS: tuple[str, ...] = (*HEALTH_PATHS, *PAGE_PATHS)
+"""What may be read without a key: health, and the page's own files. Nothing here knows of jobs."""
+
+
+def make_app(
+    core: Core, keys: Keys | None, *, routers: Sequence[Router] = ROUTERS, replica: bool = False
+) -> AsgiApp:
+    """The application of a core; the core starts and closes with it.
+
+    That of a `replica` begins once the model is loaded, and drains before it ends: whoever runs it sends it
+    requests from the first moment, and has a way of its own to tell it to stop.
+    """
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        await core.start()
+        settling = asyncio.create_task(_settle(core))
+        if replica:
+            await settling
+            if core.state == "broken":
+                raise DarkroomError(core.why)
+        yield
+        if replica:
+            await core.drain(core.settings.drain_s)
+        settling.cancel()
+        await core.close()
+        gc.unfreeze()
+
+    app = FastAPI(
+        title="darkroom",
+        version=darkroom.__version__,
+        lifespan=life,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": {"description": "refused"}, "5XX": {"description": "not served"}},
+    )
+    for router in routers:
+        app.include_router(router(core))
+    _add_errors(app, core)
+    app.add_api_route("/docs", _docs(app), include_in_schema=False)
+    settings = core.settings
+    guard = Guard(
+        app,
+        metrics=core.metrics,
+        keys=keys,
+        limits=core.limits,
+        origins=settings.origins,
+        hosts=settings.hosts,
+        open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
+        platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
+    )
+    return answering(guard, settings.origins)
+
+
+async def _settle(core: Core) -> None:
+    """Leave what stays for good out of Python's search for garbage, which holds up all threads."""
+    await core.loaded()
+    gc.collect()
+    gc.freeze()
+
+
+def answering(guard: Guard, origins: Sequence[str]) -> AsgiApp:
+    """Browsers ask, without a key, whether pages of an origin may; these are told so. Keys stay needed."""
+    if not origins:
+        return guard
+    return CORSMiddleware(
+        guard,
+        allow_origins=[origin.lower().rstrip("/") for origin in origins],
+        allow_methods=("GET", "PUT", "POST", "DELETE"),
+        allow_headers=("Authorization", "X-API-Key", "Last-Event-ID"),
+        expose_headers=("Retry-After", "X-Seed", "X-Should-Retry"),
+    )
+
+
+def _add_errors(app: FastAPI, core: Core) -> None:
+    def told(refused: Refused) -> JSONResponse:
+        core.metrics.refused.labels(refused.code).inc()
+        return JSONResponse(error_object(refused), refused.status, headers=refused.headers)
+
+    @app.exception_handler(Refused)
+    async def _refused(_: Request, error: Refused) -> JSONResponse:
+        return told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return told(of_validation(error.errors()))
+
+    @app.exception_handler(ValidationError)
+    async def _invalid_inside(_: Request, error: ValidationError) -> JSONResponse:
+        return told(of_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> JSONResponse:
+        names = {400: "bad_request", 404: "no_such_route", 405: "method_not_allowed"}
+        told_as = {400: "the body is no JSON that can be read", 404: "no such route"}
+        message = told_as.get(error.status_code, "this is not possible here")
+        answer = told(Refused(error.status_code, names.get(error.status_code, "http_error"), message))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return told(Refused(500, "internal", "the server failed at this request; its log says more"))
+
+
+def _docs(app: FastAPI) -> Callable[[], Any]:
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(_docs_page(app.openapi()))
+
+    return docs
+
+
+def _docs_page(schema: dict[str, Any]) -> str:
+    """The routes as one plain page: nothing is loaded from elsewhere."""
+    rows = [
+        f"<tr><td><code>{method.upper()}</code></td><td><code>{html.escape(path)}</code></td>"
+        f"<td>{html.escape(route.get('description', ''))}</td></tr>"
+        for path, methods in schema["paths"].items()
+        for method, route in methods.items()
+    ]
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>darkroom: routes</title>"
+        "<meta name=viewport content='width=device-width'><body><h1>darkroom</h1>"
+        "<p>What this server answers. All of it for machines: <a href='/openapi.json'>/openapi.json</a></p>"
+        f"<table>{''.join(rows)}</table></body></html>"
+    )

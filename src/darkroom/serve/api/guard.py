@@ -1,0 +1,508 @@
+"""`Guard`: stands before every route. Nothing passes but health and signed pictures unless it may.
+
+It asks for a key where there are keys; refuses what a foreign web page or a rebound name sends; bounds how
+many requests are under way; and has the body read whole (`bodies`), so that no handler ever waits for a slow
+or endless client. Who came in without a key sends none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from darkroom.errors import InputError
+from darkroom.serve.errors import Refused
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.settings import Limits
+
+LOG = logging.getLogger("darkroom.serve")
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+SIGNED = "/signed/"
+ANONYMOUS = "local"
+"""The caller's name where the server has no keys."""
+PLATFORM = "platform"
+"""The caller's name where a platform let it in."""
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
+"""A host, perhaps with its port."""
+SAFETY = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+        b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+)
+
+
+class Guard:
+    """ASGI middleware. `open_paths` may be read without a key, and always; `hosts` are names that a server
+    without keys answers to; who comes to `platform_paths` was let in by the platform that the server runs on.
+    A platform's server without keys answers at those and at the open paths only.
+    """
+
+    def __init__(
+        self,
+        app: AsgiApp,
+        *,
+        metrics: Metrics,
+        keys: Keys | None,
+        limits: Limits,
+        origins: Iterable[str] = (),
+        hosts: Iterable[str] = (),
+        open_paths: Iterable[str] = (),
+        platform_paths: Iterable[str] = (),
+    ) -> None:
+        self.app, self.metrics, self.keys, self.limits = app, metrics, keys, limits
+        self.origins = {origin.lower().rstrip("/") for origin in origins}
+        self.hosts = {"localhost", *(host.lower() for host in hosts)}
+        self.open_paths = set(open_paths)
+        self.platform_paths = set(platform_paths)
+        self._bodies = Bodies(limits.bodies_bytes)
+        self._under_way = 0
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Let a request in, or answer it."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self._under_way += 1
+        try:
+            await self._answer(scope, receive, self._noting(scope, send))
+        finally:
+            self._under_way -= 1
+
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        with self._bodies.place() as body:
+            try:
+                headers = _headers(scope)
+                caller = self._caller(scope, headers)
+                if self._under_way > self.limits.requests and not self._is_open(scope):
+                    raise Refused(503, "busy", "too many requests are under way", retry_after_s=AGAIN_S)
+                scope.setdefault("state", {})["key"] = caller
+                scope["state"]["address"] = self._address(scope, headers)
+                content = await body.read(headers, receive, self.limits.body_bytes if caller else 0)
+                if not headers.get("content-type", "").lower().startswith("multipart/"):
+                    check_values(content)
+            except Refused as refused:
+                await self._refuse(refused, send)
+                return
+            except ConnectionError:
+                return
+            await self.app(scope, _replay(content, receive), send)
+
+    def _caller(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
+        """The name of the caller's key, empty where none was needed; Refused where it may not come in."""
+        path = scope["path"]
+        self._check_origin(headers)
+        if path in self.platform_paths:
+            return PLATFORM
+        if self.keys is None and not self.platform_paths:
+            self._check_local(scope, headers)
+            return ANONYMOUS
+        if self._is_open(scope) or (path.startswith(SIGNED) and self.keys is not None):
+            return ""
+        if self.keys is None:
+            raise Refused(403, "closed", "without keys only the platform's routes and health answer here")
+        given = _credential(headers)
+        if given is None:
+            raise Refused(401, "no_key", "a key is needed: Authorization: Bearer KEY")
+        name = self.keys.name_of(given)
+        if name is None:
+            raise Refused(401, "invalid_key", "this key is not known")
+        return name
+
+    def _is_open(self, scope: MutableMapping[str, Any]) -> bool:
+        return scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
+
+    def _check_origin(self, headers: dict[str, str]) -> None:
+        """A web page of another origin (`null` is one) must not use the reader's access to this server."""
+        origin = headers.get("origin")
+        if origin is None:
+            if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+                raise Refused(403, "foreign_origin", "requests of other web origins are not served")
+            return
+        told = origin.lower()
+        own = {f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")}
+        if told not in own and told not in self.origins:
+            raise Refused(403, "foreign_origin", "requests of other web origins are not served")
+
+    def _check_local(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> None:
+        """Without keys only this machine, by a name of its own: a foreign one may have been bent to it."""
+        client = scope.get("client")
+        if client and is_public(client[0]):
+            raise Refused(403, "foreign_address", "without keys the server answers to its own machine only")
+        if not self._is_own(headers.get("host", "")):
+            raise Refused(403, "foreign_host", "without keys the server answers to its local names only")
+
+    def _address(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> str:
+        """The server's address as the client used it, such as https://pictures.example.
+
+        What a proxy says of that (`X-Forwarded-Proto` and `-Host`) counts where it runs on this machine.
+        Without keys the name must be one of the server's own, whoever says it.
+        """
+        host, scheme = headers.get("host", ""), str(scope.get("scheme", "http"))
+        client = scope.get("client")
+        if client and not is_public(client[0]):
+            forwarded = headers.get("x-forwarded-host", "").partition(",")[0].strip()
+            if ADDRESS.fullmatch(forwarded) and (self.keys is not None or self._is_own(forwarded)):
+                host = forwarded
+            proto = headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+            scheme = proto if proto in ("http", "https") else scheme
+        if not ADDRESS.fullmatch(host):
+            name, port = (scope.get("server") or ("localhost", None))[:2]
+            name = f"[{name}]" if ":" in name else name
+            host = name if port is None else f"{name}:{port}"
+        return f"{scheme}://{host}"
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a name, perhaps with its port, is one that this server answers to without keys."""
+        name = _host_name(host)
+        return name in self.hosts or not is_public(name)
+
+    def _noting(self, scope: MutableMapping[str, Any], send: Send) -> Send:
+        """Count answers, and add the headers that keep browsers from guessing."""
+        method = scope["method"] if scope["method"] in ("GET", "PUT", "POST", "DELETE", "HEAD") else "other"
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests.labels(method, str(message["status"])).inc()
+                there = {name for name, _ in message.get("headers", ())}
+                more = [pair for pair in SAFETY if pair[0] not in there]
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
+
+        return noted
+
+    async def _refuse(self, refused: Refused, send: Send) -> None:
+        self.metrics.refused.labels(refused.code).inc()
+        body = json.dumps(error_object(refused)).encode()
+        headers = [(name.lower().encode(), value.encode()) for name, value in refused.headers.items()]
+        headers += [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),  # the rest of the body is not read
+        ]
+        await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def error_object(refused: Refused) -> dict[str, Any]:
+    """A refusal as OpenAI's clients know it; the native doors speak the same."""
+    told = {"message": refused.message, "type": refused.kind, "param": refused.param, "code": refused.code}
+    return {"error": told}
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body that was read, once; after it whatever comes: that the client has left."""
+    left = [True]
+
+    async def replayed() -> Message:
+        if left:
+            left.clear()
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return replayed
+
+
+def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _credential(headers: dict[str, str]) -> str | None:
+    """A key as bearer, as `x-api-key`, or as the password of basic authorization."""
+    kind, _, rest = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and rest.strip():
+        return rest.strip()
+    if kind.lower() == "basic":
+        try:
+            return base64.b64decode(rest.strip(), validate=True).decode().partition(":")[2] or None
+        except (binascii.Error, UnicodeDecodeError):
+            return None
+    return headers.get("x-api-key") or None
+
+
+def _host_name(host: str) -> str:
+    """A Host header's name without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def is_public(host: str) -> bool:
+    """Whether a server on this address can be reached from other machines."""
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
+
+
+BODY_S = 60.0
+AGAIN_S = 5.0
+MOST_KEYS, MOST_VALUES = 50_000, 200_000
+"""Of a body in JSON, counted by its colons and commas, those in texts too."""
+
+
+class Bodies:
+    """All bodies of a server. What is read counts until its request is over: until then it is held."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.held_bytes = most_bytes, 0
+
+    @contextmanager
+    def place(self) -> Iterator[Body]:
+        """For one request's body, let go at the end."""
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self.held_bytes -= body.held_bytes
+
+
+class Body:
+    """One request's."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies, self.held_bytes = bodies, 0
+
+    async def read(self, headers: dict[str, str], receive: Receive, most_bytes: int) -> bytes:
+        """The whole of it. Refused where it is too large, too slow, or one too many; none is waited for
+        where none is allowed. ConnectionError where the client leaves.
+        """
+        length = headers.get("content-length", "0")
+        told = length.isdecimal() and len(length) <= 18 and int(length) <= most_bytes
+        if not told or (not most_bytes and "transfer-encoding" in headers):
+            raise _too_large(most_bytes)
+        try:
+            return await asyncio.wait_for(self._read(receive, most_bytes), BODY_S)
+        except TimeoutError:
+            raise Refused(408, "too_slow", f"the body did not arrive within {BODY_S:g} s") from None
+
+    async def _read(self, receive: Receive, most_bytes: int) -> bytes:
+        parts, more = [], True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionError
+            part = message.get("body", b"")
+            self._hold(len(part), most_bytes)
+            parts.append(part)
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def _hold(self, num_bytes: int, most_bytes: int) -> None:
+        if self.held_bytes + num_bytes > most_bytes:
+            raise _too_large(most_bytes)
+        if self._bodies.held_bytes + num_bytes > self._bodies.most_bytes:
+            raise Refused(503, "busy", "no room for a body of this size just now", retry_after_s=AGAIN_S)
+        self.held_bytes += num_bytes
+        self._bodies.held_bytes += num_bytes
+
+
+def check_values(content: bytes) -> None:
+    """413 for a body of a million keys or values: to check them, and to tell what is wrong with each of them,
+    takes the event loop many seconds, and gigabytes."""
+    if content.count(b":") > MOST_KEYS or content.count(b",") > MOST_VALUES:
+        raise Refused(413, "too_large", f"a body of at most {MOST_KEYS} keys and {MOST_VALUES} values")
+
+
+def _too_large(most_bytes: int) -> Refused:
+    told = f"a body of at most {most_bytes} bytes" if most_bytes else "no body here"
+    return Refused(413, "too_large", told)
+
+
+UNREAD_S = 60
+"""A client that takes nothing of its answer for so long is cut off."""
+SPARE_FILES = 256
+"""For the model, the jobs' database and pictures, beside connections."""
+
+
+def connection(most: int, head_s: float) -> type[H11Protocol]:
+    """uvicorn's connection, of which there are at most `most`, each waiting for a head `head_s` at most."""
+
+    class Connection(H11Protocol):
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            _cut_off_who_reads_nothing(transport)
+            self._wait()
+            if len(self.connections) > most:
+                self._make_room()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_waiting()
+            elif self._waiting is None:
+                self._wait()
+
+        @property
+        def idle_since_s(self) -> float | None:
+            """Since when it waits for a head; None while it has a request."""
+            if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+                return None
+            timers = [(self._waiting, head_s), (self.timeout_keep_alive_task, self.timeout_keep_alive)]
+            return min((timer.when() - span_s for timer, span_s in timers if timer), default=0.0)
+
+        def _wait(self) -> None:
+            self._waiting = self.loop.call_later(head_s, self._drop)
+
+        def _stop_waiting(self) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+        def _drop(self) -> None:
+            self._stop_waiting()
+            self.connections.discard(self)
+            self.transport.abort()
+
+        def _make_room(self) -> None:
+            """The one that has been idle for longest leaves; perhaps this one."""
+            since: list[tuple[float, Any]] = [
+                (one.idle_since_s, one)
+                for one in self.connections
+                if isinstance(one, Connection) and one.idle_since_s is not None
+            ]
+            min(since, key=lambda pair: pair[0], default=(0.0, self))[1]._drop()
+
+    return Connection
+
+
+def _cut_off_who_reads_nothing(transport: asyncio.Transport) -> None:
+    there = transport.get_extra_info("socket")
+    if there is not None and there.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+        there.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
+
+
+def allowed(most: int) -> int:
+    """As many connections as this process may have files for, `most` where it may have enough."""
+    try:
+        import resource
+    except ImportError:  # no POSIX
+        return most
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < most + SPARE_FILES:
+        soft = most + SPARE_FILES if hard == resource.RLIM_INFINITY else min(hard, most + SPARE_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - SPARE_FILES))
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]{0,63}):([0-9a-f]{32}):([0-9a-f]{64})")
+PREFIX = "dk-"
+LOOK_S = 2.0
+
+
+def make_key(path: Path, name: str) -> str:
+    """Add a key of a name to a file and give it: it is shown this once."""
+    if not NAME.fullmatch(name):
+        raise InputError(f"key name '{name}'", allowed="1 to 64 letters, digits, '.', '-' or '_'")
+    if path.exists() and any(line[0] == name for line in _read(path)):
+        raise InputError(f"'{path}' has a key named '{name}' already", mend="take its line out first")
+    key, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_hex(16)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(f"{name}:{salt}:{_hash(salt, key)}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return key
+
+
+class Keys:
+    """The keys of a file, read again when it changes; a file that has gone bad leaves the last good ones."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._looked_s, self._stamp = 0.0, self._stat()
+        self._lines = _read(path)
+        if not self._lines:
+            raise InputError(
+                f"'{path}' holds no key", mend="darkroom serve --make-key NAME --api-key-file FILE"
+            )
+
+    def name_of(self, given: str) -> str | None:
+        """The name of a key, None if it is none. Takes the same time whichever it is."""
+        self._look_again()
+        found = None
+        for name, salt, digest in self._lines:
+            if hmac.compare_digest(_hash(salt, given), digest):
+                found = name
+        return found
+
+    def _look_again(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._looked_s < LOOK_S:
+                return
+            self._looked_s = time.monotonic()
+            stamp = self._stat()
+            if stamp != self._stamp:
+                try:
+                    self._lines, self._stamp = _read(self.path), stamp
+                except InputError:
+                    return
+
+    def _stat(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+
+def _hash(salt: str, key: str) -> str:
+    return hashlib.sha256(bytes.fromhex(salt) + key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _read(path: Path) -> list[tuple[str, str, str]]:
+    try:
+        text = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"key file '{path}' cannot be read", mend="make one with --make-key NAME") from error
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        match = LINE.fullmatch(stripped)
+        if match is None:
+            raise InputError(f"'{path}', line {number}", allowed="name:salt:sha256, as --make-key writes it")
+        lines.append((match[1], match[2], match[3]))
+    return lines

@@ -1,0 +1,100 @@
+"""Hugging Face's text-to-image task: `inputs` and `parameters` in, the picture's bytes out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.serve.api.shared import MEDIA_TYPES, all_made, body_of, converted, json_body, pngs_of, route_in
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import MAX_SEED, AdapterChoice, PictureRequest
+
+PICTURE = {200: {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "the picture"}}
+
+
+class Parameters(BaseModel):
+    """The task's parameters, and darkroom's adapters."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    guidance_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
+    negative_prompt: str | None = Field(None, max_length=100_000)
+    num_inference_steps: int | None = Field(None, ge=1, le=1000)
+    width: int | None = Field(None, ge=8, le=8192)
+    height: int | None = Field(None, ge=8, le=8192)
+    scheduler: str | None = Field(None, max_length=40, description="a solver's name")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    adapters: list[AdapterChoice] = Field(default_factory=list, max_length=16)
+
+
+class TextToImage(BaseModel):
+    """A request of the task."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    inputs: str = Field(min_length=1, max_length=100_000, description="the prompt")
+    parameters: Parameters = Parameters()
+    options: dict[str, Any] = Field(default_factory=dict, description="taken and not used")
+
+    def request(self) -> PictureRequest:
+        """In the terms of the core."""
+        told = self.parameters
+        return PictureRequest(
+            prompt=self.inputs,
+            negative=told.negative_prompt,
+            seed=told.seed,
+            width=told.width,
+            height=told.height,
+            steps=told.num_inference_steps,
+            guidance=told.guidance_scale,
+            solver=told.scheduler,
+            adapters=tuple(told.adapters),
+        )
+
+
+def huggingface_router(core: Core) -> APIRouter:
+    """POST to the server's address, as `InferenceClient(URL)` does, or to `/models/NAME`."""
+    route = route_in(core, lambda refused: {"error": refused.message, "code": refused.code})
+    router = APIRouter(tags=["huggingface"], route_class=route)
+
+    async def answer(request: Request) -> Response:
+        wanted = TextToImage.model_validate(await json_body(request))
+        kind = _accepted(request.headers.get("accept", ""))
+        jobs = await all_made(core, request, [wanted.request()])
+        [png] = await pngs_of(core, jobs)
+        headers = {"x-seed": str(jobs[0].request.seed), "Cache-Control": "no-store"}
+        content = await asyncio.to_thread(converted, png, kind)
+        return Response(content, media_type=MEDIA_TYPES[kind], headers=headers)
+
+    @router.post("/", response_class=Response, responses=PICTURE, openapi_extra=body_of(TextToImage))  # type: ignore[arg-type]
+    async def text_to_image(request: Request) -> Response:
+        """A picture of a prompt, as Hugging Face's clients ask for it."""
+        return await answer(request)
+
+    @router.post(
+        "/models/{name:path}",
+        response_class=Response,
+        responses=PICTURE,  # type: ignore[arg-type]
+        openapi_extra=body_of(TextToImage),
+    )
+    async def of_model(name: Annotated[str, Path(max_length=500)], request: Request) -> Response:
+        """The same, by the model's name."""
+        if name != core.model.name:
+            raise Refused(404, "model_not_found", "no such model here", param="model")
+        return await answer(request)
+
+    return router
+
+
+def _accepted(accept: str) -> str:
+    """The first format that the client names; PNG where it names none."""
+    for part in accept.lower().split(","):
+        for kind, media in MEDIA_TYPES.items():
+            if part.partition(";")[0].strip() == media:
+                return kind
+    return "PNG"

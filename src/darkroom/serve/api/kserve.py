@@ -1,0 +1,204 @@
+"""KServe's v2 protocol (open inference): health, the model's metadata, and infer with BYTES tensors.
+
+Prompts come as a BYTES tensor `prompt`; everything else may come as a tensor of one value for all or one for
+each prompt, or in the request's `parameters`. The answer's tensor `image` holds base64 pictures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Path, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+import darkroom
+from darkroom.serve.api.shared import MEDIA_TYPES, all_made, converted, encoded, pngs_of, route_in
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import PictureRequest
+
+MOST_VALUES = 1000
+TENSORS = {
+    "prompt": ("prompt", "BYTES"),
+    "negative_prompt": ("negative", "BYTES"),
+    "seed": ("seed", "INT"),
+    "num_inference_steps": ("steps", "INT"),
+    "steps": ("steps", "INT"),
+    "guidance_scale": ("guidance", "FP"),
+    "width": ("width", "INT"),
+    "height": ("height", "INT"),
+    "solver": ("solver", "BYTES"),
+}
+"""Names of tensors and parameters: the field each is, and the start of its datatype."""
+Name = Annotated[str, Path(max_length=500)]
+
+
+class Tensor(BaseModel):
+    """A tensor with its values in the JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(max_length=100)
+    shape: list[Annotated[int, Field(ge=1, le=MOST_VALUES)]] = Field(min_length=1, max_length=4)
+    datatype: str = Field(max_length=10)
+    data: list[Any] = Field(max_length=MOST_VALUES)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class Output(BaseModel):
+    """An output that is asked for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Literal["image"]
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class InferRequest(BaseModel):
+    """The body of infer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str | None = Field(None, max_length=200)
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    inputs: list[Tensor] = Field(min_length=1, max_length=20)
+    outputs: list[Output] = Field(default_factory=list, max_length=1)
+
+
+def kserve_router(core: Core) -> APIRouter:
+    """The `/v2` routes."""
+    route = route_in(core, lambda refused: {"error": refused.message, "code": refused.code})
+    router = APIRouter(prefix="/v2", tags=["kserve"], route_class=route)
+
+    @router.get("")
+    async def server() -> dict[str, Any]:
+        """What this server is."""
+        return {"name": "darkroom", "version": darkroom.__version__, "extensions": []}
+
+    @router.get("/health/live")
+    async def live() -> dict[str, bool]:
+        """The process answers. 503 where only a restart helps."""
+        if core.engine is not None and core.engine.trouble is not None:
+            raise Refused(503, "broken", core.engine.trouble)
+        return {"live": True}
+
+    @router.get("/health/ready")
+    async def ready() -> dict[str, bool]:
+        """Whether new requests are taken."""
+        _check_ready(core)
+        return {"ready": True}
+
+    @router.get("/models/{name}")
+    async def model(name: Name) -> dict[str, Any]:
+        """The model's tensors."""
+        _check_name(core, name)
+        types = {"BYTES": "BYTES", "INT": "INT64", "FP": "FP32"}
+        inputs = [{"name": one, "datatype": types[kind], "shape": [-1]} for one, (_, kind) in TENSORS.items()]
+        outputs = [{"name": "image", "datatype": "BYTES", "shape": [-1]}]
+        return {"name": name, "platform": "darkroom", "inputs": inputs, "outputs": outputs}
+
+    @router.get("/models/{name}/ready")
+    async def model_ready(name: Name) -> dict[str, Any]:
+        """Whether the model takes requests."""
+        _check_name(core, name)
+        _check_ready(core)
+        return {"name": name, "ready": True}
+
+    @router.post("/models/{name}/infer")
+    async def infer(
+        name: Name,
+        body: InferRequest,
+        request: Request,
+        inference_header_content_length: Annotated[str | None, Header(max_length=20)] = None,
+    ) -> dict[str, Any]:
+        """Pictures of the prompts in the tensor `prompt`."""
+        _check_name(core, name)
+        if inference_header_content_length is not None:
+            raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
+        kind = _format(body)
+        jobs = await all_made(core, request, requests_of(body, core.limits.pictures))
+        pngs = await pngs_of(core, jobs)
+        pictures = await asyncio.to_thread(lambda: [encoded(converted(png, kind)) for png in pngs])
+        output = {
+            "name": "image",
+            "datatype": "BYTES",
+            "shape": [len(pictures)],
+            "parameters": {"content_type": MEDIA_TYPES[kind], "encoding": "base64"},
+            "data": pictures,
+        }
+        answer = {"model_name": name, "outputs": [output], "parameters": {"seeds": _seeds(jobs)}}
+        return answer if body.id is None else {"id": body.id, **answer}
+
+    return router
+
+
+def _seeds(jobs: Any) -> list[int]:
+    return [job.request.seed for job in jobs]
+
+
+def _check_ready(core: Core) -> None:
+    trouble = core.trouble()
+    if trouble is not None:
+        raise Refused(503, trouble[0], trouble[1], retry_after_s=5)
+
+
+def _check_name(core: Core, name: str) -> None:
+    if name != core.model.name:
+        raise Refused(404, "model_not_found", "no such model here", param="model")
+
+
+def _format(body: InferRequest) -> str:
+    given = body.outputs[0].parameters.get("format", "PNG") if body.outputs else "PNG"
+    if not isinstance(given, str) or given.upper() not in MEDIA_TYPES:
+        raise Refused(422, "invalid_value", "outputs: format is png, jpeg or webp", param="outputs")
+    return given.upper()
+
+
+def requests_of(body: InferRequest, most: int) -> list[PictureRequest]:
+    """One request for each prompt."""
+    columns: dict[str, list[Any]] = {}
+    for tensor in body.inputs:
+        field, kind = _known(tensor.name)
+        if field in columns:
+            raise Refused(422, "invalid_value", f"{tensor.name}: given twice", param=tensor.name)
+        columns[field] = _values(tensor, kind)
+    for name, value in body.parameters.items():
+        field, _ = _known(name)
+        columns.setdefault(field, [value])
+    if "prompt" not in columns:
+        raise Refused(422, "missing_field", "prompt: a BYTES tensor of prompts", param="prompt")
+    num = len(columns["prompt"])
+    if num > most:
+        raise Refused(422, "over_limit", f"prompt: at most {most}", param="prompt")
+    for field, values in columns.items():
+        if len(values) not in (1, num):
+            raise Refused(422, "invalid_value", f"{field}: one value, or one for each prompt", param=field)
+    rows = [{field: values[i % len(values)] for field, values in columns.items()} for i in range(num)]
+    if len(columns.get("seed", ())) == 1 and num > 1 and isinstance(rows[0]["seed"], int):
+        rows = [{**row, "seed": row["seed"] + i} for i, row in enumerate(rows)]
+    return [PictureRequest.model_validate(row) for row in rows]
+
+
+def _known(name: str) -> tuple[str, str]:
+    if name not in TENSORS:
+        told = name[:100].encode("ascii", "replace").decode()
+        raise Refused(422, "unknown_field", f"{told}: known are {', '.join(TENSORS)}", param=told)
+    return TENSORS[name]
+
+
+def _values(tensor: Tensor, kind: str) -> list[Any]:
+    """The values of a tensor in one row; 422 unless datatype and shape fit them."""
+    if not tensor.datatype.startswith(kind) and not (kind == "INT" and tensor.datatype.startswith("UINT")):
+        raise Refused(422, "invalid_value", f"{tensor.name}: datatype {kind}", param=tensor.name)
+    values = _flat(tensor.data)
+    if len(values) != math.prod(tensor.shape):
+        raise Refused(422, "invalid_value", f"{tensor.name}: shape and data differ", param=tensor.name)
+    return values
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    while any(isinstance(one, list) for one in data) and len(data) <= MOST_VALUES:
+        data = [one for part in data for one in (part if isinstance(part, list) else [part])]
+    return data

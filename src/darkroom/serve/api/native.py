@@ -1,0 +1,184 @@
+"""The native doors: jobs by id, their events and pictures, and what the server says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Request
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from pydantic import Field
+
+from darkroom.serve.api.shared import caller, check_signature, decoded, sse, with_heartbeat
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import JOB_ID, Event, Job, PictureRequest, State, Uploads
+
+JobId = Annotated[str, Path(pattern=f"^{JOB_ID}$", description="1 to 64 letters, digits, '-' or '_'")]
+Index = Annotated[int, Path(ge=0, le=1000)]
+PNG = {200: {"content": {"image/png": {}}, "description": "the picture"}}
+
+
+class JobRequest(PictureRequest):
+    """A picture request, perhaps with the pictures it starts from."""
+
+    image: str | None = Field(None, description="PNG, JPEG or WebP in base64, to start from")
+    mask: str | None = Field(None, description="the same, white where it is redone")
+
+    def apart(self) -> tuple[PictureRequest, Uploads | None]:
+        """The request, and the pictures as bytes."""
+        fields = {name: getattr(self, name) for name in self.model_fields_set - {"image", "mask"}}
+        if self.image is None and self.mask is None:
+            return PictureRequest(**fields), None
+        image, mask = (
+            None if text is None else decoded(text, name)
+            for name, text in (("image", self.image), ("mask", self.mask))
+        )
+        return PictureRequest(**fields), Uploads(image, mask)
+
+
+def plain_job(job: Job) -> dict[str, Any]:
+    """A job as JSON has it."""
+    told = asdict(job)
+    del told["uid"], told["key"]
+    told["request"] = job.request.model_dump(mode="json")
+    return told
+
+
+def health_router(core: Core) -> APIRouter:
+    """Whether the process lives, and whether it takes jobs."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/live")
+    async def live() -> dict[str, str]:
+        """The process answers. 503 where only a restart helps."""
+        if core.engine is not None and core.engine.trouble is not None:
+            raise Refused(503, "broken", core.engine.trouble)
+        return {"state": "live"}
+
+    @router.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Whether new jobs are taken; if not, why."""
+        trouble = core.trouble()
+        if trouble is not None:
+            raise Refused(503, trouble[0], trouble[1], retry_after_s=5)
+        return {"state": "ready"}
+
+    return router
+
+
+def jobs_router(core: Core) -> APIRouter:
+    """Jobs, their events and their pictures."""
+    router = APIRouter(tags=["jobs"])
+
+    @router.post("/jobs", status_code=202)
+    async def submit(body: JobRequest, request: Request) -> dict[str, Any]:
+        """A new job under an id of the server's."""
+        wanted, uploads = await asyncio.to_thread(body.apart)
+        return plain_job(await core.submit(wanted, key=caller(request), uploads=uploads))
+
+    @router.put("/jobs/{job_id}", status_code=202)
+    async def put(job_id: JobId, body: JobRequest, request: Request) -> dict[str, Any]:
+        """A job under an id of yours. Sent twice it is the same job; with another body it is refused."""
+        wanted, uploads = await asyncio.to_thread(body.apart)
+        return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
+
+    @router.get("/jobs")
+    async def jobs(
+        request: Request,
+        state: State | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        before: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
+    ) -> dict[str, Any]:
+        """Your jobs, newest first; `before` is the `created_s` of the last one already seen."""
+        found = await core.jobs(key=caller(request), state=state, limit=limit, before=before)
+        return {"jobs": [plain_job(job) for job in found]}
+
+    @router.get("/jobs/{job_id}")
+    async def job(
+        job_id: JobId,
+        request: Request,
+        wait_s: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False)] = 0.0,
+    ) -> dict[str, Any]:
+        """A job as it is now, or after up to `wait_s` seconds, as soon as it is over."""
+        return plain_job(await core.get(job_id, key=caller(request), wait_s=wait_s))
+
+    @router.delete("/jobs/{job_id}")
+    async def cancel(job_id: JobId, request: Request) -> dict[str, Any]:
+        """Cancel a job: its rows are free at the next step. One that is over stays as it is."""
+        return plain_job(await core.cancel(job_id, key=caller(request)))
+
+    @router.get("/jobs/{job_id}/events", response_class=StreamingResponse)
+    async def events(
+        job_id: JobId,
+        request: Request,
+        last_event_id: Annotated[int | None, Header(ge=0, le=2**53)] = None,
+    ) -> StreamingResponse:
+        """Server-sent events: queued, step, preview, and at last done, failed or cancelled."""
+        key = caller(request)
+        await core.get(job_id, key=key)
+        stream = _lines(core.events(job_id, key=key, after=last_event_id or 0))
+        return StreamingResponse(
+            with_heartbeat(stream), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+
+    @router.get("/jobs/{job_id}/pictures/{index}", response_class=Response, responses=PNG)  # type: ignore[arg-type]
+    async def picture(job_id: JobId, index: Index, request: Request) -> Response:
+        """A picture of a done job, as PNG with its parameters inside."""
+        found = await core.picture(await core.get(job_id, key=caller(request)), index)
+        return Response(found.png, media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
+
+    @router.get("/signed/{uid}/{index}.png", response_class=Response, responses=PNG)  # type: ignore[arg-type]
+    async def signed(
+        uid: Annotated[str, Path(pattern="^[0-9a-f]{32}$")],
+        index: Index,
+        until: Annotated[int, Query(ge=0, le=2**53)],
+        signature: Annotated[str, Query(pattern="^[0-9a-f]{64}$")],
+    ) -> Response:
+        """A picture by a signed address, which needs no key."""
+        check_signature(core, uid, index, until, signature)
+        found = await core.picture_by_uid(uid, index)
+        return Response(found.png, media_type="image/png", headers={"Cache-Control": "private, max-age=3600"})
+
+    return router
+
+
+async def _lines(events: AsyncIterator[Event]) -> AsyncGenerator[str]:
+    async for event in events:
+        data = dict(event.data)
+        if "png" in data:
+            data["png"] = base64.b64encode(data["png"]).decode()
+        yield sse(data, event=event.kind, number=event.id)
+
+
+def server_router(core: Core) -> APIRouter:
+    """The server about itself."""
+    router = APIRouter(tags=["server"])
+
+    @router.get("/status")
+    async def status(request: Request) -> dict[str, Any]:
+        """Queue, rows on their way and their steps; rows of other keys without their job."""
+        told = asdict(core.status())
+        for row in told["rows"]:
+            if row.pop("key") != caller(request):
+                row["job"] = None
+        return told
+
+    @router.get("/model")
+    async def model() -> dict[str, Any]:
+        """The model served, its adapters, and the limits of a request."""
+        return {
+            **asdict(core.model),
+            "adapters": [asdict(card) for card in core.adapters()],
+            "limits": core.limits.model_dump(),
+        }
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(core.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router

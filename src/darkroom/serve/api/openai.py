@@ -1,0 +1,261 @@
+"""OpenAI's Images dialect: generations, streamed or not, and models. Darkroom's own settings come on top."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import StreamingResponse
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.errors import InputError
+from darkroom.options import MAX_SIDE, parse_size
+from darkroom.serve.api.guard import error_object
+from darkroom.serve.api.shared import all_made, caller, checked, route_in, sign, sse, with_heartbeat
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import MAX_SEED, AdapterChoice, Event, Job, PictureRequest, Uploads
+
+Format = Literal["png", "jpeg", "webp"]
+
+
+class ImagesRequest(BaseModel):
+    """OpenAI's fields; those after `partial_images` are darkroom's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str = Field(min_length=1, max_length=100_000)
+    model: str | None = Field(None, max_length=500, description="the one served, or none")
+    n: int | None = Field(None, ge=1, le=1000)
+    size: str | None = Field(None, max_length=20, description="WIDTHxHEIGHT or auto")
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Format | None = None
+    output_compression: int | None = Field(None, ge=0, le=100, description="quality of jpeg and webp")
+    quality: str | None = Field(None, max_length=20, description="taken and not used")
+    background: Literal["auto", "opaque"] | None = None
+    moderation: str | None = Field(None, max_length=20, description="taken and not used")
+    style: str | None = Field(None, max_length=20, description="taken and not used")
+    user: str | None = Field(None, max_length=500, description="taken and not used")
+    stream: bool | None = None
+    partial_images: int | None = Field(None, ge=0, le=3)
+
+    negative_prompt: str | None = Field(None, max_length=100_000)
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    num_inference_steps: int | None = Field(None, ge=1, le=1000)
+    guidance_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
+    solver: str | None = Field(None, max_length=40)
+    adapters: list[AdapterChoice] = Field(default_factory=list, max_length=16)
+
+    def request(self) -> PictureRequest:
+        """In the terms of the core."""
+        width, height = _size(self.size)
+        return PictureRequest(
+            prompt=self.prompt,
+            negative=self.negative_prompt,
+            num=self.n or 1,
+            seed=self.seed,
+            width=width,
+            height=height,
+            steps=self.num_inference_steps,
+            guidance=self.guidance_scale,
+            solver=self.solver,
+            adapters=tuple(self.adapters),
+            previews=(self.partial_images or 0) if self.stream else 0,
+        )
+
+
+class EditsRequest(ImagesRequest):
+    """The fields of an edit beside its pictures."""
+
+    input_fidelity: str | None = Field(None, max_length=20, description="taken and not used")
+    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much to redo")
+
+    def request(self) -> PictureRequest:
+        """In the terms of the core."""
+        return super().request().model_copy(update={"strength": self.strength})
+
+
+def _size(text: str | None) -> tuple[int | None, int | None]:
+    if text is None or text == "auto":
+        return None, None
+    try:
+        size = parse_size(text)
+    except InputError:
+        size = (0, 0)
+    if not 8 <= min(size) <= max(size) <= MAX_SIDE:
+        told = f"size: WIDTHxHEIGHT of 8 to {MAX_SIDE} pixels, or auto"
+        raise Refused(422, "invalid_value", told, param="size")
+    return size
+
+
+def openai_router(core: Core) -> APIRouter:
+    """The `/v1` routes. A mistake is answered with 400, as OpenAI does."""
+    route = route_in(core, error_object, invalid=400)
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=route)
+
+    @router.post("/images/generations", response_model=None)
+    async def generations(wanted: ImagesRequest, request: Request) -> dict[str, Any] | StreamingResponse:
+        """Pictures of a prompt, as OpenAI's clients ask for them."""
+        return await _answer(core, wanted, request, None, "image_generation")
+
+    @router.post("/images/edits", response_model=None, openapi_extra=EDITS_BODY)
+    async def edits(request: Request) -> dict[str, Any] | StreamingResponse:
+        """Pictures that start from one: a multipart form with `image`, `prompt`, and perhaps `mask`."""
+        wanted, uploads = await _edit(request)
+        return await _answer(core, wanted, request, uploads, "image_edit")
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        """The model served."""
+        return {"object": "list", "data": [_model(core)]}
+
+    @router.get("/models/{name}")
+    async def model(name: Annotated[str, Path(max_length=500)]) -> dict[str, Any]:
+        """The model served, by its name."""
+        if name != core.model.name:
+            raise Refused(404, "model_not_found", "no such model here", param="model")
+        return _model(core)
+
+    return router
+
+
+EDITS_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["image", "prompt"],
+                    "properties": {
+                        "image": {"type": "string", "format": "binary"},
+                        "mask": {"type": "string", "format": "binary"},
+                        "prompt": {"type": "string"},
+                    },
+                }
+            }
+        },
+    }
+}
+FILES = {"image": "image", "image[]": "image", "mask": "mask"}
+MOST_PARTS = 40
+
+
+async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
+    """A form as a request: its texts become the numbers that the fields are."""
+    try:
+        form = await request.form(max_files=2, max_fields=MOST_PARTS)
+    except (OSError, MemoryError):  # a full disk or no memory for the parts is not the client's mistake
+        raise
+    except Exception as error:  # whatever a parser makes of hostile bytes
+        raise Refused(400, "bad_request", "the body is no form that can be read") from error
+    texts: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+    for name, value in form.multi_items():
+        if isinstance(value, str):
+            texts[name] = value
+            continue
+        part = FILES.get(name)
+        if part is None or part in files:
+            raise Refused(422, "unknown_field", f"{name[:100]}: one image and one mask", param=name[:100])
+        files[part] = await value.read()
+    if "image" not in files:
+        raise Refused(422, "missing_field", "image: a picture to start from", param="image")
+    # Texts of a form: numbers may be told as such, unlike in JSON.
+    return EditsRequest.model_validate_strings(texts), Uploads(files["image"], files.get("mask"))
+
+
+def _model(core: Core) -> dict[str, Any]:
+    card = core.model
+    return {"id": card.name, "object": "model", "created": card.created_s, "owned_by": "darkroom"}
+
+
+async def _answer(
+    core: Core, wanted: ImagesRequest, request: Request, uploads: Uploads | None, kind: str
+) -> dict[str, Any] | StreamingResponse:
+    if wanted.model is not None and wanted.model != core.model.name:
+        raise Refused(404, "model_not_found", f"this server has '{core.model.name}'", param="model")
+    if wanted.stream:
+        job = await core.submit(wanted.request(), key=caller(request), uploads=uploads)
+        stream = with_heartbeat(_stream(core, job, wanted, kind))
+        return StreamingResponse(
+            stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+    [job] = await all_made(core, request, [wanted.request()], uploads=uploads)
+    return {
+        "created": int(time.time()),
+        "data": await _data(core, job, wanted, request),
+        **_described(job, wanted),
+        "usage": _usage(job),
+    }
+
+
+async def _data(core: Core, job: Job, wanted: ImagesRequest, request: Request) -> list[dict[str, Any]]:
+    if wanted.response_format == "url":
+        here = core.settings.public_url or request.state.address
+        return [{"url": here + sign(core, job.uid, i)} for i in range(len(job.pictures))]
+    pictures = await core.pictures(job.id, key=job.key)
+    return [{"b64_json": await asyncio.to_thread(_encoded, picture.png, wanted)} for picture in pictures]
+
+
+async def _stream(core: Core, job: Job, wanted: ImagesRequest, kind: str) -> AsyncGenerator[str]:
+    """Partial pictures as they come, then each picture; what fails is told in the stream."""
+    try:
+        with core.attended(job):
+            async for event in core.events(job.id, key=job.key):
+                if event.kind == "preview":
+                    yield _event(f"{kind}.partial_image", job, wanted, await _partial(event, wanted))
+        over = checked(await core.finished(job.id, key=job.key))
+        for picture in await core.pictures(job.id, key=job.key):
+            encoded = await asyncio.to_thread(_encoded, picture.png, wanted)
+            more = {"b64_json": encoded, "usage": _usage(over)}
+            yield _event(f"{kind}.completed", over, wanted, more)
+    except Refused as refused:
+        yield sse(error_object(refused), event="error")
+    finally:
+        await core.cancel(job.id, key=job.key)  # of no effect on a job that is over
+
+
+async def _partial(event: Event, wanted: ImagesRequest) -> dict[str, Any]:
+    encoded = await asyncio.to_thread(_encoded, event.data["png"], wanted)
+    return {"b64_json": encoded, "partial_image_index": event.data["index"]}
+
+
+def _event(kind: str, job: Job, wanted: ImagesRequest, more: dict[str, Any]) -> str:
+    told = {"type": kind, "created_at": int(time.time()), **_described(job, wanted), **more}
+    return sse(told, event=kind)
+
+
+def _described(job: Job, wanted: ImagesRequest) -> dict[str, Any]:
+    size = wanted.size or "auto"
+    if job.pictures:
+        size = f"{job.pictures[0]['width']}x{job.pictures[0]['height']}"
+    return {
+        "background": "opaque",
+        "output_format": wanted.output_format or "png",
+        "quality": "auto",
+        "size": size,
+    }
+
+
+def _usage(job: Job) -> dict[str, Any]:
+    """Tokens are not counted here; the field is there for clients that read it."""
+    details = {"image_tokens": 0, "text_tokens": 0}
+    return {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "input_tokens_details": details}
+
+
+def _encoded(png: bytes, wanted: ImagesRequest) -> str:
+    """A picture in the format asked for, as base64."""
+    if (wanted.output_format or "png") != "png":
+        buffer = io.BytesIO()
+        with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+            quality = 90 if wanted.output_compression is None else wanted.output_compression
+            image.convert("RGB").save(buffer, wanted.output_format, quality=quality)
+        png = buffer.getvalue()
+    return base64.b64encode(png).decode()

@@ -1,0 +1,253 @@
+"""What all dialects share: the caller, jobs while their client is connected, signed addresses, events."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import io
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from PIL import Image
+from pydantic import BaseModel, ValidationError
+
+from darkroom.serve.api.guard import check_values
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import Job, PictureRequest, Uploads
+
+HEARTBEAT_S = 10.0
+SIGNED_S = 3600
+
+
+def caller(request: Request) -> str:
+    """The name of the key that the caller came in with."""
+    name: str = request.state.key
+    return name
+
+
+async def all_made(
+    core: Core,
+    request: Request,
+    wanted: Sequence[PictureRequest],
+    *,
+    uploads: Uploads | None = None,
+    ids: Sequence[str] = (),
+) -> list[Job]:
+    """Submit and wait for all; where one fails or the client leaves, the others are cancelled."""
+    key, jobs = caller(request), []
+    try:
+        for i, one in enumerate(wanted):
+            job_id = ids[i] if ids else None
+            jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id))
+        return await _all_finished(core, request, jobs)
+    except BaseException:
+        cancelled = (core.cancel(job.id, key=key) for job in jobs)  # of no effect on a job that is over
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        raise
+
+
+async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
+    async def one(job: Job) -> Job:
+        with core.attended(job):
+            return checked(await core.finished(job.id, key=job.key))
+
+    whole = asyncio.ensure_future(asyncio.gather(*(one(job) for job in jobs)))
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        futures: set[asyncio.Future[Any]] = {whole, gone}
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            raise Refused(499, "client_left", "the client left")
+        return list(whole.result())
+    finally:
+        for task in (whole, gone):
+            task.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Returns when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+STATUSES = {"cancelled": 410, "withheld": 400, "invalid_value": 422, "deadline": 504}
+"""Of jobs that ended without pictures, by their error's code; 500 for all others."""
+
+
+def checked(job: Job) -> Job:
+    """The job, if it is done. No status here is one after which a client should ask again."""
+    if job.state == "done":
+        return job
+    error = job.error or {"code": job.state, "message": f"the job was {job.state}"}
+    raise Refused(STATUSES.get(error["code"], 500), error["code"], error["message"])
+
+
+def sign(core: Core, uid: str, index: int, now_s: float | None = None) -> str:
+    """The path of a picture that needs no key, good for an hour."""
+    until = int(time.time() if now_s is None else now_s) + SIGNED_S
+    return f"/signed/{uid}/{index}.png?until={until}&signature={_signature(core, uid, index, until)}"
+
+
+def check_signature(core: Core, uid: str, index: int, until: int, signature: str) -> None:
+    """403 unless this server gave out the address and it is still good."""
+    given = signature.encode("utf-8", "replace")  # comparing texts raises where they are not ASCII
+    genuine = hmac.compare_digest(_signature(core, uid, index, until).encode(), given)
+    if not genuine or until < time.time():
+        raise Refused(403, "bad_signature", "the address is not, or no longer, good")
+
+
+def _signature(core: Core, uid: str, index: int, until: int) -> str:
+    told = f"{uid}/{index}/{until}".encode()
+    return hmac.new(core.results.secret, told, hashlib.sha256).hexdigest()
+
+
+def sse(data: dict[str, Any], *, event: str | None = None, number: int | None = None) -> str:
+    """One server-sent event."""
+    lines = [f"id: {number}"] if number is not None else []
+    lines += [f"event: {event}"] if event is not None else []
+    return "\n".join([*lines, f"data: {json.dumps(data)}", "", ""])
+
+
+async def with_heartbeat(stream: AsyncGenerator[str], every_s: float = HEARTBEAT_S) -> AsyncIterator[str]:
+    """A stream with comments in its pauses, so that nothing between takes it for dead."""
+    pending: asyncio.Task[str] | None = None
+    try:
+        while True:
+            if pending is None:
+                pending = asyncio.ensure_future(_next(stream))
+            ready, _ = await asyncio.wait({pending}, timeout=every_s)
+            if not ready:
+                yield ": still here\n\n"
+                continue
+            task, pending = pending, None
+            try:
+                yield task.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if pending is not None:
+            pending.cancel()
+            with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
+                await pending
+        with suppress(Exception):
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[str]) -> str:
+    return await anext(stream)
+
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Shape = Callable[[Refused], dict[str, Any]]
+MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+
+
+def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
+    """A class of routes whose refusals are told as `shape` has them; `invalid` is the status of a mistake."""
+
+    class Dialect(APIRoute):
+        def get_route_handler(self) -> Handler:
+            handle = super().get_route_handler()
+
+            async def told(request: Request) -> Response:
+                try:
+                    return await handle(request)
+                except (RequestValidationError, ValidationError) as error:
+                    refused = of_validation(error.errors())
+                except Refused as error:
+                    refused = error
+                core.metrics.refused.labels(refused.code).inc()
+                status = invalid if refused.status == 422 else refused.status
+                return JSONResponse(shape(refused), status, headers=refused.headers)
+
+            return told
+
+    return Dialect
+
+
+def of_validation(errors: Sequence[Any]) -> Refused:
+    """The first mistake, by the field's name; the value given is not repeated."""
+    first = errors[0]
+    where = [str(part) for part in first["loc"]]
+    if where and where[0] in ("body", "query", "path", "header"):  # not a field that is called so
+        del where[0]
+    param = ".".join(where)[:200] or None
+    if first["type"] == "json_invalid":
+        return Refused(400, "bad_request", "the body is no JSON that can be read")
+    message = str(first["msg"]).encode("ascii", "replace").decode()[:500]
+    codes = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
+    code = codes.get(first["type"], "invalid_value")
+    return Refused(422, code, f"{param}: {message}" if param else message, param=param)
+
+
+async def json_body(request: Request) -> Any:
+    """The body as JSON, whatever its content type says."""
+    content = await request.body()
+    check_values(content)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "bad_request", "the body is no JSON that can be read") from error
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that a handler reads by itself."""
+    schema = model.model_json_schema()
+    whole = _inlined(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(part: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with its definitions in place: those of the whole document are elsewhere."""
+    if isinstance(part, list):
+        return [_inlined(one, definitions) for one in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return _inlined(definitions[part["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inlined(one, definitions) for name, one in part.items()}
+
+
+async def pngs_of(core: Core, jobs: Sequence[Job]) -> list[bytes]:
+    """The pictures of done jobs, one after the other."""
+    return [picture.png for job in jobs for picture in await core.pictures(job.id, key=job.key)]
+
+
+def converted(png: bytes, kind: str, quality: int = 92) -> bytes:
+    """A PNG of the server's as JPEG or WEBP; PNG stays as it is, with its parameters."""
+    if kind == "PNG":
+        return png
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
+        image.convert("RGB").save(buffer, kind, quality=quality)
+    return buffer.getvalue()
+
+
+def encoded(content: bytes) -> str:
+    """Bytes as base64."""
+    return base64.b64encode(content).decode()
+
+
+def decoded(text: str, param: str) -> bytes:
+    """Base64, perhaps as a data URL, to bytes. An address is never followed."""
+    if text.startswith(("http:", "https:", "file:")):
+        raise Refused(
+            422, "invalid_picture", f"{param}: pictures come as base64, not by address", param=param
+        )
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Refused(422, "invalid_picture", f"{param}: no base64 that can be read", param=param) from error

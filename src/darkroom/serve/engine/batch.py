@@ -1,0 +1,135 @@
+"""Rows of one size in one U-Net call: packed anew when one comes or goes, apart when a step fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from darkroom import sample
+from darkroom.sample.denoise import Unet
+from darkroom.serve.engine.tickets import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+
+# A device that answers with this is lost to the process.
+DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
+
+
+@dataclass(repr=False)
+class Stepped:
+    """What a step did."""
+
+    wall_s: float
+    evaluations: int
+    finished: list[Ticket] = field(default_factory=list)
+    failed: list[tuple[Ticket, BaseException]] = field(default_factory=list)
+    previews: list[tuple[Ticket, int, torch.Tensor]] = field(default_factory=list)
+    """Ticket, which preview, and its latents as predicted [C, H, W]."""
+    out_of_memory: bool = False
+
+
+def bucket_of(row: sample.Row) -> Hashable:
+    """Rows of one bucket fit in one U-Net call."""
+    return tuple(row.latents_CHW.shape), row.extra_CHW is None, tuple(sorted(row.positive.added))
+
+
+class Bucket:
+    """The rows of one size on their way."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self._batch: sample.Batch | None = None
+        self.meter_s = 0.0
+        """Seconds that one evaluation a step has cost since the bucket was made."""
+
+    def add(self, ticket: Ticket) -> None:
+        """Take a prepared row aboard, for the next step."""
+        self._unpack()
+        ticket.meter_s = self.meter_s
+        self.tickets.append(ticket)
+
+    def drop_over(self) -> list[Ticket]:
+        """Let go of the rows whose work is over."""
+        gone = [ticket for ticket in self.tickets if ticket.work.over]
+        if gone:
+            self._leave(gone)
+        return gone
+
+    def _leave(self, gone: Sequence[Ticket]) -> None:
+        self._unpack()
+        for ticket in gone:
+            assert ticket.row is not None
+            self.tickets.remove(ticket)
+            ticket.work.device_s += (self.meter_s - ticket.meter_s) * ticket.work.shape.evaluations
+
+    def _unpack(self) -> None:
+        if self._batch is not None:
+            self._batch.unpack()
+            self._batch = None
+
+    def step(self, unet: Unet) -> Stepped:
+        """One step with every row. A failure is traced to its row by stepping each alone."""
+        start = time.perf_counter()
+        stepped = Stepped(0.0, sum(ticket.work.shape.evaluations for ticket in self.tickets))
+        try:
+            self._together(unet, stepped)
+        except DEVICE_LOST as error:
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._apart(unet, stepped, error)
+        except Exception as error:
+            self._apart(unet, stepped, error)
+        stepped.wall_s = time.perf_counter() - start
+        self.meter_s += stepped.wall_s / stepped.evaluations
+        done = [ticket for ticket in self.tickets if ticket.row is not None and ticket.row.done]
+        stepped.finished = done
+        if done or stepped.failed:
+            self._leave([*done, *(ticket for ticket, _ in stepped.failed)])
+        return stepped
+
+    def _together(self, unet: Unet, stepped: Stepped) -> None:
+        if self._batch is None:
+            self._batch = sample.Batch([ticket.row for ticket in self.tickets if ticket.row is not None])
+        _, x0_BCHW = self._batch.advance(unet)
+        for i, ticket in enumerate(self.tickets):
+            if ticket.preview_at and ticket.step in ticket.preview_at:
+                stepped.previews.append((ticket, ticket.preview_at[ticket.step], x0_BCHW[i]))
+
+    def _apart(self, unet: Unet, stepped: Stepped, error: BaseException) -> None:
+        """Each row by itself: those that fail alone too are to blame."""
+        self._unpack()
+        stepped.out_of_memory = "out of memory" in str(error).lower() or "not enough memory" in str(error)
+        for ticket in self.tickets:
+            assert ticket.row is not None
+            try:
+                sample.advance(unet, [ticket.row])
+            except Exception as alone:
+                stepped.failed.append((ticket, alone))
+
+
+def padded(unet: Unet, sizes: Sequence[int]) -> Unet:
+    """A U-Net that is only called with these numbers of rows (and beyond the largest as it comes).
+
+    What is compiled or captured for a few batch sizes is then used again. The rows added repeat the first.
+    """
+    rising = sorted(sizes)
+
+    def call(
+        x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        count = len(x_BCHW)
+        size = next((size for size in rising if size >= count), count)
+        if size == count:
+            return unet(x_BCHW, t_B, text_BLD, added)
+        index = torch.zeros(size, dtype=torch.int64, device=x_BCHW.device)
+        index[:count] = torch.arange(count, device=x_BCHW.device)
+        more = {name: value[index] for name, value in added.items()}
+        return unet(x_BCHW[index], t_B[index], text_BLD[index], more)[:count]
+
+    return call

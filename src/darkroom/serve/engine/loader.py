@@ -1,0 +1,218 @@
+"""From settings to an engine: load the model, open its backend, find the capacity, take a first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from PIL import Image
+
+from darkroom import models, options, sample
+from darkroom.counting import count
+from darkroom.errors import InputError
+from darkroom.hardware.machine import usable_cores
+from darkroom.sample.backends import open_backend
+from darkroom.sample.backends.backend import Backend
+from darkroom.sample.generate import repaints
+from darkroom.serve.engine.executors import places_for
+from darkroom.serve.engine.loop import Engine
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+    from darkroom.serve.engine.adapters import Library
+
+
+LOG = logging.getLogger("darkroom.serve")
+# More rows than these make steps longer and gain little; a user may still ask for more.
+MOST_ROWS = {"cpu": 16, "cuda": 32}
+# On a CPU, where a row's activations are so small, a call costs more than its rows: twice as many pay.
+SMALL_ROW_BYTES = 2**20
+# What the rows' activations may take of the memory that is free once the model is there.
+SHARE = 0.6
+# Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
+PLAIN = {"none", "auto", "lean", "fused_attention"}
+PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True, repr=False)
+class Opened:
+    """A model ready to be served."""
+
+    model: Model
+    engine: Engine
+    library: Library | None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the engine's threads call: after a step, when adapters have arrived, when the device is lost."""
+
+    on_tick: Callable[[], None]
+    wake: Callable[[], None]
+    on_stop: Callable[[], None]
+
+
+def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opened:
+    """Everything that takes long before the first job. InputError for what cannot be."""
+    device = models.device(settings.device)
+    precision, why = models.choose_precision(settings.precision, device)
+    options.check_pair(settings.backend, precision, device.type)
+    LOG.info("precision %s: %s", precision, why)
+    model = models.load(
+        settings.model,
+        dtype=models.precision(precision),
+        device=device,
+        variant=settings.variant,
+        revision=settings.revision,
+    )
+    optimise = _optimisations(settings, model)
+    backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
+    model = backend.model or model  # where optimisations changed it, a look-alike does the work
+    first_job(model, backend)  # refuses what cannot be
+    row_bytes = _row_bytes(model, backend)
+    lanes = _lanes(settings, backend, optimise, row_bytes)
+    capacity = settings.capacity or rows_for_memory(backend, row_bytes, lanes)
+    library = _open_library(settings, model, metrics, hooks.wake, lanes)
+    _first_step(model, backend)
+    engine = Engine(
+        model,
+        backend,
+        capacity=capacity,
+        metrics=metrics,
+        on_tick=hooks.on_tick,
+        on_stop=hooks.on_stop,
+        library=library,
+        pad_to=PAD_TO if settings.pad else (),
+        places=places_for(backend.device, lanes, _threads_each(lanes)),
+    )
+    engine.studio.get_ready()
+    LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
+    if lanes > 1:
+        LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
+    return Opened(model, engine, library)
+
+
+def _optimisations(settings: ServeSettings, model: Model) -> str:
+    """Attention with fused projections leaves no layers for adapters to stand in."""
+    if settings.optimise is not None:
+        return settings.optimise
+    if settings.backend not in ("torch", "compile"):
+        return "none"
+    if settings.adapters is None:
+        return "auto"
+    return "fused_attention" if settings.backend == "compile" or model.is_dit else "fused_attention,lean"
+
+
+def _lanes(settings: ServeSettings, backend: Backend, optimise: str, row_bytes: int | None) -> int:
+    """How many sizes are stepped at once. Calls of a small model gain little from a second core."""
+    plain = settings.backend == "torch" and set(optimise.split(",")) <= PLAIN
+    shares = plain and backend.device.type == "cpu"
+    if settings.lanes is not None:
+        if settings.lanes > 1 and not shares:
+            allowed = "1; more with backend torch on a CPU, without lossy optimisations"
+            raise InputError(f"--lanes {settings.lanes}", allowed=allowed)
+        return settings.lanes
+    small = row_bytes is not None and row_bytes <= SMALL_ROW_BYTES
+    return 2 if shares and small and usable_cores() >= 2 else 1
+
+
+def _threads_each(lanes: int) -> int:
+    """Threads within an operation: the lanes share the cores."""
+    return max(1, min(torch.get_num_threads(), int(usable_cores() // lanes)))
+
+
+def _open_library(
+    settings: ServeSettings, model: Model, metrics: Metrics, wake: Callable[[], None], lanes: int
+) -> Library | None:
+    if settings.adapters is None:
+        return None
+    from darkroom.models.adapters.bank import Bank
+    from darkroom.serve.engine.adapters import Library
+
+    bank = Bank(
+        model,
+        slots=settings.slots,
+        max_rank=settings.max_rank,
+        most_a_row=settings.limits.adapters,
+        threads=lanes > 1,
+    )
+    return Library(settings.adapters, bank, metrics, wake)
+
+
+def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Job:
+    """One step of a picture of the model's own size; a U-Net that repaints is given one to repaint."""
+    image = mask = None
+    if repaints(model):
+        size = (model.sample_size, model.sample_size)
+        image, mask = Image.new("RGB", size), Image.new("L", size, 255)
+    told = sample.GenerateSettings(steps=1, **settings)
+    return sample.Job(model, ["a first step"], told, backend, image=image, mask=mask)
+
+
+def _first_step(model: Model, backend: Backend) -> None:
+    """The first call of anything is slow: allocators, kernels, threads. Take it before the first job."""
+    job = first_job(model, backend, guidance=2.0)
+    for note in job.notes:
+        LOG.info("%s", note)
+    row = job.row(0)
+    sample.advance(backend.unet, [row])
+    job.finish(0, [row])
+
+
+def _row_bytes(model: Model, backend: Backend) -> int | None:
+    """What one more U-Net evaluation takes at the model's own size, counted on fake tensors."""
+    try:
+        one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
+    except Exception as error:  # a backend that cannot be counted
+        LOG.info("capacity is not counted: %s", error)
+        return None
+    return max(1, (three - one) // 2)
+
+
+def rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
+    """U-Net evaluations that fit in a call, at the model's own size."""
+    most = MOST_ROWS.get(backend.device.type, 8)
+    if row_bytes is None:
+        return most
+    if backend.device.type == "cpu" and row_bytes <= SMALL_ROW_BYTES:
+        most *= 2
+    return max(2, min(most, int(SHARE * _free_bytes(backend.device)) // (row_bytes * lanes)))
+
+
+def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
+    row = first_job(model, backend).row(0)
+    told = [row.positive] * rows
+    seen = [row.latents_CHW] if row.extra_CHW is None else [row.latents_CHW, row.extra_CHW]
+    x_BCHW = torch.stack([torch.cat(seen).to(backend.dtype)] * rows)
+    text_BLD = torch.stack([condition.text_LD for condition in told])
+    added = {name: torch.stack([c.added[name] for c in told]) for name in row.positive.added}
+    t_B = torch.ones(rows, device=backend.device)
+    with torch.no_grad():
+        counted = count(model.unet, x_BCHW, t_B, text_BLD, added_cond_kwargs=added or None)  # type: ignore[arg-type]
+    return counted.peak_memory_bytes
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory in use on a device: allocated on CUDA, resident on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    from darkroom.hardware.memory import resident_bytes
+
+    return resident_bytes()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    from darkroom.hardware.machine import cgroup_memory_limit
+    from darkroom.hardware.memory import resident_bytes
+
+    free = int(psutil.virtual_memory().available)
+    limit = cgroup_memory_limit()
+    return free if limit is None else min(free, max(0, limit - resident_bytes()))

@@ -1,0 +1,505 @@
+"""The engine: a thread that packs whatever rows are on their way and has them stepped, again and again.
+
+Between two steps of a size it lets go of rows that are done, cancelled or failed, and takes aboard what came;
+pictures that wait are admitted while their load fits: load is U-Net evaluations a call, counted in pictures
+of the model's own size. Each size has its own calls, and so its own room. On a CPU the steps are taken in
+lanes, several sizes at once, and the engine's thread is free meanwhile; on an accelerator it takes them
+itself. Text encoding and decoding are done aside (`aside`). A picture does not depend on who shares its
+steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from darkroom.errors import DarkroomError
+from darkroom.sample.backends.backend import Backend
+from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
+from darkroom.serve.engine.executors import Aside, Between, Steps
+from darkroom.serve.engine.fairness import Admits, Drawing, Entry, FairQueue, admitted_after
+from darkroom.serve.engine.runner import Studio
+from darkroom.serve.engine.tickets import Preview, Shape, Ticket, Work, png_of
+from darkroom.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+    from darkroom.serve.engine.adapters import Library
+
+
+LOG = logging.getLogger("darkroom.serve")
+# How much older measurements weigh in the speed that waits are estimated from.
+MEMORY = 0.98
+IDLE_S = 1.0
+# Every size may fill a call of its own, up to so many full calls a round: more would make steps too rare.
+FULL_CALLS = 3
+# A guided picture of twice the model's own side is served whatever the capacity.
+LEAST_LARGEST = 8.0
+# What encoding and decoding add to the time of the steps, for the estimate of waits.
+BESIDE_STEPS = 1.25
+FORECAST_S = 0.1
+# So long the end of the process waits for a step that is under way.
+STOP_S = 5.0
+
+
+class Admission(NamedTuple):
+    """When a picture that waits will be admitted."""
+
+    key: str
+    cost: float
+    after_s: float
+
+
+class Engine:
+    """Made by `Core` once the model is loaded. Its public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        *,
+        capacity: int,
+        metrics: Metrics,
+        on_tick: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
+        library: Library | None = None,
+        pad_to: Sequence[int] = (),
+        places: tuple[Steps, Aside] | None = None,
+    ) -> None:
+        self.capacity = float(capacity)
+        self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
+        self.library = library
+        self.own_pixels = model.sample_size**2
+        self.studio = Studio(model, backend)
+        self.unet = padded(backend.unet, pad_to) if pad_to else backend.unet
+        self.steps, self.aside = places or (Between(), Between())
+        self.steps.on_free = self.wake
+        self.trouble: str | None = None
+        """Why the device answers no more; then every job is kept as it stands."""
+        self.watchers = 0
+        self.step_s = 0.0
+        """The latest step of a size."""
+        self._work_done, self._work_s = 0.0, 0.0
+        self._condition = threading.Condition()
+        self._queue = FairQueue()
+        self._unprepared: list[Ticket] = []  # admitted, with their adapters
+        self._arrived: list[Ticket] = []  # prepared, to go aboard
+        self._failed: list[tuple[Work, BaseException]] = []
+        self._parked: list[Ticket] = []  # admitted, waiting for adapters
+        self._finished: list[Ticket] = []  # denoised, to be decoded
+        self._through: list[Ticket] = []  # the first of two passes, to be made larger
+        self._suspects: list[Work] = []  # to be computed alone, one after the other, before all else
+        self._between: set[Ticket] = set()  # made larger or waiting to, with their adapters held
+        self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
+        self._buckets: dict[Hashable, Bucket] = {}  # those stepped longest ago first
+        self._stepping: set[Hashable] = set()  # buckets that a lane has; nobody else touches them
+        self._stepped: list[tuple[Hashable, Stepped | Exception]] = []
+        self._loads: defaultdict[Hashable, float] = defaultdict(float)
+        self._admitted: set[Ticket] = set()  # all that take room
+        self._forecast: tuple[float, list[Admission]] = (0.0, [])
+        self._prune, self._stopping, self._called = False, False, False
+        self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
+
+    # ---- from other threads
+
+    def start(self) -> None:
+        """Begin to take steps."""
+        self._thread.start()
+
+    def stop(self, within_s: float = STOP_S) -> bool:
+        """Take no more steps; what is on its way stays as it is. False where a step goes on all the same:
+        nothing ends one from outside, so the process has to be left."""
+        end_s = time.monotonic() + within_s
+        with self._condition:
+            self._stopping = self.studio.stopping = True
+            self._call()
+        if self._thread.is_alive():
+            self._thread.join(timeout=within_s)
+        ended = [one.close(max(0.1, end_s - time.monotonic())) for one in (self.aside, self.steps)]
+        return all(ended) and not self._thread.is_alive()
+
+    def submit(self, work: Work) -> None:
+        """Put a work's pictures in the queue."""
+        if self.library is not None and work.adapters:
+            self.library.fetch(work.adapters)
+        with self._condition:
+            if work.alone:
+                self._suspects.append(work)
+            for ticket in work.tickets:
+                self._queue.push(ticket.entry)
+            self._call()
+
+    def drop(self, work: Work) -> None:
+        """Have no more of a work computed: out of the queue now, its rows free at the next step."""
+        with self._condition:
+            work.over = True
+            for ticket in work.tickets:
+                ticket.dropped_at = ticket.step
+                self._queue.remove(ticket.entry)
+            self._prune = True
+            self._call()
+
+    def wake(self) -> None:
+        """Look again: adapters have arrived, or a lane is free."""
+        with self._condition:
+            self._call()
+
+    def waiting(self, key: str | None = None) -> int:
+        """Pictures in the queue, of one key or of all."""
+        return len(self._queue) if key is None else self._queue.count(key)
+
+    def places(self) -> dict[Ticket, int]:
+        """The place of every waiting picture: how many are to be admitted before it."""
+        with self._condition:
+            order = self._queue.in_order()
+        return {entry.item: place for place, entry in enumerate(order)}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What is on its way now: a line for each picture."""
+        return [
+            {
+                "job": ticket.work.uid,
+                "key": ticket.work.key,
+                "picture": ticket.index,
+                "size": f"{ticket.shape.width}x{ticket.shape.height}",
+                "step": ticket.step,
+                "of": ticket.work.steps_total // len(ticket.work.tickets),
+            }
+            for bucket in list(self._buckets.values())
+            for ticket in list(bucket.tickets)
+        ]
+
+    @property
+    def largest_load(self) -> float:
+        """The most that one picture may take: with more its steps would hold up everybody else's."""
+        return max(self.capacity, LEAST_LARGEST)
+
+    @property
+    def load(self) -> float:
+        """Load of what is admitted, all sizes together; each size has room for `capacity`."""
+        return float(sum(list(self._loads.values())))
+
+    def seconds_for(self, cost: float) -> float | None:
+        """How long so much work takes, by what was measured lately; None before the first step."""
+        return cost * self._work_s / self._work_done if self._work_done else None
+
+    def waiting_cost(self, key: str | None = None) -> float:
+        """Work in the queue, of one key or of all."""
+        return self._queue.cost(key)
+
+    def admissions(self) -> list[Admission]:
+        """Of all that waits, in order: whose it is, its work, and when it is admitted at the speed measured.
+
+        Empty before the first step. Looked up anew at most every `FORECAST_S`.
+        """
+        now_s = time.monotonic()
+        if not self._work_done:
+            return []
+        if now_s - self._forecast[0] > FORECAST_S:
+            with self._condition:
+                order = self._queue.in_order()
+            drawn = [self._drawing(ticket) for ticket in list(self._admitted)]
+            waiting = [self._drawing(entry.item) for entry in order]
+            speed = self._work_done / self._work_s / BESIDE_STEPS
+            times = admitted_after(drawn, waiting, self.capacity, FULL_CALLS, speed)
+            told = [Admission(e.key, e.cost, s) for e, s in zip(order, times, strict=True)]
+            self._forecast = now_s, told
+        return self._forecast[1]
+
+    def _drawing(self, ticket: Ticket) -> Drawing:
+        shape = ticket.shape
+        steps = max(1, shape.steps - (ticket.step - ticket.earlier_steps))
+        work = shape.pixels * shape.evaluations
+        return Drawing(ticket.entry.size, steps, float(work), shape.load(self.own_pixels))
+
+    # ---- the engine's own thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._round()
+        except Exception as error:
+            LOG.exception("the engine has stopped")
+            self.trouble = f"the device answers no more: {type(error).__name__}"
+            self.on_stop()
+
+    def _call(self) -> None:
+        """Something has come for the engine's thread to see; the condition is held."""
+        self._called = True
+        self._condition.notify()
+
+    def _round(self) -> None:
+        self._collect()
+        self._admit()
+        self._board()
+        self._let_go()
+        begun: set[Hashable] = set()
+        while self.steps.free and (waiting := self._buckets.keys() - self._stepping - begun):
+            key = next(key for key in self._buckets if key in waiting)
+            begun.add(key)
+            self._stepping.add(key)
+            self.steps.put(partial(self._step_aside, key, self._buckets[key]))
+            self._collect()
+            self._admit()  # who came meanwhile waits neither for the other sizes nor for what is developed
+        self._develop()
+        self._tell()
+        with self._condition:
+            steps_on = self.steps.free and self._buckets.keys() - self._stepping
+            if not (self._called or self._stopping or steps_on):
+                self._condition.wait(IDLE_S)
+            self._called = False
+
+    def _step_aside(self, key: Hashable, bucket: Bucket) -> None:
+        stepped: Stepped | Exception
+        try:
+            stepped = bucket.step(self.unet)
+        except Exception as error:
+            stepped = error
+        with self._condition:
+            self._stepped.append((key, stepped))
+
+    def _collect(self) -> None:
+        """Take the buckets back whose step is over."""
+        with self._condition:
+            back, self._stepped = self._stepped, []
+        for key, stepped in back:
+            if isinstance(stepped, Exception):
+                raise stepped
+            at_once = len(self._stepping)
+            self._stepping.discard(key)
+            bucket = self._buckets.pop(key)
+            self._account(stepped, bucket, at_once)
+            if bucket.tickets:
+                self._buckets[key] = bucket
+
+    def _room(self) -> Admits:
+        """Tells for which pictures there is room. A size that lacks it for one has none for the next either,
+        or large pictures would wait for ever behind small ones."""
+        closed: set[Hashable] = set()
+        full = False
+        self._suspects = [work for work in self._suspects if not work.over]
+        suspect = self._suspects[0] if self._suspects else None
+
+        def admits(entry: Entry) -> bool:
+            nonlocal full
+            if full or entry.size in closed:
+                return False
+            if suspect is not None:
+                mine = entry.item.work is suspect
+                if not mine or (suspect.started_s is None and self.load > 0):
+                    return False
+            load = _load_of(entry, self.own_pixels)
+            here = self._loads.get(entry.size, 0.0)
+            # However large its pictures are, a size leaves room for a full call of the others.
+            most = (FULL_CALLS - 1) * self.capacity
+            there = sum(min(taken, most) for taken in self._loads.values())
+            full = there > 0 and there + min(load, most) > FULL_CALLS * self.capacity
+            if here > 0 and here + load > self.capacity:
+                closed.add(entry.size)
+            return not full and entry.size not in closed
+
+        return admits
+
+    def _admit(self) -> None:
+        admitted = self._parked
+        self._parked = []
+        with self._condition:
+            room = self._room()
+            while self._queue.head(room) is not None:
+                entry = self._queue.take(room)
+                entry.item.load = _load_of(entry, self.own_pixels)
+                self._loads[entry.size] += entry.item.load
+                self._admitted.add(entry.item)
+                self._between.discard(entry.item)
+                admitted.append(entry.item)
+        if admitted:
+            self._prepare([ticket for ticket in admitted if self._has_adapters(ticket)])
+
+    def _has_adapters(self, ticket: Ticket) -> bool:
+        """Whether its adapters lie in the bank, held there; else it is parked, or fails with its work."""
+        work = ticket.work
+        if self.library is None or not work.adapters or work.over:
+            return True
+        try:
+            if self.library.hold(ticket):
+                return True
+        except Exception as error:
+            self._fail(work, error)
+            return True
+        self._parked.append(ticket)
+        return False
+
+    def _prepare(self, tickets: list[Ticket]) -> None:
+        for work in dict.fromkeys(ticket.work for ticket in tickets):
+            if work.started_s is None and not work.over:
+                work.started_s = time.monotonic()
+                self.metrics.queue_seconds.observe(work.started_s - work.accepted_s)
+                work.listener.began(work)
+        if tickets:
+            with self._condition:
+                self._unprepared += tickets
+            self.aside.put(self._prepare_aside)
+
+    def _prepare_aside(self) -> None:
+        """Prepare all that waits for it: who came while this waited for its turn is taken along."""
+        with self._condition:
+            tickets, self._unprepared = self._unprepared, []
+        works = [work for work in dict.fromkeys(ticket.work for ticket in tickets) if not work.over]
+        failed = self.studio.prepare(works, self.library)
+        with self._condition:
+            self._failed += failed
+            if not self._stopping:  # then some were left half prepared
+                self._arrived += tickets
+            self._call()
+
+    def _board(self) -> None:
+        """Rows that are ready go aboard; works that could not be prepared fail."""
+        with self._condition:
+            arrived, self._arrived = self._arrived, []
+            failed, self._failed = self._failed, []
+        for work, error in failed:
+            self._fail(work, error)
+        early = []
+        for ticket in arrived:
+            if ticket.work.over:
+                self._release(ticket)
+                continue
+            try:
+                self.studio.start(ticket)
+            except Exception as error:
+                self._release(ticket)
+                self._fail(ticket.work, error)
+                continue
+            assert ticket.row is not None
+            if (key := bucket_of(ticket.row)) in self._stepping:
+                early.append(ticket)
+            else:
+                self._buckets.setdefault(key, Bucket()).add(ticket)
+        with self._condition:
+            self._arrived = early + self._arrived
+
+    def _let_go(self) -> None:
+        """The rows of works that are over leave."""
+        if not self._prune:
+            return
+        self._prune = bool(self._stepping)
+        for key, bucket in list(self._buckets.items()):
+            if key in self._stepping:
+                continue
+            gone = bucket.drop_over()
+            for ticket in gone:
+                self.metrics.cancel_steps.observe(ticket.step - ticket.dropped_at)
+            self._release(*gone)
+            if not bucket.tickets:
+                del self._buckets[key]
+        self._release(*(ticket for ticket in self._parked if ticket.work.over))
+        gone_between = [ticket for ticket in self._between if ticket.work.over]
+        self._release(*gone_between)
+        self._between.difference_update(gone_between)
+        self._parked = [ticket for ticket in self._parked if not ticket.work.over]
+
+    def _release(self, *tickets: Ticket) -> None:
+        """Give back the load and the adapters of rows that left."""
+        for ticket in tickets:
+            self._unload(ticket)
+            if self.library is not None:
+                self.library.let_go(ticket)
+
+    def _unload(self, ticket: Ticket) -> None:
+        size = ticket.entry.size
+        self._loads[size] -= ticket.load
+        self._admitted.discard(ticket)
+        ticket.load = 0.0
+        if self._loads[size] < 1e-6:
+            del self._loads[size]
+
+    def _account(self, stepped: Stepped, bucket: Bucket, at_once: int) -> None:
+        """Note what a step cost, one of so `at_once`, and pass on what it finished."""
+        gone = [*stepped.finished, *(ticket for ticket, _ in stepped.failed)]
+        first = (gone or bucket.tickets)[0].shape
+        self._work_done = MEMORY * self._work_done + stepped.evaluations * first.pixels
+        self._work_s = MEMORY * self._work_s + stepped.wall_s / at_once
+        self.step_s = stepped.wall_s
+        self.metrics.step_seconds.observe(stepped.wall_s)
+        self.metrics.evaluations.observe(stepped.evaluations)
+        self.metrics.steps.inc(len(bucket.tickets) + len(gone))
+        self._part(gone)
+        self._previews += stepped.previews
+        for ticket, error in stepped.failed:
+            self._fail(ticket.work, error)
+        if stepped.out_of_memory:
+            self.capacity = max(1.0, self.capacity / 2)
+            LOG.warning("out of memory: capacity is now %g rows", self.capacity)
+
+    def _part(self, gone: list[Ticket]) -> None:
+        """Rows leave: to be decoded, to a second pass, or for good."""
+        for ticket in gone:
+            if ticket.row is not None and ticket.row.done and ticket.has_another_pass:
+                self._unload(ticket)
+                self._through.append(ticket)
+                self._between.add(ticket)
+                continue
+            self._release(ticket)
+            if ticket.row is not None and ticket.row.done:
+                self._finished.append(ticket)
+
+    def _enlarge_aside(self, tickets: list[Ticket]) -> None:
+        failed = self.studio.enlarge([ticket for ticket in tickets if not ticket.work.over])
+        with self._condition:
+            self._failed += failed
+            for ticket in tickets:
+                if ticket.earlier_steps and not ticket.work.over:
+                    self._queue.push(ticket.entry)
+            self._call()
+
+    def _develop(self) -> None:
+        """Decode what is finished, all of it together, unless the last lot is still under way."""
+        if self.aside.busy or not (self._finished or self._previews or self._through):
+            return
+        if self._through:
+            larger, self._through = self._through, []
+            self.aside.put(lambda: self._enlarge_aside(larger))
+        tickets, self._finished = self._finished, []
+        previews, self._previews = self._previews, []
+        self.aside.put(lambda: self._develop_aside(tickets, previews))
+
+    def _develop_aside(self, tickets: list[Ticket], previews: list[tuple[Ticket, int, torch.Tensor]]) -> None:
+        failed = self.studio.finish([ticket for ticket in tickets if not ticket.work.over])
+        with self._condition:
+            self._failed += failed
+        for ticket in tickets:
+            if ticket.done and not ticket.work.over:
+                ticket.work.listener.drawn(ticket.work, ticket.index)
+        for work in dict.fromkeys(ticket.work for ticket in tickets):
+            if not work.over and len(work.pictures) == len(work.tickets):
+                work.over = True
+                work.listener.made(work)
+        for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
+            ticket.work.previews.append(Preview(ticket.index, index, ticket.step, png_of(image)))
+        with self._condition:
+            self._call()
+
+    def _fail(self, work: Work, error: BaseException) -> None:
+        if work.over:
+            return
+        self.drop(work)
+        LOG.warning("job %s failed: %s", work.uid, error, exc_info=not isinstance(error, DarkroomError))
+        work.listener.failed(work, error)
+
+    def _tell(self) -> None:
+        self.metrics.rows.set(sum(len(bucket.tickets) for bucket in self._buckets.values()))
+        self.metrics.waiting.set(len(self._queue))
+        if self.watchers:
+            self.on_tick()
+
+
+def _load_of(entry: Entry, own_pixels: int) -> float:
+    shape: Shape = entry.item.shape
+    return shape.load(own_pixels)

@@ -1,0 +1,231 @@
+"""A job on its way through the engine: `Work`, and a `Ticket` for each of its pictures."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from darkroom.serve.engine.fairness import Entry
+from darkroom.serve.request import PRIORITIES, PictureRequest, Uploads
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from darkroom import sample
+    from darkroom.models.adapters.bank import Staged
+
+
+@dataclass(frozen=True)
+class AdapterCard:
+    """An adapter that a request may name. `trouble` says why one cannot be used, once that was found out."""
+
+    name: str
+    bytes: int
+    loaded: bool = False
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class File:
+    """An adapter's file as it lies in the folder. A file of another stamp is another adapter."""
+
+    name: str
+    path: Path
+    bytes: int
+    stamp: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Read:
+    """An adapter read and checked, and what pictures say of it."""
+
+    staged: Staged | None
+    sha256: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Loan:
+    """The slot where a work finds an adapter."""
+
+    slot: int
+    read: Read
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a request costs, as far as the engine needs to know beforehand."""
+
+    width: int
+    height: int
+    steps: int
+    evaluations: int
+    """U-Net rows a step: 2 with guidance."""
+    larger: Shape | None = None
+    """Of the second pass."""
+
+    @property
+    def pixels(self) -> int:
+        """Of one picture."""
+        return self.width * self.height
+
+    def load(self, own_pixels: int) -> float:
+        """Evaluations of a picture's step, counted in pictures of the model's own size."""
+        return self.evaluations * self.pixels / own_pixels
+
+    @property
+    def cost(self) -> float:
+        """Work of one picture's first pass: pixels x steps x evaluations."""
+        return float(self.pixels * self.steps * self.evaluations)
+
+    @property
+    def whole_cost(self) -> float:
+        """Work of one picture."""
+        return self.cost + (self.larger.cost if self.larger is not None else 0.0)
+
+
+class Listener(Protocol):
+    """Who is told how a work goes, on the engine's threads."""
+
+    def began(self, work: Work) -> None:
+        """Its first picture was admitted."""
+
+    def drawn(self, work: Work, index: int) -> None:
+        """One of its pictures is decoded."""
+
+    def made(self, work: Work) -> None:
+        """All its pictures are decoded."""
+
+    def failed(self, work: Work, error: BaseException) -> None:
+        """One of its pictures cannot be made; its rows are gone."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Preview:
+    """A picture as far as it had come, as a PNG file: made beside the steps, not by who tells of it."""
+
+    picture: int
+    index: int
+    step: int
+    png: bytes
+
+
+def png_of(image: Image.Image) -> bytes:
+    """A picture as a PNG file without parameters."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+@dataclass(eq=False, repr=False)
+class Ticket:
+    """One picture of a work: waiting (`entry`), on its way (`row`), or done.
+
+    One with a second pass waits twice.
+    """
+
+    work: Work
+    index: int
+    entry: Entry = field(init=False)
+    row: sample.Row | None = None
+    preview_at: dict[int, int] = field(default_factory=dict)
+    """After which step which preview is due."""
+    meter_s: float = 0.0
+    """The bucket's meter when it came aboard."""
+    done: bool = False
+    load: float = 0.0
+    """What it takes of the room of its size; 0 while it waits."""
+    earlier_steps: int = 0
+    """Of the first pass, once it is in the second."""
+    dropped_at: int = 0
+    """Steps taken when its work was stopped."""
+
+    def __post_init__(self) -> None:
+        self._enter()
+
+    def _enter(self) -> None:
+        size: Hashable = (self.shape.width, self.shape.height)
+        priority = PRIORITIES[self.work.request.priority]
+        self.entry = Entry(self, self.work.key, size, self.shape.cost, priority)
+
+    @property
+    def shape(self) -> Shape:
+        """What the pass that it is in, or waits for, costs."""
+        larger = self.work.shape.larger
+        return larger if self.earlier_steps and larger is not None else self.work.shape
+
+    @property
+    def has_another_pass(self) -> bool:
+        """Whether a picture that is through its steps is to be made larger still."""
+        return self.work.shape.larger is not None and not self.earlier_steps
+
+    def enlarge(self, row: sample.Row) -> None:
+        """Wait anew, for the second pass."""
+        self.earlier_steps, self.row = self.step, row
+        self._enter()
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.earlier_steps + (self.row.step if self.row is not None else 0)
+
+
+@dataclass(eq=False, repr=False)
+class Work:
+    """A job as the engine sees it."""
+
+    uid: str
+    key: str
+    request: PictureRequest
+    shape: Shape
+    listener: Listener
+    uploads: Uploads | None = None
+    alone: bool = False
+    """It was begun again and again and never finished: nothing else is computed beside it."""
+    accepted_s: float = field(default_factory=time.monotonic)
+    started_s: float | None = None
+    prepared: sample.Job | None = None
+    lent: dict[str, Loan] = field(default_factory=dict)
+    """Where its adapters are, by name."""
+    tickets: list[Ticket] = field(default_factory=list)
+    pictures: dict[int, sample.Picture] = field(default_factory=dict)
+    files: dict[int, Future[bytes]] = field(default_factory=dict)
+    """Of its pictures, once they have gone through the hooks."""
+    previews: list[Preview] = field(default_factory=list)
+    watchers: int = 0
+    device_s: float = 0.0
+    over: bool = False
+    """Cancelled, failed or finished: nothing of it is to be computed any more."""
+
+    def __post_init__(self) -> None:
+        self.tickets = [Ticket(self, i) for i in range(self.request.num)]
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of its adapters."""
+        return tuple(choice.name for choice in self.request.adapters)
+
+    @property
+    def steps_done(self) -> int:
+        """Of all its pictures."""
+        return sum(ticket.step for ticket in self.tickets)
+
+    @property
+    def steps_total(self) -> int:
+        """Of all its pictures; known exactly once they are prepared (PNDM takes one more)."""
+        if (job := self.prepared) is not None:
+            steps = len(job.table) + (len(job.hires.table) if job.hires is not None else 0)
+        else:
+            steps = self.shape.steps + (self.shape.larger.steps if self.shape.larger is not None else 0)
+        return steps * len(self.tickets)
+
+
+def preview_steps(count: int, steps: int) -> dict[int, int]:
+    """After which steps `count` previews are due, evenly spread; the last step is the picture itself."""
+    at = {round((i + 1) * steps / (count + 1)): i for i in range(count)}
+    return {step: index for step, index in at.items() if 0 < step < steps}

@@ -1,0 +1,397 @@
+"""Whether a request may become a job: limits, what the model can do, rates, and room in the queue."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+import time
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from PIL import Image
+from pydantic import ValidationError
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.sample.adapters import read_tags
+from darkroom.sample.generate import check_parts
+from darkroom.sample.inputs import check_mask
+from darkroom.sample.prompts import read_parts
+from darkroom.serve.api.guard import ANONYMOUS
+from darkroom.serve.engine.loop import Engine
+from darkroom.serve.engine.runner import FORMATS, shape_of
+from darkroom.serve.engine.tickets import Shape
+from darkroom.serve.errors import Refused, say
+from darkroom.serve.jobs.store import Record
+from darkroom.serve.request import JOB_ID, MAX_SEED, PRIORITIES, AdapterChoice, PictureRequest, Uploads
+from darkroom.serve.settings import Limits
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+    from darkroom.serve.engine.adapters import Library
+
+
+MOST_KEYS = 10_000
+
+
+def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
+    """The same for the same body: what makes sending a job twice harmless."""
+    # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
+    said = request.model_dump(mode="json", exclude=None if request.hires else {"hires"})
+    told = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for part in (uploads.image, uploads.mask) if uploads is not None else ():
+        told.update(hashlib.sha256(part or b"").digest())
+    return told.hexdigest()
+
+
+def check_job_id(job_id: str) -> None:
+    """422 unless a client may call a job so."""
+    if not re.fullmatch(JOB_ID, job_id):
+        raise Refused(422, "invalid_id", "a job's id is 1 to 64 letters, digits, '-' or '_'", param="job_id")
+
+
+def check_limits(request: PictureRequest, limits: Limits) -> None:
+    """422 naming the field that is over a bound, and the bound."""
+    bounds = (
+        ("prompt", len(request.prompt), limits.prompt_chars, "characters"),
+        ("negative", len(request.negative or ""), limits.prompt_chars, "characters"),
+        ("num", request.num, min(limits.pictures, limits.queue, limits.queue_per_key), "pictures"),
+        ("steps", request.steps or 0, limits.steps, "steps"),
+        ("guidance", request.guidance or 0, limits.guidance, ""),
+        ("width", request.width or 0, limits.side_pixels, "pixels"),
+        ("height", request.height or 0, limits.side_pixels, "pixels"),
+        ("adapters", len(request.adapters), limits.adapters, "adapters"),
+        ("previews", request.previews, limits.previews, "previews"),
+        ("deadline_s", request.deadline_s or 0, limits.deadline_s, "seconds"),
+    )
+    for name, given, most, unit in bounds:
+        if given > most:
+            raise Refused(422, "over_limit", f"{name}: at most {most:g} {unit}".rstrip(), param=name)
+    for choice in request.adapters:
+        if abs(choice.weight) > limits.adapter_weight:
+            raise Refused(
+                422,
+                "over_limit",
+                f"adapters: weights of -{limits.adapter_weight:g} to {limits.adapter_weight:g}",
+                param="adapters",
+            )
+
+
+def with_tags_read(request: PictureRequest) -> PictureRequest:
+    """A request without tags in its prompt (`<lora:NAME:WEIGHT>`), and what they name among its adapters.
+
+    In every dialect; a name met twice adds up. Tags of the negative prompt only go, as in A1111.
+    """
+    try:
+        prompt, told = read_tags(request.prompt)
+        negative, against = read_tags(request.negative or "")
+        weights = {choice.name: choice.weight for choice in request.adapters}
+        if not (told or against) or len(weights) < len(request.adapters):  # named twice: refused later
+            return request
+        for name, weight in told:
+            weights[name] = weights.get(name, 0.0) + (1.0 if weight is None else weight)
+        adapters = tuple(AdapterChoice(name=name, weight=weight) for name, weight in weights.items())
+    except InputError as error:
+        raise Refused(422, "invalid_value", f"prompt: {say(error)}", param="prompt") from error
+    except ValidationError as error:
+        message = "prompt: <lora:NAME:WEIGHT> with a name, and a weight of -100 to 100"
+        raise Refused(422, "invalid_value", message, param="prompt") from error
+    changed = {"prompt": prompt, "adapters": adapters}
+    return request.model_copy(update={**changed, "negative": negative or None} if against else changed)
+
+
+def check_texts(model: Model, request: PictureRequest) -> None:
+    """422 for a text of more parts than are read, or layers to skip that the encoder does not have.
+
+    Tokenizes, so not for the event loop.
+    """
+    for name, text in (("prompt", request.prompt), ("negative", request.negative or "")):
+        try:
+            read_parts(model, text, request.weighting)
+        except InputError as error:
+            raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
+    encoders: list[Any] = list(model.text_encoders)
+    most = min(int(encoder.config.num_hidden_layers) for encoder in encoders)
+    most -= 2 if model.is_sdxl else 1
+    if request.clip_skip > most:
+        raise Refused(422, "over_limit", f"clip_skip: at most {most} with this model", param="clip_skip")
+
+
+def check_load(model: Model, shape: Shape, largest: float) -> None:
+    """422 where a picture's steps would hold up everybody else's."""
+    own = model.sample_size
+    for param, one in (("width", shape), ("hires", shape.larger)):
+        if one is None or one.load(own**2) <= largest:
+            continue
+        most = int(largest / one.evaluations * own**2)
+        side = int(math.sqrt(most) / model.size_unit) * model.size_unit
+        guided = " with guidance" if one.evaluations > 1 else ""
+        message = f"size: {one.width}x{one.height} is too large for this server"
+        most_said = f"at most {most} pixels{guided}, such as {side}x{side}"
+        raise Refused(422, "over_limit", f"{message}; {most_said}", param=param)
+
+
+def check_shape(
+    model: Model,
+    request: PictureRequest,
+    limits: Limits,
+    image: Image.Image | None = None,
+    *,
+    mask: Image.Image | None = None,
+) -> Shape:
+    """What the request costs; 422 where the model cannot do it or it is too much work."""
+    try:
+        check_parts(model, has_mask=mask is not None)
+        if mask is not None and image is not None:
+            check_mask(mask, image)
+    except InputError as error:
+        raise Refused(422, "invalid_value", say(error), param="mask") from error
+    if request.seed is not None and request.seed + request.num - 1 > MAX_SEED:
+        raise Refused(422, "over_limit", f"seed: at most {MAX_SEED} for the last picture", param="seed")
+    if image is not None and request.hires is not None:
+        raise Refused(
+            422, "invalid_value", "hires: not with a picture to start from; give a larger size", param="hires"
+        )
+    try:
+        shape = shape_of(model, request, image)
+    except InputError as error:
+        raise Refused(422, "invalid_value", say(error), param=_param(error)) from error
+    last = shape.larger or shape
+    if max(last.width, last.height) > limits.side_pixels:
+        param = "hires" if shape.larger else "width"
+        raise Refused(422, "over_limit", f"size: at most {limits.side_pixels} pixels a side", param=param)
+    if max(shape.steps, last.steps) > limits.steps + 1:
+        raise Refused(422, "over_limit", f"steps: at most {limits.steps}", param="steps")
+    if shape.whole_cost * request.num > limits.work:
+        raise Refused(
+            422,
+            "over_limit",
+            f"pixels x steps x pictures (guidance counts twice): {shape.whole_cost * request.num:.4g}, "
+            f"at most {limits.work:.4g}",
+            param="num" if request.num > 1 else "width",
+        )
+    return shape
+
+
+PARAMS = {
+    "size": "width",
+    "hires": "hires",
+    "solver": "solver",
+    "eta": "eta",
+    "Karras": "karras",
+    "spacing": "spacing",
+    "timestep": "spacing",
+    "seed": "seed",
+    "adapter": "adapters",
+}
+
+
+def _param(error: InputError) -> str | None:
+    """The field that a mistake told by `sample` is about."""
+    words = re.findall(r"[A-Za-z]+", error.given)
+    if words[1:2] == ["steps"] or words[:1] == ["steps"]:
+        return "steps"
+    return next((PARAMS[word] for word in words if word in PARAMS), None)
+
+
+def opened_images(
+    request: PictureRequest, uploads: Uploads | None, limits: Limits
+) -> tuple[Image.Image | None, Image.Image | None]:
+    """The picture to start from, and its mask; 422 unless they are of the formats and sizes allowed."""
+    if uploads is None or uploads.image is None:
+        lone = "strength" if request.strength is not None else "mask" if uploads and uploads.mask else None
+        if lone is not None:
+            raise Refused(422, "invalid_value", f"{lone}: only with a picture to start from", param=lone)
+        return None, None
+    mask = None if uploads.mask is None else checked_picture(uploads.mask, limits, "mask")
+    return checked_picture(uploads.image, limits, "image"), mask
+
+
+def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
+    """A picture of PNG, JPEG or WebP as RGB (or with its alpha); 422 with no more than that otherwise."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            pixels = image.width * image.height
+            if pixels > limits.upload_pixels:
+                raise Refused(
+                    422, "over_limit", f"{param}: at most {limits.upload_pixels} pixels", param=param
+                )
+            image.load()
+            return image
+    except (Refused, MemoryError):  # the latter is no fault of the picture
+        raise
+    except Exception as error:  # whatever a decoder makes of hostile bytes
+        raise Refused(
+            422, "invalid_picture", f"{param}: no PNG, JPEG or WebP picture that can be read", param=param
+        ) from error
+
+
+class Rates:
+    """How often each key may come: a bucket that fills evenly and holds ten seconds' worth."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._per_s = per_minute / 60
+        self._most = max(1.0, self._per_s * 10)
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, key: str, now_s: float | None = None) -> None:
+        """Take one; 429 with when the next is there."""
+        now = time.monotonic() if now_s is None else now_s
+        left, at = self._buckets.pop(key, (self._most, now))
+        left = min(self._most, left + (now - at) * self._per_s)
+        self._buckets[key] = (left - 1 if left >= 1 else left, now)
+        while len(self._buckets) > MOST_KEYS:
+            self._buckets.popitem(last=False)
+        if left < 1:
+            raise Refused(
+                429,
+                "rate_limited",
+                f"at most {self._per_s * 60:g} jobs a minute{owner(key)}",
+                retry_after_s=(1 - left) / self._per_s,
+            )
+
+
+def owner(key: str) -> str:
+    """Whose they are, where there are keys; their names are no secret to who has one."""
+    return f" with key '{key}'" if key not in ("", ANONYMOUS) else " in all"
+
+
+def check_adapters(request: PictureRequest, library: Library | None) -> None:
+    """422 for an adapter that is not there, is known to be of no use, or is named twice."""
+    names = [choice.name for choice in request.adapters]
+    known = library.names() if library is not None else set()
+    for name in names:
+        if name not in known:
+            raise Refused(
+                422, "unknown_adapter", f"adapters: no adapter '{name[:100]}' here", param="adapters"
+            )
+    if len(set(names)) < len(names):
+        raise Refused(422, "invalid_value", "adapters: each may be named once", param="adapters")
+    try:
+        if library is not None:
+            library.check(names)
+    except DarkroomError as error:
+        raise Refused(422, "unusable_adapter", f"adapters: {say(error)}", param="adapters") from error
+
+
+def new_record(
+    uid: str, server: str, key: str, job_id: str, digest: str, request: PictureRequest, shape: Shape
+) -> Record:
+    """The row of a job that is accepted now."""
+    now_s = time.time()
+    return Record(
+        uid=uid,
+        server=server,
+        key=key,
+        id=job_id,
+        digest=digest,
+        state="queued",
+        request=request.model_dump_json(),
+        created_s=now_s,
+        num=request.num,
+        priority=PRIORITIES[request.priority],
+        work=shape.whole_cost * request.num,
+        due_s=None if request.deadline_s is None else now_s + request.deadline_s,
+    )
+
+
+UNMEASURED_S = 5.0
+"""When to come again, before the first step has been measured."""
+
+
+class Line(NamedTuple):
+    """Who was refused and told when to come again: places that free up until then are promised to them."""
+
+    until_s: float
+    key: str
+    num: int
+    cost: float
+
+
+class Intake:
+    """Belongs to the event loop's thread."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._rates = Rates(limits.rate_per_minute)
+        self._reserved: Counter[str] = Counter()
+        self._line: list[Line] = []
+
+    def check_room(self, engine: Engine, key: str, num: int, others: Counter[str] | None = None) -> None:
+        """429 where the queue is full or the key comes too often; `others` wait for any server, by key."""
+        others = others or Counter()
+        waiting = engine.waiting() + self._reserved.total() + others.total()
+        mine = engine.waiting(key) + self._reserved[key] + others[key]
+        for there, most, whose in (
+            (waiting, self._limits.queue, None),
+            (mine, self._limits.queue_per_key, key),
+        ):
+            if there + num > most:
+                after_s = self._places_free_s(engine, there + num - most, whose)
+                self._promise(Line(time.monotonic() + after_s, key, num, 0.0))
+                told = f"{there} pictures wait already{owner(key) if whose else ''}"
+                raise Refused(429, "queue_full", told, retry_after_s=after_s)
+        self._rates.take(key)
+
+    def check_work(self, engine: Engine, key: str, num: int, cost: float) -> None:
+        """429 where the work that waits would take too long with this job's `cost` on top; alone it may."""
+        limits = self._limits
+        for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.share_of_a_key)):
+            waiting = engine.waiting_cost(whose)
+            waiting_s, own_s = engine.seconds_for(waiting), engine.seconds_for(cost)
+            if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
+                continue
+            too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
+            after_s = self._work_gone_s(engine, too_much, whose)
+            self._promise(Line(time.monotonic() + after_s, key, num, cost))
+            whole = f"work of {waiting_s:.3g} s waits already{owner(key) if whose else ''}"
+            told = f"{whole}, and this is {own_s:.3g} s; at most {most_s:.4g} s may wait"
+            raise Refused(429, "queue_full", told, retry_after_s=after_s)
+
+    def _promise(self, line: Line) -> None:
+        """Of each key no more than may wait: who asks in vain again and again delays nobody else."""
+        if sum(one.num for one in self._promised(line.key)) + line.num <= self._limits.queue_per_key:
+            self._line.append(line)
+
+    def _promised(self, key: str | None) -> list[Line]:
+        now_s = time.monotonic()
+        self._line = [one for one in self._line if one.until_s > now_s]
+        return [one for one in self._line if key is None or one.key == key]
+
+    def _places_free_s(self, engine: Engine, num: int, key: str | None) -> float:
+        """When so many pictures, of a key or of all, will have left the queue, and those promised before."""
+        times = [one.after_s for one in engine.admissions() if key is None or one.key == key]
+        if not times:
+            return UNMEASURED_S
+        num += sum(one.num for one in self._promised(key))
+        beyond = max(0, num - len(times))  # who was promised a place will wait as well
+        return times[min(num, len(times)) - 1] + beyond * times[-1] / len(times)
+
+    def _work_gone_s(self, engine: Engine, work: float, key: str | None) -> float:
+        """When so much of the waiting work will have been admitted, and what was promised before."""
+        admissions = [one for one in engine.admissions() if key is None or one.key == key]
+        work += sum(one.cost for one in self._promised(key))
+        for one in admissions:
+            work -= one.cost
+            if work <= 0:
+                return one.after_s
+        last_s = admissions[-1].after_s if admissions else UNMEASURED_S
+        return last_s + (engine.seconds_for(work) or 0.0)
+
+    @contextmanager
+    def reserved(self, key: str, num: int) -> Iterator[None]:
+        """Room in the queue for a job that is being written down."""
+        self._reserved[key] += num
+        try:
+            yield
+        finally:
+            self._reserved[key] -= num
+            if not self._reserved[key]:
+                del self._reserved[key]

@@ -1,0 +1,225 @@
+"""`Endings`: how jobs begin and end. Told by the engine's threads, written to the store, then told on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import aclosing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.serve.engine.tickets import Work
+from darkroom.serve.errors import Refused, say
+from darkroom.serve.hooks import Hooks
+from darkroom.serve.jobs.active import Live, Lives, news
+from darkroom.serve.jobs.results import RETRY_S, Keeper, PictureFiles
+from darkroom.serve.jobs.store import Record, StorageError, Store
+from darkroom.serve.loop import Loop
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import Event, EventKind, Job, too_late
+from darkroom.serve.settings import ServeSettings
+from darkroom.serve.shared_queue import Sharing
+
+if TYPE_CHECKING:
+    from darkroom.serve.engine.loop import Engine
+
+
+LOG = logging.getLogger("darkroom.serve")
+
+
+class Endings:
+    """The `Listener` of all works; `began`, `made` and `failed` come on the engine's threads."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        lives: Lives,
+        store: Store,
+        results: PictureFiles,
+        metrics: Metrics,
+        settings: ServeSettings,
+    ) -> None:
+        self._loop, self._lives, self._store, self._results = loop, lives, store, results
+        self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
+        hooks = Hooks.named(settings.hooks)
+        self.keeper = Keeper(results, store, self._over_soon, settings.usd_per_hour, hooks)
+        self.engine: Engine | None = None
+
+    def began(self, work: Work) -> None:
+        """Of `Listener`."""
+        future = self._store.start(work.uid, time.time())
+        future.add_done_callback(_note_failure)
+
+    def drawn(self, work: Work, index: int) -> None:
+        """Of `Listener`."""
+        self.keeper.check(work, index)
+
+    def made(self, work: Work) -> None:
+        """Of `Listener`."""
+        self.keeper.keep(work)
+
+    def failed(self, work: Work, error: BaseException) -> None:
+        """Of `Listener`."""
+        reason = {"code": _code(error), "message": _told(error)}
+        self._loop.soon(lambda: self._fail_soon(work.uid, reason))
+
+    def _fail_soon(self, uid: str, reason: dict[str, str]) -> None:
+        if (live := self._lives.get(uid)) is not None:
+            self._loop.spawn(self.end(live, "failed", {"error": reason}))
+
+    def overdue(self, live: Live) -> None:
+        """Its deadline has passed."""
+        reason = too_late(live.work.request.deadline_s or 0.0)
+        self._loop.spawn(self.end(live, "failed", {"error": reason}))
+
+    async def end(self, live: Live, state: str, result: dict[str, Any]) -> None:
+        """Stop a job for good. Where it was over a moment before, that is how it ended."""
+        assert self.engine is not None
+        self.engine.drop(live.work)
+        state, result = await self.end_row(live.record.uid, state, result)
+        self._over(live.work, state, result)
+
+    async def end_row(self, uid: str, state: str, result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Write down how a job ended, however long that takes, and drop its files unless it is done.
+
+        Gives how it ended in truth: it may have been over before.
+        """
+        now_s = time.time()
+        if not await self._until_it_works(lambda: self._store.end(uid, state, now_s, result)):
+            record: Record | None = await self._until_it_works(lambda: self._store.find_uid(uid))
+            if record is not None:
+                state, result = record.state, record.result
+        if state != "done":
+            with suppress(StorageError):  # they go with the job, when it was kept long enough
+                await self._loop.in_thread(self._results.delete, uid)
+        return state, result
+
+    async def _until_it_works(self, write: Callable[[], Future[Any]]) -> Any:
+        """What the store gives; an end must be written down, or the job would run again after a restart."""
+        while True:
+            try:
+                return await asyncio.wrap_future(write())
+            except (StorageError, OSError):
+                await asyncio.sleep(RETRY_S)
+
+    def _over_soon(self, work: Work, state: str, result: dict[str, Any]) -> None:
+        self._loop.soon(lambda: self._over(work, state, result))
+
+    def _over(self, work: Work, state: str, result: dict[str, Any]) -> None:
+        """A job's end is in the store: tell everybody."""
+        live = self._lives.get(work.uid)
+        if live is None:
+            return
+        if not work.over and self.engine is not None:  # withheld while more of it was being drawn
+            self.engine.drop(work)
+        live.end(state, result)
+        self._lives.forget(live)
+        self._metrics.over.labels(state).inc()
+        if state == "done":
+            self._count_done(work)
+
+    def _count_done(self, work: Work) -> None:
+        num, metrics = len(work.tickets), self._metrics
+        metrics.pictures.inc(num)
+        metrics.pixels.inc(num * work.shape.pixels)
+        metrics.job_seconds.observe(time.monotonic() - work.accepted_s)
+        metrics.device_seconds.inc(work.device_s)
+        metrics.usd.inc(work.device_s * self._usd_per_hour / 3600)
+
+
+def _code(error: BaseException) -> str:
+    """A client's mistake that only drawing brought to light is one all the same."""
+    return "invalid_value" if isinstance(error, InputError) else "failed"
+
+
+def _told(error: BaseException) -> str:
+    """What a client may read of a failure: darkroom's own words, else only the kind."""
+    if isinstance(error, InputError):
+        return say(error)
+    return str(error) if isinstance(error, DarkroomError) else f"the picture failed: {type(error).__name__}"
+
+
+def _note_failure(future: Any) -> None:
+    if (error := future.exception()) is not None:
+        LOG.warning("a job's start could not be noted: %s", error)
+
+
+News = AsyncGenerator[tuple[EventKind, dict[str, Any]]]
+
+
+class Watchers:
+    """Belongs to the event loop's thread. The engine ticks only while somebody watches."""
+
+    def __init__(self, loop: Loop, lives: Lives, sharing: Sharing | None, most: int) -> None:
+        self._loop, self._lives, self._sharing, self._most = loop, lives, sharing, most
+        self._count = 0
+        self.engine: Engine | None = None
+
+    def check_room(self) -> None:
+        """429 where too many clients watch already: before the answer to one more begins."""
+        if self._count >= self._most:
+            raise Refused(429, "too_many_streams", "too many event streams are open", retry_after_s=5)
+
+    async def events(
+        self, get: Callable[[], Awaitable[Job]], key: str, job_id: str, after: int
+    ) -> AsyncIterator[Event]:
+        """A job's events from now on, numbered on from `after`; `get` gives the job as it is, or raises."""
+        await get()
+        number = after
+        while True:
+            live = self._lives.find(key, job_id)
+            async with aclosing(self._of(live, key, job_id)) as told:
+                async for kind, data in told:
+                    number += 1
+                    yield Event(number, kind, data)
+            if self._lives.find(key, job_id) is not None:
+                continue
+            if (job := await get()).over:
+                yield _last_event(job, number + 1)
+                return
+            if self._sharing is None:  # kept for the next process
+                return
+
+    async def _of(self, live: Live | None, key: str, job_id: str) -> News:
+        if live is not None:
+            with self._watched():
+                async for one in self._here(live):
+                    yield one
+        elif self._sharing is not None:
+            with self._watched():
+                async for one in self._sharing.follow(key, job_id):
+                    yield one
+
+    async def _here(self, live: Live) -> News:
+        """Of a job that is drawn here, until it is over."""
+        seen: dict[str, Any] = {}
+        while not live.ended.is_set():
+            for one in news(live, seen, self._lives.place(live, self.engine)):
+                yield one
+            await self._loop.next_tick()
+        for one in news(live, seen, None):
+            yield one
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._set(self._count + 1)
+        try:
+            yield
+        finally:
+            self._set(self._count - 1)
+
+    def _set(self, count: int) -> None:
+        self._count = count
+        if self.engine is not None:
+            self.engine.watchers = count
+
+
+def _last_event(job: Job, number: int) -> Event:
+    if job.state == "done":
+        return Event(number, "done", {"pictures": list(job.pictures), "cost": job.cost})
+    if job.state == "failed":
+        return Event(number, "failed", dict(job.error or {}))
+    return Event(number, "cancelled", {})

@@ -1,0 +1,516 @@
+"""`Core`: jobs from acceptance to stored pictures. All doors stand on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from darkroom.errors import DarkroomError, InputError
+from darkroom.serve import status as cards
+from darkroom.serve.engine import loader as opening
+from darkroom.serve.engine import tickets
+from darkroom.serve.engine.loop import Engine
+from darkroom.serve.engine.tickets import Shape, Work
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs import admission
+from darkroom.serve.jobs.active import Live, Lives, job_of, job_of_record
+from darkroom.serve.jobs.admission import Intake, new_record
+from darkroom.serve.jobs.completion import Endings, Watchers
+from darkroom.serve.jobs.results import picture_name
+from darkroom.serve.jobs.retention import House
+from darkroom.serve.jobs.store import LIVE, Record, StorageError
+from darkroom.serve.loop import Loop
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
+from darkroom.serve.settings import ServeSettings
+from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
+
+if TYPE_CHECKING:
+    from darkroom.serve.engine.adapters import Library
+
+
+LOG = logging.getLogger("darkroom.serve")
+SWEEP_S = 15.0
+SUSPECT = 3
+"""A job that was begun so often and never finished is drawn alone: should it be what ends the process, the
+others are not begun with it, and the kills of a bad day do not count against jobs that only stood by."""
+LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
+CANCEL_S = 5.0
+"""So long a client waits until its cancellation is written down; it is tried on after that."""
+
+
+class Core:
+    """One server's jobs. Its coroutines belong to the event loop that `start` was called in."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings, self.limits = settings, settings.limits_in_force
+        self.metrics = Metrics()
+        self.results, self.store = open_stores(settings)
+        self.state = "loading"
+        """loading, ready, draining, or broken."""
+        self.why = "the model is being loaded"
+        self.error: Exception | None = None
+        """Why it is broken, for who runs it."""
+        self.left_at_work = False
+        """Closed while a step went on that nothing ends: the process has to be left."""
+        self.engine: Engine | None = None
+        self._opened: opening.Opened | None = None
+        self._told_kept: set[str] = set()
+        """Jobs whose waiting clients were told that the next process draws them."""
+        self._loop = Loop()
+        self._lives = Lives(self._loop, self.metrics)
+        self._intake = Intake(self.limits)
+        self._endings = Endings(self._loop, self._lives, self.store, self.results, self.metrics, settings)
+        self._keeper = self._endings.keeper
+        self._house = House(self._loop, self.results, self.store, self._keeper)
+        self.sharing = open_sharing(settings, self.store, self._lives)
+        self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
+        self._watchers = Watchers(self._loop, self._lives, self.sharing, self.limits.watchers)
+        self.attended = self._lives.attended
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Begin to load the model; the core is of use meanwhile for all but new jobs."""
+        self._loop.begin()
+        self._loading = self._loop.spawn(self._load())
+        self._loop.spawn(self._sweep())
+
+    async def loaded(self) -> None:
+        """Until the model is there, or cannot be."""
+        await asyncio.shield(self._loading)
+
+    async def _load(self) -> None:
+        hooks = opening.Hooks(self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside))
+        try:
+            opened = await self._loop.beside(opening.open_model, self.settings, self.metrics, hooks)
+            self._opened, self.engine = opened, opened.engine
+            self._endings.engine = self._watchers.engine = opened.engine
+        except Exception as error:
+            self._broken("the model cannot be loaded", error)
+            return
+        self.metrics.capacity.set(self.engine.capacity)
+        self.engine.start()
+        try:
+            await self._begin_with_what_is_there(opened)
+        except Exception as error:
+            self._broken("the jobs that were kept cannot be taken up", error)
+            return
+        if self.state == "loading":
+            self.state, self.why = "ready", ""
+            self.metrics.ready.set(1)
+
+    def _broken(self, why: str, error: Exception) -> None:
+        """No job will be taken by this process; the log says why, clients are told no more than `why`."""
+        self.state, self.why, self.error = "broken", why, error
+        if not isinstance(error, InputError):  # a mistake is told by who runs this, in one line
+            LOG.error("%s: %s", why, type(error).__name__, exc_info=not isinstance(error, DarkroomError))
+
+    async def _begin_with_what_is_there(self, opened: opening.Opened) -> None:
+        if self.sharing is not None:
+            self.sharing.begin(opened.engine, opened.library, self._take_up, self._set_aside)
+            self._loop.spawn(self.sharing.run())
+            return
+        await self._house.tidy()
+        for record in await asyncio.wrap_future(self.store.live()):
+            await self._take_up(record)
+
+    async def _take_up(self, record: Record) -> None:
+        """A job that an earlier process accepted and did not finish."""
+        if record.attempts >= self.limits.attempts:
+            await self._end_record(record, "gave_up", f"begun {record.attempts} times and never finished")
+            return
+        try:
+            request = PictureRequest.model_validate_json(record.request)
+            request = admission.with_tags_read(request)
+            uploads = await self._loop.in_thread(self._keeper.read_uploads, record.uid)
+            shape = await self._shape(request, uploads)
+        except (Refused, ValueError) as error:
+            await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
+            return
+        now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
+        if now is not None and now.state in LIVE:  # it may have been cancelled meanwhile
+            self._enlist(now, request, shape, uploads)
+
+    async def _end_record(self, record: Record, code: str, message: str) -> None:
+        result = {"error": {"code": code, "message": message}}
+        await asyncio.wrap_future(self.store.end(record.uid, "failed", time.time(), result))
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new jobs; finish what is on its way and what somebody waits for; keep the rest."""
+        self.state, self.why = "draining", "the server is being stopped"
+        self.metrics.ready.set(0)
+        if self.sharing is not None:
+            self.sharing.claims = False
+        for live in self._lives:
+            if self._lives.may_wait(live):
+                self._set_aside(live)
+        end = time.monotonic() + seconds
+        while (
+            len(self._lives)
+            and time.monotonic() < end
+            and self.engine is not None
+            and not self.engine.trouble
+        ):
+            await asyncio.sleep(0.02)
+        self._set_all_aside()
+
+    def _set_all_aside(self) -> None:
+        """No more can be done here: whoever waits is told, and the next process takes the jobs up."""
+        for live in self._lives:
+            self._set_aside(live)
+
+    def _set_aside(self, live: Live) -> None:
+        """Leave a job for the next process: its row in the store stays as it is."""
+        if self.engine is not None:
+            self.engine.drop(live.work)
+        live.kept = True
+        self._lives.forget(live)
+        if self.sharing is not None:
+            self._loop.spawn(self.sharing.release([live.record.uid]))
+
+    async def close(self) -> None:
+        """Stop computing and let go of the store. Jobs that are not over stay in it."""
+        self._loop.end_tasks()
+        if self.engine is not None:
+            self.left_at_work = not await asyncio.to_thread(self.engine.stop)
+        if (library := self._library()) is not None:
+            library.close()
+        await asyncio.to_thread(self._keeper.close)
+        if self.sharing is not None:
+            with suppress(StorageError, OSError):
+                await self.sharing.release()
+        self._loop.close()
+        await asyncio.to_thread(self.store.close)
+        self.results.close()
+
+    # ---- what doors call
+
+    async def submit(
+        self,
+        request: PictureRequest,
+        *,
+        key: str,
+        job_id: str | None = None,
+        uploads: Uploads | None = None,
+    ) -> Job:
+        """Accept a job for good: from here on it survives the process. `Refused` where it is not served.
+
+        The same id with the same body gives the job that there is; with another body it is a conflict.
+        """
+        # A client that leaves meanwhile must not leave a job accepted in the store that nobody works on.
+        return await asyncio.shield(self._loop.spawn(self._submit(request, key, job_id, uploads)))
+
+    async def _submit(
+        self, request: PictureRequest, key: str, job_id: str | None, uploads: Uploads | None
+    ) -> Job:
+        if uploads is None:
+            digest = admission.digest_of(request, None)
+        else:
+            digest = await self._loop.in_thread(admission.digest_of, request, uploads)
+        if job_id is not None:
+            admission.check_job_id(job_id)
+            if (there := await self._there(key, job_id)) is not None:
+                return self._same(there, digest)
+        self._check_open()
+        request = admission.with_tags_read(request)
+        admission.check_limits(request, self.limits)
+        admission.check_adapters(request, self._library())
+        others = None if self.sharing is None else self.sharing.backlog.pictures
+        self._intake.check_room(self._engine, key, request.num, others)
+        uid = uuid.uuid4().hex
+        with self._intake.reserved(key, request.num):
+            shape = await self._shape(request, uploads)
+            self._intake.check_work(self._engine, key, request.num, shape.whole_cost * request.num)
+            request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
+            if self.settings.hooks:  # they see finished pictures only: a preview would get past them
+                request = request.model_copy(update={"previews": 0})
+            record = new_record(uid, self.settings.name, key, job_id or uid, digest, request, shape)
+            takes = self.sharing is None or self.sharing.takes(record)
+            kept = await self._accept(record, uploads, takes)
+            if kept.uid != uid:
+                with suppress(StorageError):  # its uploads were written for nothing
+                    await self._loop.in_thread(self.results.delete, uid)
+                return self._same(job_of_record(kept), digest, kept.digest)
+            self.metrics.accepted.inc()
+            if takes:
+                live = self._enlist(kept, request, shape, uploads)
+                return job_of(live, self._place(live))
+            assert self.sharing is not None
+            self.sharing.waits(kept)
+        return job_of_record(kept)
+
+    async def _accept(self, record: Record, uploads: Uploads | None, takes: bool) -> Record:
+        try:
+            if uploads is not None:
+                await self._loop.in_thread(self._keeper.write_uploads, record.uid, uploads)
+            if self.sharing is not None:
+                return await asyncio.wrap_future(self.sharing.leases.accept(record, take=takes))
+            return await asyncio.wrap_future(self.store.accept(record))
+        except (StorageError, OSError) as error:
+            raise self._no_storage() from error
+
+    def _no_storage(self, message: str = "jobs cannot be kept just now") -> Refused:
+        return Refused(507, "storage", message, retry_after_s=STORAGE_RETRY_S)
+
+    async def _there(self, key: str, job_id: str) -> tuple[Job, str] | None:
+        live = self._lives.find(key, job_id)
+        if live is not None:
+            return job_of(live, self._place(live)), live.record.digest
+        record = await self._stored(self.store.find(key, job_id))
+        return None if record is None else (job_of_record(record), record.digest)
+
+    def _same(self, there: tuple[Job, str] | Job, digest: str, other: str | None = None) -> Job:
+        job, its = there if isinstance(there, tuple) else (there, other)
+        if its != digest:
+            raise Refused(409, "conflict", f"there is a job '{job.id}' with another body", param="job_id")
+        return job
+
+    def _check_open(self) -> None:
+        trouble = self.trouble()
+        if trouble is None:
+            return
+        code, message = trouble
+        if code == "storage":
+            raise self._no_storage()
+        wait_s = LOADING_RETRY_S if code == "loading" else DRAINING_RETRY_S
+        raise Refused(503, code, message, retry_after_s=wait_s)
+
+    def _library(self) -> Library | None:
+        return self._opened.library if self._opened is not None else None
+
+    async def _shape(self, request: PictureRequest, uploads: Uploads | None) -> Shape:
+        """What a request costs; 422 where it cannot be."""
+        model, engine = self._model, self._engine
+
+        def checked() -> Shape:
+            image, mask = admission.opened_images(request, uploads, self.limits)
+            shape = admission.check_shape(model, request, self.limits, image, mask=mask)
+            admission.check_load(model, shape, engine.largest_load)
+            admission.check_texts(model, request)
+            return shape
+
+        shape: Shape = await self._loop.in_thread(checked)
+        return shape
+
+    def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
+        """Hand an accepted job to the engine."""
+        work = Work(record.uid, record.key, request, shape, self._endings, uploads)
+        work.alone = record.attempts >= SUSPECT
+        live = Live(record, work)
+        if self.state == "draining":
+            self._set_aside(live)
+            return live
+        self._lives.add(live)
+        if record.due_s is not None:
+            now_s = time.time() if self.sharing is None else self.sharing.leases.now_s()
+            live.deadline = self._loop.later(max(0.0, record.due_s - now_s), self._endings.overdue, live)
+        self._engine.submit(live.work)
+        return live
+
+    async def get(self, job_id: str, *, key: str, wait_s: float = 0.0) -> Job:
+        """A job as it is now, or within `wait_s` once it is over; 404 where this key has none of that id."""
+        live = self._lives.find(key, job_id)
+        if live is None and self.sharing is not None:
+            return await self._elsewhere(self.sharing, job_id, key, wait_s)
+        if live is not None and wait_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(live.ended.wait(), wait_s)
+        if live is not None:
+            return job_of(live, self._place(live))
+        return job_of_record(await self._record(job_id, key))
+
+    async def _elsewhere(self, sharing: Sharing, job_id: str, key: str, wait_s: float) -> Job:
+        """A job that another server draws, or that is over."""
+        try:
+            if wait_s:
+                await sharing.over(key, job_id, within_s=wait_s)
+            job = await sharing.look(key, job_id)
+        except (StorageError, OSError) as error:
+            raise self._no_storage() from error
+        if job is None:
+            raise _no_such_job()
+        return job
+
+    async def _record(self, job_id: str, key: str) -> Record:
+        record: Record | None = await self._stored(self.store.find(key, job_id))
+        if record is None:
+            raise _no_such_job()
+        return record
+
+    async def _stored(self, future: Any) -> Any:
+        """What the store gives; 507 where it cannot."""
+        try:
+            return await asyncio.wrap_future(future)
+        except (StorageError, OSError) as error:
+            raise self._no_storage() from error
+
+    async def jobs(
+        self, *, key: str, state: str | None = None, limit: int = 100, before: float | None = None
+    ) -> list[Job]:
+        """A key's jobs, newest first; `before` is the `created_s` of the last one already seen."""
+        found: list[Record] = await self._stored(
+            self.store.find_all(key, state=state, limit=limit, before_s=before)
+        )
+        lives = [(record, self._lives.get(record.uid)) for record in found]
+        return [job_of(live, self._place(live)) if live else job_of_record(record) for record, live in lives]
+
+    def events(self, job_id: str, *, key: str, after: int = 0) -> AsyncIterator[Event]:
+        """What happens to a job from now on, ending with its end; ids count on from `after`.
+
+        Ends early, without a last word, where the server is being stopped and keeps the job for later.
+        429 at once where too many watch already.
+        """
+        self._watchers.check_room()
+        return self._watchers.events(lambda: self.get(job_id, key=key), key, job_id, after)
+
+    async def finished(self, job_id: str, *, key: str) -> Job:
+        """The job once it is over; 503 where the server stops first and keeps it for later."""
+        while True:
+            live = self._lives.find(key, job_id)
+            if live is not None:
+                await live.ended.wait()
+                if not live.kept:
+                    return job_of(live, None)
+            elif self.sharing is not None:
+                await self.sharing.over(key, job_id)
+            job = await self.get(job_id, key=key)
+            if job.over:
+                return job
+            if self.sharing is None:
+                if self.state == "loading":
+                    self._check_open()
+                self._told_kept.add(job.uid)
+                told = "the server stops; the job is kept"
+                raise Refused(503, "draining", told, retry_after_s=DRAINING_RETRY_S)
+
+    async def cancel(self, job_id: str, *, key: str) -> Job:
+        """Have no more of a job computed. A job that is over stays as it is."""
+        job = await self.get(job_id, key=key)
+        if job.over or job.uid in self._told_kept:
+            return job
+        live = self._lives.find(key, job_id)
+        if live is None:
+            await self._soon_written(self._endings.end_row(job.uid, "cancelled", {}))
+            live = self._lives.find(key, job_id)  # it was taken up meanwhile
+        if live is not None:
+            await self._soon_written(self._endings.end(live, "cancelled", {}))
+        return await self.get(job_id, key=key)
+
+    async def _soon_written(self, ending: Any) -> None:
+        """Until a cancellation is in the store; 507 where that takes too long, and then it is tried on."""
+        task = self._loop.spawn(ending)
+        try:
+            await asyncio.wait_for(asyncio.shield(task), CANCEL_S)
+        except TimeoutError as error:
+            raise self._no_storage("the cancellation cannot be written down just now") from error
+
+    async def pictures(self, job_id: str, *, key: str) -> list[StoredPicture]:
+        """The pictures of a done job; 409 while it is not done, 410 where they are gone."""
+        job = await self.get(job_id, key=key)
+        return [await self.picture(job, i) for i in range(self._done_pictures(job))]
+
+    def _done_pictures(self, job: Job) -> int:
+        if job.state == "failed":
+            told = (job.error or {}).get("message", "the job failed")
+            raise Refused(409, "job_failed", told)
+        if job.state != "done":
+            raise Refused(409, "not_done", f"the job is {job.state}", retry_after_s=1)
+        return len(job.pictures)
+
+    async def picture(self, job: Job, index: int) -> StoredPicture:
+        """One picture of a done job."""
+        if not 0 <= index < self._done_pictures(job):
+            raise Refused(404, "no_such_picture", "the job has no such picture", param="index")
+        try:
+            png = await self._loop.in_thread(self.results.read, job.uid, picture_name(index))
+        except StorageError as error:
+            raise self._no_storage() from error
+        if png is None:
+            raise Refused(410, "expired", "the picture is no longer kept")
+        return StoredPicture(png, job.pictures[index])
+
+    async def picture_by_uid(self, uid: str, index: int) -> StoredPicture:
+        """One picture by what only a signed address knows."""
+        record = await self._stored(self.store.find_uid(uid))
+        if record is None:
+            raise Refused(404, "no_such_job", "no such picture, or it is no longer kept")
+        return await self.picture(job_of_record(record), index)
+
+    @property
+    def model(self) -> cards.ModelCard:
+        """What the model is and can do."""
+        most = int(self._engine.largest_load / 2 * self._engine.own_pixels)
+        return cards.model_card(self._model, self.settings, min(most, self.limits.side_pixels**2))
+
+    def adapters(self) -> list[tickets.AdapterCard]:
+        """The adapters that a request may name."""
+        library = self._library()
+        return [] if library is None else library.cards()
+
+    def status(self) -> cards.Status:
+        """The server as it is now."""
+        trouble = self.trouble()
+        return cards.status(self.engine, self.state, trouble[1] if trouble else "", len(self._lives))
+
+    def metrics_text(self) -> bytes:
+        """The counters, with what is only looked up when asked for."""
+        self.metrics.ready.set(self.trouble() is None)
+        if self._opened is not None:
+            device = self._opened.engine.studio.backend.device
+            self.metrics.device_memory.set(opening.used_bytes(device))
+        return self.metrics.text()
+
+    def trouble(self) -> tuple[str, str] | None:
+        """Why no new job is taken (code, message), None where they are."""
+        if self.state != "ready":
+            return self.state, self.why
+        if self.engine is not None and self.engine.trouble is not None:
+            return "broken", self.engine.trouble
+        if self.store.trouble is not None or self._keeper.trouble is not None:
+            return "storage", "jobs cannot be written to the disk or the database"
+        return None
+
+    # ---- keeping house
+
+    async def _sweep(self) -> None:
+        """Now and then drop what was kept long enough, and see whether the disk takes writes."""
+        while True:
+            with suppress(StorageError, OSError):
+                await self._house.sweep(self.limits, self.settings.min_free_bytes)
+            await asyncio.sleep(SWEEP_S if self.trouble() is None else 1.0)
+
+    # ---- small things
+
+    @property
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
+        return self.engine
+
+    @property
+    def _model(self) -> Any:
+        if self._opened is None:
+            raise Refused(503, self.state, self.why, retry_after_s=LOADING_RETRY_S)
+        return self._opened.model
+
+    def _place(self, live: Live) -> int | None:
+        return self._lives.place(live, self.engine)
+
+    def _wake(self) -> None:
+        if self.engine is not None:
+            self.engine.wake()
+
+
+def _seed() -> int:
+    return secrets.randbelow(2**32)
+
+
+def _no_such_job() -> Refused:
+    return Refused(404, "no_such_job", "no such job, or it is no longer kept", param="job_id")

@@ -1,0 +1,353 @@
+"""Pictures on disk, a folder for each job. A file is there whole or not at all, flushed before it counts."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import sqlalchemy as sql
+
+from darkroom.errors import InputError
+from darkroom.serve.engine.tickets import Work
+from darkroom.serve.hooks import Hooks, Withheld
+from darkroom.serve.jobs.store import METADATA, StorageError, Store
+from darkroom.serve.request import FINAL, Uploads
+
+UID = re.compile(r"[0-9a-f]{32}")
+PROBE_UID = "0" * 32
+"""Of no job: written and dropped now and then, to see whether writing works."""
+
+
+class PictureFiles(Protocol):
+    """Where the files of jobs are kept: a folder (`Results`), or a database (`files`)."""
+
+    @property
+    def folder(self) -> Path | None:
+        """On the disk."""
+
+    @property
+    def secret(self) -> bytes:
+        """Signs the addresses of pictures."""
+
+    def write(self, uid: str, files: dict[str, bytes]) -> int:
+        """Keep a job's files, by name; returns their bytes."""
+
+    def read(self, uid: str, name: str) -> bytes | None:
+        """One file of a job, None where it is gone."""
+
+    def delete(self, uid: str, names: Collection[str] | None = None) -> None:
+        """Drop all files of a job, or those of these names."""
+
+    def uids(self) -> Collection[str]:
+        """Jobs that have files, to see whether they are jobs still."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Results:
+    """The pictures of jobs, by uid, under one folder which is locked for one server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "pictures"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another server runs on '{folder}'", mend="give --state another folder"
+            ) from error
+        except OSError as error:
+            raise InputError(f"'{folder}' cannot be written: {error.strerror}") from error
+        self.secret = _secret(folder / ".secret")
+        """Signs the addresses of pictures."""
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._lock.close()
+
+    def write(self, uid: str, files: dict[str, bytes]) -> int:
+        """Keep a job's files, by name; returns their bytes. On return they outlast a power cut."""
+        folder = self._folder(uid)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            _write_flushed(folder / name, content)
+        _flush_folder(folder)
+        _flush_folder(folder.parent)
+        return sum(len(content) for content in files.values())
+
+    def read(self, uid: str, name: str) -> bytes | None:
+        """One file of a job, None where it is gone."""
+        try:
+            return (self._folder(uid) / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def delete(self, uid: str, names: Collection[str] | None = None) -> None:
+        """Drop all files of a job, or those of these names."""
+        if names is None:
+            shutil.rmtree(self._folder(uid), ignore_errors=True)
+        for name in names or ():
+            (self._folder(uid) / name).unlink(missing_ok=True)
+
+    def uids(self) -> list[str]:
+        """All jobs that have files."""
+        names = (path.name for path in self.folder.glob("*/*"))
+        return [name for name in names if UID.fullmatch(name) and name != PROBE_UID]
+
+    def _folder(self, uid: str) -> Path:
+        assert UID.fullmatch(uid)
+        return self.folder / uid[:2] / uid
+
+
+def picture_name(index: int) -> str:
+    """The file of a job's picture."""
+    return f"{index}.png"
+
+
+def _write_flushed(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}.part")
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _secret(path: Path) -> bytes:
+    """Random bytes kept for the server's eyes alone, so that signed addresses hold across restarts."""
+    try:
+        found = path.read_bytes()
+        if len(found) == 32:
+            return found
+    except FileNotFoundError:
+        pass
+    made = secrets.token_bytes(32)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(made)
+    return made
+
+
+FILES = sql.Table(
+    "darkroom_files",
+    METADATA,
+    sql.Column("uid", sql.String(32), primary_key=True),
+    sql.Column("name", sql.String(64), primary_key=True),
+    sql.Column("content", sql.LargeBinary, nullable=False),
+)
+SECRET_UID = "secret"
+
+
+class Files:
+    """What `Results` is on a disk: the files of jobs by uid. StorageError where the database takes none."""
+
+    folder = None
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.secret: bytes = store.do(_shared_secret).result()
+        """Signs the addresses of pictures, the same in every server."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def write(self, uid: str, files: dict[str, bytes]) -> int:
+        """Keep a job's files, by name; returns their bytes."""
+
+        def action(connection: sql.Connection) -> None:
+            of_job = FILES.c.uid == uid
+            connection.execute(sql.delete(FILES).where(of_job, FILES.c.name.in_(list(files))))
+            if files:
+                rows = [{"uid": uid, "name": name, "content": content} for name, content in files.items()]
+                connection.execute(sql.insert(FILES), rows)
+
+        self._store.do(action).result()
+        return sum(len(content) for content in files.values())
+
+    def read(self, uid: str, name: str) -> bytes | None:
+        """One file of a job, None where it is gone."""
+        query = sql.select(FILES.c.content).where(FILES.c.uid == uid, FILES.c.name == name)
+        future: Future[Any] = self._store.do(lambda connection: connection.execute(query).scalar())
+        content = future.result()
+        return None if content is None else bytes(content)
+
+    def delete(self, uid: str, names: Collection[str] | None = None) -> None:
+        """Drop all files of a job, or those of these names."""
+        gone = sql.delete(FILES).where(FILES.c.uid == uid)
+        if names is not None:
+            gone = gone.where(FILES.c.name.in_(list(names)))
+        self._store.do(lambda connection: connection.execute(gone)).result()
+
+    def uids(self) -> Collection[str]:
+        """None to look through: files of no job are dropped with the jobs that are forgotten."""
+        return ()
+
+
+def _shared_secret(connection: sql.Connection) -> bytes:
+    query = sql.select(FILES.c.content).where(FILES.c.uid == SECRET_UID)
+    found = connection.execute(query).scalar()
+    if found is None:
+        try:
+            with connection.begin_nested():
+                made = {"uid": SECRET_UID, "name": "signing", "content": secrets.token_bytes(32)}
+                connection.execute(sql.insert(FILES).values(made))
+        except sql.exc.IntegrityError:  # another server was quicker
+            pass
+        found = connection.execute(query).scalar()
+    assert found is not None
+    return bytes(found)
+
+
+LOG = logging.getLogger("darkroom.serve")
+RETRY_S = 1.0
+UPLOADS = ("image.upload", "mask.upload")
+
+
+class _ClosedError(Exception):
+    """The server ends before the disk takes what is to be kept: the job runs again."""
+
+
+class Keeper:
+    """Writes in threads of its own. While the disk is full it holds finished pictures and tries again."""
+
+    def __init__(
+        self,
+        results: PictureFiles,
+        store: Store,
+        over: Callable[[Work, str, dict[str, Any]], None],
+        usd_per_hour: float | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        self._results, self._store, self._over = results, store, over
+        self.usd_per_hour = usd_per_hour
+        self.hooks = hooks or Hooks()
+        self.server: str | None = None
+        """Whose pictures these are, where several servers share a database."""
+        self.trouble: str | None = None
+        """What the disk last complained of; None once it works again."""
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="darkroom-keeper")
+
+    def close(self) -> None:
+        """Write what is finished, but try no longer where it cannot be written: such jobs run again."""
+        self._closing.set()
+        self._pool.shutdown(wait=True)
+
+    def check(self, work: Work, index: int) -> None:
+        """Have the hooks see a finished picture, while others of its work may still be drawn."""
+        work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index])
+        work.files[index].add_done_callback(lambda file: self._checked(work, file))
+
+    def _checked(self, work: Work, file: Future[bytes]) -> None:
+        """A picture that is withheld ends its job: what is left of it need not be drawn."""
+        if not file.cancelled() and isinstance(error := file.exception(), Withheld) and not work.over:
+            with suppress(RuntimeError):  # the pool is closed: the job runs again
+                self._pool.submit(self._fail, work, "withheld", str(error))
+
+    def keep(self, work: Work) -> None:
+        """Write a work's pictures and end its job."""
+        self._pool.submit(self._keep, work)
+
+    def _keep(self, work: Work) -> None:
+        with suppress(_ClosedError):
+            try:
+                self._store_pictures(work)
+            except _ClosedError:
+                raise
+            except Withheld as error:
+                self._fail(work, "withheld", str(error))
+            except Exception:
+                LOG.exception("job %s could not be stored", work.uid)
+                self._fail(work, "failed", "the pictures could not be stored")
+
+    def _store_pictures(self, work: Work) -> None:
+        # Those were asked for before this was, so a thread has them already.
+        files = {picture_name(i): file.result() for i, file in work.files.items()}
+        num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
+        self._end(work, "done", self._result(work), num_bytes)
+
+    def _fail(self, work: Work, code: str, message: str) -> None:
+        self._end(work, "failed", {"error": {"code": code, "message": message}})
+
+    def _end(self, work: Work, state: str, result: dict[str, Any], num_bytes: int = 0) -> None:
+        """Write down how a job ended, unless it is over already; tell, and drop files that belong to none."""
+        end = partial(self._store.end, work.uid, state, time.time(), result, num_bytes)
+        if not self._until_it_works(lambda: end().result()):
+            # Cancelled a moment before; or done: by another server, or by a write whose answer was lost.
+            record = self._until_it_works(lambda: self._store.find_uid(work.uid).result())
+            state, result = ("gone", {}) if record is None else (record.state, record.result)
+        if state != "done":
+            self._drop(work.uid)
+        elif work.uploads is not None:  # they were there to begin again with
+            self._drop(work.uid, UPLOADS)
+        if state in FINAL:
+            self._over(work, state, result)
+
+    def _drop(self, uid: str, names: Collection[str] | None = None) -> None:
+        try:
+            self._results.delete(uid, names)
+        except (OSError, StorageError) as error:
+            LOG.warning("files of job %s stay until it is forgotten: %s", uid, error)
+
+    def _result(self, work: Work) -> dict[str, Any]:
+        assert work.prepared is not None
+        cost = {"device_s": round(work.device_s, 6)}
+        if self.usd_per_hour is not None:
+            cost["usd"] = work.device_s * self.usd_per_hour / 3600
+        pictures = [work.pictures[i].parameters for i in sorted(work.pictures)]
+        result = {"pictures": pictures, "notes": list(work.prepared.notes), "cost": cost}
+        return result if self.server is None else {**result, "server": self.server}
+
+    def _until_it_works(self, write: Callable[[], Any]) -> Any:
+        """The write's result. `_ClosedError` where the server is closed before it works."""
+        while True:
+            try:
+                written = write()
+                self.trouble = None
+                return written
+            except (OSError, StorageError) as error:
+                self.trouble = getattr(error, "strerror", None) or str(error)
+                LOG.error("pictures cannot be written: %s", self.trouble)
+                if self._closing.wait(RETRY_S):
+                    raise _ClosedError from error
+
+    def probe(self) -> None:
+        """Write and drop a small file, to see whether writing works."""
+        try:
+            self._results.write(PROBE_UID, {"probe": b"\0" * 4096})
+            self._results.delete(PROBE_UID)
+            self.trouble = None
+        except (OSError, StorageError) as error:
+            self.trouble = getattr(error, "strerror", None) or "the disk takes no writes"
+
+    def write_uploads(self, uid: str, uploads: Uploads) -> None:
+        """Keep the pictures that came with a job."""
+        parts = zip(UPLOADS, (uploads.image, uploads.mask), strict=True)
+        self._results.write(uid, {name: part for name, part in parts if part is not None})
+
+    def read_uploads(self, uid: str) -> Uploads | None:
+        """The pictures that came with a job."""
+        image, mask = (self._results.read(uid, name) for name in UPLOADS)
+        return None if image is None else Uploads(image, mask)

@@ -1,0 +1,102 @@
+"""What a server says of itself: its model, its adapters, and how it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from darkroom.errors import InputError
+from darkroom.serve.engine.loop import Engine
+from darkroom.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+
+
+STARTED_S = time.time()
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The model served and what may be asked of it."""
+
+    name: str
+    family: str
+    width: int
+    height: int
+    """The size it draws unless told otherwise, in pixels."""
+    size_step: int
+    """Widths and heights are multiples of this."""
+    most_pixels: int
+    """Of a picture with guidance."""
+    solvers: tuple[str, ...]
+    solver: str
+    """The one it uses unless told otherwise."""
+    defaults: dict[str, dict[str, Any]]
+    """By solver: whether its sigmas are Karras', and its spacing, unless told otherwise."""
+    guidance: float
+    """The scale it draws with unless told otherwise."""
+    precision: str
+    created_s: int
+    """When this server was started."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """The server as it is now."""
+
+    state: str
+    why: str
+    jobs: int
+    """Accepted and not over."""
+    waiting: int = 0
+    """Pictures in the queue."""
+    load: float = 0.0
+    capacity: float = 0.0
+    """U-Net evaluations a step at the model's own size."""
+    step_s: float = 0.0
+    """A step of one size, lately."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Pictures on their way: job, key, picture, size, step, of."""
+
+
+def model_card(model: Model, settings: ServeSettings, most_pixels: int) -> ModelCard:
+    """The card of a loaded model."""
+    from darkroom import sample
+
+    solver = sample.default_solver(model.scheduler)[0]
+    return ModelCard(
+        name=model.name,
+        family=model.family,
+        width=model.sample_size,
+        height=model.sample_size,
+        size_step=model.size_unit,
+        most_pixels=most_pixels,
+        solvers=sample.solvers_of(model.scheduler),
+        solver=solver,
+        defaults={name: _usual(model, name) for name in sample.solvers_of(model.scheduler)},
+        guidance=sample.GenerateSettings().resolved(solver, model.guidance).guidance or 0.0,
+        precision=settings.precision,
+        created_s=int(STARTED_S),
+    )
+
+
+def _usual(model: Model, solver: str) -> dict[str, Any]:
+    """Nothing for a solver that the model's scheduler cannot be."""
+    from darkroom import sample
+
+    try:
+        table = sample.make_table(solver, model.scheduler, 4)
+    except InputError:
+        return {}
+    return {"karras": table.karras, "spacing": table.spacing}
+
+
+def status(engine: Engine | None, state: str, why: str, jobs: int) -> Status:
+    """The status of an engine that may still be loading."""
+    if engine is None:
+        return Status(state, why, jobs)
+    return Status(
+        state, why, jobs, engine.waiting(), engine.load, engine.capacity, engine.step_s, engine.rows()
+    )

@@ -1,0 +1,325 @@
+"""Checkpoints that are whole or not there: written beside, flushed, hashed, renamed, proven.
+
+A checkpoint is a folder `step-00000500/` of safetensors files, `state.json` with the scalars, and
+`manifest.json` with every file's size and SHA-256. Nothing in it is code; nothing is unpickled.
+
+Each process that trains writes a share of its own: whole tensors where all hold all, else its rows of each.
+The manifest says which rows of what a file holds, so any number of processes reads it back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+import darkroom
+from darkroom.errors import CheckpointError
+
+FORMAT = 2
+_NAME = re.compile(r"step-(\d{8,})")
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Say = Callable[[str], None]
+
+
+Parts = Mapping[str, tuple[int, int]]
+"""Of a weight that is here only in part: its first row, and how many rows there are in all."""
+
+
+class Saved(Mapping[str, Tensor]):
+    """Tensors of a checkpoint by name, read when asked for: whole, or some rows of them."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[tuple[int, Any]]] = {}
+
+    def add(self, file: Path, parts: Mapping[str, Sequence[int]]) -> None:
+        """Take in a file; `parts` say which rows of which tensors it holds, where not all."""
+        opened: Any = safe_open(file, "pt")
+        for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+            self._pieces.setdefault(name, []).append((parts.get(name, (0,))[0], opened))
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = sorted(self._pieces[name], key=lambda piece: piece[0])
+        if len(pieces) == 1:
+            whole: Tensor = pieces[0][1].get_tensor(name)
+            return whole
+        return torch.cat([opened.get_tensor(name) for _, opened in pieces])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Rows `first` to `first + count` of a tensor; of a single number, the number."""
+        found = []
+        for start, opened in sorted(self._pieces[name], key=lambda piece: piece[0]):
+            piece = opened.get_slice(name)
+            if not piece.get_shape():
+                number: Tensor = opened.get_tensor(name)
+                return number
+            low, high = max(first - start, 0), min(first + count - start, piece.get_shape()[0])
+            if low < high:
+                found.append(piece[low:high])
+        return torch.cat(found)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state that was read back whole: tensors by file and name, and scalars."""
+
+    step: int
+    path: Path
+    tensors: dict[str, Saved]
+    scalars: dict[str, Any]
+
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""By what they are (`weights`, `ema`, `optimiser`, `best`) and name; of an optimiser `<weight>/<key>`."""
+
+
+def place_beside(folder: Path, step: int, token: str) -> Path:
+    """Where a checkpoint is written before it counts; `token` is the session's own."""
+    return folder / f".beside-{step:08d}-{token}"
+
+
+def write_share(beside: Path, rank: int, size: int, tensors: Tensors, parts: Parts) -> None:
+    """Write what one of `size` processes holds or has taken on, and last what it wrote."""
+    beside.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for name, chunks, cut in share_of(rank, size, tensors, parts):
+        files[name] = _write_hashed(beside / name, chunks) | cut
+    written = beside / f".{index_name(rank)}"
+    _write_hashed(written, as_json(files))
+    sync_folder(beside)
+    written.rename(beside / index_name(rank))
+
+
+def share_of(
+    rank: int, size: int, tensors: Tensors, parts: Parts
+) -> Iterator[tuple[str, Iterator[bytes | memoryview], dict[str, Any]]]:
+    """The files that one of `size` processes writes: name, content, and which rows of what are in it."""
+    for kind, named in tensors.items():
+        if not named and rank:
+            continue
+        name = f"{kind}.safetensors" if size == 1 else f"{kind}-{rank:05d}.safetensors"
+        cut = {key: parts[_weight(key)] for key in named if _weight(key) in parts and named[key].dim()}
+        yield name, _safetensors(named), {"parts": cut} if cut else {}
+
+
+def manifest_of(step: int, files: Mapping[str, Any]) -> dict[str, Any]:
+    """What binds the files of a checkpoint together."""
+    return {"format": FORMAT, "darkroom": darkroom.__version__, "step": step, "files": files}
+
+
+def complete(
+    beside: Path,
+    step: int,
+    size: int,
+    scalars: Mapping[str, Any],
+    *,
+    keep: int,
+    wait_s: float = 600.0,
+) -> Path:
+    """When all shares are there: bind them together, prove them, and let them count."""
+    files: dict[str, Any] = {}
+    for rank in range(size):
+        files |= _await(beside, rank, wait_s)
+    files["state.json"] = _write_hashed(beside / "state.json", as_json(scalars))
+    _write_hashed(beside / "manifest.json", as_json(manifest_of(step, files)))
+    for rank in range(size):
+        (beside / index_name(rank)).unlink()
+    sync_folder(beside)
+    folder = beside.parent
+    final = folder / f"step-{step:08d}"
+    _set_aside(final)  # a damaged one of the same step, which resuming passed over
+    beside.rename(final)
+    sync_folder(folder)
+    _verify(final)
+    for old in checkpoints(folder)[:-keep]:
+        _set_aside(old)
+    for gone in folder.glob(".gone-*"):
+        shutil.rmtree(gone, ignore_errors=True)
+    return final
+
+
+def _await(beside: Path, rank: int, wait_s: float) -> dict[str, Any]:
+    """What a process wrote, when it has."""
+    until = time.monotonic() + wait_s
+    while not (beside / index_name(rank)).exists():
+        if (failed := beside / f"{index_name(rank)}.failed").exists():
+            raise CheckpointError(f"rank {rank} could not write its share ({failed.name})")
+        if time.monotonic() > until:
+            raise CheckpointError(f"rank {rank} has not written its share for {wait_s:g} s")
+        time.sleep(0.02)
+    found: dict[str, Any] = json.loads((beside / index_name(rank)).read_bytes())
+    return found
+
+
+def note_failure(beside: Path, rank: int) -> None:
+    """Tell the process that binds the shares that this one will not come; takes no space on the disk."""
+    with suppress(OSError):
+        beside.mkdir(parents=True, exist_ok=True)
+        (beside / f"{index_name(rank)}.failed").touch()
+
+
+def index_name(rank: int) -> str:
+    """The file that says what a rank wrote."""
+    return f"rank-{rank:05d}.json"
+
+
+def _weight(key: str) -> str:
+    """The weight that a tensor belongs to."""
+    return key.rpartition("/")[0] or key
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first; whether they are whole is not yet known."""
+    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """How many steps had been made when a checkpoint was saved, from its name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise CheckpointError(f"'{path}' is no checkpoint; its name should be like step-00000500")
+    return int(match.group(1))
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read one checkpoint, every file's hash verified; CheckpointError says what is damaged."""
+    _verify(path)
+    return open_checkpoint(path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint that another process of the job has verified."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    tensors: dict[str, Saved] = {}
+    for name, said in manifest["files"].items():
+        if name.endswith(".safetensors"):
+            tensors.setdefault(re.split(r"[-.]", name)[0], Saved()).add(path / name, said.get("parts", {}))
+    return Checkpoint(manifest["step"], path, tensors, json.loads((path / "state.json").read_text()))
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, when every file is as it was written."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        told = check_manifest(manifest, step_of(path))
+        with ThreadPoolExecutor(4) as threads:  # hashlib lets other threads run
+            damage = threads.map(lambda name: _damage(path / name, files[name]), files)
+            damaged = [*filter(None, damage), *told]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint '{path}' is damaged: manifest.json: {error}") from error
+    if damaged:
+        raise CheckpointError(f"checkpoint '{path}' is damaged: {', '.join(damaged)}")
+    return manifest
+
+
+def check_manifest(manifest: Mapping[str, Any], step: int) -> list[str]:
+    """What is wrong with the list of a checkpoint of this step; ValueError for names that lead elsewhere."""
+    files = manifest["files"]
+    if strange := [name for name in files if Path(name).name != name]:
+        raise ValueError(f"'{strange[0]}' is no file name")
+    whole = manifest["format"] in (1, FORMAT) and manifest["step"] == step and "state.json" in files
+    return [] if whole else ["manifest.json does not belong to it"]
+
+
+def _damage(file: Path, said: Mapping[str, Any]) -> str | None:
+    try:
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"{file.name}: {error.strerror}"
+    if file.stat().st_size != said["bytes"]:
+        return f"{file.name} has {file.stat().st_size} bytes, not {said['bytes']}"
+    return None if digest == said["sha256"] else f"{file.name} has another hash"
+
+
+def _write_hashed(file: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
+    """Write, flush to the disk, and hash on the way."""
+    digest, size = hashlib.sha256(), 0
+    with file.open("xb") as stream:
+        for chunk in chunks:
+            stream.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        _flush(stream)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def as_json(content: Mapping[str, Any]) -> Iterator[bytes]:
+    """The content as JSON, for `_write_hashed`."""
+    # Python writes a float so that reading gives the same bits back.
+    yield (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The safetensors format, one tensor in memory at a time (its own writer wants them all)."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        shape = list(tensor.shape)
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _set_aside(path: Path) -> None:
+    """Take a checkpoint out of the count in one move, so that half of one is never found."""
+    if path.exists():
+        path.rename(path.with_name(f".gone-{path.name}-{os.getpid()}"))
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed processes left; only for who holds the run, while nothing is being saved."""
+    for pattern in (".beside-*", ".gone-*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,129 @@
+"""Saving the state of a run while it goes on: copied off the device, then written by a thread.
+
+A save that fails (a full disk) leaves the older checkpoints as they are, is told, and is tried again when the
+next one is due. The first one of a run must not fail: a place that cannot be written ends the run at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from darkroom.errors import CheckpointError
+from darkroom.train.checkpoint.format import Parts, Tensors
+from darkroom.train.checkpoint.storage import Kept, LocalPlace, Place
+from darkroom.train.distributed.ranks import Ranks
+
+Say = Callable[[str], None]
+
+
+class Saver:
+    """Writes checkpoints of one session, one at a time, behind the training loop."""
+
+    def __init__(
+        self, place: Place | Path, *, keep: int, ranks: Ranks, say: Say, background: bool = True
+    ) -> None:
+        """`place` is where checkpoints go: a folder, or an address."""
+        self.place = LocalPlace(place) if isinstance(place, Path) else place
+        self._keep, self._ranks, self._say = keep, ranks, say
+        self._background = background
+        if ranks.first:
+            self.place.prepare()
+        # By time, so that of two saves of one step the later one is found first.
+        self._token: str = ranks.tell(lambda: f"{time.time_ns():x}-{os.urandom(3).hex()}")
+        self._thread: threading.Thread | None = None
+        self._failed: Exception | None = None
+        self._proven = ranks.tell(lambda: bool(self.place.kept()))  # that a checkpoint can be written there
+        self._tried = False
+        self._pinned: dict[str, Tensor] = {}
+
+    def save(self, step: int, tensors: Tensors, scalars: Mapping[str, Any], parts: Parts) -> None:
+        """Save the state after `step` steps; returns when it is copied, while it is still being written.
+
+        `tensors` are what this rank holds: all of each, or with `parts` its rows.
+        """
+        self._settle()
+        mine = {kind: self._own(named, parts) for kind, named in tensors.items()}
+        copied = {kind: self._copied(kind, named) for kind, named in mine.items()}
+        if any(tensor.is_cuda for named in mine.values() for tensor in named.values()):
+            torch.cuda.synchronize()
+        self._tried = True
+        if not self._background:
+            self._write(step, copied, scalars, parts)
+            self._settle()
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copied, scalars, parts), name="save", daemon=False
+        )
+        self._thread.start()
+
+    def look(self) -> None:
+        """Hear of what was written meanwhile, without waiting; CheckpointError where the first one failed."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._settle()
+
+    def newest(self) -> Kept | None:
+        """The newest checkpoint that is there, where it can be seen."""
+        try:
+            return next(reversed(self.place.kept()), None)
+        except Exception:  # an address that cannot be reached
+            return None
+
+    def finish(self) -> None:
+        """Wait for what is being written; CheckpointError where it failed: nothing comes after it."""
+        self._settle(last=True)
+
+    def _settle(self, *, last: bool = False) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._failed = self._failed, None
+        if error is None:
+            self._proven = self._proven or self._tried
+            return
+        kept = self.newest()
+        intact = f"the checkpoint of step {kept.step} is intact" if kept else "there is none before it"
+        told = f"a checkpoint could not be written: {error}; {intact}"
+        if last or not self._proven:
+            raise CheckpointError(told) from error
+        self._say(f"warning: {told}; training goes on, the next one is tried when it is due")
+
+    def _own(self, named: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
+        """What this rank writes of what it holds."""
+        ranks = self._ranks
+        if not ranks.sharded:  # all hold all: share the work
+            return {name: t for i, (name, t) in enumerate(named.items()) if i % ranks.size == ranks.rank}
+        return {
+            name: tensor
+            for name, tensor in named.items()
+            if tensor.dim() or parts[name.rpartition("/")[0]][0] == 0  # a number is the same for all rows
+        }
+
+    def _copied(self, kind: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in the computer's memory; those of a GPU's tensors go where the last ones were."""
+        return {name: self._copy(f"{kind}:{name}", tensor.detach()) for name, tensor in named.items()}
+
+    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor.clone()
+        held = self._pinned.get(key)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = self._pinned[key] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return held.copy_(tensor, non_blocking=True)
+
+    def _write(self, step: int, tensors: Tensors, scalars: Mapping[str, Any], parts: Parts) -> None:
+        ranks, place = self._ranks, self.place
+        try:
+            place.write_share(step, self._token, ranks.rank, ranks.size, tensors, parts)
+            if ranks.first:
+                place.complete(step, self._token, ranks.size, scalars, self._keep)
+        except Exception as error:
+            self._failed = error
+            place.failed(step, self._token, ranks.rank)

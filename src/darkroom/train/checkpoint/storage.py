@@ -1,0 +1,405 @@
+"""Where a run's checkpoints are: its own folder, or an address of an object store.
+
+Object stores have no rename. There each checkpoint has a prefix of its own, `step-00000500.<token>/`, and
+its manifest, put last and in one piece, is what makes it count: whoever looks finds a whole checkpoint or
+none. It is read back and hashed before an older one goes, whose manifest goes first. The address also holds
+the run's metrics and bill, so that a run goes on in an empty folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from darkroom.errors import CheckpointError, MissingExtra, RecipeError
+from darkroom.train.checkpoint import format as local
+from darkroom.train.checkpoint.format import Checkpoint, Parts, Say, Tensors
+from darkroom.train.distributed.ranks import Ranks
+
+RECORDS = ("metrics.jsonl", "environment.json", "bill.json", "odd_batches.jsonl")  # of a run
+BLOCK_BYTES = 32 * 2**20  # of a file that is sent in parts: 10,000 of them are 320 GB
+POLL_S = 0.2
+SHARES_WAIT_S = 1800.0
+_NAME = re.compile(r"(step-\d{8,})\.[0-9a-z-]+")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint that is there; whether it is whole is not yet known."""
+
+    step: int
+    name: str
+
+
+class Place(Protocol):
+    """Where checkpoints are kept. A save is known by its step and a token that no other has."""
+
+    address: str
+
+    def prepare(self) -> None:
+        """Make sure that it can be written, and clear away what killed processes left."""
+
+    def kept(self) -> list[Kept]:
+        """Oldest first."""
+
+    def write_share(
+        self, step: int, token: str, rank: int, size: int, tensors: Tensors, parts: Parts
+    ) -> None:
+        """Write what one process holds or has taken on."""
+
+    def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
+        """When all shares are there: bind them, prove them, let go of all but the newest `keep`."""
+
+    def failed(self, step: int, token: str, rank: int) -> None:
+        """This process will not come with its share."""
+
+    def load(self, kept: Kept) -> Checkpoint:
+        """Read one, every hash verified; CheckpointError says what is damaged."""
+
+    def open(self, kept: Kept, ranks: Ranks) -> Checkpoint:
+        """Read one that rank 0 has loaded; every other rank calls this once, and rank 0 meets them."""
+
+    def forget(self) -> None:
+        """Let go of copies that were made to read from."""
+
+
+class LocalPlace:
+    """A folder of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.address = folder, str(folder)
+
+    def prepare(self) -> None:
+        local.clear_leftovers(self.folder)
+
+    def kept(self) -> list[Kept]:
+        return [Kept(local.step_of(path), path.name) for path in local.checkpoints(self.folder)]
+
+    def write_share(
+        self, step: int, token: str, rank: int, size: int, tensors: Tensors, parts: Parts
+    ) -> None:
+        local.write_share(local.place_beside(self.folder, step, token), rank, size, tensors, parts)
+
+    def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
+        local.complete(local.place_beside(self.folder, step, token), step, size, scalars, keep=keep)
+
+    def failed(self, step: int, token: str, rank: int) -> None:
+        if rank:
+            local.note_failure(local.place_beside(self.folder, step, token), rank)
+        else:
+            local.clear_leftovers(self.folder)
+
+    def load(self, kept: Kept) -> Checkpoint:
+        return local.load_checkpoint(self.folder / kept.name)
+
+    def open(self, kept: Kept, ranks: Ranks) -> Checkpoint:
+        return local.open_checkpoint(self.folder / kept.name)
+
+    def forget(self) -> None:
+        """Nothing was copied."""
+
+
+class RemotePlace:
+    """An address such as s3://bucket/prefix. The records in `run`, the run's folder, go with each checkpoint.
+
+    Raises RecipeError where fsspec does not know the address, MissingExtra where a package for it lacks.
+    """
+
+    def __init__(self, url: str, run: Path) -> None:
+        self.address, self._run = url.rstrip("/"), run
+        self._fs, root = _filesystem(self.address)
+        self._root = str(root).rstrip("/")
+
+    def prepare(self) -> None:
+        probe = f"{self._root}/.probe"
+        try:
+            self._fs.pipe_file(probe, b"darkroom")
+            self._fs.rm_file(probe)
+        except Exception as error:  # each kind of store has its own
+            raise RecipeError(
+                "checkpoint.url", f"'{self.address}' cannot be written: {_line(error)}"
+            ) from error
+        whole = {kept.name for kept in self.kept()}
+        for name in self._names():
+            if name not in whole:
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
+        self._drop_parts()
+
+    def kept(self) -> list[Kept]:
+        found = [name for name in self._names() if self._fs.exists(self._at(name, "manifest.json"))]
+        pairs = [(local.step_of(Path(name.partition(".")[0])), name) for name in found]
+        return [Kept(step, name) for step, name in sorted(pairs)]
+
+    def _names(self) -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            listed = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = [path.rstrip("/").rpartition("/")[2] for path in listed]
+        return [name for name in names if _NAME.fullmatch(name)]
+
+    def _at(self, name: str, file: str) -> str:
+        return f"{self._root}/{name}/{file}"
+
+    # ---- writing
+
+    def write_share(
+        self, step: int, token: str, rank: int, size: int, tensors: Tensors, parts: Parts
+    ) -> None:
+        name = _name(step, token)
+        files = {
+            file: self._put(self._at(name, file), chunks) | cut
+            for file, chunks, cut in local.share_of(rank, size, tensors, parts)
+        }
+        self._put(self._at(name, local.index_name(rank)), local.as_json(files))
+
+    def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
+        name = _name(step, token)
+        files: dict[str, Any] = {}
+        for rank in range(size):
+            files |= self._await(name, rank)
+        for record in RECORDS:
+            if (path := self._run / record).is_file():
+                files[record] = self._put(self._at(name, record), iter([path.read_bytes()]))
+        files["state.json"] = self._put(self._at(name, "state.json"), local.as_json(scalars))
+        self._prove(name, files)
+        manifest = b"".join(map(bytes, local.as_json(local.manifest_of(step, files))))
+        self._fs.pipe_file(self._at(name, "manifest.json"), manifest)
+        if self._fs.cat_file(self._at(name, "manifest.json")) != manifest:
+            raise CheckpointError(f"'{self._at(name, 'manifest.json')}' reads back as something else")
+        for rank in range(size):
+            self._fs.rm_file(self._at(name, local.index_name(rank)))
+        self._let_go(Kept(step, name), keep)
+
+    def _put(self, key: str, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
+        """Send a file, in parts where it is large, and hash it on the way."""
+        digest, size = hashlib.sha256(), 0
+        with self._fs.open(key, "wb", block_size=BLOCK_BYTES) as stream:
+            for chunk in chunks:
+                for start in range(0, len(chunk), BLOCK_BYTES):
+                    piece = chunk[start : start + BLOCK_BYTES]
+                    stream.write(piece)
+                    digest.update(piece)
+                size += len(chunk)
+        return {"bytes": size, "sha256": digest.hexdigest()}
+
+    def _await(self, name: str, rank: int) -> dict[str, Any]:
+        """What a process sent, when it has."""
+        index, until = self._at(name, local.index_name(rank)), time.monotonic() + SHARES_WAIT_S
+        while True:
+            self._fs.invalidate_cache()
+            if self._fs.exists(index):
+                found: dict[str, Any] = json.loads(self._fs.cat_file(index))
+                return found
+            if self._fs.exists(f"{index}.failed"):
+                raise CheckpointError(f"rank {rank} could not write its share to {self.address}")
+            if time.monotonic() > until:
+                raise CheckpointError(f"rank {rank} has not written its share for {SHARES_WAIT_S:g} s")
+            time.sleep(POLL_S)
+
+    def failed(self, step: int, token: str, rank: int) -> None:
+        with suppress(Exception):  # the store that just failed may fail again
+            name = _name(step, token)
+            if rank:
+                self._fs.pipe_file(self._at(name, f"{local.index_name(rank)}.failed"), b"")
+            elif not self._fs.exists(self._at(name, "manifest.json")):
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    def _prove(self, name: str, files: Mapping[str, Any]) -> None:
+        damaged = [told for file, said in files.items() if (told := self._copy(name, file, said, None))]
+        if damaged:
+            raise CheckpointError(f"'{self._root}/{name}' did not arrive whole: {', '.join(damaged)}")
+
+    def _let_go(self, new: Kept, keep: int) -> None:
+        """Older ones, and others of the same step, which resuming passed over; the manifest goes first."""
+        others = [kept for kept in self.kept() if kept != new]
+        same = [kept for kept in others if kept.step == new.step]
+        older = [kept for kept in others if kept.step != new.step]
+        for kept in same + older[: max(0, len(older) - keep + 1)]:
+            self._fs.rm_file(self._at(kept.name, "manifest.json"))
+            self._fs.rm(f"{self._root}/{kept.name}", recursive=True)
+
+    def _drop_parts(self) -> None:
+        """End uploads that killed processes left unfinished under this address; S3 keeps and bills them."""
+        if "s3" not in _protocols(self._fs):
+            return
+        bucket, _, prefix = self._root.partition("/")
+        with suppress(Exception):  # a right that a user need not have
+            for upload in self._fs.list_multipart_uploads(bucket):
+                if upload["Key"].startswith(f"{prefix}/step-" if prefix else "step-"):
+                    self._fs.call_s3(
+                        "abort_multipart_upload",
+                        Bucket=bucket,
+                        Key=upload["Key"],
+                        UploadId=upload["UploadId"],
+                    )
+
+    # ---- reading
+
+    def load(self, kept: Kept) -> Checkpoint:
+        try:
+            raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))
+            manifest = json.loads(raw)
+            damaged = local.check_manifest(manifest, kept.step)
+            folder = self._folder(kept)
+            if not damaged and not _holds(folder, raw):
+                shutil.rmtree(folder.parent, ignore_errors=True)
+                folder.mkdir(parents=True)
+                told = (self._copy(kept.name, file, said, folder) for file, said in manifest["files"].items())
+                damaged = [*filter(None, told)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"checkpoint '{self._told(kept)}' is damaged: {_line(error)}") from error
+        if damaged:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            raise CheckpointError(f"checkpoint '{self._told(kept)}' is damaged: {', '.join(damaged)}")
+        (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
+        return local.open_checkpoint(folder)
+
+    def open(self, kept: Kept, ranks: Ranks) -> Checkpoint:
+        """On rank 0's machine its copy is read; every other machine makes one of its own."""
+        if ranks.local_rank == 0:
+            return self.load(kept)
+        until = time.monotonic() + SHARES_WAIT_S
+        while not (self._folder(kept) / "manifest.json").exists():
+            if time.monotonic() > until:
+                raise CheckpointError(f"'{self._told(kept)}' was not read for {SHARES_WAIT_S:g} s")
+            time.sleep(POLL_S)
+        return local.open_checkpoint(self._folder(kept))
+
+    def forget(self) -> None:
+        for copy in (self._run / "checkpoints").glob(".read-*"):
+            shutil.rmtree(copy, ignore_errors=True)
+
+    def _folder(self, kept: Kept) -> Path:
+        """Where a copy to read from lies, while it is read."""
+        return self._run / "checkpoints" / f".read-{kept.name}" / kept.name.partition(".")[0]
+
+    def _told(self, kept: Kept) -> str:
+        return f"{self.address}/{kept.name}"
+
+    def _copy(self, name: str, file: str, said: Mapping[str, Any], to: Path | None) -> str | None:
+        """Read a file whole, into a folder where one is given; what is wrong with it, or None."""
+        digest, size = hashlib.sha256(), 0
+        target = None if to is None else (to / file).open("wb")
+        try:
+            with self._fs.open(
+                self._at(name, file), "rb", block_size=BLOCK_BYTES, cache_type="none"
+            ) as stream:
+                while chunk := stream.read(BLOCK_BYTES):
+                    digest.update(chunk)
+                    size += len(chunk)
+                    if target is not None:
+                        target.write(chunk)
+        except FileNotFoundError:
+            return f"{file}: no such object"
+        finally:
+            if target is not None:
+                target.close()
+        if size != said["bytes"]:
+            return f"{file} has {size} bytes, not {said['bytes']}"
+        return None if digest.hexdigest() == said["sha256"] else f"{file} has another hash"
+
+
+def place_of(url: str | None, run: Path) -> Place:
+    """Where a run's checkpoints go."""
+    return LocalPlace(run / "checkpoints") if url is None else RemotePlace(url, run)
+
+
+def take_records(checkpoint: Checkpoint, run: Path) -> None:
+    """Put a run's records, as they were when it was saved, into a folder for it."""
+    run.mkdir(parents=True, exist_ok=True)
+    for record in RECORDS:
+        if (there := checkpoint.path / record).is_file():
+            shutil.copyfile(there, run / record)
+
+
+def check_url(url: str | None) -> None:
+    """RecipeError or MissingExtra where checkpoints cannot go to an address, before any work."""
+    if url is not None:
+        _filesystem(url)
+
+
+def newest(places: Sequence[Place], say: Say, ranks: Ranks) -> tuple[Place, Checkpoint] | tuple[None, None]:
+    """The newest whole checkpoint of all places, on every rank; (None, None) if there is none at all.
+
+    Rank 0 verifies. A damaged one is passed over aloud; CheckpointError where all are.
+    """
+    found = _newest(places, say) if ranks.first else None
+    told = ranks.tell(lambda: found and [places.index(found[0]), found[1].step, found[1].name])
+    if told is None:
+        return None, None
+    place = places[told[0]]
+    opened = found[2] if found else place.open(Kept(told[1], told[2]), ranks)
+    ranks.meet()
+    return place, opened
+
+
+def _newest(places: Sequence[Place], say: Say) -> tuple[Place, Kept, Checkpoint] | None:
+    there = [(kept.step, -i, kept.name, kept) for i, place in enumerate(places) for kept in place.kept()]
+    damaged = []
+    for _, i, _, kept in sorted(there, key=lambda one: one[:3], reverse=True):
+        try:
+            return places[-i], kept, places[-i].load(kept)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            say(f"{error}; trying the one before")
+    if damaged:
+        addresses = "' and '".join(place.address for place in places)
+        raise CheckpointError(f"none of {len(damaged)} checkpoints in '{addresses}' is whole: {damaged[0]}")
+    return None
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingExtra("fsspec", "s3") from error
+    try:
+        options = {"auto_mkdir": True} if "://" not in url or url.startswith(("file:", "local:")) else {}
+        filesystem, root = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        if url.startswith(("s3:", "s3a:")):
+            raise MissingExtra("s3fs", "s3") from error
+        raise RecipeError("checkpoint.url", f"'{url}': {_line(error)}") from error
+    except ValueError as error:
+        raise RecipeError(
+            "checkpoint.url",
+            f"'{url}': {_line(error)}",
+            allowed="an address such as s3://bucket/prefix or file:///folder",
+        ) from error
+    if not str(root).strip("/"):
+        raise RecipeError("checkpoint.url", f"'{url}' names no place", allowed="s3://bucket/prefix")
+    return filesystem, root
+
+
+def _protocols(filesystem: Any) -> Sequence[str]:
+    protocol = filesystem.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def _name(step: int, token: str) -> str:
+    return f"step-{step:08d}.{token}"
+
+
+def _holds(folder: Path, manifest: bytes) -> bool:
+    """Whether a copy that was read before is this checkpoint's, and still whole."""
+    there = folder / "manifest.json"
+    if not there.is_file() or there.read_bytes() != manifest:
+        return False
+    with suppress(CheckpointError):
+        local.load_checkpoint(folder)
+        return True
+    return False
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

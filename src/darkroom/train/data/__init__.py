@@ -1,0 +1,1 @@
+"""What a training step reads: rows and their order, local data sets, precomputed latents, online encoding."""

@@ -1,0 +1,208 @@
+"""What feeds a job: which pictures come when, how they are read, and class pictures beside the subject's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from darkroom.data.buckets import BucketIndex, listed_buckets
+from darkroom.data.images import buckets
+from darkroom.data.loader import Loader, ReadSettings
+from darkroom.data.mixing import MixedBucketOrder, MixedOrder, MixedRows, MixedStore
+from darkroom.data.order import BucketOrder, Ints, Order, OrderSettings, Rows, SampleOrder
+from darkroom.data.store import Store
+from darkroom.errors import RecipeError
+from darkroom.models.model import Model
+from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.model import size_unit
+from darkroom.train.tasks.diffusion import SIZES, Columns, Task
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import Recipe
+
+
+Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
+"""Opens the stream of global batches from step k on."""
+
+HELDOUT_SEED = 0
+CLASS_SEED = 0x632BE59BD9B4E019  # class pictures get other noise than the subject's in the same place
+
+
+def bucket_step(recipe: Recipe, store: Store, column: str) -> int:
+    """What the sides of a prepared column's pictures are multiples of; 0 where they are squares.
+
+    RecipeError where the recipe asks for the other kind.
+    """
+    crop = store.columns()[column].get("darkroom.crop", "centre")
+    step = int(crop.removeprefix("buckets-")) if crop.startswith("buckets-") else 0
+    if recipe.data.buckets != bool(step):
+        made = f"buckets of {step} pixels" if step else "squares"
+        raise RecipeError(
+            "data.buckets",
+            f"{str(recipe.data.buckets).lower()}, but {column} was prepared in {made}",
+            mend=f"set data.buckets={str(bool(step)).lower()}, or encode=inline",
+        )
+    return step
+
+
+def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+    """The order of a run's rows: by size where pictures lie in buckets, by weight where they are mixed."""
+    train, data = recipe.train, recipe.data
+    if isinstance(store, MixedStore):
+        assert isinstance(rows, MixedRows)
+        weights = [one.weight for one in data.stores]
+        return _mixed_order(recipe, task, store.stores, rows.parts, rows.offsets, weights)
+    if len(times := repeated(recipe, store, rows)) > 1:
+        shares = [float(n * len(some)) for n, some in times.items()]
+        parts = [Rows.of(some) for some in times.values()]
+        return _mixed_order(recipe, task, [store] * len(parts), parts, [0] * len(parts), shares)
+    if not data.buckets:
+        return Order(rows, seed=train.seed, global_batch=train.global_batch)
+    by_size = _by_size(recipe, task, store, rows)
+    return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
+
+
+def _mixed_order(
+    recipe: Recipe,
+    task: Task,
+    stores: Sequence[Store],
+    parts: Sequence[Rows],
+    offsets: Sequence[int],
+    weights: Sequence[float],
+) -> SampleOrder:
+    """The order of rows of several stores, or of several parts of one, by weight."""
+    seed, batch = recipe.train.seed, recipe.train.global_batch
+    if not recipe.data.buckets:
+        return MixedOrder(parts, weights, offsets=offsets, seed=seed, global_batch=batch)
+    sizes = [_by_size(recipe, task, one, some) for one, some in zip(stores, parts, strict=True)]
+    return MixedBucketOrder(sizes, weights, offsets=offsets, seed=seed, global_batch=batch)
+
+
+def _by_size(recipe: Recipe, task: Task, store: Store, rows: Rows) -> Mapping[tuple[int, int], Any]:
+    """One store's rows by aspect-ratio bucket."""
+    data, column = recipe.data, task.read.latents
+    step = bucket_step(recipe, store, column) if column else inline_step(data.resolution, task.model)
+    allowed = buckets(data.resolution, step=step)
+    if rows.selected is None:
+        return BucketIndex(store, allowed, rows).buckets()
+    return listed_buckets(store, allowed, rows.positions(np.arange(len(rows))))
+
+
+def inline_step(resolution: int, model: Model) -> int:
+    """Bucket sides as the SDXL trainers have them; small models take what their levels allow."""
+    return 64 if resolution >= 256 else size_unit(model)
+
+
+def make_feed(
+    recipe: Recipe,
+    task: Task,
+    stores: Sequence[Store],
+    order: SampleOrder,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> Feed:
+    """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
+    store, *beside = stores
+    sources = [(store, order, task.read)]
+    sources += [(other, *_class_order(recipe, task, other)) for other in beside]
+    data = recipe.data
+
+    @contextmanager
+    def feed(k: int) -> Iterator[Iterator[Columns]]:
+        with ExitStack() as stack:
+            loaders = [
+                stack.enter_context(
+                    Loader(
+                        source,
+                        order,
+                        read=read,
+                        start=k,
+                        end=recipe.train.steps,
+                        rank=ranks.rank,
+                        world_size=ranks.size,
+                        workers=data.workers,
+                        ahead=data.ahead,
+                        pin_memory=device.type == "cuda",
+                    )
+                )
+                for source, order, read in sources
+            ]
+            if len(loaders) == 1:
+                yield (batch.columns for batch in loaders[0])
+            else:
+                yield (interleaved(one.columns, other.columns) for one, other in zip(*loaders, strict=True))
+
+    return feed
+
+
+def _class_order(recipe: Recipe, task: Task, store: Store) -> tuple[Order, ReadSettings]:
+    """Which class pictures come when, and how they are read: with their own prompt and noise."""
+    seed, prompt = recipe.train.seed ^ CLASS_SEED, recipe.data.class_prompt
+    rows = Rows.of(min(recipe.data.num_class_images, store.num_rows))
+    update: dict[str, Any] = {"prompts": (prompt,), "prompts_replace": True, "seed": seed}
+    update["columns"] = tuple(name for name in task.read.columns if name in SIZES)  # they have no masks
+    order = Order(rows, seed=seed, global_batch=recipe.train.global_batch)
+    return order, task.read.model_copy(update=update)
+
+
+def interleaved(subject: Columns, prior: Columns) -> Columns:
+    """Rows of both by turns, and `is_prior` [2B] that tells them apart."""
+    mixed: dict[str, Any] = {}
+    for name, one in subject.items():
+        other = prior.get(name)
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            mixed[name] = torch.stack([one, other], dim=1).flatten(0, 1)
+        else:
+            pairs = zip(one, other or [None] * len(one), strict=True)
+            mixed[name] = [value for pair in pairs for value in pair]
+    count = len(next(iter(subject.values())))
+    mixed["is_prior"] = torch.tensor([False, True]).repeat(count)
+    return mixed
+
+
+def read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Columns:
+    """`count` rows spread evenly, the same each time: centre cut, no flip, no dropped caption."""
+    index = np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(np.int64))
+    still = OrderSettings(shuffle=False)
+    order = Order(rows.positions(index), seed=HELDOUT_SEED, global_batch=len(index), settings=still)
+    plain: dict[str, Any] = {"crop": "centre", "flip": False, "caption_dropout": 0.0, "seed": HELDOUT_SEED}
+    plain |= {"shuffle_tags": False}
+    with Loader(store, order, read=read.model_copy(update=plain), end=1) as loader:
+        return next(loader).columns
+
+
+FOLDER = re.compile(r"([1-9]\d*)_[^/]*/")
+
+
+def times_of(key: str) -> int:
+    """How often a picture comes against those of no such folder, by its place in the folder trained on."""
+    named = FOLDER.match(key)
+    return int(named[1]) if named else 1
+
+
+def check_repeats(recipe: Recipe, keys: Iterable[str]) -> None:
+    """RecipeError where folders are to say how often, and none does."""
+    if recipe.data.repeats == "folders" and not any(FOLDER.match(key) for key in keys):
+        raise RecipeError("data.repeats", "folders, but no folder is named like '10_sks dog'", allowed="1")
+
+
+def repeated(recipe: Recipe, store: Store, rows: Rows) -> dict[int, Ints]:
+    """Positions of the rows by how often each comes, where the recipe leaves that to folders; else none."""
+    if recipe.data.repeats != "folders":
+        return {}
+    positions = rows.positions(np.arange(len(rows)))
+    times = np.array([times_of(key) for key in store.take(positions, ["key"])["key"].to_pylist()])
+    return {n: positions[times == n] for n in np.unique(times).tolist()}
+
+
+def rows_an_epoch(recipe: Recipe, store: Store, rows: Rows) -> int:
+    """Pictures that an epoch in the metrics counts."""
+    if recipe.data.repeats == "folders":
+        return sum(n * len(some) for n, some in repeated(recipe, store, rows).items())
+    return len(rows) * recipe.data.repeats

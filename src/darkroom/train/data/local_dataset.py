@@ -1,0 +1,210 @@
+"""A run's own pictures: a folder brought into the run's store, and pictures of the class beside it.
+
+They lie in `RUN/data`: `pictures.lance`, `class/` (unless the recipe names a folder) and `class.lance`. A
+run that goes on reads what was gathered when it started.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import torch
+
+from darkroom.data.images import EXTENSIONS, MASK_ENDING
+from darkroom.data.importers.job import ImportReport, import_pictures
+from darkroom.data.importers.source import pictures_below
+from darkroom.data.mixing import MixedStore
+from darkroom.data.store import Store
+from darkroom.errors import RecipeError
+from darkroom.run import write_whole
+from darkroom.train.data.feed import check_repeats
+from darkroom.train.data.masks import COLUMN, alpha_of
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+    from darkroom.recipe.sections import Recipe
+
+
+Say = Callable[[str], None]
+DATA = "data"
+NOTE = ".darkroom.json"  # in a folder of class pictures: what they were generated with
+CLASS_STEPS = 30
+
+
+def has_own_store(recipe: Recipe) -> bool:
+    """Whether the pictures come from a folder."""
+    return recipe.data.store is None and not recipe.data.stores
+
+
+def store_path(recipe: Recipe, run: Path) -> str:
+    """Where the store is: the recipe's, or the run's own."""
+    return recipe.data.store or str(run / DATA / "pictures.lance")
+
+
+def open_store(recipe: Recipe, run: Path, version: int | Sequence[int] | None = None) -> Store:
+    """The recipe's store, or its several as one, at the versions that a run has pinned."""
+    if not recipe.data.stores:
+        assert version is None or isinstance(version, int)
+        return Store.open(store_path(recipe, run), version=version)
+    paths = [one.store for one in recipe.data.stores]
+    pinned = version if isinstance(version, Sequence) else [version] * len(paths)
+    stores = [Store.open(path, version=one) for path, one in zip(paths, pinned, strict=True)]
+    return MixedStore(stores)
+
+
+def class_store_path(run: Path) -> Path:
+    """Where the run's store of class pictures is."""
+    return run / DATA / "class.lance"
+
+
+def gather(recipe: Recipe, run: Path, say: Say) -> None:
+    """Bring a folder's pictures, and masks where there are any, into the run's own store, anew."""
+    key = "folder" if recipe.data.folder else "instance"
+    folder = Path(getattr(recipe.data, key))
+    if not folder.exists():
+        raise RecipeError(f"data.{key}", f"no folder '{folder}'")
+    path = Path(store_path(recipe, run))
+    report = _imported(folder, path, f"data.{key}", kind="auto" if key == "folder" else "folder")
+    store = Store.open(path)
+    if not store.num_rows:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in report.rejected.items())
+        told = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
+        raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
+    _check_captions(recipe, store, key)
+    check_repeats(recipe, store.take(range(store.num_rows), ["key"])["key"].to_pylist())
+    masks = _add_masks(recipe, store, folder)
+    say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
+    if report.rejected:
+        say(f"set aside: {report.rejected}; see {report.rejected_file}")
+
+
+def forget(run: Path) -> None:
+    """Let go of what was gathered for a run that cannot be; class pictures, which took time, stay."""
+    for store in (run / DATA).glob("*.lance"):
+        shutil.rmtree(store, ignore_errors=True)
+    for folder in (run / DATA, run):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder") -> ImportReport:
+    shutil.rmtree(path, ignore_errors=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not folder.exists():
+        raise RecipeError(key, f"no folder '{folder}'")
+    return import_pictures(folder, path, kind=kind, on_missing_caption="keep", workers=2)
+
+
+def _check_captions(recipe: Recipe, store: Store, key: str) -> None:
+    if recipe.data.prompts or recipe.task == "textual-inversion":
+        return
+    bare = len(store.select("caption = ''"))
+    if bare:
+        raise RecipeError(
+            "data.prompt",
+            f"missing, and {bare} of {store.num_rows} pictures in data.{key} have no caption",
+            mend="put a NAME.txt beside each picture, or say data.prompt for all of them",
+        )
+
+
+def _add_masks(recipe: Recipe, store: Store, folder: Path) -> int:
+    """Give the store a column of masks where the folder or the pictures have some; returns how many."""
+    keys: list[str] = store.take(range(store.num_rows), ["key"])["key"].to_pylist()
+    masks: list[bytes | None] = []
+    for i, key in enumerate(keys):
+        beside = folder / f"{Path(key).with_suffix('')}{MASK_ENDING}"
+        if recipe.data.mask == "alpha":
+            masks.append(alpha_of(store.take([i], ["picture"])["picture"].to_pylist()[0]))
+        else:
+            masks.append(beside.read_bytes() if beside.is_file() else None)
+    count = sum(mask is not None for mask in masks)
+    if recipe.data.mask == "alpha" and not count:
+        raise RecipeError("data.mask", f"alpha, but no picture in '{folder}' is transparent anywhere")
+    if count:
+        table = pa.table({COLUMN: pa.array(masks, pa.large_binary())})
+        store.change(lambda dataset: dataset.add_columns(table.to_reader()))
+    return count
+
+
+# ---- class pictures
+
+
+def gather_class(recipe: Recipe, model: Model, run: Path, dtype: torch.dtype, say: Say) -> None:
+    """Have as many class pictures as the recipe wants: those in the folder, the rest drawn by the model.
+
+    Picture i has seed i, whichever were there before; each is written when it is done, so a second call
+    goes on. They come into the run's own store.
+    """
+    data = recipe.data
+    folder = Path(data.class_images) if data.class_images else run / DATA / "class"
+    folder.mkdir(parents=True, exist_ok=True)
+    there = pictures_below(folder)
+    if there:
+        _check_note(recipe, folder)
+    if len(there) < data.num_class_images:
+        write_whole(folder / NOTE, json.dumps(class_note(recipe), indent=1) + "\n")
+        _generate(recipe, model, folder, len(there), dtype, say)
+    else:
+        say(f"{len(there)} class pictures in {folder}, {data.num_class_images} are used")
+    _imported(folder, class_store_path(run), "data.class_images")
+
+
+def class_note(recipe: Recipe) -> dict[str, Any]:
+    """What class pictures are drawn with."""
+    return {"prompt": recipe.data.class_prompt, "model": recipe.model.base, "side": recipe.data.resolution}
+
+
+def _check_note(recipe: Recipe, folder: Path) -> None:
+    """RecipeError where the pictures in a folder were drawn otherwise; a user's own have no note."""
+    note, file = class_note(recipe), folder / NOTE
+    before = json.loads(file.read_text()) if file.is_file() else note
+    if before != note:
+        odd = next(key for key in note if before.get(key) != note[key])
+        raise RecipeError(
+            "data.class_images",
+            f"the pictures in '{folder}' were drawn with another {odd} ({before.get(odd)})",
+            mend=f"choose another folder, or remove its {NOTE} to take them as they are",
+        )
+
+
+def _generate(recipe: Recipe, model: Model, folder: Path, there: int, dtype: torch.dtype, say: Say) -> None:
+    from darkroom import sample
+
+    wanted, side = recipe.data.num_class_images, recipe.data.resolution
+    missing = [i for i in range(wanted) if not (folder / f"class-{i:06d}.png").exists()][: wanted - there]
+    say(f"drawing {len(missing)} pictures of '{recipe.data.class_prompt}' into {folder}; {there} are there")
+    device = next(model.unet.parameters()).device  # type: ignore[union-attr]
+    plain = dtype == torch.float32
+    for done, some in _runs(missing, max(1, 2**20 // side**2)):
+        with nullcontext() if plain else torch.autocast(device.type, dtype):
+            pictures = sample.generate(
+                model,
+                str(recipe.data.class_prompt),
+                num=len(some),
+                seed=some[0],
+                size=(side, side),
+                steps=CLASS_STEPS,
+                notice=lambda _: None,
+            )
+        for i, picture in zip(some, pictures, strict=True):
+            beside = folder / f".class-{i:06d}.png"
+            picture.image.save(beside)
+            beside.rename(folder / f"class-{i:06d}.png")
+        say(f"class pictures: {there + done + len(some)} of {wanted}")
+
+
+def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, list[int]]]:
+    """Neighbouring numbers together, at most so many; and how many came before."""
+    start = 0
+    while start < len(numbers):
+        end = start + 1
+        while end < len(numbers) and end - start < most and numbers[end] == numbers[end - 1] + 1:
+            end += 1
+        yield start, numbers[start:end]
+        start = end

@@ -1,0 +1,1 @@
+"""Several processes: ranks, DDP and FSDP2, weights across ranks, and starting them."""

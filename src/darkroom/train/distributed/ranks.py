@@ -1,0 +1,306 @@
+"""The processes that train together: who they are, what they tell each other, and who of them hangs.
+
+A rank is one process with one device. They are started by `torchrun` (or `darkroom train --engine torchrun`);
+NCCL carries what lies on GPUs, gloo what lies on CPUs. Nothing is pickled between them: JSON goes as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from darkroom.errors import DarkroomError, InputError, RecipeError
+from darkroom.recipe.sections import ParallelSettings
+
+LOST = 75  # the exit code of a process that ends because another one hangs
+
+
+class RankLost(DarkroomError):
+    """Another process of the job is gone or stands still."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All processes as one of them sees them; alone it is rank 0 of 1, and asks nobody."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    sharded: bool = False
+
+    @property
+    def first(self) -> bool:
+        """Whether it is this one that writes and tells."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """As messages call it."""
+        return f"rank {self.rank} of {self.size}"
+
+    def tell(self, decide: Callable[[], Any]) -> Any:
+        """What rank 0 decides, known to all: plain JSON values. A mistake that it finds is raised on all."""
+        if self.size == 1:
+            return decide()
+        mistake: InputError | None = None
+        told: dict[str, Any] = {}
+        if self.first:
+            try:
+                told = {"decided": decide()}
+            except InputError as error:
+                mistake, told = error, {"mistake": str(error)}
+        told = self._from_first(told)
+        if "mistake" in told:
+            raise mistake or InputError(told["mistake"])
+        return told["decided"]
+
+    def _from_first(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's value on all ranks."""
+        import torch.distributed as dist
+
+        told = json.dumps(value).encode() if self.first else b""
+        length = torch.tensor([len(told)])
+        dist.broadcast(length, 0)
+        text = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else None
+        if text is None:
+            text = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(text, 0)
+        found: dict[str, Any] = json.loads(text.numpy().tobytes())
+        return found
+
+    def in_turn(self, work: Callable[[], None]) -> None:
+        """Let rank 0 do what must be done once before the others go on."""
+        if self.first:
+            work()
+        self.meet()
+
+    def meet(self) -> None:
+        """Wait for all."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(torch.zeros(1))
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """The sum over all, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+        return tensor
+
+    def smallest(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        if self.size == 1:
+            return number
+        import torch.distributed as dist
+
+        shared = torch.tensor([number])
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        return int(shared)
+
+
+ALONE = Ranks()
+
+
+def started_together() -> int:
+    """How many processes torchrun started this one among; 1 where it was started alone."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that tells results: alone, or rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def joined(settings: ParallelSettings) -> Iterator[Ranks]:
+    """Within, this process is one of the job's ranks. RecipeError where recipe and starter contradict."""
+    size = started_together()
+    if size > 1 and settings.mode == "none":
+        raise RecipeError(
+            "parallel.mode", f"none, but {size} processes were started", mend="set parallel.mode=ddp or fsdp"
+        )
+    if size == 1:
+        yield ALONE
+        return
+    import torch.distributed as dist
+
+    ours = not dist.is_initialized()  # Ray has made the group already; so has an earlier phase
+    if ours:
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Beyond the watch's own limit: it names who hangs, which a collective that gives up cannot.
+        limit = timedelta(seconds=2 * settings.timeout_s + 60)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit)
+    local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), *local, sharded=settings.mode == "fsdp")
+    finally:
+        if ours and sys.exc_info()[0] is None:  # with another rank gone there is nobody to say goodbye to
+            dist.destroy_process_group()
+
+
+class Agreement:
+    """A small number that all ranks know of each other one step later; nobody waits for it in between.
+
+    Each step hands in its own; what is returned is the largest of those handed in at the step before.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._last: tuple[Any, Tensor] | None = None
+
+    def __call__(self, mine: int) -> int:
+        if self._ranks.size == 1:
+            return mine
+        import torch.distributed as dist
+
+        before, shared = self._last, torch.tensor([mine])
+        self._last = dist.all_reduce(shared, dist.ReduceOp.MAX, async_op=True), shared
+        if before is None:
+            return 0
+        before[0].wait()
+        return int(before[1])
+
+    def close(self) -> None:
+        """Take in what is under way, so that nothing is left behind."""
+        if self._last is not None:
+            self._last[0].wait()
+            self._last = None
+
+
+class Watch:
+    """Notes how far this rank is, and ends the process with a message where the job stands still.
+
+    A rank that hangs leaves the others waiting inside a collective. A thread of each rank writes where it is
+    for all to read, again and again; whoever stands still for longer than the limit reads what the others
+    wrote, names the one that all wait for, and ends.
+    """
+
+    def __init__(self, ranks: Ranks, limit_s: float, say: Callable[[str], None]) -> None:
+        self._ranks, self._limit_s, self._say = ranks, limit_s, say
+        self._tick_s = min(1.0, limit_s / 10)
+        self._at, self._doing, self._since = -1, "start", time.monotonic()
+        self._beat = 0
+        self._over = threading.Event()
+        self._store: Any = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the work inside goes on; RankLost where it fails because another rank is gone."""
+        if self._ranks.size == 1:
+            yield
+            return
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        # A connection of its own: the main thread may hang inside a call on the first.
+        store: Any = _get_default_store()
+        self._store = store.clone()
+        thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_broken_link(error):
+                raise
+            raise RankLost(
+                self._told(f"the connection broke ({str(error).splitlines()[0][:120]})")
+            ) from error
+        finally:
+            self._over.set()
+            thread.join(5)
+
+    def note(self, k: int, doing: str) -> None:
+        """This rank has made k steps and now does this."""
+        self._at, self._doing, self._since = k, doing, time.monotonic()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._tick_s):
+            self._beat += 1
+            late = time.monotonic() - self._since > self._limit_s
+            with suppress(RuntimeError):  # the store is gone with the process that held it
+                self._store.set(_key(self._ranks.rank), self._state())
+            if late and self._all_wait():
+                self._end(self._told(f"no progress for {self._limit_s:g} s (parallel.timeout_s)"))
+
+    def _told(self, what: str) -> str:
+        return f"{what} after step {self._at}: {self._blamed()}; the same command goes on from the last save"
+
+    def _state(self) -> str:
+        age_s = time.monotonic() - self._since
+        return json.dumps([self._beat, self._at, self._doing, age_s])
+
+    def _all_wait(self) -> bool:
+        """Whether no other rank is busy with something that takes its time, such as drawing samples."""
+        try:
+            before = self._read()
+            time.sleep(3 * self._tick_s)
+            now = self._read()
+        except RuntimeError:
+            return True
+        return not any(
+            rank != self._ranks.rank and seen[3] < self._limit_s and before[rank][0] != seen[0]
+            for rank, seen in now.items()
+        )
+
+    def _blamed(self) -> str:
+        """Whom all wait for, as words."""
+        try:
+            before = self._read()
+            time.sleep(3 * self._tick_s)
+            now = self._read()
+        except RuntimeError:
+            return "the process that holds the job together is gone"
+        still = [rank for rank, seen in now.items() if before[rank][0] == seen[0]]
+        if still:
+            return f"{_named(still)} is lost or hangs"
+        least = min(seen[1] for seen in now.values())
+        behind = [rank for rank, seen in now.items() if seen[1] == least]
+        if len(behind) == len(now):
+            odd = [rank for rank in behind if now[rank][2] != "step"]
+            return f"{_named(odd)} hangs in: {now[odd[0]][2]}" if odd else "all ranks wait for each other"
+        return f"{_named(behind)} hangs after step {least} in: {now[behind[0]][2]}"
+
+    def _read(self) -> dict[int, tuple[int, int, str, float]]:
+        """Beat, steps made, what is done and for how long, by rank; this one lives: it asks."""
+        found = {self._ranks.rank: (time.monotonic_ns(), self._at, self._doing, 0.0)}
+        for rank in range(self._ranks.size):
+            if rank != self._ranks.rank:
+                there = self._store.check([_key(rank)])
+                told = json.loads(self._store.get(_key(rank))) if there else (0, -1, "start", 0.0)
+                found[rank] = tuple(told)
+        return found
+
+    def _end(self, told: str) -> None:
+        self._say(f"error: {self._ranks.name}: {told}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(LOST)
+
+
+def is_broken_link(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another process."""
+    told = str(error).lower()
+    return any(word in told for word in ("gloo", "nccl", "connection", "socket", "timed out"))
+
+
+def _key(rank: int) -> str:
+    return f"darkroom/at/{rank}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,150 @@
+"""From trained weights to files: a model folder that diffusers opens, an adapter, a learned word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from darkroom import models
+from darkroom.data.store import Store
+from darkroom.errors import CheckpointError, InputError
+from darkroom.models.model import Model
+from darkroom.recipe.sections import ADAPTER_TASKS
+from darkroom.train.data.rows import select_rows
+from darkroom.train.distributed.weights import cast
+from darkroom.train.model import build_model, no_captions
+from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
+from darkroom.train.tasks.lora import adapter_of
+from darkroom.train.tasks.textual_inversion import FILE as WORDS
+from darkroom.train.tasks.textual_inversion import add_word, settle_words, write_words
+
+if TYPE_CHECKING:
+    from darkroom.models.adapters.adapter import Adapter
+    from darkroom.recipe.sections import Recipe
+
+
+ADAPTER = "adapter.safetensors"
+Values = Mapping[str, Tensor]
+
+
+def write_results(
+    recipe: Recipe, model: Model, values: Values, measured: Mapping[str, float], run: Path
+) -> None:
+    """Leave what a task makes in the run: `adapter.safetensors`; `learned_embeds.safetensors` and a model; or
+    a model. `model` is the one that was trained.
+    """
+    if recipe.task in ADAPTER_TASKS:
+        base = described_base(model)
+        write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name, base=base)
+    elif recipe.model.word is not None:
+        write_words(values, recipe.model.word, run / WORDS)
+        write_whole_model(recipe, values, measured, run, run / "model")
+    else:
+        _note_guidance(recipe, model)
+        write_model(model, values, measured, run / "model")
+
+
+def described_base(model: Model) -> dict[str, str | None]:
+    """What an adapter's file says of the model it was trained on."""
+    return {"family": models.base_family(model), "prediction": model.prediction}
+
+
+def write_adapter_file(
+    recipe: Recipe,
+    values: Values,
+    file: Path,
+    *,
+    name: str,
+    base: Mapping[str, str | None],
+    kohya: bool = False,
+) -> Path:
+    """Write the adapter that these values are, with its base, trigger and resolution in the header.
+
+    `base` is what `described_base` said, nothing where that is not known.
+    """
+    from darkroom.models.adapters.read import write_adapter
+
+    if recipe.task not in ADAPTER_TASKS:
+        raise InputError(
+            f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
+        )
+    told = base or {"family": recipe.model.base if recipe.model.base in models.FAMILIES else None}
+    family, prediction = told["family"], told.get("prediction")
+    made = trained_adapter(recipe, values, name)
+    return write_adapter(made, file, kohya=kohya, family=family, prediction=prediction)
+
+
+def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
+    """The adapter of an adapter run."""
+    from darkroom.models.adapters.metadata import about
+
+    assert recipe.adapter is not None
+    side = recipe.data.resolution
+    metadata = about(
+        title=name,
+        trigger=recipe.adapter.trigger or (recipe.data.prompts or (None,))[0],
+        base_model=_base_name(recipe.model.base),
+        resolution=f"{side}x{side}",
+    )
+    return adapter_of(name, values, recipe.adapter, metadata)
+
+
+def _base_name(ref: str) -> str:
+    """What an adapter's file says of where its base was: a hub id, or a name without its path."""
+    if ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not Path(ref).exists():
+        return ref
+    return models.Model("custom", path=ref).name
+
+
+def write_whole_model(
+    recipe: Recipe, values: Values, measured: Mapping[str, float], run: Path, target: Path
+) -> None:
+    """Write the model of a run, made anew from its base: adapter merged, word taught, or weights put in."""
+    model = _extractor(recipe) if recipe.task == "extractor" else build_model(recipe, no_captions, run)
+    if recipe.task in ADAPTER_TASKS:
+        from darkroom.models.adapters.read import merge
+
+        merge(model, trained_adapter(recipe, values, target.name))
+        values = {}
+    elif recipe.model.word is not None:
+        add_word(model, recipe.model.word)
+    _note_guidance(recipe, model)
+    write_model(model, values, measured, target)
+
+
+def _note_guidance(recipe: Recipe, model: Model) -> None:
+    """What the run's samples were drawn with is what its model is drawn with."""
+    if recipe.sample.guidance is not None:
+        model.guidance = recipe.sample.guidance
+
+
+def _extractor(recipe: Recipe) -> Model:
+    store = Store.open(str(recipe.data.store))
+    return build_extractor(recipe, store, select_rows(store, recipe)[0])
+
+
+def write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:
+    """Save a whole model in float32 with these trained weights, named `<part>.<name>`; it holds them then.
+
+    `measured` goes into the parts' configurations, named likewise: `vae.scaling_factor`.
+    """
+    for part, module in model.modules.items():
+        cast(module.eval(), torch.float32)
+        start = f"{part}."
+        state = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+        unknown = module.load_state_dict(state, strict=False).unexpected_keys
+        if unknown:
+            raise CheckpointError(f"the checkpoint has weights that the {part} lacks: {unknown[0]}, ...")
+    settle_words(model)
+    for name, value in measured.items():
+        part, key = name.split(".", 1)
+        described: Any = model.modules[part]
+        described.register_to_config(**{key: value})
+    if isinstance(model, ExtractorModel):
+        model.write(path)
+    else:
+        models.save(model, path)

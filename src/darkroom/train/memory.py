@@ -1,0 +1,270 @@
+"""How many rows fit into memory at once: the micro-batch, where a recipe leaves it to us.
+
+First an estimate from what autograd keeps of one row, then, on a GPU, a trial: forward and backward passes of
+more rows while they find memory, of fewer where they do not. What is learned is the same whichever it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from darkroom.errors import RecipeError
+from darkroom.hardware.memory import drop_file_pages, give_back
+from darkroom.recipe.sections import TrainSettings
+from darkroom.train.distributed.ranks import Ranks
+from darkroom.train.step import Step, micro_batches
+from darkroom.train.tasks.diffusion import Task
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import Recipe
+
+
+# Gradients, the backward pass's temporaries and the allocator come on top of what autograd keeps.
+MARGIN = 1.6
+SHARE = 0.6  # of the free memory
+MOST_TRIALS = 6
+ESTIMATED = "estimated, "
+
+
+class NotOneFits(RecipeError):
+    """Not even one picture's forward and backward pass finds memory."""
+
+
+def check_micro_batch(settings: TrainSettings) -> None:
+    """RecipeError unless the global batch is made of whole micro-batches."""
+    micro, batch = settings.micro_batch, settings.global_batch
+    if micro == "auto" or (0 < micro <= batch and batch % micro == 0):
+        return
+    fitting = sorted(divisors(batch), key=lambda d: abs(d - micro))[:3]
+    raise RecipeError(
+        "train.micro_batch",
+        f"{micro} does not divide train.global_batch {batch}",
+        allowed=", ".join(map(str, sorted(fitting))) + " or auto",
+    )
+
+
+def choose_micro_batch(
+    settings: TrainSettings,
+    task: Task,
+    inputs: Mapping[str, Tensor],
+    device: torch.device,
+    share: int | None = None,
+) -> tuple[int, str]:
+    """Rows of a forward pass, and why so many. `inputs` are those of at least one row; `share` is what one
+    process has of a global batch, all of it unless said.
+    """
+    if settings.micro_batch != "auto":
+        return settings.micro_batch, "asked for"
+    batch = share or settings.global_batch
+    row_bytes = activation_bytes(task, next(micro_batches(inputs, 1))) * MARGIN * task.rows_a_picture
+    free_bytes = free_memory_bytes(device) * SHARE
+    fitting = [size for size in divisors(batch) if size * row_bytes <= free_bytes] or [1]
+    told = f"{ESTIMATED}{row_bytes / 2**20:,.0f} MiB a row, {free_bytes / 2**30:,.1f} GiB to use"
+    return max(fitting), told
+
+
+def tried_micro_batch(
+    fits: Callable[[int], bool], sizes: Sequence[int], estimate: int
+) -> tuple[int | None, str]:
+    """The largest of the ascending `sizes` that fits, tried from the estimate on; None where none does.
+
+    Up while it fits, else down; at most `MOST_TRIALS` upwards, since each is a whole pass.
+    """
+    at = sizes.index(estimate)
+    if fits(sizes[at]):
+        for larger in sizes[at + 1 : at + 1 + MOST_TRIALS]:
+            if not fits(larger):
+                return sizes[at], f"found by trial: {larger} ran out of memory"
+            at += 1
+        return sizes[at], "found by trial"
+    for smaller in reversed(sizes[:at]):
+        if fits(smaller):
+            return smaller, f"found by trial: {sizes[sizes.index(smaller) + 1]} ran out of memory"
+    return None, "not one row fits"
+
+
+def try_micro_batches(
+    step: Step, task: Task, recipe: Recipe, inputs: Mapping[str, Tensor], ranks: Ranks
+) -> tuple[int, str]:
+    """The largest micro-batch that every rank finds memory for, by trial from the estimate, and why it; the
+    step has it then. `inputs` are one row's. RecipeError where not one picture fits.
+    """
+    if recipe.optim.fused_backward:
+        return step.micro_batch, "all at once, for optim.fused_backward"
+    sizes = divisors(recipe.train.global_batch // ranks.size)
+    each, estimate = task.rows_a_picture, step.micro_batch
+    found, told = tried_micro_batch(lambda size: step.fits(alike(inputs, size * each)), sizes, estimate)
+    micro = ranks.smallest(found or 0)
+    if not micro:
+        raise NotOneFits(
+            "train.micro_batch",
+            "auto, but not one picture's forward and backward pass finds memory",
+            mend="set train.gradient_checkpointing=true, or a smaller data.resolution",
+        )
+    step.set_micro_batch(micro)
+    return micro, told if micro == found else "what fits on every rank, found by trial"
+
+
+def alike(inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """So many rows of inputs, the first over and over: what a trial is made with."""
+    return {name: tensor[:1].repeat(rows, *(1,) * (tensor.dim() - 1)) for name, tensor in inputs.items()}
+
+
+def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
+    """What autograd keeps of one forward pass, weights apart, by running it."""
+    weights = {
+        p.untyped_storage().data_ptr() for module in task.modules.values() for p in module.parameters()
+    }
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # so that no later tensor takes its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        task.losses(inputs)
+    return sum(kept.values())
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that is free now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+class FrozenConv2d(nn.Conv2d):
+    """A convolution that keeps its weight alone while that is not trained; the same numbers otherwise."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        if trained or not input.requires_grad or self.padding_mode != "zeros":
+            kept: Tensor = super()._conv_forward(input, weight, bias)
+            return kept
+        given = (self.stride, self.padding, self.dilation, self.groups)
+        made: Tensor = _WithoutInput.apply(input, weight, bias, given)  # type: ignore[no-untyped-call]
+        return made
+
+
+class _WithoutInput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, given: tuple[Any, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.given, ctx.size, ctx.stride = given, input.size(), input.stride()
+        return F.conv2d(input, weight, bias, *given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.given
+        # Its shape and layout are looked at, never its numbers.
+        blank = grad.new_empty_strided(ctx.size, ctx.stride)
+        made = torch.ops.aten.convolution_backward(
+            grad, blank, weight, None, stride, padding, dilation, False, [0, 0], groups, [True, False, False]
+        )
+        return made[0], None, None, None
+
+
+def forget_inputs(module: nn.Module) -> None:
+    """Let the convolutions of a module whose weights are frozen keep no input, in place.
+
+    Names, weights and results stay as they are. A convolution that is trained later is an ordinary one again.
+    """
+    for part in module.modules():
+        plain = type(part) is nn.Conv2d and not isinstance(part.padding, str)
+        if plain and not any(param.requires_grad for param in part.parameters()):
+            part.__class__ = FrozenConv2d
+
+
+LEAST_BYTES = 32 * 1024**2  # below, a file is not worth it
+ALIGNMENT = 64
+
+
+def rest(modules: Iterable[nn.Module], folder: Path) -> int:
+    """Lay the frozen weights of parts on a CPU into a file in `folder`; returns how many bytes.
+
+    The parts work as before: a weight that is read comes back into memory, and after the part has run it
+    is let go again. Nothing is done where the file cannot be written, or for less than `LEAST_BYTES`.
+    """
+    parts = list(modules)
+    tensors = [tensor for part in parts for tensor in _frozen(part)]
+    if sum(tensor.nbytes for tensor in tensors) < LEAST_BYTES:
+        return 0
+    try:
+        mapped, places = _written(tensors, folder)
+    except OSError:
+        return 0  # a full or read-only disk: they stay where they are
+    for tensor, start in zip(tensors, places, strict=True):
+        tensor.data = _view(mapped, tensor, start)
+    for part in parts:
+        for runs in _what_runs(part):
+            runs.register_forward_hook(lambda *_: _let_go(mapped))
+    _let_go(mapped)
+    give_back()
+    return mapped.nbytes
+
+
+def laid_aside(named: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Copies of tensors in a file in `folder`, in memory only while they are read; else in memory."""
+    try:
+        mapped, places = _written(list(named.values()), folder)
+    except OSError:  # a full or read-only disk
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+    pairs = zip(named.items(), places, strict=True)
+    return {name: _view(mapped, tensor, start) for (name, tensor), start in pairs}
+
+
+def _view(mapped: Tensor, like: Tensor, start: int) -> Tensor:
+    return mapped[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _frozen(part: nn.Module) -> list[Tensor]:
+    """Dense weights on the CPU that nothing trains."""
+    found = (tensor for tensor in chain(part.parameters(), part.buffers()) if not tensor.requires_grad)
+    plain = (tensor for tensor in found if type(tensor.data) is Tensor and tensor.device.type == "cpu")
+    return [tensor for tensor in plain if tensor.is_contiguous() and tensor.nbytes]
+
+
+def _written(tensors: list[Tensor], folder: Path) -> tuple[Tensor, list[int]]:
+    """The file mapped as bytes, and where each tensor starts in it. It has no name once this returns."""
+    places = []
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".resting-") as file:
+        for tensor in tensors:
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            places.append(file.tell())
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        return torch.from_file(file.name, shared=True, size=file.tell(), dtype=torch.uint8), places
+
+
+def _what_runs(part: nn.Module) -> list[nn.Module]:
+    """A VAE is called by its halves, never as a whole."""
+    halves = [getattr(part, name, None) for name in ("encoder", "decoder")]
+    found = [half for half in halves if isinstance(half, nn.Module)]
+    return found or [part]
+
+
+def _let_go(mapped: Tensor) -> None:
+    drop_file_pages(mapped.data_ptr(), mapped.nbytes)

@@ -1,0 +1,339 @@
+"""The optimisers, their learning rate over the steps, clipping, and their state as tensors and numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from darkroom.errors import MissingExtra
+from darkroom.recipe.sections import EmaSettings, OptimSettings
+
+State = dict[str, Any]
+
+
+def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
+    """The learning rate of step k (from 0) of `steps`, as a share of the peak.
+
+    The rate of the first step is peak / warmup_steps, so that no step is idle.
+    """
+    if k < settings.warmup_steps:
+        return (k + 1) / settings.warmup_steps
+    if settings.decay == "constant":
+        return 1.0
+    done = min((k - settings.warmup_steps) / max(steps - settings.warmup_steps, 1), 1.0)
+    falling = 1 - done if settings.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * falling
+
+
+def parameter_groups(
+    params: Mapping[str, Tensor], rates: Mapping[str, float], weight_decay: float
+) -> list[dict[str, Any]]:
+    """AdamW's groups: each part's matrices and kernels with weight decay, its biases and norms without.
+
+    `params` are named `<part>.<name>`; `rates` are peak learning rates by part.
+    """
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, param in params.items():
+        part, decays = name.split(".", 1)[0], param.ndim > 1
+        decay = weight_decay if decays else 0.0
+        new = {"params": [], "weight_decay": decay, "lr": rates[part], "peak_lr": rates[part]}
+        groups.setdefault((part, decays), new)["params"].append(param)
+    return list(groups.values())
+
+
+class Optimiser:
+    """One or several torch optimisers that step together and look like one."""
+
+    def __init__(self, inner: Sequence[torch.optim.Optimizer], *, eager: bool = False) -> None:
+        self.inner = list(inner)
+        # torchao compiles its step, which takes a C++ compiler and minutes on a CPU.
+        self._stance: Any = torch.compiler.set_stance if eager else None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all."""
+        return [group for optimiser in self.inner for group in optimiser.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, State]:
+        """The state of all, by parameter."""
+        return {param: state for optimiser in self.inner for param, state in optimiser.state.items()}
+
+    def state_of(self, param: Tensor) -> State:
+        """The state of one parameter, to be filled."""
+        for optimiser in self.inner:
+            for group in optimiser.param_groups:
+                if any(param is one for one in group["params"]):
+                    state: State = optimiser.state[param]
+                    return state
+        raise KeyError("no optimiser has this parameter")
+
+    def step(self) -> None:
+        """One step of all."""
+        stance: AbstractContextManager[Any] = self._stance("force_eager") if self._stance else nullcontext()
+        with stance:
+            for optimiser in self.inner:
+                optimiser.step()
+
+
+def make_optimiser(groups: list[dict[str, Any]], settings: OptimSettings) -> Optimiser:
+    """The optimiser over the groups. Raises MissingExtra where its package is not installed."""
+    device = groups[0]["params"][0].device
+    eager = settings.name == "adamw8bit" and device.type == "cpu"
+    if settings.name == "muon":
+        return Optimiser(_muon(groups, settings))
+    return Optimiser([_made(groups, settings)], eager=eager)
+
+
+def make_each(groups: list[dict[str, Any]], settings: OptimSettings) -> dict[Tensor, Optimiser]:
+    """An optimiser for each parameter, to step one by one."""
+    return {
+        param: make_optimiser([{**group, "params": [param]}], settings)
+        for group in groups
+        for param in group["params"]
+    }
+
+
+def _made(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    lr, eps, betas = settings.lr, settings.eps, (settings.beta1, settings.beta2)
+    made: torch.optim.Optimizer
+    if settings.name == "adamw8bit":
+        made = _imported("torchao.optim", "AdamW8bit", "quant")(groups, lr=lr, betas=betas, eps=eps)
+    elif settings.name == "adafactor":
+        made = torch.optim.Adafactor(groups, lr=lr)
+    elif settings.name == "prodigy":
+        prodigy = _imported("prodigyopt", "Prodigy", "optim")
+        made = prodigy(groups, lr=lr, betas=betas, eps=eps, safeguard_warmup=settings.warmup_steps > 0)
+    elif settings.name == "schedule-free":
+        made = _imported("schedulefree", "AdamWScheduleFree", "optim")(groups, lr=lr, betas=betas, eps=eps)
+        for group in made.param_groups:
+            group["train_mode"] = True
+    else:
+        made = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return made
+
+
+def _muon(groups: list[dict[str, Any]], settings: OptimSettings) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, its updates as large as AdamW's so that one rate fits both; AdamW for the rest."""
+    matrices, rest = (
+        [
+            {**group, "params": chosen}
+            for group in groups
+            if (chosen := [p for p in group["params"] if (p.ndim == 2) == is_matrix])
+        ]
+        for is_matrix in (True, False)
+    )
+    plain = settings.model_copy(update={"name": "adamw"})
+    made: list[torch.optim.Optimizer] = [_made(rest, plain)] if rest else []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=settings.lr, adjust_lr_fn="match_rms_adamw"))
+    return made
+
+
+def _imported(module: str, name: str, extra: str) -> Any:
+    import importlib
+
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        raise MissingExtra(module.partition(".")[0], extra) from None
+
+
+def set_lr(optimiser: Optimiser, factor: float) -> None:
+    """Set every group's rate to its peak times `factor`."""
+    for group in optimiser.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(group["peak_lr"] * factor)
+        else:
+            group["lr"] = group["peak_lr"] * factor
+
+
+def averaged_by_itself(
+    optimiser: Optimiser, params: Mapping[str, Tensor], settings: OptimSettings
+) -> dict[str, Tensor] | None:
+    """The averaged weights that schedule-free keeps behind those it trains on; None of other optimisers."""
+    if settings.name != "schedule-free":
+        return None
+    states, away = optimiser.state, 1 - 1 / settings.beta1
+    return {
+        name: param.detach().lerp(states[param]["z"], away)
+        if "z" in states.get(param, {})
+        else param.detach()
+        for name, param in params.items()
+    }
+
+
+def gradient_norm(params: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together. It stays on the device: nothing waits for it."""
+    norms = torch._foreach_norm([param.grad for param in params if param.grad is not None])
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clipped_step(
+    optimiser: Optimiser, norm: Tensor, max_norm: float | None, odd: Tensor | None = None
+) -> None:
+    """One step with the gradients scaled down so that their norm is at most `max_norm`.
+
+    Where `odd` is 1 on the device, fused AdamW leaves weights and state as they are, and nobody waits.
+
+    The fused kernel divides by `grad_scale` as it reads the gradients, which saves a pass over them.
+    """
+    if max_norm is None and odd is None:
+        optimiser.step()
+        return
+    scale = torch.ones_like(norm) if max_norm is None else (norm / max_norm).clamp_(min=1.0)
+    fused = [inner for inner in optimiser.inner if isinstance(inner, torch.optim.AdamW)]
+    others = [inner for inner in optimiser.inner if inner not in fused]
+    grads = [p.grad for o in others for g in o.param_groups for p in g["params"] if p.grad is not None]
+    if grads:
+        torch._foreach_div_(grads, scale)
+    for inner in fused:
+        inner.grad_scale = scale  # type: ignore[attr-defined]
+        if odd is not None:
+            inner.found_inf = odd  # type: ignore[attr-defined]
+    try:
+        optimiser.step()
+    finally:
+        for inner in fused:
+            del inner.grad_scale  # type: ignore[attr-defined]
+            if odd is not None:
+                del inner.found_inf  # type: ignore[attr-defined]
+
+
+# ---- to be saved
+
+
+def optimiser_tensors(optimiser: Optimiser, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state's tensors by `<parameter>/<key>`, such as AdamW's `exp_avg`, `exp_avg_sq` and `step`.
+
+    Those of 8 bits are taken apart: `<parameter>/exp_avg.codes`, `.scale`, `.qmap`.
+    """
+    states = optimiser.state
+    tensors: dict[str, Tensor] = {}
+    for name, param in params.items():
+        for key, value in states.get(param, {}).items():
+            for inner, tensor in _taken_apart(value):
+                tensors[f"{name}/{key}{inner}"] = tensor
+    return tensors
+
+
+def optimiser_numbers(optimiser: Optimiser, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What else the optimiser has to remember, as JSON: numbers of its groups and of single parameters."""
+    states = optimiser.state
+    own = {name: numbers for name, param in params.items() if (numbers := _numbers(states.get(param, {})))}
+    return {"groups": [_numbers(group) for group in optimiser.param_groups], "state": own}
+
+
+def restore_optimiser(
+    optimiser: Optimiser,
+    params: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Any] | None = None,
+) -> None:
+    """Put a saved state back. Each tensor takes the memory layout of its parameter, as AdamW made it."""
+    saved: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, inner = key.rpartition("/")
+        saved.setdefault(name, {})[inner] = tensor
+    told = numbers or {"groups": [], "state": {}}
+    for name, param in params.items():
+        if name in saved or name in told["state"]:  # else it never had a gradient
+            state = optimiser.state_of(param)
+            state |= told["state"].get(name, {})
+            _put_together(state, param, saved.get(name, {}))
+    for group, kept in zip(optimiser.param_groups, told["groups"], strict=False):
+        group |= kept
+
+
+def _taken_apart(value: Any) -> list[tuple[str, Tensor]]:
+    if not isinstance(value, Tensor):
+        return []
+    if type(value) is Tensor or not hasattr(value, "__tensor_flatten__"):
+        return [("", value)]
+    names, _ = value.__tensor_flatten__()
+    return [(f".{name}", getattr(value, name)) for name in names]
+
+
+def _put_together(state: State, param: Tensor, saved: Mapping[str, Tensor]) -> None:
+    split: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in saved.items():
+        name, dot, inner = key.partition(".")
+        if dot:
+            split.setdefault(name, {})[inner] = tensor.to(param.device, copy=True)
+        elif tensor.shape == param.shape:
+            state[name] = torch.zeros_like(
+                param, dtype=tensor.dtype, memory_format=torch.preserve_format
+            ).detach()
+            state[name].copy_(tensor)
+        else:
+            state[name] = tensor.to(param.device, copy=True)
+    for name, parts in split.items():
+        made = _imported("torchao.optim.subclass_8bit", "OptimState8bit", "quant")
+        # Means have signs, means of squares none: the code's table says which.
+        state[name] = made(parts["codes"], parts["scale"], parts["qmap"], bool(parts["qmap"].min() < 0))
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain numbers of a group or state; rates are set anew at each step, and infinity never changes."""
+    fixed = ("params", "lr", "peak_lr", "fused", "foreach")
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in fixed and isinstance(value, (bool, int, float)) and math.isfinite(value)
+    }
+
+
+class Ema:
+    """Averaged float32 weights beside the trained ones, by the parameters' names.
+
+    Until the first averaged step there is no copy: the average is the weights, and costs nothing.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], settings: EmaSettings) -> None:
+        self._params, self._settings = dict(params), settings
+        self._average: dict[str, Tensor] = {}
+        self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def update(self, k: int) -> None:
+        """Take in the weights after step k (from 0)."""
+        n = k - self._settings.start_step
+        if not self._settings.enabled or n < 0:
+            return
+        if n % self._settings.every:
+            return
+        if not self._average:
+            self._start({name: param.detach() for name, param in self._params.items()})
+        else:
+            torch._foreach_lerp_(*self._pairs, 1.0 - ema_decay(n, self._settings))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The averaged weights by name; the trained ones while there is no average."""
+        return self._average or {name: param.detach() for name, param in self._params.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the average, empty until it starts."""
+        return self._average
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Put a checkpoint's average back."""
+        if state and self._settings.enabled:
+            self._start({name: state[name] for name in self._params})
+
+    def _start(self, values: Mapping[str, Tensor]) -> None:
+        for name, param in self._params.items():
+            # The parameter's own memory layout lets lerp walk both in one order.
+            average = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+            self._average[name] = average.detach().copy_(values[name])
+        self._pairs = (list(self._average.values()), [p.detach() for p in self._params.values()])
+
+
+def ema_decay(n: int, settings: EmaSettings) -> float:
+    """How much of the average the update after n averaged steps keeps; little at first: early weights go."""
+    decay = min(settings.decay, (1 + n) / (10 + n)) if settings.warmup else settings.decay
+    return decay**settings.every

@@ -1,0 +1,540 @@
+"""The doors: `train` starts a run or goes on with one, `export` writes a model from a checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from darkroom import hardware
+from darkroom.bill import Bill
+from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
+from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
+from darkroom.recipe.sections import ADAPTER_TASKS, PhaseSettings
+from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
+from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
+from darkroom.train.checkpoint.resume import check_changes, check_environment
+from darkroom.train.checkpoint.storage import Place, RemotePlace, newest, place_of, take_records
+from darkroom.train.data.feed import Feed
+from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
+from darkroom.train.data.online import OpenFeed
+from darkroom.train.data.precomputed import let_go, settled
+from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
+from darkroom.train.evaluation import KIND as BEST
+from darkroom.train.export import described_base, write_adapter_file, write_whole_model
+from darkroom.train.jobs import Job, Pinned, Say
+from darkroom.train.memory import NotOneFits
+from darkroom.train.model import keep_tokenizer
+from darkroom.train.setup import check_settings, make_job
+from darkroom.train.tracking import NoTracker, make_tracker
+from darkroom.train.trainer import Trainer, TrainResult, result_of
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import Recipe
+
+
+Estimate = Callable[["Recipe", int], Mapping[str, Any] | None]
+"""What the plan says of a recipe's run on so many devices, `line` for the log among it; None without one."""
+
+
+def train(
+    recipe: Recipe,
+    *,
+    out: Path | str,
+    resume: str = "auto",
+    feed: Feed | OpenFeed | None = None,
+    estimate: Estimate | None = None,
+    console: Say = print,
+) -> TrainResult:
+    """Train a recipe in the run folder `out`; the same call again goes on where it stopped, to the bit.
+
+    Where several processes were started together, each calls this, and rank 0 tells and writes.
+
+    `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one beside it,
+    numbered; a checkpoint's folder starts a new one from that state, and the recipe may then differ.
+    `feed(k)` opens another stream of batches from step k on (an OpenFeed learns first what it feeds);
+    `estimate` says what the plan foretells of a run that begins: it is shown, and kept in the run. Raises
+    InputError before any work for what cannot be, Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError
+    when the loss is not finite.
+    """
+    if not recipe.phases:  # before the processes meet: each finds the same mistake for itself
+        check_settings(recipe)
+        check_batch(recipe, started_together())
+    with joined(recipe.parallel) as ranks:
+        say = console if ranks.first else _nothing
+        if recipe.phases:
+            if resume != "auto":
+                raise InputError(f"--resume {resume} with phases", allowed="auto")
+            one = partial(_phase, feed=feed, estimate=estimate, console=console)
+            return train_phases(recipe, Path(out), one, say)
+        place = _place(ranks, Path(out), resume, recipe, say)
+        if place.run is None:
+            return _begin(recipe, place, feed, estimate, say, ranks)
+        with _held(place.run, ranks):
+            return _go_on(recipe, place.run, feed, say, ranks)
+
+
+def _phase(
+    recipe: Recipe, out: Path, *, feed: Feed | OpenFeed | None, estimate: Estimate | None, console: Say
+) -> TrainResult:
+    return train(recipe, out=out, feed=feed, estimate=estimate, console=console)
+
+
+def _nothing(line: str) -> None:
+    """What the other ranks say."""
+
+
+@contextmanager
+def _held(run: Run, ranks: Ranks) -> Iterator[None]:
+    """Within, no other job trains this run: rank 0 holds it for all."""
+    if not ranks.first:
+        ranks.meet()
+        yield
+        return
+    with run.lock():
+        ranks.meet()
+        yield
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a run will be: one that goes on, or a free folder, with a checkpoint to start from or none."""
+
+    path: Path
+    run: Run | None = None
+    start: Checkpoint | None = None
+
+
+def _place(ranks: Ranks, out: Path, resume: str, recipe: Recipe, say: Say) -> _Place:
+    """Rank 0 looks, so that what it makes a moment later misleads nobody."""
+    if resume == "auto":
+        there = ranks.tell(lambda: (out / "recipe.yaml").is_file() or _fetch_run(recipe, out, say))
+        return _Place(out, Run(out) if there else None)  # other machines may not have the folder yet
+    free = Path(ranks.tell(lambda: str(numbered_folder(out))))
+    if resume == "never":
+        return _Place(free)
+    start = Path(resume)
+    if not (start / "manifest.json").is_file():
+        raise InputError(
+            f"--resume {resume}", allowed="auto, never, or a checkpoint's folder (RUN/checkpoints/step-...)"
+        )
+    return _Place(free, start=load_checkpoint(start))
+
+
+def _fetch_run(recipe: Recipe, out: Path, say: Say) -> bool:
+    """Make the run anew that an address holds, if it does; what it made along the way is not there."""
+    if recipe.checkpoint.url is None or not is_free(out):
+        return False
+    place, found = newest([RemotePlace(recipe.checkpoint.url, out)], say, ALONE)
+    if place is None or found is None:
+        return False
+    before = type(recipe).model_validate(found.scalars["recipe"])
+    take_records(found, out)
+    there = (out / ENVIRONMENT).is_file()
+    Run.create(out, before.dump(), Run(out).environment if there else {"store": found.scalars["store"]})
+    say(f"'{out}' is made from {place.address}, which holds this run up to step {found.step}")
+    return True
+
+
+def _begin(
+    recipe: Recipe,
+    place: _Place,
+    feed: Feed | OpenFeed | None,
+    estimate: Estimate | None,
+    say: Say,
+    ranks: Ranks,
+) -> TrainResult:
+    before = hardware.resident_bytes()
+    if not ranks.tell(lambda: is_free(place.path)):
+        raise InputError(f"'{place.path}' holds something that is no run", mend="choose another --out")
+    if place.start is not None and place.start.step >= recipe.train.steps:
+        raise RecipeError("train.steps", f"{recipe.train.steps}, but {place.start.step} steps are made")
+    if ranks.tell(lambda: bool(place_of(recipe.checkpoint.url, place.path).kept())):
+        raise RecipeError(
+            "checkpoint.url",
+            f"'{recipe.checkpoint.url}' holds another run's checkpoints",
+            mend="choose another prefix, or go on with that run: --resume auto and a new --out",
+        )
+    for note in recipe.derived:
+        say(note)
+    version = ranks.tell(lambda: settled(recipe, place.path, None, say))
+    with _undone(recipe, place.path, ranks):
+        job = make_job(recipe, Pinned(place.path, version), feed, say, ranks)
+    if ranks.first:
+        Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
+    run = Run(place.path)
+    with _held(run, ranks):
+        if ranks.first:
+            _keep_plan(run, job, estimate, say)
+            keep_tokenizer(recipe.model, job.task.model, run.path)
+        trainer = _trainer(job, run, say, first_step=0)
+        if place.start is not None:
+            trainer.restore(place.start)
+            trainer.save()  # from now on the run stands on its own
+            say(f"starting from {place.start.path} (step {place.start.step})")
+        return trainer.train()
+
+
+@contextmanager
+def _undone(recipe: Recipe, run: Path, ranks: Ranks) -> Iterator[None]:
+    """What was settled and gathered for a run is let go where something within ends it."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks.first:
+            let_go(recipe, run)
+        if isinstance(error, InputError):
+            forget(run)
+        raise
+
+
+def _keep_plan(run: Run, job: Job, estimate: Estimate | None, say: Say) -> None:
+    found = None if estimate is None else estimate(job.recipe, job.num_devices)
+    if found is not None:
+        run.set_plan(found)
+        say(found["line"])
+
+
+def _places(run: Run, *recipes: Recipe) -> list[Place]:
+    """Where a run's checkpoints may be, now and before: the first is where they are now."""
+    urls = dict.fromkeys([*(recipe.checkpoint.url for recipe in recipes), None])
+    return [place_of(url, run.path) for url in urls]
+
+
+def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks) -> TrainResult:
+    before = type(recipe).model_validate(ranks.tell(lambda: run.recipe))
+    place, checkpoint = newest(_places(run, recipe, before), say, ranks)
+    step = checkpoint.step if checkpoint else 0
+    notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
+    if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
+        made = f"it ended early, after step {step}" if run.ended_early else f"all {step} steps are made"
+        say(f"'{run.path}' is finished: {made}")
+        return result_of(run)
+    store = ranks.tell(lambda: run.environment.get("store", {}))
+    ranks.in_turn(run.tidy)
+    micro = checkpoint.scalars["micro_batch"] if checkpoint else None
+    here = not has_own_store(recipe) or Path(store_path(recipe, run.path)).exists()
+    known = store.get("version") if here else None
+    anew = checkpoint is None or isinstance(place, RemotePlace)
+    version = ranks.tell(lambda: settled(recipe, run.path, known, say) if anew else known)
+    pinned = Pinned(
+        run.path,
+        version,
+        store.get("rows"),
+        micro,
+        contents=store.get("contents"),
+        base=ranks.tell(lambda: run.environment.get("fingerprints")),
+    )
+    job = make_job(recipe, pinned, feed, say, ranks)
+    if checkpoint:
+        notes += check_environment(checkpoint.scalars["environment"], job.environment)
+
+    def prepare_run() -> None:
+        run.truncate(step if checkpoint else -1)
+        run.set_recipe(recipe.dump())
+        run.add_session(_environment(job))
+        keep_tokenizer(recipe.model, job.task.model, run.path)
+
+    ranks.in_turn(prepare_run)
+    trainer = _trainer(job, run, say, first_step=step)
+    say(f"going on after step {step} of {recipe.train.steps}")
+    for note in notes:
+        say(f"note: {note}")
+    if checkpoint and place:
+        trainer.restore(checkpoint)
+        ranks.meet()
+        place.forget()
+    return trainer.train()
+
+
+def _environment(job: Job) -> dict[str, Any]:
+    """Where a session runs, the store it reads, and of an adapter what it is trained on."""
+    told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
+    adapts = job.recipe.task in ADAPTER_TASKS
+    return told | ({"base": described_base(job.task.model)} if adapts else {})
+
+
+def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
+    for note in job.notes:
+        say(note)
+    tracker = make_tracker(job.recipe.track, run.path, first_step + 1) if job.ranks.first else NoTracker()
+    return Trainer(job, run, tracker=tracker, say=say)
+
+
+def export(
+    run: Path | str,
+    to: Path | str,
+    *,
+    checkpoint: int | None = None,
+    ema: bool = True,
+    kohya: bool = False,
+    say: Say = print,
+) -> Path:
+    """Write a run's model as a folder that diffusers opens, from a checkpoint (the newest unless said).
+
+    Of a run with `evaluate.patience` the newest one's best weights so far, unless `checkpoint` is said.
+    Of a run that trained an adapter the folder holds the base with the adapter merged in, and `to` may be a
+    `.safetensors` file for the adapter itself (with `kohya` in the keys of ComfyUI and A1111). With `ema` the
+    averaged weights, else the trained ones. InputError names the checkpoints there are.
+    """
+    from darkroom.recipe.sections import Recipe
+
+    source, target = Run.open(run), Path(to)
+    if target.exists():
+        raise InputError(f"'{target}' is there already", mend="choose another folder")
+    recipe = Recipe.model_validate(source.recipe)
+    as_file = target.suffix == ".safetensors"
+    if kohya and not as_file:
+        raise InputError(f"--kohya with the folder '{to}'", allowed="--to FILE.safetensors")
+    state = _state(source, recipe, checkpoint, say)
+    values, measured = _exported(recipe, state, newest=checkpoint is None, ema=ema, say=say)
+    if as_file:
+        base = source.environment.get("base", {})
+        return write_adapter_file(recipe, values, target, name=target.stem, base=base, kohya=kohya)
+    write_whole_model(recipe, values, measured, source.path, target)
+    return target
+
+
+def _exported(
+    recipe: Recipe, state: Checkpoint, *, newest: bool, ema: bool, say: Say
+) -> tuple[Saved, dict[str, float]]:
+    """The weights to export, with what was measured: the best ones of a run that looks for them."""
+    best: dict[str, Any] | None = state.scalars.get(BEST)
+    if best is not None and recipe.evaluate.patience is not None and newest and ema:
+        say(f"the weights after step {best['step']}, of the best held-out loss; --checkpoint takes others")
+        return state.tensors[BEST], best["measured"]
+    averaged = state.tensors.get("ema") if ema else None
+    return averaged or state.tensors["weights"], state.scalars["measured"]
+
+
+def _state(run: Run, recipe: Recipe, step: int | None, say: Say) -> Checkpoint:
+    places = _places(run, recipe)
+    if step is None:
+        found = newest(places, say, ALONE)[1]
+        if found is None:
+            raise InputError(f"'{run.path}' has no checkpoint yet")
+        return found
+    there = [(kept, place) for place in places for kept in place.kept()]
+    for kept, place in reversed(there):
+        if kept.step == step:
+            return place.load(kept)
+    raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(kept.step) for kept, _ in there))
+
+
+def phase_recipes(recipe: Recipe, out: Path) -> Iterator[tuple[Path, Recipe]]:
+    """Each phase as a recipe of its own, and its run's folder. RecipeError where one is impossible."""
+    before: Path | None = None
+    for i, phase in enumerate(recipe.phases):
+        folder = out / f"phase-{i + 1}-{phase.resolution}px"
+        one = _recipe_of(recipe, i, phase, before)
+        yield folder, with_address(one, folder.name)
+        before = folder
+
+
+def with_address(recipe: Recipe, name: str) -> Recipe:
+    """A recipe of several that share an address for checkpoints: with a place of its own there."""
+    if recipe.checkpoint.url is None:
+        return recipe
+    own = recipe.checkpoint.model_copy(update={"url": f"{recipe.checkpoint.url.rstrip('/')}/{name}"})
+    return recipe.model_copy(update={"checkpoint": own})
+
+
+def _recipe_of(recipe: Recipe, i: int, phase: PhaseSettings, before: Path | None) -> Recipe:
+    content: dict[str, Any] = recipe.model_dump(mode="json") | {"phases": []}
+    batch = phase.global_batch or recipe.train.global_batch
+    steps = -(-phase.samples // batch)
+    content["data"]["resolution"] = phase.resolution
+    content["train"] |= {"global_batch": batch, "steps": steps}
+    for key, value in (("lr", phase.lr), ("warmup_steps", phase.warmup_steps)):
+        if value is not None:
+            content["optim"][key] = value
+    if phase.ema_from is not None:
+        if phase.ema_from >= phase.samples:
+            raise RecipeError(
+                f"phases.{i}.ema_from", f"{phase.ema_from} of {phase.samples} pictures", allowed="fewer"
+            )
+        content["train"]["ema"]["start_step"] = phase.ema_from // batch
+    if phase.keep is not None:
+        content["train"]["routing"] = _kept(content["train"]["routing"], phase.keep)
+    if phase.align is not None:
+        content["train"]["align"] = (
+            {**content["train"]["align"], "weight": phase.align} if phase.align else {}
+        )
+    if before is not None:
+        trains_text = recipe.model.train_text_encoder
+        content["model"] = {"base": str(before / "model"), "train_text_encoder": trains_text}
+        content["data"]["text"] = recipe.data.text
+    return type(recipe).model_validate(content)
+
+
+def _kept(routing: dict[str, Any], keep: float) -> dict[str, Any]:
+    return {**routing, "keep": keep} if keep < 1 else {}
+
+
+def train_phases(
+    recipe: Recipe, out: Path, one: Callable[[Recipe, Path], TrainResult], say: Callable[[str], None]
+) -> TrainResult:
+    """Train all phases with `one`; the same call again goes on in the phase where it stopped.
+
+    The budget is that of all phases together.
+    """
+    result: TrainResult | None = None
+    used = None
+    for folder, phase in phase_recipes(recipe, out):
+        if used is not None:
+            left = recipe.budget.less(used)
+            if left is None:
+                raise Stopped(
+                    f"{recipe.budget.spent(used)} is spent by the phases; say a larger one to go on"
+                )
+            phase = phase.model_copy(update={"budget": left})
+        say(
+            f"{folder.name}: {phase.train.steps} steps of {phase.train.global_batch} pictures, "
+            f"{phase.data.resolution} px"
+        )
+        result = one(phase, folder)
+        used = result.bill if used is None else used + result.bill
+    assert result is not None
+    return result
+
+
+LONGEST_NAME = 100
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One run of a sweep: what sets it apart, and what it made, or why it did not get to its end."""
+
+    run: Path
+    settings: Mapping[str, Any]
+    result: TrainResult | None
+    failure: str = ""
+
+    @property
+    def bill(self) -> Bill:
+        """What it used so far."""
+        return _bill(self.run)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        made = self.result.to_dict() if self.result else {"bill": self.bill.model_dump(mode="json")}
+        return {"run": str(self.run), "settings": dict(self.settings), **made, "failure": self.failure}
+
+
+def sweep(
+    recipes: Sequence[tuple[Mapping[str, Any], Recipe]],
+    *,
+    out: Path | str,
+    resume: str = "auto",
+    estimate: Estimate | None = None,
+    console: Say = print,
+) -> list[Tried]:
+    """Train every recipe as `OUT/NAME-lr-1e-4` and the like; the same call again goes on where it stopped.
+
+    A run that diverges or finds no memory is noted, and the others are made; the same call tries it again
+    from its last checkpoint. The recipes' budget is that of all runs together. Class pictures are drawn once
+    for all that draw the same ones. Raises InputError for a mistake, Stopped where the user or the budget
+    stops it.
+    """
+    out = Path(out)
+    folders = [out / f"{out.name}-{name}" for name in run_names([settings for settings, _ in recipes])]
+    for _, recipe in recipes:
+        if not recipe.phases:
+            check_settings(recipe)
+    tried: list[Tried] = []
+    for folder, (settings, recipe) in zip(folders, recipes, strict=True):
+        told = ", ".join(f"{key}={value}" for key, value in settings.items())
+        console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {told}")
+        others = [one for one in folders if one != folder]
+        one = with_address(_within(recipe, out, others), folder.name)
+        made, failure = attempted(
+            partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
+        )
+        if failure:
+            console(f"warning: {folder.name}: {failure}")
+        tried.append(Tried(folder, settings, made, failure))
+    return tried
+
+
+def attempted(training: Callable[[], TrainResult]) -> tuple[TrainResult | None, str]:
+    """What a training made, or None and why where its settings diverge or find no memory."""
+    try:
+        return training(), ""
+    except Exception as error:
+        failure = _failure(error)
+        if not failure:
+            raise
+    gc.collect()  # here, where the error no longer holds the run's tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None, failure
+
+
+def _failure(error: Exception) -> str:
+    """What to note of an error, if the sweep goes on after it."""
+    if isinstance(error, NotOneFits):
+        return str(error)
+    if isinstance(error, (Stopped, InputError, RankLost)):
+        return ""
+    if isinstance(error, DarkroomError):
+        return str(error)
+    # A rank that ran out of memory has left the others waiting: only alone can it go on.
+    return "out of memory" if is_out_of_memory(error) and started_together() == 1 else ""
+
+
+def run_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of each run of a sweep a name that says its settings: `rank-8_lr-1e-4`. InputError for two alike."""
+    keys = list(settings[0])
+    ends = [key.rpartition(".")[2] for key in keys]
+    short = dict(zip(keys, ends if len(set(ends)) == len(ends) else keys, strict=True))
+    names = ["_".join(f"{short[key]}-{_value(value)}" for key, value in one.items()) for one in settings]
+    if (double := next(_doubles(names), None)) is not None:
+        raise InputError(f"the sweep has {double} twice", mend="say each value once")
+    return [_cut(name) for name in names]
+
+
+def _cut(name: str) -> str:
+    """A name that a file system takes; of a longer one the end is a hash."""
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest}"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _doubles(names: Sequence[str]) -> Iterator[str]:
+    return (name for i, name in enumerate(names) if name in names[:i])
+
+
+def _within(recipe: Recipe, out: Path, others: Sequence[Path]) -> Recipe:
+    """The recipe with what the other runs left of the budget; Stopped where they left nothing."""
+    used = Bill()
+    for folder in others:
+        used += _bill(folder)
+    left = recipe.budget.less(used)
+    if left is None:
+        raise Stopped(f"{recipe.budget.spent(used)} is spent by the sweep; say a larger one to go on")
+    content = recipe.model_dump(mode="json") | {"budget": left.model_dump()}
+    if recipe.task in SUBJECT_TASKS and recipe.data.class_prompt and not recipe.data.class_images:
+        content["data"]["class_images"] = str(out / _class_folder(recipe))
+    return type(recipe).model_validate(content)
+
+
+def _class_folder(recipe: Recipe) -> str:
+    """The folder of class pictures that all runs with the same model, prompt and size share."""
+    note = json.dumps(class_note(recipe), sort_keys=True)
+    return f"class-{hashlib.sha256(note.encode()).hexdigest()[:8]}"
+
+
+def _bill(folder: Path) -> Bill:
+    there = (folder / "recipe.yaml").is_file()
+    return (Run.open(folder).bill() if there else None) or Bill()

@@ -1,0 +1,90 @@
+"""Training the autoencoder: reconstruction, KL, perceptual and adversarial losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from darkroom.data.loader import ReadSettings
+from darkroom.models.model import Model
+from darkroom.recipe.sections import AutoencoderLossSettings
+from darkroom.train.objective import square_error
+from darkroom.train.tasks.diffusion import Columns, _to, distance, edge_distance, kl_divergence
+
+
+class Autoencoder:
+    """Train the VAE to give back pictures through a small latent close to a normal distribution."""
+
+    def __init__(self, model: Model, settings: AutoencoderLossSettings, read: ReadSettings) -> None:
+        assert model.vae is not None
+        self.model, self._settings = model, settings
+        self.modules: dict[str, nn.Module] = {"vae": model.vae}
+        self.rows_a_picture = 1
+        self.rates: dict[str, float] = {}
+        self.read = read.model_copy(update={"draws": ("posterior",)})
+
+    @property
+    def points(self) -> Sequence[int]:
+        return ()
+
+    def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        pixels_B3HW = _to(columns["pixels"], device).float() / 127.5 - 1.0
+        return {"pixels": pixels_B3HW, "posterior": _to(columns["posterior"], device)}
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        pixels_b3HW = inputs["pixels"]
+        mean_bChw, logvar_bChw = self._encode(pixels_b3HW)
+        latents_bChw = mean_bChw + (0.5 * logvar_bChw).exp() * inputs["posterior"]
+        out_b3HW = self._decode(latents_bChw)
+        settings = self._settings
+        reconstruction_b = distance(out_b3HW, pixels_b3HW, settings.reconstruction)
+        kl_b = kl_divergence(mean_bChw, logvar_bChw) / pixels_b3HW[0].numel()
+        loss_b = reconstruction_b + settings.kl_weight * kl_b
+        if settings.edge_weight:
+            loss_b = loss_b + settings.edge_weight * edge_distance(out_b3HW, pixels_b3HW)
+        return {"loss": loss_b, "reconstruction": reconstruction_b, "kl": kl_b}
+
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        pixels_b3HW = inputs["pixels"]
+        out_b3HW = self.reconstruct(pixels_b3HW)
+        psnr_b = 10 * torch.log10(4.0 / square_error(out_b3HW, pixels_b3HW).clamp(min=1e-10))
+        return {
+            "heldout_loss": distance(out_b3HW, pixels_b3HW, self._settings.reconstruction),
+            "heldout_psnr_db": psnr_b,
+        }
+
+    @torch.no_grad()
+    def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        """The factor that brings sampled latents to a standard deviation of one (Rombach et al. 2022).
+
+        A shift and a deviation for each channel that the VAE's configuration has stay as they are.
+        """
+        scaling = replace(self.model.latent_scaling, factor=1.0)
+        total, count = np.zeros(2), 0
+        for some in inputs:
+            mean_bChw, logvar_bChw = self._encode(some["pixels"])
+            latents = scaling.seen(mean_bChw + (0.5 * logvar_bChw).exp() * some["posterior"]).double()
+            total += np.array([latents.sum().item(), latents.square().sum().item()])
+            count += latents.numel()
+        mean, square = total / max(count, 1)
+        variance = square - mean**2
+        return {"vae.scaling_factor": float(variance**-0.5)} if variance > 0 else {}
+
+    def reconstruct(self, pixels_b3HW: Tensor) -> Tensor:
+        """What the VAE gives back of pictures, from the mean latent."""
+        return self._decode(self._encode(pixels_b3HW)[0]).clamp(-1, 1)
+
+    def _encode(self, pixels_b3HW: Tensor) -> tuple[Tensor, Tensor]:
+        vae: Any = self.model.vae
+        given = vae.encode(pixels_b3HW.to(vae.dtype), return_dict=False)[0]
+        return given.mean.float(), given.logvar.float()
+
+    def _decode(self, latents_bChw: Tensor) -> Tensor:
+        vae: Any = self.model.vae
+        out: Tensor = vae.decode(latents_bChw.to(vae.dtype), return_dict=False)[0]
+        return out.float()

@@ -1,0 +1,330 @@
+"""What is trained: a task gives the modules, says what it reads, and turns a batch into a loss.
+
+The loop around a task knows nothing of diffusion. Pre-training and every kind of fine-tuning are one class,
+`Diffusion`, with other parameters trained and other pictures read.
+
+Captions arrive with some of them dropped already (empty), and so do prepared text states.
+
+Shapes: B rows of a batch, b of a micro-batch, C latent channels, h and w latent pixels, H and W pixels,
+L tokens, D text width, P pooled width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from darkroom.data.loader import Draw, ReadSettings
+from darkroom.models.model import Model
+from darkroom.prepare.encoders import sample_latents, text_states, tokenize
+from darkroom.train.data.masks import Masks
+from darkroom.train.objective import FlowObjective, Objective, offset_noise, square_error
+from darkroom.train.tasks.repa import Extras
+
+if TYPE_CHECKING:
+    from darkroom.evaluate.extractors import Extractor
+
+
+Columns = Mapping[str, Any]
+"""A batch's columns and draws by name: tensors with B rows, and lists of B captions."""
+
+
+SIZES = ("width", "height")
+"""A store's columns of pictures' sizes, which SDXL learns from."""
+CACHED_CAPTIONS = 100_000
+CACHED_STATES_BYTES = 2**28  # of captions whose states are kept: 1,000 of SD 1.5's
+ENCODED_PIXELS = 2**22  # at a time, where pictures are encoded inline: 16 of 512 px
+
+
+class Task(Protocol):
+    """What the loop asks of a task."""
+
+    model: Model
+    modules: dict[str, nn.Module]  # the parts that gradients go through, by name
+    rows_a_picture: int  # rows of a batch that each picture stands for
+    rates: dict[str, float]  # peak learning rates by part that differ from optim.lr
+    read: ReadSettings
+
+    def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        """A batch as tensors on the device, each with B rows. Frozen encoders run here, without gradients."""
+        ...
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each row [b]: `loss`, which is trained on, and what else is to be logged."""
+        ...
+
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each held-out row, what is measured: [b], or [b, n] with one for each of `points`."""
+        ...
+
+    @property
+    def points(self) -> Sequence[int]:
+        """What the columns of `heldout`'s [b, n] stand for: timesteps."""
+        ...
+
+    def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        """What the model's configuration needs to know of its training data, such as `vae.scaling_factor`.
+
+        Measured with the averaged weights and saved with each checkpoint.
+        """
+        ...
+
+
+class Diffusion:
+    """Train what of the U-Net and text encoders requires gradients to denoise latents."""
+
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective | FlowObjective,
+        read: ReadSettings,
+        modules: Mapping[str, nn.Module],
+        *,
+        text_encoder_lr: float | None = None,
+        noise_offset: float = 0.0,
+        num_points: int = 8,
+        encode: Callable[[Tensor], Tensor] | None = None,
+        cache_text: bool = False,
+        prior_weight: float | None = None,
+        masks: Masks | None = None,
+        extras: Extras | None = None,
+    ) -> None:
+        """`modules` are the U-Net and the text encoders that gradients go through, by part.
+
+        `encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not read.
+        `cache_text` keeps the states of captions, encoded one by one. With `prior_weight` every other row is
+        a picture of the class, whose loss has this weight. `extras` are what a transformer is trained with.
+        """
+        assert model.unet is not None
+        draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(("offset",) if noise_offset else ()))
+        self.model, self.objective = model, objective
+        self.read = read.model_copy(update={"draws": draws})
+        self.modules: dict[str, nn.Module] = {**modules, **(extras.modules if extras else {})}
+        self._extras = extras
+        text = [name for name in modules if name != "unet"]
+        self.rates: dict[str, float] = {} if text_encoder_lr is None else dict.fromkeys(text, text_encoder_lr)
+        self._trains_text = bool(text)
+        self.rows_a_picture = 1 if prior_weight is None else 2
+        self._prior_weight, self._masks = prior_weight, masks
+        self._state_cache: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._caches_text = cache_text and not text
+        self._offset, self._encode = noise_offset, encode
+        total = objective.num_timesteps
+        self._points = [int((i + 0.5) * total / num_points) for i in range(num_points)]
+        self._token_cache: dict[str, tuple[Tensor, ...]] = {}
+
+    @property
+    def points(self) -> Sequence[int]:
+        return self._points
+
+    @property
+    def extractor(self) -> Extractor | None:
+        """What a transformer's tokens are aligned with."""
+        return None if self._extras is None else self._extras.extractor
+
+    @property
+    def rested_text(self) -> list[str]:
+        """Text encoders that do not run at each step."""
+        stored = self.read.text is not None or self._caches_text
+        names = (name for name in self.model.modules if name.startswith("text_encoder"))
+        return [name for name in names if name not in self.modules] if stored else []
+
+    def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        drawn = {name: _to(columns[name], device) for name in self.read.draws}
+        moments_B2Chw = _to(self._moments(columns), device)
+        assert self.model.vae is not None
+        latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.latent_scaling)
+        noise_BChw = drawn["noise"]
+        if self._offset:
+            noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._offset)
+        inputs = {"latents": latents_BChw, "noise": noise_BChw, "u": drawn["u"]}
+        inputs |= self._text(columns, device)
+        if self.model.is_sdxl:
+            target = (
+                latents_BChw.shape[-2] * self.model.vae_factor,
+                latents_BChw.shape[-1] * self.model.vae_factor,
+            )
+            inputs["time_ids"] = _to(size_conditioning(columns, target), device)
+        if "is_prior" in columns:
+            inputs["is_prior"] = _to(columns["is_prior"], device).float()
+        if self._extras is not None and self._extras.extractor is not None:
+            pixels_B3HW = _to(columns["pixels"], device)
+            inputs["features"] = self._extras.features(pixels_B3HW, self._tokens_of(latents_BChw))
+        if self._masks is not None:
+            inputs["mask"] = _to(self._masks(columns, latents_BChw.shape[-2:]), device)
+        return inputs
+
+    def _moments(self, columns: Columns) -> Tensor:
+        if self._encode is None or "moments" in columns:  # an online feed has encoded them
+            moments: Tensor = columns["moments"]
+            return moments
+        pixels_B3HW: Tensor = columns["pixels"]
+        rows = max(1, ENCODED_PIXELS // (pixels_B3HW.shape[-1] * pixels_B3HW.shape[-2]))
+        return torch.cat([self._encode(some) for some in torch.split(pixels_B3HW, rows)])
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        t_b = self.objective.timesteps(inputs["u"])
+        if self._extras is not None:
+            return self._losses_with(self._extras, inputs, t_b)
+        out_bChw, target_bChw = self._predict(inputs, t_b)
+        loss_b = self.objective.loss(out_bChw, target_bChw, t_b, inputs.get("mask"))
+        if self._prior_weight is None or "is_prior" not in inputs:
+            return {"loss": loss_b}
+        # Half of the rows are the subject's: the mean over all rows of twice a half's losses is its own mean.
+        prior_b = 2 * loss_b * inputs["is_prior"]
+        subject_b = 2 * loss_b - prior_b
+        return {
+            "loss": subject_b + self._prior_weight * prior_b,
+            "subject_loss": subject_b,
+            "prior_loss": prior_b,
+        }
+
+    def _losses_with(self, extras: Extras, inputs: Mapping[str, Tensor], t_b: Tensor) -> dict[str, Tensor]:
+        """With tokens routed past blocks, and a block's tokens aligned."""
+        tokens = self._tokens_of(inputs["latents"])
+        keep_bK = extras.keep(inputs["u"], tokens[0] * tokens[1])
+        (out_bChw, *tapped), target_bChw = self._answer(inputs, t_b, **extras.arguments(keep_bK))
+        masks = [m for m in (inputs.get("mask"), extras.mask(keep_bK, tokens)) if m is not None]
+        mask = masks[0] * masks[-1] if len(masks) > 1 else next(iter(masks), None)
+        loss_b = self.objective.loss(out_bChw, target_bChw, t_b, mask)
+        if not tapped:
+            return {"loss": loss_b}
+        align_b = extras.distance(tapped[0], inputs["features"], keep_bK)
+        return {
+            "loss": loss_b + extras.align.weight * align_b,
+            "denoise_loss": loss_b,
+            "align_loss": align_b,
+        }
+
+    def _tokens_of(self, latents_bChw: Tensor) -> tuple[int, int]:
+        """Rows and columns of a transformer's tokens."""
+        assert self._extras is not None
+        height, width = latents_bChw.shape[-2:]
+        return height // self._extras.patch, width // self._extras.patch
+
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        errors = []
+        for point in self._points:
+            t_b = self.objective.at(point, inputs["u"])
+            errors.append(square_error(*self._predict(inputs, t_b), inputs.get("mask")))
+        errors_bn = torch.stack(errors, dim=1)
+        return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
+
+    def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        return {}
+
+    def _predict(self, inputs: Mapping[str, Tensor], t_b: Tensor) -> tuple[Tensor, Tensor]:
+        (out_bChw, *_), target_bChw = self._answer(inputs, t_b)
+        return out_bChw, target_bChw
+
+    def _answer(
+        self, inputs: Mapping[str, Tensor], t_b: Tensor, **more: Any
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """All that the denoiser gives back, what is predicted first; and the target."""
+        latents_bChw, noise_bChw = inputs["latents"], inputs["noise"]
+        unet: Any = self.model.unet
+        text_bLD, pooled_bD = self._states(inputs)
+        added = {"text_embeds": pooled_bD, "time_ids": inputs["time_ids"]} if self.model.is_sdxl else None
+        noisy_bChw = self.objective.add_noise(latents_bChw, noise_bChw, t_b)
+        found: Sequence[Tensor] = unet(
+            noisy_bChw.to(unet.dtype),
+            t_b,
+            encoder_hidden_states=text_bLD.to(unet.dtype),
+            added_cond_kwargs=added,
+            return_dict=False,
+            **more,
+        )
+        return found, self.objective.target(latents_bChw, noise_bChw, t_b)
+
+    # ---- text
+
+    def _text(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        if "text" in columns:
+            return {name: _to(columns[name], device) for name in ("text", "pooled") if name in columns}
+        if self._caches_text:
+            return self._cached(columns["caption"], device)
+        rows = self._tokens(columns["caption"])
+        ids = {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
+        if self._trains_text:
+            return ids
+        with torch.no_grad():
+            text_BLD, pooled_BD = self._encoded(ids)
+        return {"text": text_BLD} if pooled_BD is None else {"text": text_BLD, "pooled": pooled_BD}
+
+    def _cached(self, captions: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """States of captions, each encoded by itself, so that they do not depend on who shares the batch."""
+        held = sum(states.nbytes for states, _ in self._state_cache.values())
+        if held > CACHED_STATES_BYTES:
+            self._state_cache.clear()
+        for caption in dict.fromkeys(captions):
+            if caption not in self._state_cache:
+                ids = {f"ids_{i}": _to(row[None], device) for i, row in enumerate(self._tokens([caption])[0])}
+                with torch.no_grad():
+                    self._state_cache[caption] = self._encoded(ids)
+        states, pooled = zip(*(self._state_cache[caption] for caption in captions), strict=True)
+        found = {"text": torch.cat(states)}
+        return found if pooled[0] is None else found | {"pooled": torch.cat(pooled)}
+
+    def _tokens(self, captions: Sequence[str]) -> list[tuple[Tensor, ...]]:
+        """Token ids [L] of each caption for each text encoder; captions come round every epoch."""
+        if len(self._token_cache) > CACHED_CAPTIONS:
+            self._token_cache.clear()
+        new = [caption for caption in dict.fromkeys(captions) if caption not in self._token_cache]
+        if new:
+            ids = tokenize(self.model.tokenizers, new)
+            self._token_cache |= zip(new, zip(*ids, strict=True), strict=True)
+        return [self._token_cache[caption] for caption in captions]
+
+    def _states(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        return (inputs["text"], inputs.get("pooled")) if "text" in inputs else self._encoded(inputs)
+
+    def _encoded(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        encoders = self.model.text_encoders
+        return text_states(encoders, [inputs[f"ids_{i}"] for i in range(len(encoders))])
+
+
+def size_conditioning(columns: Columns, target: tuple[int, int]) -> Tensor:
+    """SDXL's size conditioning, float32 [B, 6]: original size, the cut's corner and target size, each with
+    the height before the width.
+
+    The corner is in pixels of the picture scaled to cover the target, mirrored where the picture is, as
+    diffusers' train_text_to_image_sdxl.py has it. Prepared latents are cut at the centre.
+    """
+    width_B, height_B = (torch.as_tensor(columns[name]).long() for name in SIZES)
+    height, width = target
+    wide_B = width_B * height > height_B * width  # what stands over is at the sides
+    scaled_w_B = torch.where(wide_B, width_B * height // height_B, width)
+    scaled_h_B = torch.where(wide_B, height, height_B * width // width_B)
+    over_B2 = torch.stack([scaled_w_B - width, scaled_h_B - height], dim=1).clamp(min=0)
+    at_B2 = columns.get("cut_at")
+    left_B, top_B = (over_B2 * (0.5 if at_B2 is None else at_B2)).round().unbind(1)
+    if "mirrored" in columns:
+        left_B = torch.where(columns["mirrored"], over_B2[:, 0] - left_B, left_B)
+    target_B = [torch.full_like(left_B, side) for side in target]
+    return torch.stack([height_B, width_B, top_B, left_B, *target_B], dim=1).float()
+
+
+def distance(out_b3HW: Tensor, pixels_b3HW: Tensor, kind: str) -> Tensor:
+    """Mean L1 or square distance of each picture [b]."""
+    difference = out_b3HW - pixels_b3HW
+    return (difference.abs() if kind == "l1" else difference.square()).mean(dim=(1, 2, 3))
+
+
+def kl_divergence(mean_bChw: Tensor, logvar_bChw: Tensor) -> Tensor:
+    """KL divergence of each row's posterior from the standard normal, summed over the latent [b]."""
+    return 0.5 * (mean_bChw.square() + logvar_bChw.exp() - 1.0 - logvar_bChw).sum(dim=(1, 2, 3))
+
+
+def edge_distance(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
+    """Mean L1 distance between the pictures' differences of neighbouring pixels [b]."""
+    difference = out_b3HW - pixels_b3HW
+    across = difference.diff(dim=-1).abs().mean(dim=(1, 2, 3))
+    down = difference.diff(dim=-2).abs().mean(dim=(1, 2, 3))
+    return across + down
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=True)

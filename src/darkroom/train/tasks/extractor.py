@@ -1,0 +1,267 @@
+"""The task `extractor`: darkroom's own small extractor learns to tell a store's pictures apart.
+
+Contrastive: two views of a picture, cut and tinted at random, shall be nearer to each other than to any other
+picture of the batch (Chen et al. 2020), and a picture nearer to its caption than to others' (Radford et al.
+2021). Classifier: a picture shall be near its class, a column of the store.
+
+Shapes: b pictures of a batch, H W pixels, D numbers of an embedding, W words, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from darkroom.data.loader import ReadSettings
+from darkroom.data.order import Rows
+from darkroom.data.store import Store
+from darkroom.errors import RecipeError
+from darkroom.evaluate.small import Seen, SmallExtractor, normalised, open_small, save_small, word_ids
+from darkroom.models.model import Model
+from darkroom.recipe.sections import ExtractorSettings
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import Recipe
+
+
+MOST_LABELS = 10_000
+ROWS_A_READ = 256
+CAPTION_WEIGHT = 0.5  # where the recipe leaves it open and there are captions
+
+
+@dataclass
+class ExtractorModel(Model):
+    """An extractor in the place where the training loop expects a model."""
+
+    network: SmallExtractor | None = None
+    seen: Callable[[], Seen] | None = None
+    """The pictures that it is trained on, read when the folder is written."""
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        assert self.network is not None
+        return {"extractor": self.network}
+
+    def write(self, folder: Path) -> None:
+        """Write the extractor's folder, as `darkroom evaluate` opens it."""
+        assert self.network is not None
+        assert self.seen is not None
+        save_small(self.network, folder, self.seen().tensors())
+
+
+def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
+    """The extractor before training: random weights for base 'extractor', else those of a folder."""
+    settings, base, side = recipe.objective.extractor, recipe.model.base, recipe.data.resolution
+    labels = labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
+    text = settings.loss == "contrastive" and _reads_captions(settings, store, rows)
+    before = None
+    if base == "extractor":
+        # The caller's random numbers stay as they were.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.model.seed)
+            network = SmallExtractor(settings.network, resolution=side, text=text, labels=labels)
+    elif Path(base).is_dir():
+        network, before = open_small(Path(base)), Seen.read(Path(base))
+        if network.resolution != side:
+            raise RecipeError("data.resolution", f"{side}", allowed=f"{network.resolution}, as '{base}' has")
+        follows = settings.loss == "contrastive" and settings.caption_weight is None
+        text = network.words is not None if follows else text
+        if (network.words is not None) != text or list(network.labels) != labels:
+            raise RecipeError("objective.extractor", f"another loss or other classes than those of '{base}'")
+    else:
+        raise RecipeError(
+            "model.base", f"'{base}' with the task extractor", allowed="extractor, or an extractor's folder"
+        )
+    return ExtractorModel("extractor", path=base, network=network, seen=lambda: seen_of(store, rows, before))
+
+
+def _reads_captions(settings: ExtractorSettings, store: Store, rows: Rows) -> bool:
+    """Whether captions are learned: as asked, or because there are at least two to tell apart."""
+    if settings.caption_weight is not None:
+        return settings.caption_weight > 0
+    found: set[str] = set()
+    for values in _read(store, rows, ["caption"]):
+        found |= {caption for caption in values["caption"] if caption}
+        if len(found) > 1:
+            return True
+    return False
+
+
+def check_extractor(recipe: Recipe) -> None:
+    """RecipeError for settings that the task extractor has no use for or cannot follow."""
+    train, data = recipe.train, recipe.data
+    if train.micro_batch not in ("auto", train.global_batch):
+        raise RecipeError(
+            "train.micro_batch",
+            f"{train.micro_batch}, but pictures are told from all others of a batch",
+            allowed=f"auto, or train.global_batch ({train.global_batch})",
+        )
+    if train.gradient_checkpointing:
+        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task extractor")
+    if data.buckets:
+        raise RecipeError("data.buckets", "true", allowed="false with the task extractor")
+    if recipe.model.train_text_encoder or recipe.model.vae is not None:
+        raise RecipeError("model", "a VAE or text encoder", allowed="neither with the task extractor")
+    least = 2**recipe.objective.extractor.network.levels
+    if data.resolution < 2 * least:
+        raise RecipeError(
+            "data.resolution", f"{data.resolution} with so many levels", allowed=f"{2 * least} or more"
+        )
+
+
+def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
+    """The classes that a column of these rows has, sorted; RecipeError where they are no classes."""
+    key = "objective.extractor.label"
+    if column is None:
+        raise RecipeError(key, "missing", mend="name the store's column of classes")
+    if column not in store.columns():
+        raise RecipeError(key, f"no column '{column}'", allowed=", ".join(store.columns()))
+    found: set[str] = set()
+    for values in _read(store, rows, [column]):
+        found |= {str(value) for value in values[column] if value is not None}
+        if len(found) > MOST_LABELS:
+            raise RecipeError(key, f"'{column}' has more than {MOST_LABELS:,} classes")
+    if len(found) < 2:
+        raise RecipeError(key, f"'{column}' has {len(found)} class", allowed="2 or more")
+    return sorted(found)
+
+
+def seen_of(store: Store, rows: Rows, before: Seen | None = None) -> Seen:
+    """What is kept of the pictures that an extractor was trained on, and of those its base had seen."""
+    columns = ["picture", "phash"]
+    found = Seen.of(
+        pair
+        for values in _read(store, rows, columns)
+        for pair in zip(values["picture"], values["phash"], strict=True)
+    )
+    return found if before is None else found | before
+
+
+def _read(store: Store, rows: Rows, columns: Sequence[str]) -> Iterable[dict[str, list[Any]]]:
+    for start in range(0, len(rows), ROWS_A_READ):
+        positions = rows.positions(range(start, min(start + ROWS_A_READ, len(rows))))
+        yield store.take(positions, columns).to_pydict()
+
+
+class LearnExtractor:
+    """Train the small extractor."""
+
+    def __init__(self, model: ExtractorModel, recipe: Recipe) -> None:
+        assert model.network is not None
+        settings, data = recipe.objective.extractor, recipe.data
+        self.model: Model = model
+        self.network, self._settings = model.network, settings
+        self.modules: dict[str, nn.Module] = dict(model.modules)
+        self.rates: dict[str, float] = {}
+        self.rows_a_picture = 1
+        self.read = ReadSettings(
+            pixels=data.resolution,
+            crop=data.crop,
+            flip=data.flip,
+            seed=recipe.train.seed,
+            caption=self.network.words is not None,
+            columns=(settings.label,) if self.network.labels and settings.label else (),
+        )
+        self._places = {label: i for i, label in enumerate(self.network.labels)}
+
+    @property
+    def points(self) -> Sequence[int]:
+        return ()
+
+    def inputs(self, columns: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+        inputs = {"pixels": columns["pixels"]}
+        if self.network.words is not None:
+            inputs["words"] = word_ids(columns["caption"], self.network.settings)
+        if self._settings.label and self._places:
+            # A row without a class has number -1, which counts in no loss.
+            places = [self._places.get(str(value), -1) for value in list(columns[self._settings.label])]
+            inputs["label"] = torch.tensor(places)
+        return {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Drawn from torch's generator, which the step seeds by its number.
+        views = [self._view(inputs["pixels"]) for _ in range(1 if self._places else 2)]
+        return self._judged(inputs, views)
+
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same with fixed views: the whole picture, and its middle, mirrored."""
+        pixels_b3HW = inputs["pixels"]
+        side = pixels_b3HW.shape[-1]
+        cut = max(1, side // 8)
+        middle = pixels_b3HW[..., cut : side - cut, cut : side - cut].float()
+        middle = F.interpolate(middle, size=pixels_b3HW.shape[-2:], mode="bilinear").flip(-1)
+        found = self._judged(inputs, [normalised(pixels_b3HW), normalised(middle)])
+        return {"heldout_loss": found["loss"], "heldout_accuracy": found["accuracy"]}
+
+    def measure(self, inputs: Iterable[Mapping[str, Tensor]]) -> dict[str, float]:
+        return {}
+
+    def _judged(self, inputs: Mapping[str, Tensor], views: Sequence[Tensor]) -> dict[str, Tensor]:
+        dtype = self.network.stem.weight.dtype
+        first_bD, *others = (self.network(view.to(dtype)) for view in views)
+        if self._places:
+            return self._classified(first_bD, inputs["label"])
+        scale = self.network.logit_scale
+        same_bb = torch.eye(len(first_bD), device=first_bD.device)
+        found = matched(scale * first_bD @ others[0].T, same_bb)
+        if self.network.words is None:
+            return found
+        words_bW = inputs["words"]
+        alike_bb = (words_bW[:, None] == words_bW[None]).all(dim=-1).to(first_bD)
+        text = matched(scale * first_bD @ self.network.read(words_bW).T, alike_bb)
+        asked = self._settings.caption_weight
+        share = CAPTION_WEIGHT if asked is None else asked
+        loss_b = (1 - share) * found["loss"] + share * text["loss"]
+        return {"loss": loss_b, "accuracy": found["accuracy"], "caption_accuracy": text["accuracy"]}
+
+    def _classified(self, embeddings_bD: Tensor, label_b: Tensor) -> dict[str, Tensor]:
+        logits_bK = self.network.class_logits(embeddings_bD)
+        loss_b = F.cross_entropy(logits_bK, label_b, ignore_index=-1, reduction="none")
+        return {"loss": loss_b, "accuracy": (logits_bK.argmax(dim=1) == label_b).float()}
+
+    def _view(self, pixels_b3HW: Tensor) -> Tensor:
+        return normalised(tinted(cut(pixels_b3HW.float(), self._settings.zoom), self._settings.tint))
+
+
+def matched(logits_bb: Tensor, alike_bb: Tensor) -> dict[str, Tensor]:
+    """Cross-entropy of rows with their partners, both ways, and whether the nearest is one [b].
+
+    `alike_bb` is 1 where row and column are partners; several share the probability.
+    """
+    loss_b = torch.zeros(len(logits_bb), device=logits_bb.device)
+    for logits, alike in ((logits_bb, alike_bb), (logits_bb.T, alike_bb.T)):
+        wanted = alike / alike.sum(dim=1, keepdim=True)
+        loss_b = loss_b - 0.5 * (wanted * logits.log_softmax(dim=1)).sum(dim=1)
+    nearest_b1 = logits_bb.argmax(dim=1, keepdim=True)
+    return {"loss": loss_b, "accuracy": alike_bb.gather(1, nearest_b1)[:, 0]}
+
+
+def cut(pixels_b3HW: Tensor, zoom: float) -> Tensor:
+    """A random part of each picture, of at least `zoom` of the sides, at full size; half of them mirrored."""
+    count = len(pixels_b3HW)
+    share_b = zoom + (1 - zoom) * torch.rand(count)
+    off_2b = (2 * torch.rand(2, count) - 1) * (1 - share_b)
+    mirror_b = torch.where(torch.rand(count) < 0.5, -1.0, 1.0)
+    theta_b23 = torch.zeros(count, 2, 3)
+    theta_b23[:, 0, 0], theta_b23[:, 1, 1] = share_b * mirror_b, share_b
+    theta_b23[:, :, 2] = off_2b.T
+    grid = F.affine_grid(theta_b23.to(pixels_b3HW.device), list(pixels_b3HW.shape), align_corners=False)
+    return F.grid_sample(pixels_b3HW, grid, padding_mode="border", align_corners=False)
+
+
+def tinted(pixels_b3HW: Tensor, strength: float) -> Tensor:
+    """Brightness, contrast and colour of each picture of 0 to 255 moved by up to `strength`."""
+    bright, contrast, colour = (
+        (1 + strength * (2 * torch.rand(len(pixels_b3HW), 1, 1, 1) - 1)).to(pixels_b3HW.device)
+        for _ in range(3)
+    )
+    mean = pixels_b3HW.mean(dim=(1, 2, 3), keepdim=True)
+    pixels = mean * bright + (pixels_b3HW - mean) * contrast
+    grey = pixels.mean(dim=1, keepdim=True)
+    return (grey + (pixels - grey) * colour).clamp(0, 255)

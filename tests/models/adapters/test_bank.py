@@ -1,0 +1,245 @@
+"""The adapter bank: rows with other adapters in one batch, each as if the adapter were merged."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models.made_adapters import everywhere, made
+
+from darkroom import models
+from darkroom.errors import ModelError
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice
+from darkroom.models.adapters.read import merge
+from darkroom.models.model import Model
+from darkroom.sample.ladder.choose import optimise
+
+CLOSE, APART = 1e-5, 1e-2
+X = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(5))
+TEXT = torch.randn(4, 77, 64, generator=torch.Generator().manual_seed(6))
+TIMES = torch.tensor([1, 500, 900, 20])
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    return models.create("tiny", seed=1)
+
+
+@pytest.fixture
+def model(tiny: Model) -> Model:
+    return copy.deepcopy(tiny)
+
+
+@torch.no_grad()
+def run(model: Model, **more: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model.unet(X, TIMES, encoder_hidden_states=TEXT, return_dict=False, **more)[0]  # type: ignore[misc]
+    return out
+
+
+def run_rows(bank: Bank, rows: list[Choice]) -> torch.Tensor:
+    told = bank.lay_out(rows, "cpu")
+    with bank.applied("unet", told.get(SLOTS), told.get(WEIGHTS)):
+        return run(bank.model)
+
+
+def merged(model: Model, *pairs: tuple[Adapter, float]) -> Model:
+    changed = copy.deepcopy(model)
+    for adapter, weight in pairs:
+        merge(changed, adapter, weight)
+    return changed
+
+
+def test_rows_with_other_adapters_equal_merged_models(tiny: Model, model: Model) -> None:
+    """Linear layers and convolutions, ranks 4 and 8, a blend, a negative weight, and a row without any."""
+    one, two = made(tiny, 1, where=everywhere), made(tiny, 2, rank=8, scale=0.5)
+    bank = Bank(model, slots=3, max_rank=8)
+    bank.load(1, one)
+    bank.load(3, two)
+    rows: list[Choice] = [[(1, 1.0)], [(3, 0.7)], [], [(1, 0.5), (3, -1.0)]]
+    out, plain = run_rows(bank, rows), run(tiny)
+    for i, pairs in enumerate([[(one, 1.0)], [(two, 0.7)], [], [(one, 0.5), (two, -1.0)]]):
+        expected = run(merged(tiny, *pairs))[i]
+        assert (out[i] - expected).abs().max() < CLOSE
+        assert not pairs or (plain[i] - expected).abs().max() > APART
+
+
+def test_a_row_does_not_depend_on_who_shares_the_batch(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=2, max_rank=4)
+    bank.load(1, made(tiny, 1))
+    bank.load(2, made(tiny, 2))
+    mixed = run_rows(bank, [[(1, 1.0)], [(2, 1.0)], [(1, 0.3), (2, 0.3)], []])
+    alone = run_rows(bank, [[(1, 1.0)], [], [], []])
+    assert (mixed[0] - alone[0]).abs().max() < CLOSE
+    assert (mixed[1] - alone[1]).abs().max() > APART
+
+
+def test_without_adapters_nothing_changes_to_the_bit(tiny: Model, model: Model) -> None:
+    before = run(model)
+    bank = Bank(model, slots=2, max_rank=4)
+    names = list(model.unet.state_dict())  # type: ignore[union-attr]
+    bank.load(1, made(tiny, 1, where=everywhere))
+    assert list(model.unet.state_dict()) == names  # type: ignore[union-attr]
+    assert torch.equal(run_rows(bank, [[], [(0, 1.0)], [(1, 0.0)], []]), before)
+    assert bank.lay_out([[], [(1, 0.0)]], "cpu") == {}
+    assert not torch.equal(run_rows(bank, [[(1, 1.0)], [], [], []]), before)
+
+
+def test_detaching_gives_the_model_back(tiny: Model, model: Model) -> None:
+    identity = models.identity(model.unet)  # type: ignore[arg-type]
+    bank = Bank(model, slots=2, max_rank=4)
+    bank.load(1, made(tiny, 1, where=everywhere))
+    assert bank.nbytes > 0
+    assert type(model.unet.conv_in) is not torch.nn.Conv2d  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="another adapter bank"):
+        Bank(model, slots=1, max_rank=4).load(1, made(tiny, 1))
+    bank.detach()
+    assert type(model.unet.conv_in) is torch.nn.Conv2d  # type: ignore[union-attr]
+    assert not any("bank" in name for name, _ in model.unet.named_buffers())  # type: ignore[union-attr]
+    assert models.identity(model.unet) == identity  # type: ignore[arg-type]
+    assert torch.equal(run(model), run(tiny))
+
+
+def test_a_slot_is_swapped_and_cleared(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=1, max_rank=8)
+    bank.load(1, made(tiny, 1, rank=8, where=everywhere))
+    taken = bank.nbytes
+    two = made(
+        tiny, 2, rank=2, where=lambda path: path.endswith("to_q")
+    )  # fewer layers and a lower rank: nothing of the first may be left
+    bank.load(1, two)
+    assert (bank.nbytes, bank.slot_of("made2"), bank.slot_of("made1")) == (taken, 1, None)
+    out = run_rows(bank, [[(1, 1.0)]] * 4)
+    assert (out - run(merged(tiny, (two, 1.0)))).abs().max() < CLOSE
+    bank.clear(1)
+    assert (run_rows(bank, [[(1, 1.0)]] * 4) - run(tiny)).abs().max() < CLOSE
+    assert (out - run(tiny)).abs().max() > APART
+
+
+def test_matrices_are_kept_between_calls_and_never_stale(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=2, max_rank=4)
+    one, two = made(tiny, 1, where=everywhere), made(tiny, 2, where=everywhere)
+    bank.load(1, one)
+    told = bank.lay_out([[(1, 1.0)]] * 4, "cpu")
+    kept = model.unet.adapter_rows._kept  # type: ignore[union-attr]
+
+    def call() -> torch.Tensor:
+        with bank.applied("unet", told[SLOTS], told[WEIGHTS]):
+            return run(model)
+
+    first = call()
+    assert len(kept[told[SLOTS]].matrices) == len([path for path in bank.layers if path[:5] == "unet."])
+    assert torch.equal(call(), first)
+    told[WEIGHTS].mul_(0.5)  # as captured code writes to what it was given
+    assert (call() - run(merged(tiny, (one, 0.5)))).abs().max() < CLOSE
+    bank.load(1, two)  # the slot changes under the same tensors
+    halved = call()
+    assert (halved - run(merged(tiny, (two, 0.5)))).abs().max() < CLOSE
+    assert (halved - first).abs().max() > APART
+    kept = model.unet.adapter_rows._kept  # type: ignore[union-attr]
+    assert len(kept) == 1
+    told.clear()
+    assert len(kept) == 0  # nothing is held for a batch that is gone
+
+
+def test_only_layers_that_are_adapted_hold_memory(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=3, max_rank=4)
+    assert bank.nbytes == 0
+    bank.load(1, made(tiny, 1, where=lambda path: path.endswith("mid_block.attentions.0.proj_in")))
+    assert bank.nbytes == (3 + 1) * 4 * (64 + 64) * 4  # slots and none, rank, in and out of 64, float32
+    bank.seal()
+    with pytest.raises(ModelError, match="no room for"):
+        bank.load(2, made(tiny, 2))
+
+
+def test_what_a_bank_cannot_hold_is_refused_by_name(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=2, max_rank=4, most_a_row=2)
+    with pytest.raises(ModelError, match="'made1' has rank 8; allowed: at most 4"):
+        bank.load(1, made(tiny, 1, rank=8))
+    dora = Adapter("soft", made(tiny, 1).layers, kind="dora")
+    with pytest.raises(ModelError, match="'soft' is a dora.*export MODEL --merge"):
+        bank.load(1, dora)
+    for slot in (0, 3, -1):
+        with pytest.raises(ModelError, match="1 to 2"):
+            bank.load(slot, made(tiny, 1))
+    assert bank.lay_out([[(1, 1.0)] * 2], "cpu")[SLOTS].tolist() == [[1, 1]]
+    with pytest.raises(ModelError, match="3 adapters on one picture"):
+        bank.lay_out([[(1, 1.0)] * 3], "cpu")
+    for weight in (float("nan"), float("inf"), 1e6):
+        with pytest.raises(ModelError, match="-100 to 100"):
+            bank.lay_out([[(1, weight)]], "cpu")
+    with pytest.raises(ModelError, match="too large for torch.float16"):
+        Bank(copy.deepcopy(model).to(dtype=torch.float16), slots=1, max_rank=4).load(
+            1, made(tiny, 1, size=1e6)
+        )
+
+
+def test_channels_last_and_bfloat16(tiny: Model, model: Model) -> None:
+    adapter = made(tiny, 1, where=everywhere)
+    expected = run(merged(tiny, (adapter, 1.0)))
+    bank = Bank(model, slots=1, max_rank=4)
+    bank.load(1, adapter)
+    model.unet.to(memory_format=torch.channels_last)  # type: ignore[union-attr]
+    assert (run_rows(bank, [[(1, 1.0)]] * 4) - expected).abs().max() < CLOSE
+    model.to(dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run_rows(bank, [[(1, 1.0)]] * 4).float()
+    assert (out - expected).abs().max() < 0.1 < (run(tiny) - expected).abs().max()
+
+
+def test_a_call_of_another_number_of_rows_is_refused(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=1, max_rank=4)
+    bank.load(1, made(tiny, 1))
+    with pytest.raises(ValueError, match="4 rows, and adapters for 3"):
+        run_rows(bank, [[(1, 1.0)]] * 3)
+
+
+def test_fused_projections_are_not_passed_by(tiny: Model, model: Model) -> None:
+    bank = Bank(model, slots=1, max_rank=4)
+    bank.load(1, made(tiny, 1))
+    bank.verify()
+    for module in model.unet.modules():  # type: ignore[union-attr]
+        if hasattr(module, "fused_projections"):
+            module.fused_projections = True
+    with pytest.raises(ModelError, match="no longer run by itself"):
+        bank.verify()
+    with pytest.raises(ModelError, match="are not in this tiny model"):
+        merge(model, made(tiny, 1))
+
+
+@pytest.mark.nightly
+def test_compiled_blocks_never_compile_again_when_adapters_change(tiny: Model, model: Model) -> None:
+    import torch._dynamo as dynamo
+
+    def first_block(path: str) -> bool:
+        return path.startswith("unet.down_blocks.0.") and ("attn" in path or path.endswith("conv1"))
+
+    plain = run(model)
+    bank = Bank(model, slots=2, max_rank=4, most_a_row=2)
+    bank.load(1, made(tiny, 1, where=first_block))
+    bank.seal()
+    model.unet.down_blocks[0].compile(fullgraph=True)  # type: ignore[union-attr]
+    assert (run_rows(bank, [[]] * 4) - plain).abs().max() < CLOSE
+    run_rows(bank, [[(1, 1.0)], [], [], []])
+    with dynamo.config.patch(error_on_recompile=True):
+        two = made(tiny, 2, rank=2, where=first_block)
+        bank.load(2, two)
+        out = run_rows(bank, [[(2, 0.5)], [(1, 1.0), (2, 1.0)], [], []])
+        assert (run_rows(bank, [[]] * 4) - plain).abs().max() < CLOSE
+    assert (out[0] - run(merged(tiny, (two, 0.5)))[0]).abs().max() < CLOSE
+    assert (out[1] - plain[1]).abs().max() > APART
+
+
+def test_adapters_may_change_under_a_text_whose_keys_are_kept(tiny: Model, model: Model) -> None:
+    lean = optimise(model, "lean").model
+    kept = run(lean)
+    assert torch.equal(run(lean), kept)
+    bank = Bank(lean, slots=2, max_rank=4)
+    one, two = made(tiny, 1), made(tiny, 2)
+    bank.load(1, one)
+    bank.load(2, two)
+    for slot, adapter in ((1, one), (2, two), (1, one)):
+        expected = run(merged(tiny, (adapter, 1.0)))
+        assert (run_rows(bank, [[(slot, 1.0)]] * 4) - expected).abs().max() < CLOSE
+        assert (kept - expected).abs().max() > APART

@@ -1,0 +1,154 @@
+"""Straight lines: their envelope, memory by kind, and what the real code's lines say of other batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from darkroom.plan.counts import KINDS, Line, Moment, Profile, highest
+
+
+def moment(stage, fixed, row, kind="activations"):
+    return Moment(stage, {name: Line(fixed, row) if name == kind else Line(0, 0) for name in KINDS})
+
+
+def test_a_line_goes_through_both_points():
+    line = Line.through((2, 3), (14.0, 17.0))
+    assert (line.fixed, line.row, line.at(10)) == (8.0, 3.0, 38.0)
+
+
+def test_only_moments_that_can_be_the_peak_are_kept():
+    flat, steep, low = moment("forward", 100, 1), moment("forward", 10, 10), moment("forward", 5, 2)
+    kept = highest([flat, steep, low])
+    assert kept == (flat, steep)
+    profile = Profile((), kept, {}, 0)
+    assert sum(profile.memory(2).values()) == 102
+    assert sum(profile.memory(20).values()) == 210
+
+
+def test_accumulation_keeps_gradients_alive_and_shards_share_them():
+    kept = (moment("forward", 100, 10), moment("update", 80, 0, kind="gradients"))
+    profile = Profile((), kept, {}, 0)
+    assert sum(profile.memory(1).values()) == 110
+    assert sum(profile.memory(1, accumulate=True).values()) == 190
+    assert sum(profile.memory(1, accumulate=True, shards=4).values()) == 130
+
+
+def test_encoders_never_take_more_than_their_chunk():
+    profile = Profile((), (moment("inputs", 0, 10),), {}, 0, {"inputs": 4})
+    assert sum(profile.memory(2, step_rows=100).values()) == 40
+
+
+@pytest.fixture(scope="module")
+def counted():
+    from darkroom.plan.training import profile_recipe
+    from darkroom.recipe import make_recipe
+
+    recipe = make_recipe(
+        {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "no such store", "resolution": 64}}
+    )
+    return profile_recipe(recipe, "float32", gpu=True)
+
+
+def test_a_recipe_is_counted_without_store_weights_or_gpu(counted):
+    trained = counted.trained
+    assert trained == counted.parameters["unet"] == 1_077_572
+    held = counted.memory(1)
+    assert held["ema"] == pytest.approx(4 * trained, rel=0.1)  # each tensor is rounded up to 512 bytes
+    assert held["optimiser"] == pytest.approx(8 * trained, rel=0.15)
+    assert counted.gradient_bytes == pytest.approx(4 * trained, rel=0.1)
+    assert held["weights"] >= 4 * counted.total_parameters
+
+
+def test_a_profile_comes_back_from_plain_values(counted):
+    again = Profile.from_dict(counted.to_dict())
+    assert again.memory(7) == counted.memory(7)
+    assert again.flops(7) == counted.flops(7)
+
+
+def test_two_batch_sizes_of_an_encoder_tell_a_third():
+    from darkroom.models.outline import outlined
+    from darkroom.plan.counts import fakes, profile_of
+    from darkroom.plan.generation import PrepareSpec, _trace_encoders
+
+    model, spec = outlined("tiny", ("vae",)), PrepareSpec("tiny", 64, precision="float32")
+    with fakes(*model.modules.values()) as counter:
+        two, three, eight = (_trace_encoders(counter, model, spec, rows) for rows in (2, 3, 8))
+    told = profile_of((two, three), (2, 3), parameters={}, trained=0)
+    counted = profile_of((three, eight), (3, 8), parameters={}, trained=0)
+    assert told.flops(8) == pytest.approx(counted.flops(8), rel=1e-9)
+    assert sum(told.memory(8).values()) == pytest.approx(sum(counted.memory(8).values()), rel=0.01)
+    assert told.flops(8) > 2.5 * told.flops(3)
+
+
+@pytest.mark.nightly
+def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
+    from darkroom.plan import training
+    from darkroom.recipe import make_recipe
+
+    recipe = make_recipe(
+        {"task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "no such store", "resolution": 64}}
+    )
+    traced = training.trace_training
+    monkeypatch.setattr(training, "trace_training", lambda *args, rows: tuple(traced(*args, rows=(8, 9))))
+    monkeypatch.setattr(training, "profile_of", lambda traces, _, **known: real(traces, (8, 9), **known))
+    from darkroom.plan.counts import profile_of as real
+
+    other = training.profile_recipe(recipe, "float32", gpu=True)
+    assert counted.flops(8) == pytest.approx(other.flops(8), rel=1e-9)
+    assert sum(counted.memory(8).values()) == pytest.approx(sum(other.memory(8).values()), rel=0.01)
+    assert sum(counted.memory(8).values()) > 1.3 * sum(counted.memory(2).values())
+
+
+def test_a_transformers_recipe_and_pictures_are_counted():
+    """Fewer FLOPs where tokens are routed; guidance doubles the rows of a picture's step."""
+    from darkroom.plan.generation import GenerateSpec, profile_generation
+    from darkroom.plan.training import profile_recipe
+    from darkroom.recipe import make_recipe
+
+    def recipe(*overrides):
+        content = {
+            "task": "pretrain",
+            "model": {"base": "tiny-dit"},
+            "data": {"store": "no such store", "resolution": 64, "text": "stored"},
+        }
+        return profile_recipe(make_recipe(content, overrides), "float32", gpu=True)
+
+    plain, routed = recipe(), recipe("train.routing={keep: 0.5, before: 1, after: 1}")
+    assert plain.trained == plain.parameters["unet"]
+    assert 0.6 * plain.flops(8) < routed.flops(8) < 0.9 * plain.flops(8)
+    one, guided = (
+        profile_generation(GenerateSpec("tiny-dit", 64, 64, guided=guided, precision="float32"))
+        for guided in (False, True)
+    )
+    assert guided.flops(4, "denoise") == pytest.approx(2 * one.flops(4, "denoise"), rel=0.01)
+
+
+def test_a_runs_own_latents_can_be_the_peak():
+    """A small adapter trains in less than its pictures' latents were made in, many at once and in float32."""
+    from darkroom.plan.generation import PrepareSpec, profile_preparing
+    from darkroom.plan.training import profile_recipe
+    from darkroom.recipe import make_recipe
+
+    def recipe(encode):
+        content = {
+            "task": "lora",
+            "model": {"base": "tiny"},
+            "data": {"folder": "x", "resolution": 64, "encode": encode},
+            "adapter": {"rank": 4},
+        }
+        return profile_recipe(make_recipe(content, ()), "bf16", gpu=True)
+
+    made, inline = recipe("auto"), recipe("inline")
+    encoders = profile_preparing(PrepareSpec("tiny", 64, precision="float32"))
+    beside = 2 * made.parameters["unet"] + 4 * made.parameters["text_encoder"]
+    at_once = 2**19 // 64**2
+    assert sum(made.memory(1).values()) == pytest.approx(
+        sum(encoders.memory(at_once).values()) + beside, rel=0.02
+    )
+    assert made.memory(1) == made.memory(2)  # whatever the batch will be
+    trains = replace(made, moments=tuple(one for one in made.moments if one.stage != "latents"))
+    assert sum(made.memory(1).values()) > 2 * sum(trains.memory(1).values())
+    # Inline the VAE's work is done at each step.
+    assert inline.flops(1) == pytest.approx(made.flops(1) + encoders.flops(1), rel=0.001)

@@ -1,0 +1,162 @@
+"""Published tables beside darkroom's figures: every table is there, and every figure is the one behind it."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import re
+
+import pytest
+
+from darkroom.cli.door import main
+from darkroom.hardware import machine
+from darkroom.hardware.prices import price
+from darkroom.measure.timing import Measurement, append_csv
+from darkroom.proof import published
+from darkroom.proof.drawings import DRAWINGS, five_plots
+from darkroom.proof.page import SYSTEMS, five_cells, number, price_parts, write_five_systems
+from darkroom.proof.published import validate
+
+LATENCY = "latency (Lambda)"
+CASE = "A100-PCIE-80GB, half, batch 4"
+
+
+@pytest.fixture(scope="module")
+def proof():
+    return validate().to_dict()
+
+
+def written(path):
+    with path.open(newline="") as file:
+        return {(row["table"], row["case"]): row for row in csv.DictReader(file)}
+
+
+def batch_row(**changes):
+    """What `bench batch` writes of four pictures on the card of CASE."""
+    settings = {"model": "sd15", "size": "512x512", "steps": 50, "batch": 4, "precision": "fp16"}
+    row = {
+        "benchmark": "batch",
+        "case": "fp16",
+        "settings": settings | changes.pop("settings", {}),
+        "median_s": 14.5,  # two prompts a repeat
+        "images_per_s": 8 / 14.5,
+        "device": "NVIDIA A100 80GB PCIe",
+        "machine": "another",
+    }
+    return Measurement(**(row | changes))
+
+
+def test_every_table_and_every_cell_is_on_the_page(tmp_path, proof):
+    page, beside = write_five_systems(tmp_path / "page.html", proof=proof)
+    text, cells = page.read_text(), written(beside)
+    assert {name for name, _ in cells} == set(published.TABLES)
+    assert len(cells) == sum(len(found["rows"]) for found in proof["tables"])
+    for found in proof["tables"]:
+        assert f">{found['table']}</h3>" in text
+        for row in found["rows"]:
+            cell = cells[found["table"], row["case"]]
+            assert float(cell["darkroom"]) == row["predicted"]
+            assert float(cell["published"]) == row["published"]
+            assert f">{number(row['predicted'])}</td>" in text
+            assert cell["how"] == "planned"
+
+
+def test_every_row_is_as_wide_as_its_header(tmp_path, proof):
+    page, _ = write_five_systems(tmp_path / "page.html", proof=proof)
+    tables = re.findall(r"<table.*?</table>", page.read_text(), re.DOTALL)
+    assert len(tables) >= len(published.TABLES)
+    for table in tables:
+        rows = re.findall(r"<tr.*?</tr>", table, re.DOTALL)
+        assert len({len(re.findall(r"<t[hd][ >]", row)) for row in rows}) == 1
+    assert "USD an hour of one card" in page.read_text()
+
+
+def test_a_changed_number_is_seen(tmp_path, proof):
+    changed = copy.deepcopy(proof)
+    row = next(row for found in changed["tables"] if found["table"] == LATENCY for row in found["rows"])
+    row["predicted"] = 1.2345
+    first, first_csv = write_five_systems(tmp_path / "a.html", proof=proof)
+    second, second_csv = write_five_systems(tmp_path / "b.html", proof=changed)
+    differ = [key for key, cell in written(first_csv).items() if cell != written(second_csv)[key]]
+    assert differ == [(LATENCY, row["case"])]
+    assert ">1.234</td>" in second.read_text() or ">1.235</td>" in second.read_text()
+    assert ">1.234</td>" not in first.read_text()
+
+
+def test_a_table_that_misses_its_bound_says_so(tmp_path, proof):
+    missing = sum(not found["holds"] for found in proof["tables"])
+    page, _ = write_five_systems(tmp_path / "a.html", proof=proof)
+    assert page.read_text().count("Misses its bound") == missing
+    broken = copy.deepcopy(proof)
+    next(found for found in broken["tables"] if found["holds"])["holds"] = False
+    page, _ = write_five_systems(tmp_path / "b.html", proof=broken)
+    assert page.read_text().count("Misses its bound") == missing + 1
+
+
+def test_dollars_stand_at_todays_price_too(proof):
+    cells = {(cell["table"], cell["case"]): cell for cell in five_cells(proof)}
+    cell = cells["costs (MosaicML)", "8 A100, inline, USD"]
+    offer = price("A100-SXM4-40GB")
+    assert cell["published_at_todays_price"] == pytest.approx(99_000 * offer.usd_per_device_hour / 2)
+    assert cell["price_as_of"] == offer.as_of.isoformat()
+    for (table, case), cell in cells.items():
+        assert ("price_as_of" in cell) == (cell["unit"] == "USD")
+        if cell["unit"] == "USD":
+            assert sum(share for _, _, share in price_parts(table, case)) == pytest.approx(1)
+    online = price_parts("costs from their rates (Anyscale)", "phase 1 online, USD, from their rate")
+    assert online[1][2] == pytest.approx(76.8 * 40 * 1.212 / 16_275)
+
+
+@pytest.mark.parametrize(
+    ("changes", "figure"),
+    [
+        ({}, 7.25),
+        ({"settings": {"batch": 3}}, None),
+        ({"settings": {"steps": 20}}, None),
+        ({"settings": {"model": "sdxl"}}, None),
+        ({"settings": {"precision": "int8"}}, None),
+        ({"device": "NVIDIA H200"}, None),
+    ],
+)
+def test_only_the_same_work_on_the_same_card_takes_a_cells_place(proof, changes, figure):
+    cells = {(c["table"], c["case"]): c for c in five_cells(proof, [batch_row(**changes)])}
+    taken = [key for key, cell in cells.items() if cell["how"] != "planned"]
+    if figure is None:
+        assert taken == []
+        return
+    assert taken == [(LATENCY, CASE)]
+    assert cells[LATENCY, CASE]["darkroom"] == pytest.approx(figure)
+    assert cells[LATENCY, CASE]["how"] == "measured on A100-PCIE-80GB"
+    assert cells[LATENCY, CASE]["error"] == pytest.approx(7.25 / 10.04 - 1)
+
+
+def test_rows_of_this_machine_are_measured_here(proof):
+    cells = five_cells(proof, [batch_row(machine=machine().name)])
+    assert [cell["how"] for cell in cells if cell["how"] != "planned"] == ["measured here"]
+
+
+def test_every_drawing_finds_its_cells(proof):
+    cells = list(five_cells(proof))
+    for system in SYSTEMS:
+        plots = list(five_plots(system, cells))
+        assert len(plots) == len(DRAWINGS[system]) > 0
+        assert all("<svg" in plot for plot in plots)
+
+
+def test_the_verb_writes_both_and_lays_measured_rows_beside(tmp_path, capsys):
+    append_csv(tmp_path / "rows.csv", [batch_row()])
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", "--five-systems", str(tmp_path / "rows.csv"), "--out", str(page)])
+    assert stopped.value.code == 0
+    assert "page.csv" in capsys.readouterr().out
+    assert "measured on A100-PCIE-80GB" in page.read_text()
+    assert "batch · rows.csv" in page.read_text()
+    assert written(page.with_suffix(".csv"))[LATENCY, CASE]["how"].startswith("measured")
+
+
+def test_a_source_that_is_no_table_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", "--five-systems", str(tmp_path / "no.csv")])
+    assert stopped.value.code == 2
+    assert "no.csv" in capsys.readouterr().err

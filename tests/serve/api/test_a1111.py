@@ -1,0 +1,231 @@
+"""A1111's dialect against a real server."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+from darkroom import sample
+from serve.conftest import difference
+from serve.api.conftest import base64_of, change, opened
+
+QUICK = {"steps": 4, "seed": 5}
+
+
+def test_txt2img_is_what_generate_makes_and_tells_its_seeds(http, small):
+    body = {
+        **QUICK,
+        "prompt": "a (red:1.4) horse",
+        "negative_prompt": "blue",
+        "cfg_scale": 6,
+        "batch_size": 2,
+        "sampler_name": "DPM++ 2M Karras",
+        "enable_hr": False,
+        "override_settings": {},
+    }
+    told = http.post("/sdapi/v1/txt2img", json=body).json()
+    lone = sample.generate(
+        small,
+        "a (red:1.4) horse",
+        negative="blue",
+        steps=4,
+        seed=5,
+        num=2,
+        guidance=6.0,
+        solver="dpmpp_2m",
+        karras=True,
+        weighting="a1111",
+        optimise="none",
+        notice=lambda _: None,
+    )
+    for one, other in zip(told["images"], lone, strict=True):
+        assert difference(opened(one), other.image) <= 1
+    info = json.loads(told["info"])
+    assert info["all_seeds"] == [5, 6]
+    assert info["infotexts"][0].startswith(
+        "a (red:1.4) horse\nNegative prompt: blue\nSteps: 4, Sampler: DPM++ 2M"
+    )
+    plain = http.post("/sdapi/v1/txt2img", json={**body, "prompt": "a red horse", "batch_size": 1}).json()
+    assert difference(opened(plain["images"][0]), lone[0].image) >= 3  # the weight is of effect
+
+
+def test_a_tag_names_an_adapter(http):
+    body = {**QUICK, "prompt": "a horse"}
+    plain = opened(http.post("/sdapi/v1/txt2img", json=body).json()["images"][0])
+    for tag, least in (("<lora:style1:1>", 10), ("<lora:style1:0>", 0)):
+        told = http.post("/sdapi/v1/txt2img", json={**body, "prompt": f"a horse {tag}"})
+        found = difference(opened(told.json()["images"][0]), plain)
+        assert found >= least if least else found <= 1
+    unknown = http.post("/sdapi/v1/txt2img", json={**body, "prompt": "a horse <lora:nobody:1>"})
+    assert unknown.status_code == 422
+    assert "nobody" in unknown.json()["detail"]
+
+
+def test_img2img_redoes_what_is_white(http):
+    start = Image.linear_gradient("L").resize((32, 32)).convert("RGB")
+    mask = Image.new("L", (32, 32), 0)
+    mask.paste(255, (0, 0, 16, 32))
+    left, right = (0, 0, 14, 32), (18, 0, 32, 32)
+    for invert, redone, same in ((0, left, right), (1, right, left)):
+        body = {**QUICK, "prompt": "a horse", "init_images": [base64_of(start)], "mask": base64_of(mask)}
+        told = http.post("/sdapi/v1/img2img", json={**body, "inpainting_mask_invert": invert}).json()
+        made = opened(told["images"][0])
+        assert change(made.crop(same), start.crop(same)) < 3
+        assert change(made.crop(redone), start.crop(redone)) > 10
+
+
+def test_png_info_reads_back(http):
+    image = http.post("/sdapi/v1/txt2img", json={**QUICK, "prompt": "a horse"}).json()["images"][0]
+    told = http.post("/sdapi/v1/png-info", json={"image": image}).json()
+    assert told["info"].startswith("a horse\nSteps: 4")
+    assert (told["parameters"]["seed"], told["parameters"]["prompt"]) == (5, "a horse")
+    empty = http.post("/sdapi/v1/png-info", json={"image": base64_of(Image.new("RGB", (8, 8)))}).json()
+    assert empty == {"info": "", "items": {}, "parameters": {}}
+
+
+def test_png_info_of_a_hostile_text_holds_nobody_up(http):
+    texts = [
+        "a" + " " * 1_000_000 + "!",
+        "Steps: " * 100_000,
+        'a\nSteps: 3, CFG scale: nan, Model: "\\ud800"',
+    ]
+    for text in texts:
+        told = PngImagePlugin.PngInfo()
+        told.add_text("parameters", text)
+        buffer = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(buffer, "PNG", pnginfo=told)
+        start = time.monotonic()
+        answer = http.post("/sdapi/v1/png-info", json={"image": base64.b64encode(buffer.getvalue()).decode()})
+        assert (answer.status_code, answer.json()["info"]) == (200, text)
+        assert time.monotonic() - start < 5
+
+
+def test_lists(http):
+    names = [one["name"] for one in http.get("/sdapi/v1/samplers").json()]
+    assert {"Euler a", "DPM++ 2M Karras", "UniPC"} <= set(names)
+    assert [one["name"] for one in http.get("/sdapi/v1/loras").json()] == [f"style{i}" for i in range(6)]
+    assert http.get("/sdapi/v1/sd-models").json()[0]["model_name"] == "small"
+    options = http.get("/sdapi/v1/options").json()
+    assert options["sd_model_checkpoint"] == "small"
+    assert http.post("/sdapi/v1/options", json=options).status_code == 200
+    refused = http.post("/sdapi/v1/options", json={"sd_model_checkpoint": "other"})
+    assert (refused.status_code, refused.json()["error"]) == (422, "not_served")
+
+
+def test_interrupt_ends_own_jobs_of_this_dialect_only(http):
+    http.put("/jobs/native", json={"prompt": "a", "steps": 150, "num": 4})
+    answers: list[int] = []
+    body = {"prompt": "b", "steps": 150, "batch_size": 4}
+
+    def ask() -> None:
+        answers.append(http.post("/sdapi/v1/txt2img", json=body).status_code)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    start = time.monotonic()
+    while not (told := http.get("/sdapi/v1/progress").json())["progress"]:
+        assert time.monotonic() - start < 20
+    assert 0 < told["progress"] < 1
+    assert told["state"]["sampling_steps"] == 600
+    assert told["state"]["job_count"] == 1
+    assert http.post("/sdapi/v1/interrupt").json() == {}
+    thread.join(20)
+    assert answers == [410]
+    assert http.get("/jobs/native").json()["state"] in ("running", "done")
+    assert http.get("/sdapi/v1/progress").json()["state"]["job_count"] == 0
+    http.delete("/jobs/native")
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"enable_hr": True, "hr_upscaler": "ESRGAN_4x"}, "hr_upscaler"),
+        ({"enable_hr": True, "hr_scale": 9}, "hr_scale"),
+        ({"enable_hr": True, "hr_resize_x": 512}, "hr_resize_x"),
+        ({"enable_hr": True, "denoising_strength": 0}, "denoising_strength"),
+        ({"sampler_name": "Heun"}, "sampler_name"),
+        ({"scheduler": "Exponential"}, "scheduler"),
+        ({"enable_hr": True, "hr_prompt": "a dog"}, "hr_prompt"),
+        ({"enable_hr": True, "hr_negative_prompt": "a dog"}, "hr_negative_prompt"),
+        ({"enable_hr": True, "hr_sampler_name": "DDIM"}, "hr_sampler_name"),
+        ({"enable_hr": True, "hr_cfg": 3.5}, "hr_cfg"),
+        ({"styles": ["oil"]}, "styles"),
+        ({"s_churn": 0.5}, "s_churn"),
+        ({"s_churn": math.nan}, "s_churn"),
+        ({"s_noise": 0.9}, "s_noise"),
+        ({"resize_mode": 1}, "resize_mode"),
+        ({"seed_resize_from_w": 512}, "seed_resize_from_w"),
+        ({"eta_noise_seed_delta": 31337}, "eta_noise_seed_delta"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"steps": "20"}, "steps"),
+        ({"cfg_scale": 1e300}, "cfg_scale"),
+        ({"override_settings": {"sd_vae": "other"}}, "override_settings"),
+        ({"alwayson_scripts": {"controlnet": {}}}, "alwayson_scripts"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(http, more, named):
+    body = json.dumps({"prompt": "a", **more})
+    told = http.post("/sdapi/v1/txt2img", content=body, headers={"Content-Type": "application/json"})
+    assert told.status_code == 422
+    assert named in told.json()["detail"]
+
+
+def test_what_changes_nothing_is_taken_and_only_what_is_known_comes_back(http):
+    neutral = {
+        "styles": [],
+        "s_churn": 0.0,
+        "s_noise": 1.0,
+        "s_tmax": None,
+        "resize_mode": 0,
+        "seed_resize_from_h": -1,
+        "seed_resize_from_w": -1,
+        "hr_prompt": "unused without a second pass",
+        "mask_blur": 4,
+        "infotext": "\ud800",
+        "override_settings": {"samples_format": "\ud800", "CLIP_stop_at_last_layers": 1},
+    }
+    body = json.dumps({**QUICK, "prompt": "a", **neutral})
+    told = http.post("/sdapi/v1/txt2img", content=body, headers={"Content-Type": "application/json"})
+    assert told.status_code == 200
+    given = told.json()["parameters"]
+    assert (given["steps"], given["override_settings"]) == (4, {"CLIP_stop_at_last_layers": 1})
+    assert "infotext" not in given
+    again = {"enable_hr": True, "hr_scale": 1.5, "hr_prompt": "a", "hr_cfg": 5.0, "cfg_scale": 5.0}
+    assert http.post("/sdapi/v1/txt2img", json={**QUICK, "prompt": "a", **again}).status_code == 200
+
+
+def test_hostile_pictures_are_refused(http):
+    noise = np.random.default_rng(0).integers(0, 256, 300, dtype=np.uint8).tobytes()
+    for given in (
+        "http://localhost/x.png",
+        "file:///etc/passwd",
+        "!!",
+        base64_of(Image.new("L", (9, 9)))[:40],
+        noise.hex(),
+    ):
+        told = http.post("/sdapi/v1/img2img", json={"prompt": "a", "init_images": [given]})
+        assert told.status_code == 422
+        assert "init_images" in told.json()["detail"]
+
+
+def test_a_second_pass_makes_the_picture_larger(http):
+    body = {"prompt": "a", "steps": 4, "seed": 3, "width": 32, "height": 32}
+    more = {"enable_hr": True, "hr_scale": 1.5, "hr_second_pass_steps": 6, "denoising_strength": 0.5}
+    told = http.post("/sdapi/v1/txt2img", json={**body, **more, "hr_upscaler": "Lanczos"}).json()
+    [image] = told["images"]
+    assert opened(image).size == (48, 48)
+    text = json.loads(told["info"])["infotexts"][0]
+    assert "Hires upscale: 1.5" in text
+    assert "Denoising strength: 0.5" in text
+    assert "Hires steps: 6" in text
+    plain = http.post("/sdapi/v1/txt2img", json=body).json()["images"][0]
+    assert opened(plain).size == (32, 32)
+    assert change(opened(image).resize((32, 32)), opened(plain)) > 1

@@ -1,0 +1,193 @@
+"""The fair queue: shares of work between keys and sizes, priorities, places."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from darkroom.serve.engine.fairness import Drawing, Entry, FairQueue, Shares, admitted_after
+
+
+def served(queue: FairQueue, count: int) -> list[Entry]:
+    return [queue.take() for _ in range(count)]
+
+
+def test_a_key_with_many_pictures_takes_turns_with_one_that_has_few():
+    queue = FairQueue()
+    for i in range(100):
+        queue.push(Entry(i, "greedy", 64, 1.0))
+    for i in range(5):
+        queue.push(Entry(i, "modest", 64, 1.0))
+    first = [entry.key for entry in served(queue, 10)]
+    assert first.count("modest") == 5
+
+
+def test_keys_share_work_and_not_pictures():
+    queue = FairQueue()
+    for i in range(200):
+        queue.push(Entry(i, "large", 512, 10.0))
+        queue.push(Entry(i, "small", 64, 1.0))
+    work = {"large": 0.0, "small": 0.0}
+    while queue.count("small") and queue.count("large"):
+        entry = queue.take()
+        work[entry.key] += entry.cost
+    assert abs(work["large"] - work["small"]) <= 2 * 10.0
+
+
+def test_sizes_of_one_key_share_too_and_large_ones_are_not_starved():
+    queue = FairQueue()
+    for i in range(50):
+        queue.push(Entry(i, "one", 64, 1.0))
+    queue.push(Entry("big", "one", 512, 20.0))
+    order = [entry.item for entry in served(queue, 51)]
+    assert order.index("big") <= 21
+
+
+def test_priority_is_among_ones_own():
+    queue = FairQueue()
+    for i in range(4):
+        queue.push(Entry(f"a{i}", "a", 64, 1.0))
+    for i in range(4):
+        queue.push(Entry(f"b{i}", "b", 64, 1.0))
+    queue.push(Entry("urgent", "b", 128, 1.0, priority=1))
+    order = [entry.item for entry in served(queue, 9)]
+    assert next(item for item in order if item[0] in "bu") == "urgent"
+    assert order.index("a3") <= 7  # the other key lost no turn to it
+
+
+def test_removing_leaves_counts_and_order_right():
+    draw = random.Random(1)
+    queue, entries = FairQueue(), []
+    for i in range(300):
+        entries.append(
+            Entry(i, draw.choice("abc"), draw.choice((32, 64)), draw.uniform(1, 9), draw.randrange(3))
+        )
+        queue.push(entries[-1])
+    gone = draw.sample(entries, 100)
+    assert all(queue.remove(entry) for entry in gone)
+    assert not queue.remove(gone[0])
+    expected = queue.in_order()
+    assert len(expected) == len(queue) == 200
+    assert queue.cost() - sum(entry.cost for entry in expected) < 1e-6
+    assert served(queue, 200) == expected
+    assert queue.head() is None
+    assert len(queue) == 0
+    assert queue.cost() == 0
+
+
+def test_removing_what_is_not_there_adds_nothing_and_asks_nobody_what_it_is():
+    class Shy:
+        def __repr__(self) -> str:
+            raise AssertionError("a picture was put into words")
+
+    queue = FairQueue()
+    there, taken = Entry(Shy(), "a", 64, 1.0), Entry(Shy(), "a", 64, 1.0)
+    for entry in (taken, there):
+        queue.push(entry)
+    assert queue.take() is taken
+    for _ in range(2):
+        assert not queue.remove(taken)
+    assert not queue.remove(Entry(Shy(), "b", 32, 1.0))
+    assert (len(queue), queue.count("b"), queue.cost(), queue.cost("a"), queue.cost("b")) == (
+        1,
+        0,
+        1.0,
+        1.0,
+        0,
+    )
+    assert queue.remove(there)
+    with pytest.raises(AssertionError):  # the control: it would have been noticed
+        repr(Shy())
+
+
+def drawing(steps: int, size: int = 1, load: float = 1.0) -> Drawing:
+    return Drawing(size, steps, 1.0, load)
+
+
+def test_who_waits_is_admitted_when_those_before_have_taken_their_steps():
+    """Two on their way of 4 and 6 steps, room for 2: rounds of two steps, each a second."""
+    drawn, waiting = [drawing(4), drawing(6)], [drawing(2), drawing(9), drawing(1)]
+    # 4 rounds of 2 = 8 s; then 2 rounds = 12 s, at which two end together; then both have room.
+    assert admitted_after(drawn, waiting, 2.0, 3, 1.0) == [8.0, 12.0, 12.0]
+    assert admitted_after(drawn, waiting, 2.0, 3, 4.0) == [2.0, 3.0, 3.0]
+    assert admitted_after([], waiting, 3.0, 3, 1.0) == [0.0, 0.0, 0.0]
+
+
+def test_another_size_does_not_wait_for_this_ones_room_and_a_large_one_leaves_some_to_others():
+    drawn, waiting = [drawing(10)], [drawing(1), drawing(1, size=2), drawing(1, size=3, load=99.0)]
+    assert admitted_after(drawn, waiting, 1.0, 3, 1.0) == [12.0, 0.0, 2.0]
+    assert admitted_after(drawn, [drawing(1, size=2, load=99.0), drawing(1, size=2)], 1.0, 3, 1.0)[0] == 0.0
+
+
+def test_first_come_first_served_within_a_flow():
+    queue = FairQueue()
+    for i in range(10):
+        queue.push(Entry(i, "a", 64, 1.0 + i % 3))
+    assert [entry.item for entry in served(queue, 10)] == list(range(10))
+
+
+def test_sizes_without_room_are_passed_over_and_lose_nothing():
+    queue = FairQueue()
+    for i in range(6):
+        queue.push(Entry(f"a{i}", "a", (64, 128)[i % 2], 1.0))
+        queue.push(Entry(f"b{i}", "b", 64, 1.0))
+    only_128 = [queue.take(lambda entry: entry.size == 128).item for _ in range(3)]
+    assert only_128 == ["a1", "a3", "a5"]
+    assert queue.head(lambda entry: entry.size == 128) is None
+    assert len(queue) == 9
+    rest = [entry.item for entry in served(queue, 9)]
+    assert sorted(rest) == ["a0", "a2", "a4", *(f"b{i}" for i in range(6))]
+    assert [item for item in rest if item[0] == "a"] == ["a0", "a2", "a4"]
+
+
+def test_lower_priority_goes_where_higher_finds_no_room():
+    queue = FairQueue()
+    queue.push(Entry("urgent", "a", 64, 1.0, priority=2))
+    queue.push(Entry("other size", "a", 128, 1.0))
+    assert queue.head().item == "urgent"
+    assert queue.take(lambda entry: entry.size != 64).item == "other size"
+    assert queue.head().item == "urgent"
+
+
+def test_turns_that_found_no_room_are_saved_up_for_two_turns_at_most():
+    queue = FairQueue()
+    large = Entry("large", "third", 512, 10.0)
+    queue.push(large)
+    queue.remove(large)  # each turn is worth the largest cost seen
+    for i in range(200):
+        queue.push(Entry(i, "held up", 64, 1.0))
+        queue.push(Entry(i, "other", 64, 1.0))
+    for _ in range(12):
+        for key in ("held up", "other"):
+            assert queue.take(lambda entry, key=key: entry.key == key).key == key
+    keys = [entry.key for entry in served(queue, 120)]
+    runs = [len(list(run)) for key, run in itertools.groupby(keys) if key == "held up"]
+    assert 10 < max(runs) <= 20
+
+
+def test_shares_start_a_new_key_level_and_count_every_job():
+    """The twin of the queue for several servers: who had the least work is next."""
+
+    @dataclass
+    class Job:
+        key: str
+        work: float
+
+    shares = Shares()
+    shares.begin(["old", "other"])
+    for _ in range(5):
+        shares.give(Job("old", 4.0))
+        shares.give(Job("other", 3.0))
+    shares.begin(["old", "other", "new"])  # new comes level with other, who had 15 to old's 20
+    jobs = [Job(key, 2.0) for key in ("old", "other", "new") for _ in range(4)]
+    assert [job.key for job in shares.in_turn(jobs)][:6] == ["other", "new", "other", "new", "other", "new"]
+    # Jobs without work count as one, or one key's would all go first.
+    shares = Shares()
+    free = [Job(key, 0.0) for key in ("a", "a", "a", "b", "b", "b")]
+    assert [job.key for job in shares.in_turn(free)] == ["a", "b", "a", "b", "a", "b"]
+    for job in free[:3]:
+        shares.give(job)
+    assert [job.key for job in shares.in_turn([Job("a", 1.0), Job("b", 1.0)])] == ["b", "a"]

@@ -1,0 +1,161 @@
+"""The jobs' table: SQLite, and PostgreSQL where Debian's is at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+import sqlalchemy as sql
+
+from darkroom.errors import InputError
+from darkroom.serve.jobs.store import ADDED, Record, Store
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path) -> str:
+    return (
+        f"sqlite:///{tmp_path}/jobs.db" if request.param == "sqlite" else request.getfixturevalue("postgres")
+    )
+
+
+@pytest.fixture
+def store(url, request) -> Iterator[Store]:
+    made = Store(url, server=f"server-{time.monotonic_ns()}")
+    yield made
+    made.close()
+
+
+def record(store: Store, name: str, **more) -> Record:
+    told = {"uid": f"{abs(hash((store.server, name))):032x}"[:32], "key": store.server, "id": name}
+    told |= {"digest": "d", "state": "queued", "request": "{}", "created_s": time.time()}
+    return Record(**{**told, "server": store.server, **more})
+
+
+def test_a_job_is_accepted_once(store):
+    one = record(store, "x")
+    assert store.accept(one).result() == one
+    again = store.accept(record(store, "x", uid="f" * 32, digest="other")).result()
+    assert (again.uid, again.digest) == (one.uid, "d")
+    assert store.find(one.key, "x").result() == one
+    assert store.find("another", "x").result() is None
+
+
+def test_a_job_ends_once(store):
+    one = record(store, "x")
+    store.accept(one).result()
+    store.start(one.uid, 1.0).result()
+    assert store.end(one.uid, "done", 2.0, {"pictures": [{"seed": 1}]}, 10).result() is True
+    assert store.end(one.uid, "cancelled", 3.0, {}).result() is False
+    found = store.find_uid(one.uid).result()
+    assert (found.state, found.attempts, found.bytes, found.result["pictures"]) == (
+        "done",
+        1,
+        10,
+        [{"seed": 1}],
+    )
+
+
+def test_what_is_not_over_is_found_again_in_order(store):
+    jobs = [record(store, str(i), created_s=100.0 + i) for i in (2, 0, 1, 3)]
+    for job in jobs:
+        store.accept(job)
+    store.start(jobs[0].uid, 1.0)
+    store.end(jobs[3].uid, "failed", 1.0, {})
+    assert [job.id for job in store.live().result()] == ["0", "1", "2"]
+    newest = store.find_all(store.server, limit=2).result()
+    assert [job.id for job in newest] == ["3", "2"]
+    older = store.find_all(store.server, before_s=newest[-1].created_s).result()
+    assert [job.id for job in older] == ["1", "0"]
+    assert [job.id for job in store.find_all(store.server, state="running").result()] == ["2"]
+
+
+def test_many_at_once_share_commits_and_all_are_there(store):
+    futures = [store.accept(record(store, f"job{i}")) for i in range(200)]
+    assert [future.result().id for future in futures] == [f"job{i}" for i in range(200)]
+    assert len(store.live().result()) == 200
+
+
+def test_old_ones_and_those_beyond_the_bytes_are_named(store):
+    for i in range(4):
+        job = record(store, str(i))
+        store.accept(job)
+        store.end(job.uid, "done", 1000.0 + i, {}, 100)
+    names = {record(store, str(i)).uid: str(i) for i in range(4)}
+    assert {names[uid] for uid in store.expired(1001.5, 10**6).result()} == {"0", "1"}
+    assert {names[uid] for uid in store.expired(0.0, 250).result()} == {"0", "1"}
+    store.forget([uid for uid in names if names[uid] == "0"]).result()
+    assert store.known(list(names)).result() == {uid for uid in names if names[uid] != "0"}
+
+
+def test_any_number_of_jobs_is_forgotten_at_once(store):
+    jobs = [store.accept(record(store, str(i))).result() for i in range(3)]
+    uids = [job.uid for job in jobs] + [f"{i:032x}" for i in range(260_000)]
+    assert store.known(uids).result() == {job.uid for job in jobs}
+    store.forget(uids).result()
+    assert store.live().result() == []
+    assert store.trouble is None
+
+
+def test_a_table_of_an_earlier_version_is_brought_up_to_date(url):
+    name = f"server-{time.monotonic_ns()}"
+    engine = sql.create_engine(url)
+    Store(url, name).close()
+    request = json.dumps({"prompt": "a", "num": 3, "priority": "high", "deadline_s": 60.0})
+    old = {"uid": f"{time.monotonic_ns():032x}", "server": name, "key": name, "id": "x", "digest": "d"}
+    old |= {"state": "queued", "request": request, "created_s": 100.0, "attempts": 0, "bytes": 0}
+    with engine.begin() as connection:
+        for column in ADDED:
+            connection.execute(sql.text(f"ALTER TABLE darkroom_jobs DROP COLUMN {column}"))
+        names, values = ", ".join(f'"{name}"' for name in old), ", ".join(f":{name}" for name in old)
+        added = sql.text(f"INSERT INTO darkroom_jobs ({names}, result) VALUES ({values}, '{{}}')")
+        connection.execute(added, old)
+    engine.dispose()
+    store = Store(url, name)
+    [job] = store.live().result()
+    assert (job.id, job.num, job.priority, job.work, job.due_s) == ("x", 3, 2, 0.0, 160.0)
+    store.close()
+
+
+def test_a_failing_statement_takes_no_other_with_it(store):
+    good = store.accept(record(store, "good"))
+    bad = store.accept(record(store, "bad", state=None))
+    also = store.accept(record(store, "also"))
+    assert good.result().id == "good"
+    assert also.result().id == "also"
+    with pytest.raises(Exception, match=r"(?i)null"):
+        bad.result()
+    assert {job.id for job in store.live().result()} == {"good", "also"}
+
+
+def test_two_servers_of_one_name_do_not_share_a_postgres(postgres):
+    first = Store(postgres, "twin")
+    try:
+        with pytest.raises(InputError, match="twin"):
+            Store(postgres, "twin")
+        Store(postgres, "another").close()
+    finally:
+        first.close()
+    Store(postgres, "twin").close()
+
+
+def test_what_is_no_database_is_told_in_one_line(tmp_path):
+    for url in ("nonsense", "oracle://x", f"sqlite:///{tmp_path}/no/such/folder/jobs.db"):
+        with pytest.raises(InputError):
+            Store(url).close()
+
+
+def test_who_leaves_while_the_store_works_does_not_stop_it(store):
+    """A task that is cancelled while it waits cancels its future; the store must go on for all others."""
+
+    async def leave() -> None:
+        slow = store.do(lambda _: time.sleep(0.2))
+        waits = asyncio.ensure_future(asyncio.wrap_future(slow))
+        await asyncio.sleep(0.05)
+        waits.cancel()
+        await asyncio.sleep(0.3)
+
+    asyncio.run(leave())
+    assert store.find("key", "nobody").result(timeout=10) is None

@@ -1,0 +1,250 @@
+"""The walls: which room may import which, how quick an import is, and that nothing heavy comes along."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
+
+LEVELS = (
+    {"errors", "hush"},
+    {"hardware", "counting", "progress"},
+    {"bill", "tables"},
+    {"run"},
+    {"models", "data"},
+    {"prepare", "sample", "evaluate"},
+    {"recipe"},
+    {"train"},
+    {"serve"},
+    {"measure", "plan"},
+    {"report", "cluster"},
+    {"proof", "quickstart"},
+    {"cli"},
+    {"__main__"},
+)
+"""From left to right: a room imports rooms of earlier levels and itself."""
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "darkroom":
+            names = [f"darkroom.{alias.name}" for alias in node.names if alias.name != "__version__"]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        else:
+            continue
+        rooms |= {name.split(".")[1] for name in names if name.startswith("darkroom.")}
+    return rooms
+
+
+def wrong_imports(path: Path) -> set[str]:
+    room = room_of(path)
+    level = next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+    allowed = {room}.union(*LEVELS[:level])
+    return imported_rooms(path) - allowed
+
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__init__.py" or path.parent != SOURCE)
+
+
+def test_a_room_imports_only_rooms_to_its_left():
+    assert {str(path): wrong for path in FILES if (wrong := wrong_imports(path))} == {}
+
+
+def test_the_wall_is_no_paper_wall(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "store.py").write_text(
+        "from darkroom.models import load\nimport darkroom.train.step\n"
+    )
+    assert wrong_imports(tmp_path / "data" / "store.py") == {"models", "train"}
+
+
+def modules_imported(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of darkroom that a file imports, anywhere in it, type-only imports included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in inner}
+    return found & modules.keys()
+
+
+def import_circle(modules: dict[str, Path]) -> list[str]:
+    """A chain of modules that ends where it began, or nothing."""
+    graph = {name: modules_imported(path, modules) - {name} for name, path in modules.items()}
+    done: set[str] = set()
+
+    def walk(name: str, way: list[str]) -> list[str]:
+        if name in way:
+            return [*way[way.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(graph[name]):
+            if circle := walk(other, [*way, name]):
+                return circle
+        done.add(name)
+        return []
+
+    return next((circle for name in sorted(graph) if (circle := walk(name, []))), [])
+
+
+def modules_of(source: Path) -> dict[str, Path]:
+    parts = {path: path.relative_to(source.parent).with_suffix("").parts for path in source.rglob("*.py")}
+    return {".".join(p[:-1] if p[-1] == "__init__" else p): path for path, p in parts.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle(tmp_path):
+    assert import_circle(modules_of(SOURCE)) == []
+    folder = tmp_path / "darkroom"
+    folder.mkdir()
+    (folder / "one.py").write_text("if TYPE_CHECKING:\n    from darkroom.two import b\n")
+    (folder / "two.py").write_text("def b():\n    from darkroom import one\n")
+    assert import_circle(modules_of(folder)) == ["darkroom.one", "darkroom.two", "darkroom.one"]
+
+
+def test_only_the_command_line_imports_the_published_systems():
+    importing = {room_of(path) for path in FILES if "proof" in imported_rooms(path)}
+    assert importing <= {"proof", "cli"}
+
+
+def test_a_recipe_is_read_without_torch():
+    _, names = imported_with("import darkroom.recipe")
+    assert not {"torch", "diffusers", "transformers", "lance", "matplotlib", "PIL"} & names
+
+
+def test_only_the_cluster_imports_ray():
+    users = {room_of(path) for path in FILES if "import ray" in path.read_text()}
+    assert users <= {"cluster"}
+
+
+def imported_with(statement: str) -> tuple[float, set[str]]:
+    """Seconds an import takes in a fresh interpreter, and the packages that came with it."""
+    code = (
+        f"import time; start = time.perf_counter(); {statement}; took = time.perf_counter() - start\n"
+        "import sys; print(took, *{name.split('.')[0] for name in sys.modules})"
+    )
+    took, *names = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    return float(took), set(names)
+
+
+HEAVY = {"torch", "diffusers", "transformers", "lance", "pyarrow", "numpy", "matplotlib", "PIL", "pydantic"}
+
+
+@pytest.mark.parametrize("statement", ["import darkroom", "import darkroom.errors"])
+def test_importing_darkroom_is_quick_and_brings_nothing_heavy(statement):
+    took_s, names = imported_with(statement)
+    assert not HEAVY & names
+    assert took_s < 0.3
+
+
+def test_the_command_line_answers_help_without_torch():
+    _, names = imported_with("import darkroom.cli")
+    assert not {"torch", "diffusers", "transformers", "lance", "matplotlib"} & names
+
+
+def test_no_torchvision_anywhere():
+    for path in FILES:
+        assert "torchvision" not in imported_packages(path), path
+
+
+def imported_packages(path: Path) -> set[str]:
+    nodes = list(ast.walk(tree(path)))
+    plain = {
+        alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    }
+    return plain | {
+        node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module
+    }
+
+
+EXTRAS = {
+    *("fastapi", "starlette", "uvicorn", "prometheus_client", "sqlalchemy", "psycopg", "ray", "tensorboard"),
+    *("wandb", "s3fs", "pynvml", "torchao", "onnxruntime", "onnx", "onnxscript", "openvino", "prodigyopt"),
+    *("schedulefree", "scipy", "httpx", "openai", "pytest", "pandas"),
+}
+"""Imported names of what only an extra of pyproject.toml brings."""
+
+
+def imported_at_once(path: Path) -> set[str]:
+    """Packages that importing a file imports; what functions import comes later."""
+    nodes = [node for node in tree(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    from_ = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in [*plain, *from_]}
+
+
+def test_without_extras_every_package_but_the_server_can_be_imported():
+    users = {room_of(path) for path in FILES if imported_at_once(path) & EXTRAS}
+    assert users == {"serve"}
+
+
+def test_a_missing_package_names_an_extra_that_there_is():
+    text = (SOURCE.parents[1] / "pyproject.toml").read_text()
+    declared = set(tomllib.loads(text)["project"]["optional-dependencies"])
+    named = [
+        (path.name, ast.literal_eval(call.args[1]))
+        for path in FILES
+        for call in ast.walk(tree(path))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "MissingExtra"
+        if isinstance(call.args[1], ast.Constant)
+    ]
+    assert len(named) >= 8
+    assert [(file, extra) for file, extra in named if extra not in declared] == []
+
+
+def test_nothing_is_unpickled_and_no_remote_code_is_trusted():
+    for path in FILES:
+        text = path.read_text()
+        assert "trust_remote_code" not in text, path
+        assert not {"pickle", "dill", "joblib"} & imported_packages(path), path
+        for call in (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "torch.load":
+                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
+
+
+HOLDS = {"Tensor", "Module"}
+"""Whose text is long and slow to make, and so is that of all that holds one."""
+
+
+def shown_fields() -> dict[str, set[str]]:
+    """The dataclasses that say in their `repr` what they hold, and the names in their fields' types."""
+    found = {}
+    for path in (one for room in ("models", "sample", "serve") for one in (SOURCE / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+                told = {one.arg: ast.unparse(one.value) for one in getattr(mark, "keywords", ())}
+                if ast.unparse(mark).startswith("dataclass") and told.get("repr") != "False":
+                    fields = [one.annotation for one in node.body if isinstance(one, ast.AnnAssign)]
+                    words = {word for one in fields for word in re.findall(r"\w+", ast.unparse(one))}
+                    found[f"{path.relative_to(SOURCE)}:{node.name}"] = words
+    return found
+
+
+def test_what_holds_tensors_has_no_repr_of_them():
+    """A repr that was formed by accident, by an error's message, held up a whole server for seconds."""
+    shown = shown_fields()
+    assert len(shown) > 20, "the control: dataclasses are found"
+    assert {name for name, words in shown.items() if words & HOLDS} == set()
