@@ -246,9 +246,10 @@ class Installer:
         return (*uv, *uv_options(self.settings), "--constraint", str(LOCK), *words)
 
     def torch(self, build: str) -> None:
-        """The locked version of torch in that build, unless that version is there."""
+        """The locked version of torch in that build, unless it is there."""
         wanted = "torch==" + locked("torch")
-        if installed("torch").partition("+")[0] == locked("torch"):
+        there = installed("torch")
+        if there.partition("+")[0] == locked("torch") and is_of_build(there, build):
             return
         if not self._found_by_pip(wanted, build):
             if self.machine.works(*self.command(*self._from_pytorch(build), wanted)):
@@ -404,7 +405,7 @@ def tests_of(changed: list[str], root: Path) -> list[str]:
             name = parts[2]
             chosen |= {
                 f"tests/test_{name}" if name.endswith(".py") else f"tests/{name}",
-                "tests/test_walls.py",
+                "tests/test_import_rules.py",
             }
         elif parts[0] == "tests":
             is_test = parts[-1].startswith("test_") and parts[-1].endswith(".py")
@@ -412,9 +413,9 @@ def tests_of(changed: list[str], root: Path) -> list[str]:
         elif path in ("make.py", "Makefile", "pyproject.toml", LOCK.name):
             chosen.add("tests/test_make.py")
         elif parts[0] in ("recipes", "deploy"):
-            chosen.add({"recipes": "tests/test_recipes.py", "deploy": "tests/deploy"}[parts[0]])
+            chosen.add({"recipes": "tests/recipe", "deploy": "tests/deploy"}[parts[0]])
     there = {
-        path for path in chosen if (root / path).exists() and not path.endswith(("conftest.py", "needs.py"))
+        path for path in chosen if (root / path).exists() and not path.endswith(("conftest.py", "needs.py", "home.py", "warm.py"))
     }
     return sorted(path for path in there if not {str(up) for up in Path(path).parents} & there)
 

@@ -10,7 +10,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models.made_adapters import made
 from safetensors.torch import save_file
 
 from darkroom import models
@@ -19,6 +18,7 @@ from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.layers import Factors
 from darkroom.models.adapters.read import adaptable, fit, merge, merge_all, read_adapter, write_adapter
 from darkroom.models.model import Model
+from models.made_adapters import made
 
 TARGETS = ["attn1.to_q", "ff.net.2", "resnets.0.conv1", "conv_shortcut"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.made_adapters import made
 from safetensors.torch import save_file
 
 from darkroom import models
 from darkroom.models.tensor_file import write_tensors
+from models.made_adapters import made
 
 
 def mode(file: Path) -> int:

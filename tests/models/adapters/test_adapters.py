@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.made_adapters import everywhere, made
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +19,7 @@ from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.read import adaptable, fit, merge, read_adapter, write_adapter
 from darkroom.models.model import Model
+from models.made_adapters import everywhere, made
 
 Tensors = dict[str, torch.Tensor]
 

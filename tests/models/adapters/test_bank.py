@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from models.made_adapters import everywhere, made
 
 from darkroom import models
 from darkroom.errors import ModelError
@@ -15,6 +14,7 @@ from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice
 from darkroom.models.adapters.read import merge
 from darkroom.models.model import Model
 from darkroom.sample.ladder.choose import optimise
+from models.made_adapters import everywhere, made
 
 CLOSE, APART = 1e-5, 1e-2
 X = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(5))

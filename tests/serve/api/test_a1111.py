@@ -14,8 +14,8 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from darkroom import sample
-from serve.conftest import difference
 from serve.api.conftest import base64_of, change, opened
+from serve.conftest import difference
 
 QUICK = {"steps": 4, "seed": 5}
 

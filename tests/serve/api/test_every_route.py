@@ -11,8 +11,8 @@ import pytest
 
 from darkroom.serve.api.guard import make_key
 from needs import missing
-from serve.conftest import Server
 from serve.api.conftest import on_vertex
+from serve.conftest import Server
 
 SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 

@@ -16,8 +16,8 @@ from PIL import Image
 from darkroom.serve.api.guard import make_key
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.settings import VertexRoutes
-from serve.conftest import Released
 from serve.api.conftest import base64_of
+from serve.conftest import Released
 
 Asked = dict[str, Any]
 LARGE = 10**400

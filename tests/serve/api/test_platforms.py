@@ -18,8 +18,8 @@ from darkroom.serve.api.vertex import model_of, routes_of, small_enough
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import Job, PictureRequest
-from serve.conftest import DARKROOM, Server, difference
 from serve.api.conftest import base64_of, change, on_vertex, opened
+from serve.conftest import DARKROOM, Server, difference
 
 
 def tensor(name: str, datatype: str, *data: object) -> dict[str, object]:
