@@ -31,8 +31,8 @@ PRELOAD = (
     "lance",
     "fastapi",
     "uvicorn",
-    *(f"darkroom.{part}" for part in ("cli", "data", "prepare", "recipe", "sample", "train.start")),
-    *(f"darkroom.serve.{part}" for part in ("app", "core", "process")),
+    *(f"darkroom.{part}" for part in ("cli", "data", "prepare", "recipe", "sample", "train.run")),
+    *(f"darkroom.serve.{part}" for part in ("api.app", "jobs.core", "process")),
 )
 READ_ONCE = ("ATEN_", "ONEDNN_", "MALLOC_", "GLIBC_", "LD_", "PYTHON", "KMP_", "GOMP_", "THP_")
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
