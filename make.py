@@ -47,8 +47,8 @@ PYTEST: dict[str, list[Line]] = {
     "test": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly", "--durations", "10"), {})],
     "check": [(("-n", "2", "--dist", "loadgroup", "-m", "not nightly"), {})],
     "nightly": [
-        (("-m", "nightly"), {}),
-        (("tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
+        (("-n", "2", "--dist", "loadgroup", "-m", "nightly", "--durations", "20"), {}),
+        (("-n", "2", "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }
 TEST_EXTRAS = ("all", "dev")  # of pyproject.toml; the quickstart needs none
@@ -415,7 +415,9 @@ def tests_of(changed: list[str], root: Path) -> list[str]:
         elif parts[0] in ("recipes", "deploy"):
             chosen.add({"recipes": "tests/recipe", "deploy": "tests/deploy"}[parts[0]])
     there = {
-        path for path in chosen if (root / path).exists() and not path.endswith(("conftest.py", "needs.py", "home.py", "warm.py"))
+        path
+        for path in chosen
+        if (root / path).exists() and not path.endswith(("conftest.py", "needs.py", "home.py", "warm.py"))
     }
     return sorted(path for path in there if not {str(up) for up in Path(path).parents} & there)
 
