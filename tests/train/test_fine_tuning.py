@@ -21,7 +21,7 @@ from darkroom.models.adapters.read import read_adapter
 from darkroom.recipe import Recipe, make_recipe
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
-from darkroom.train.export import trained_adapter
+from darkroom.train.exports import trained_adapter
 from darkroom.train.jobs import Pinned
 from darkroom.train.run import export, train
 from darkroom.train.setup import make_job
@@ -185,7 +185,7 @@ def test_kinds_of_lora_are_merged_as_they_were_trained(
     unet: Any = job.task.model.unet
     x, t, text = torch.randn(1, 4, 8, 8), torch.tensor([300]), torch.randn(1, 77, 64)
     from darkroom.models.adapters.read import merge
-    from darkroom.train.export import trained_adapter
+    from darkroom.train.exports import trained_adapter
 
     fresh = models.load(base)
     plain = fresh.unet(x, t, text).sample.detach()
@@ -435,7 +435,11 @@ REFUSED = [
         ("data.folder=null", "data.store=a.lance", "data.repeats=folders"),
         r"data.repeats: folders with a store; allowed: with a folder",
     ),
-    ("lora", ("data.store=a.lance", "data.folder=photos"), r"data: store and folder are both given; allowed: one of them"),
+    (
+        "lora",
+        ("data.store=a.lance", "data.folder=photos"),
+        r"data: store and folder are both given; allowed: one of them",
+    ),
     ("pretrain", (), r"data.folder: a folder with the task pretrain; import it into a store first"),
     ("lora", ("optim.text_encoder_lr=1e-5",), r"text_encoder_lr: given, but .*set adapter.text_encoder=true"),
     (

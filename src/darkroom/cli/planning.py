@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from darkroom.cli.door import Json, app, columns, console, recipe_file, show
-from darkroom.errors import InputError
+from darkroom.errors import InputError, RecipeError
 
 JOBS = ("generate", "serve", "prepare")
 
@@ -91,6 +91,8 @@ def plan(
     job = str(recipe_file(Path(job))) if job else None
     if job is None:
         raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
+    if job not in JOBS and not Path(job).is_file():
+        raise RecipeError.missing(Path(job))  # before the seconds that imports take
     from darkroom.hardware.prices import prices as read_prices
     from darkroom.plan import ask, generation, targets
 

@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
     """Import the doors when they are used: reading a recipe needs the settings alone."""
     from importlib import import_module
 
-    for module in ("start", "trainer", "job", "sweeps"):
+    for module in ("run", "trainer", "setup", "jobs"):
         if name in __all__ and hasattr(found := import_module(f"darkroom.train.{module}"), name):
             return getattr(found, name)
     raise AttributeError(f"module 'darkroom.train' has no attribute '{name}'")

@@ -29,7 +29,7 @@ from darkroom.train.data.online import OpenFeed
 from darkroom.train.data.precomputed import let_go, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
-from darkroom.train.export import described_base, write_adapter_file, write_whole_model
+from darkroom.train.exports import described_base, write_adapter_file, write_whole_model
 from darkroom.train.jobs import Job, Pinned, Say
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer

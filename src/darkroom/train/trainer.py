@@ -26,7 +26,7 @@ from darkroom.train.distributed.ranks import ALONE, Agreement, Ranks, Watch
 from darkroom.train.distributed.weights import held_rows
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.evaluation import Best, Looking
-from darkroom.train.export import write_results, write_whole_model
+from darkroom.train.exports import write_results, write_whole_model
 from darkroom.train.jobs import Job, Say
 from darkroom.train.optim import optimiser_numbers, optimiser_tensors, restore_optimiser
 from darkroom.train.speed import COUNT_AFTER_S, flops_per_image, projected, utilisation
