@@ -33,6 +33,7 @@ from darkroom.data.images import PictureError, examine
 from darkroom.errors import ModelError, is_out_of_memory
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.tensor_file import write_tensors
 
 KIND = "darkroom-extractor"
@@ -176,7 +177,7 @@ def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -
         (beside / PREPROCESS_FILE).write_text(json.dumps(_preprocess(network.resolution), indent=2) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
-        beside.rename(folder)
+        atomic_replace(beside, folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -205,7 +206,7 @@ def open_small(folder: Path) -> SmallExtractor:
     from safetensors.torch import load_file
 
     try:
-        told = json.loads((folder / CONFIG_FILE).read_text())
+        told = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         settings = SmallSettings(**{name: told[name] for name in SmallSettings.model_fields})
         network = SmallExtractor(
             settings, resolution=int(told["resolution"]), text=bool(told["text"]), labels=told["labels"]
