@@ -105,7 +105,7 @@ def _claim(folder: Path, told: dict[str, Any]) -> None:
         else:
             if any(folder.iterdir()):
                 raise InputError(f"'{folder}' holds something else", mend="choose another --keep-pictures")
-            note.write_text(json.dumps(told, indent=2) + "\n")
+            note.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"pictures cannot be kept in '{folder}': {error.strerror}") from error
     except ValueError as error:

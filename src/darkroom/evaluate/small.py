@@ -173,8 +173,10 @@ def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -
         state = {name: value.float().contiguous().cpu() for name, value in network.state_dict().items()}
         write_tensors(beside / WEIGHTS_FILE, state)
         write_tensors(beside / SEEN_FILE, {name: values.contiguous() for name, values in seen.items()})
-        (beside / CONFIG_FILE).write_text(json.dumps(network.config, indent=2) + "\n")
-        (beside / PREPROCESS_FILE).write_text(json.dumps(_preprocess(network.resolution), indent=2) + "\n")
+        (beside / CONFIG_FILE).write_text(json.dumps(network.config, indent=2) + "\n", "utf-8")
+        (beside / PREPROCESS_FILE).write_text(
+            json.dumps(_preprocess(network.resolution), indent=2) + "\n", "utf-8"
+        )
         if folder.exists():
             shutil.rmtree(folder)
         atomic_replace(beside, folder)

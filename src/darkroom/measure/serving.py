@@ -425,7 +425,7 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """The end of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return " | ".join(lines[-3:])
 
     async def ready(self, client: Client) -> None:
