@@ -470,8 +470,8 @@ def main(words: list[str]) -> int:
         machine.run(str(PYTHON), "-m", "darkroom", "quickstart", *rest)
     elif command == "test":
         lint(machine)
-        for words in TYPES_ELSEWHERE:
-            machine.run(str(PYTHON), "-m", *words)
+        for line in TYPES_ELSEWHERE:
+            machine.run(str(PYTHON), "-m", *line)
         tests(machine, "test", rest)
     elif command == "nightly":
         setup(machine, TEST_EXTRAS)

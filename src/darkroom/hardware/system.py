@@ -60,7 +60,7 @@ if sys.platform == "win32":
     def _lock_on_windows(handle: int, shared: bool, wait: bool) -> None:
         """LockFileEx, which knows shared locks and goes by the handle, as flock does.
 
-        Neither msvcrt.locking nor filelock has shared ones. With exclusive locks in their place two writers
+        msvcrt.locking and filelock's FileLock are exclusive: with them in place of shared locks two writers
         of a store, which may be one process's, would wait for each other without end.
         """
         import msvcrt
