@@ -225,6 +225,107 @@ def test_nothing_is_unpickled_and_no_remote_code_is_trusted():
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords)
 
 
+SYSTEM = SOURCE / "hardware" / "system.py"
+ONE_SYSTEM_MODULES = {
+    "fcntl",
+    "resource",
+    "msvcrt",
+    "winreg",
+    "pwd",
+    "grp",
+    "termios",
+    "tty",
+    "pty",
+    "filelock",
+}
+ONE_SYSTEM = re.compile(
+    r"os\.(fork\w*|sched_\w+|getloadavg|uname|posix_\w+|pread\w*|pwrite\w*|kill(pg)?|[gs]et(p?gid|sid|e?uid))"
+    r"|os\.(mkfifo|wait\w*|nice|statvfs|replace|rename|O_DIRECTORY|O_NOFOLLOW)"
+    r"|signal\.SIG(?!INT$|TERM$|_)\w+|signal\.(alarm|setitimer|pause)|socket\.AF_UNIX|\w+\.add_signal_handler"
+)
+KERNEL_FILE = re.compile(r"(?<![\w.])/(proc|sys)(/|$)")
+
+
+def of_one_system(path: Path) -> set[str]:
+    """What a file names that only some systems have, or that goes otherwise on Windows.
+
+    Names imported from a module count as its attributes. A rename has one argument, and so differs from the
+    `replace` of texts, dates and dataclasses.
+    """
+    found = set()
+    for node in ast.walk(tree(path)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            found |= {node.value} if KERNEL_FILE.search(node.value) else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_rename = node.func.attr in ("replace", "rename") and len(node.args) == 1 and not node.keywords
+            found |= {ast.unparse(node)} if is_rename else set()
+        found |= {
+            name for name in names if name.split(".")[0] in ONE_SYSTEM_MODULES or ONE_SYSTEM.search(name)
+        }
+    return found
+
+
+def test_what_differs_by_system_stands_in_one_file(tmp_path):
+    elsewhere = {str(path): some for path in FILES if path != SYSTEM and (some := of_one_system(path))}
+    assert elsewhere == {}
+    assert {"fcntl", "resource", "/proc/self/status"} <= of_one_system(SYSTEM), "the control: they are found"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            "import fcntl",
+            "def f():\n    from resource import getrlimit",
+            "from os import fork",
+            "os.uname()",
+        ),
+        *("os.sched_getaffinity(0)", "os.posix_fadvise(1, 0, 0, 4)", "signal.SIGUSR1", "x = socket.AF_UNIX"),
+        *("loop.add_signal_handler(2, stop)", "Path('/proc/meminfo')", "f'/sys/fs/{name}'", "a.replace(b)"),
+        *("os.replace(a, b)", "path.with_name(x).rename(target)"),
+    ],
+)
+def test_the_rule_finds_each_of_them(line, tmp_path):
+    (tmp_path / "one.py").write_text(line + "\n")
+    assert of_one_system(tmp_path / "one.py")
+
+
+def test_the_rule_lets_through_what_every_system_has(tmp_path):
+    lines = (
+        "import os, signal, psutil",
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)",
+        "text.replace('a', 'b'); moment.replace(tzinfo=UTC); replace(column, encode=None)",
+        "'application/proc'; 'a text of /proc and /sys'; os.fsync(1); os.open(path, os.O_RDONLY)",
+    )
+    (tmp_path / "one.py").write_text("\n".join(lines) + "\n")
+    assert of_one_system(tmp_path / "one.py") == set()
+
+
+def without_encoding(path: Path) -> list[str]:
+    """Calls that read or write text in the system's own encoding; ruff finds those of known paths alone."""
+    calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+    most = {"read_text": 0, "write_text": 1}
+    return [
+        f"{path.name}:{call.lineno}"
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and len(call.args) <= most.get(call.func.attr, -1)
+        if "encoding" not in {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def test_text_is_read_and_written_in_an_encoding_that_is_named(tmp_path):
+    assert [call for path in FILES for call in without_encoding(path)] == []
+    (tmp_path / "one.py").write_text("(a / b).read_text()\nc.write_text(text)\nc.write_text(text, 'utf-8')\n")
+    assert without_encoding(tmp_path / "one.py") == ["one.py:1", "one.py:2"]
+
+
 HOLDS = {"Tensor", "Module"}
 """Whose text is long and slow to make, and so is that of all that holds one."""
 

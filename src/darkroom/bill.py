@@ -19,6 +19,7 @@ from darkroom.hardware.energy import JOULES_PER_KWH, EnergyMeter
 from darkroom.hardware.machine import Machine
 from darkroom.hardware.memory import PeakMemory
 from darkroom.hardware.prices import STALE_DAYS, Price, price
+from darkroom.hardware.system import atomic_replace
 
 
 class Bill(BaseModel):
@@ -83,7 +84,7 @@ class Bill(BaseModel):
             file.write(self.model_dump_json(indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(target)
+        atomic_replace(beside, target)
 
     def line(self) -> str:
         """One line for the console."""

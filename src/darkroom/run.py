@@ -7,7 +7,6 @@ before the first step.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -24,6 +23,7 @@ import yaml
 
 from darkroom.bill import Bill
 from darkroom.errors import InputError
+from darkroom.hardware.system import atomic_replace, lock_file
 
 RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
 ENDED, PLAN = "ended.json", "plan.json"
@@ -142,7 +142,7 @@ class Run:
 
     def sync(self) -> None:
         """Make the metrics written so far survive a power cut."""
-        with (self.path / METRICS).open("a") as file:
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
             os.fsync(file.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -299,13 +299,13 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    atomic_replace(beside, path)
 
 
 def _try_lock(descriptor: int, *, tries: int = 1) -> bool:
     for left in reversed(range(tries)):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor)
             return True
         except BlockingIOError:
             time.sleep(0.05 if left else 0)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from darkroom.cluster.seen import check_here, check_nodes
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import Seconds, Use
 from darkroom.errors import DarkroomError, StoreError
+from darkroom.hardware.system import atomic_replace, sync_file
 from darkroom.prepare.columns import Layout
 from darkroom.prepare.fragments import Encoded, FragmentFile, encode_piece, read_pieces
 from darkroom.prepare.job import PrepareReport, Progress, Work, prepare
@@ -411,16 +413,15 @@ def write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
     """Write a block's values as one Arrow file, whole or not at all."""
     schema = pa.schema([pa.field("offset", pa.int64()), field])
     told = json.dumps([[one.rows, one.unreadable] for one in encoded])
-    beside = Path(f"{path}.{os.uname().nodename}.{os.getpid()}")
+    beside = Path(f"{path}.{platform.node()}.{os.getpid()}")
     with (
         pa.OSFile(str(beside), "wb") as file,
         pa.ipc.new_file(file, schema.with_metadata({"told": told})) as out,
     ):
         for one in encoded:
             out.write_batch(pa.record_batch([pa.array(one.offsets, pa.int64()), one.values], schema=schema))
-    with beside.open("rb") as written:
-        os.fsync(written.fileno())
-    beside.replace(path)
+    sync_file(beside)
+    atomic_replace(beside, path)
 
 
 def read_part(path: str) -> Iterator[Encoded]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from darkroom.hardware.system import forget_cached
+
 CHUNK_BYTES = 1 << 20
 ACCEPT_S = 10.0
 COMPARED = ("python", "darkroom", "ray", "torch", "diffusers", "transformers", "pylance", "pyarrow", "numpy")
@@ -130,7 +132,7 @@ class Probe:
         began = time.perf_counter()
         if is_local(filesystem):
             with (Path(root) / name).open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # not from this one's memory
+                forget_cached(file)  # not from this one's memory
                 content = file.read()
         else:
             content = filesystem.cat_file(f"{root}/{name}")

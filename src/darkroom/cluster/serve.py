@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from darkroom.cluster.connect import connected, require_ray
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware.system import STOP_SIGNALS
 from darkroom.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def run(settings: ServeSettings, replicas: Replicas, address: str | None = None)
         from ray import serve
 
         LOG.info("%s", cluster.line())
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: told_to_stop(stop))
         serve.start(proxy_location="EveryNode", http_options={"host": settings.host, "port": port})
         try:

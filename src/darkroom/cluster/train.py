@@ -7,7 +7,6 @@ state goes where it always goes, its folder or `checkpoint.url`, never through R
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 import uuid
@@ -36,6 +35,7 @@ from darkroom.cluster.room import WAIT_SAID_S, Room, room_of, waiting
 from darkroom.cluster.seen import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
+from darkroom.hardware.system import on_stop_signal
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -327,21 +327,14 @@ def _end(thread: threading.Thread, mail: Any) -> None:
 def _asked_to_stop() -> Iterator[threading.Event]:
     """Within, the first Ctrl-C or SIGTERM is noted; with a second one the driver waits for no worker."""
     asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with on_stop_signal(note):
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _result(made: dict[str, Any]) -> TrainResult:

@@ -12,7 +12,6 @@ file's start to its commit, and whoever removes files that no version names hold
 from __future__ import annotations
 
 import difflib
-import fcntl
 import random
 import re
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from darkroom.errors import StoreError
+from darkroom.hardware.system import lock_file
 
 T = TypeVar("T")
 
@@ -63,39 +63,39 @@ def look(call: Callable[[], T]) -> T:
 @contextmanager
 def committing(folder: Path | None) -> Iterator[None]:
     """Within, nobody drops versions of the store in a folder; other commits go on."""
-    with _locked(folder, COMMITS, fcntl.LOCK_SH):
+    with _locked(folder, COMMITS, shared=True, wait=True):
         yield
 
 
 @contextmanager
 def dropping(folder: Path | None) -> Iterator[bool]:
     """Within, nobody commits to the store in a folder; False where that cannot be had, as at an address."""
-    with _locked(folder, COMMITS, fcntl.LOCK_EX) as locked:
+    with _locked(folder, COMMITS, wait=True) as locked:
         yield locked
 
 
 @contextmanager
 def writing(folder: Path | None) -> Iterator[None]:
     """Within, nobody removes data files that are in no version yet; other writers go on."""
-    with _locked(folder, WRITERS, fcntl.LOCK_SH):
+    with _locked(folder, WRITERS, shared=True, wait=True):
         yield
 
 
 @contextmanager
 def sole_writer(folder: Path | None) -> Iterator[bool]:
     """Within, nobody writes data files; False where somebody does, or where there are no locks."""
-    with _locked(folder, WRITERS, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
+    with _locked(folder, WRITERS) as locked:
         yield locked
 
 
 @contextmanager
-def _locked(folder: Path | None, name: str, how: int) -> Iterator[bool]:
+def _locked(folder: Path | None, name: str, *, shared: bool = False, wait: bool = False) -> Iterator[bool]:
     if folder is None:
         yield False
         return
     with (folder / name).open("ab") as file:
         try:
-            fcntl.flock(file, how)
+            lock_file(file, shared=shared, wait=wait)
             locked = True
         except OSError:  # a file system without locks, or somebody else has it
             locked = False

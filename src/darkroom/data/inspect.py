@@ -20,6 +20,7 @@ from darkroom.data.seen import Seen, short_id
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.store import DOUBLE_OF, Store
 from darkroom.errors import StoreError
+from darkroom.hardware.system import atomic_replace
 
 LONGEST_CAPTION = 10_000
 SHOWN_SIZES = 8
@@ -193,7 +194,7 @@ def contact_sheet(store: Store, path: str | Path, *, pictures: int = 64, filter:
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}")
     sheet.save(beside, "PNG")
-    return beside.replace(target)
+    return atomic_replace(beside, target)
 
 
 def _subtitle(store: Store, shown: int, filter: str | None) -> str:

@@ -8,7 +8,6 @@ none of them is left. So a purge that was killed at any moment is finished by th
 
 from __future__ import annotations
 
-import fcntl
 import json
 import uuid
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import lance
 
 from darkroom.data.sidecars import PREPARING, write_atomically
+from darkroom.hardware.system import lock_file
 
 PURGE = "_purge"
 LANCE_FOLDERS = ("data", "_deletions", "_transactions", "_versions")
@@ -195,7 +195,7 @@ def _unused(folder: Path) -> Iterator[bool]:
     """Whether no prepare holds a column's folder; none can start within."""
     with (folder / "lock").open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
             free = True
         except OSError:
             free = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections import Counter
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from darkroom.data.seen import Seen, short_id
 from darkroom.errors import StoreError
+from darkroom.hardware.system import atomic_replace, lock_file, sync_folder
 
 REJECTED = "rejected.jsonl"
 PARTS = "_parts.jsonl"
@@ -179,7 +179,7 @@ class Sidecars:
             raise StoreError("an import into a store that is not in a local folder", mend="import, then copy")
         with (self.root / "_import.lock").open("wb") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(file)
             except OSError:
                 raise StoreError(
                     f"another import into {self.root} is running", mend="wait until it is done"
@@ -208,18 +208,9 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
         if durable:
             file.flush()
             os.fsync(file.fileno())
-    temporary.replace(path)
+    atomic_replace(temporary, path)
     if durable:
         sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of files to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from PIL import Image, PngImagePlugin
 
 from darkroom.errors import InputError
 from darkroom.evaluate.pictures import FolderPictures, in_batches
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.model import Model
 
 NOTE_FILE = "drawn.json"
@@ -100,11 +101,11 @@ def _claim(folder: Path, told: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if note.is_file():
-            _compare(folder, json.loads(note.read_text()), told)
+            _compare(folder, json.loads(note.read_text(encoding="utf-8")), told)
         else:
             if any(folder.iterdir()):
                 raise InputError(f"'{folder}' holds something else", mend="choose another --keep-pictures")
-            note.write_text(json.dumps(told, indent=2) + "\n")
+            note.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"pictures cannot be kept in '{folder}': {error.strerror}") from error
     except ValueError as error:
@@ -136,6 +137,6 @@ def _save(picture: Any, file: Path) -> None:
     try:
         image: Image.Image = picture.image
         image.save(beside, "PNG", pnginfo=info)
-        beside.replace(file)
+        atomic_replace(beside, file)
     finally:
         beside.unlink(missing_ok=True)

@@ -157,7 +157,7 @@ def _from_hub(name: str) -> Path:
 
 def _kind(folder: Path) -> str:
     try:
-        told = json.loads((folder / "config.json").read_text())
+        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"'{folder}' is no extractor", allowed=f"a folder of {KINDS}") from error
     kind = told.get("kind") or told.get("model_type")

@@ -175,7 +175,7 @@ class Preprocess(BaseModel):
     def read(cls, folder: Path) -> Preprocess:
         """As the folder's file says; ModelError where there is none."""
         try:
-            told = json.loads((folder / FILE).read_text())
+            told = json.loads((folder / FILE).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelError(f"'{folder}' has no {FILE}", mend="it says how pictures are resized") from error
         except ValueError as error:

@@ -12,9 +12,9 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
-CPUINFO = Path("/proc/cpuinfo")
+from darkroom.hardware.system import CPUINFO
+
 X86 = (
     *("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_bf16", "amx_int8", "amx_fp16"),
@@ -77,7 +77,7 @@ def hardware_instructions() -> tuple[str, ...]:
     if platform.system() == "Darwin":
         return _apple()
     try:
-        lines = CPUINFO.read_text().splitlines()
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         return ()
     for line in lines:

@@ -14,6 +14,7 @@ from pathlib import Path
 from darkroom.errors import install_extra
 from darkroom.hardware import cpu
 from darkroom.hardware.machine import GIB, Machine, machine
+from darkroom.hardware.system import NVIDIA_DRIVER
 
 DISTRIBUTION = "darkroom-sd"
 """What pip calls the package that is imported as darkroom."""
@@ -69,7 +70,7 @@ def _devices(here: Machine) -> Iterator[Check]:
             f"device {device.torch_name}", True, f"{device.name}, {device.memory_bytes / GIB:.0f} GiB"
         )
     if not here.devices:
-        cuda = Path("/proc/driver/nvidia/version").exists()
+        cuda = NVIDIA_DRIVER.exists()
         mend = "TORCH=cuda python make.py setup" if cuda else ""
         detail = "a driver but no CUDA build of torch" if cuda else "none: darkroom runs on the CPU"
         yield Check("accelerator", not cuda, detail, mend, optional=True)

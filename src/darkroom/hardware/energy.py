@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-RAPL = Path("/sys/class/powercap")
+from darkroom.hardware.system import RAPL
+
 JOULES_PER_KWH = 3.6e6
 
 Reader = Callable[[], float]  # joules since some moment
@@ -53,11 +54,11 @@ def rapl(root: Path = RAPL) -> Reader | None:
 
 
 def _package(path: Path) -> Reader:
-    counter, span = path / "energy_uj", int((path / "max_energy_range_uj").read_text())
-    state = [int(counter.read_text()), 0]
+    counter, span = path / "energy_uj", int((path / "max_energy_range_uj").read_text(encoding="utf-8"))
+    state = [int(counter.read_text(encoding="utf-8")), 0]
 
     def joules() -> float:
-        now = int(counter.read_text())
+        now = int(counter.read_text(encoding="utf-8"))
         state[1] += (now - state[0]) % span
         state[0] = now
         return state[1] / 1e6

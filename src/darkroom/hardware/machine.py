@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -16,8 +15,8 @@ from typing import Any
 import psutil
 
 from darkroom.hardware import cpu
+from darkroom.hardware.system import CGROUP, CGROUP_MEMBERSHIP, CPUINFO, allowed_cores
 
-CGROUP = Path("/sys/fs/cgroup")
 GIB = 1024**3
 _PACKAGES = (
     *(
@@ -169,7 +168,7 @@ def git_commit(folder: Path | None = None) -> dict[str, Any] | None:
     return {"commit": commit, "changed": bool(_git(["status", "--porcelain", "-uno"], folder))}
 
 
-def cgroup_memory_limit(root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+def cgroup_memory_limit(root: Path = CGROUP, membership: Path = CGROUP_MEMBERSHIP) -> int | None:
     """The smallest memory limit of this process's control groups (v1 and v2), in bytes; None if unlimited."""
     files = [*_cgroup_files(root, membership, "memory.max", "memory", "memory.limit_in_bytes")]
     limits = [int(text) for text in map(_read, files) if text.isdigit()]
@@ -177,9 +176,9 @@ def cgroup_memory_limit(root: Path = CGROUP, membership: Path = Path("/proc/self
     return min((limit for limit in limits if limit < 2**60), default=None)
 
 
-def usable_cores(root: Path = CGROUP, membership: Path = Path("/proc/self/cgroup")) -> float:
+def usable_cores(root: Path = CGROUP, membership: Path = CGROUP_MEMBERSHIP) -> float:
     """Cores that this process may use: its affinity, cut by the control groups' CPU quotas."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = float(allowed_cores())
     for path in _cgroup_files(root, membership, "cpu.max", "cpu", "cpu.cfs_quota_us"):
         quota, _, period = _read(path).partition(" ")
         period = period or _read(path.with_name("cpu.cfs_period_us"))
@@ -203,7 +202,7 @@ def _cgroup_files(root: Path, membership: Path, v2_name: str, v1_kind: str, v1_n
 
 
 def _cpu_name() -> str:
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
+    for line in _read(CPUINFO).splitlines():
         if line.startswith("model name"):
             return " ".join(line.partition(":")[2].split())
     if platform.system() == "Darwin":
@@ -237,6 +236,6 @@ def _run(command: list[str]) -> str | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

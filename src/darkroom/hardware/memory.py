@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import re
-import resource
-import sys
 import weakref
-from pathlib import Path
 
 import psutil
 
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
-_MAPS = Path("/proc/self/maps")
+from darkroom.hardware.system import MAPS, peak_resident_bytes, reset_peak_resident
+
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
 _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 
@@ -53,14 +48,14 @@ def resident_bytes() -> int:
 
 def give_back() -> None:
     """Return freed memory to the system (glibc keeps small blocks otherwise)."""
-    with contextlib.suppress(OSError, AttributeError):  # no such call on this system
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # no such call on this system
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def file_mappings() -> list[tuple[int, int]]:
     """Where this process has files mapped, as addresses; nothing on systems that do not tell."""
     try:
-        lines = _MAPS.read_text().splitlines()
+        lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     found = (line.split(maxsplit=5) for line in lines)
@@ -82,7 +77,7 @@ def drop_file_pages(start: int, length: int) -> None:
     end = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= first:
         return
-    with contextlib.suppress(OSError, AttributeError):  # no such call on this system: the pages stay
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # no such call: they stay
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _DONTNEED)
 
@@ -96,12 +91,7 @@ def _high_water(device: str) -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated(device))
-    if _STATUS.exists():
-        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
-        if found:
-            return int(found.group(1)) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_resident_bytes()
 
 
 def _reset_high_water(device: str) -> None:
@@ -110,6 +100,4 @@ def _reset_high_water(device: str) -> None:
 
         torch.cuda.reset_peak_memory_stats(device)
         return
-    # "5" resets the mark on Linux; elsewhere, and where it is forbidden, the mark stays the process's own.
-    with contextlib.suppress(OSError):
-        _CLEAR.write_text("5")
+    reset_peak_resident()

@@ -15,6 +15,7 @@ from typing import Any
 
 from darkroom.errors import is_out_of_memory
 from darkroom.hardware.memory import PeakMemory, give_back, resident_bytes
+from darkroom.hardware.system import load_average
 from darkroom.hush import hush
 from darkroom.measure.finetuning import LARGEST, STEP, Case, Finetuning, Growing, Say, row
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
@@ -176,7 +177,7 @@ def weigh(content: Mapping[str, Any], repeats: int) -> dict[str, Any]:
         return {
             "seconds": seconds[WARMUP:],
             "warmup_s": sum(seconds[:WARMUP]),
-            "load": os.getloadavg()[0],
+            "load": load_average(),
             "peak_bytes": highest,
             "host_peak_bytes": host.bytes(),
             "above_start_bytes": max(0, highest - before) if device == "cpu" else highest,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import tempfile
 import zipfile
@@ -20,6 +19,7 @@ from darkroom.data.importers.job import import_pictures
 from darkroom.data.importers.zip import ZipReader
 from darkroom.errors import InputError
 from darkroom.hardware.memory import PeakMemory, resident_bytes
+from darkroom.hardware.system import allowed_cores
 from darkroom.measure.timing import Measurement, interleave, measurement
 
 DISTINCT = 512
@@ -46,7 +46,7 @@ def bench_import(
     """
     if min(pictures, size, repeats) < 1:
         raise InputError(f"pictures={pictures}, size={size}, repeats={repeats}", allowed="1 or more each")
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or allowed_cores()
     settings = {"pictures": pictures, "size": size, "format": format, "workers": workers}
     with tempfile.TemporaryDirectory(dir=folder) as place:
         source = make_source(Path(place) / "source", pictures, size, format)
@@ -123,7 +123,7 @@ def make_source(folder: Path, pictures: int, size: int, format: str) -> Path:
     files = [_picture(rng, size, format) for _ in range(min(DISTINCT, pictures))]
     with (
         zipfile.ZipFile(folder / "images.zip", "w") as archive,
-        (folder / "captions.jsonl").open("w") as lines,
+        (folder / "captions.jsonl").open("w", encoding="utf-8") as lines,
     ):
         for number in range(pictures):
             name = f"{number:08d}.{format.lower()}"

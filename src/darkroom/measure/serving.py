@@ -29,6 +29,7 @@ from typing import Any
 
 from darkroom import models
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware.system import load_average
 from darkroom.measure.timing import Measurement, Timing, measurement
 from darkroom.measure.trace import RANK, Asked, draw_trace, make_adapters, sizes_for, told_of
 
@@ -339,7 +340,7 @@ async def _over(client: Client, name: str) -> dict[str, Any] | None:
 
 
 def _saturation_rows(trials: dict[str, list[Trial]], settings: dict[str, Any]) -> Iterator[Measurement]:
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    load = load_average()
     timings = {
         name: Timing(name, tuple(t.wall_s / max(1, t.done) for t in some), 0.0, load)
         for name, some in trials.items()
@@ -356,7 +357,7 @@ def _saturation_rows(trials: dict[str, list[Trial]], settings: dict[str, Any]) -
 
 
 def _row(benchmark: str, name: str, trial: Trial, settings: dict[str, Any]) -> Measurement:
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    load = load_average()
     rate = trial.goodput()
     timing = Timing(name, (1 / rate if rate else trial.wall_s,), 0.0, load)
     told = settings | figures(trial)
@@ -405,7 +406,7 @@ class ServerProcess:
         environment = dict(os.environ)
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
-        with self.log.open("a") as log:
+        with self.log.open("a", encoding="utf-8") as log:
             self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=environment)
         self.port = self._port(len(already))
 
@@ -424,7 +425,7 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """The end of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return " | ".join(lines[-3:])
 
     async def ready(self, client: Client) -> None:
@@ -453,7 +454,10 @@ class ServerProcess:
 def _addresses(log: Path) -> list[int]:
     if not log.exists():
         return []
-    return [int(port) for port in re.findall(r"listening on http://[^\s:]+:(\d+)", log.read_text())]
+    return [
+        int(port)
+        for port in re.findall(r"listening on http://[^\s:]+:(\d+)", log.read_text(encoding="utf-8"))
+    ]
 
 
 class Client:

@@ -6,7 +6,6 @@ synchronised around every call, and a row says what it ran on and with which ver
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from darkroom.hardware.cards import mfu
 from darkroom.hardware.machine import git_commit, versions
 from darkroom.hardware.memory import PeakMemory
 from darkroom.hardware.prices import price
+from darkroom.hardware.system import load_average
 from darkroom.tables import append_rows, read_rows
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ def interleave(
             f"{len(cases)} cases, repeats={repeats}, warmup={warmup}",
             allowed="at least one case, repeats >= 1, warmup >= 0",
         )
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    load = load_average()
     warm = {name: sum(_timed(call, device) for _ in range(warmup)) for name, call in cases.items()}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):

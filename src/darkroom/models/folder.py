@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError, is_out_of_memory
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
@@ -136,7 +137,7 @@ def check_reference(ref: str) -> None:
 def _has_weights(folder: Path, variant: str | None) -> bool:
     """Whether a folder of the hub's cache has all weights that its `model_index.json` speaks of."""
     try:
-        index = json.loads((folder / "model_index.json").read_text())
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     kind = f"*.{variant}*.safetensors" if variant else "*.safetensors"
@@ -166,20 +167,24 @@ def file_digest(model: Model) -> dict[str, str] | None:
     note = (Path(base) if base else Path.home() / ".cache" / "darkroom") / "hashes" / key
     of = place.name if Path(model.path) == place else f"{place.parent.name}/{place.name}"
     try:
-        sha256 = note.read_text().strip()
+        sha256 = note.read_text(encoding="utf-8").strip()
     except OSError:
         with place.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         with suppress(OSError):  # a cache that cannot be written: it is hashed again
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(sha256)
+            note.write_text(sha256, encoding="utf-8")
     return {"file": of, "sha256": sha256}
 
 
 def _shards(folder: Path) -> bool:
     """Whether every file that an index of shards names is there."""
     indexes = list(folder.glob("*.safetensors.index.json"))
-    names = {name for file in indexes for name in json.loads(file.read_text())["weight_map"].values()}
+    names = {
+        name
+        for file in indexes
+        for name in json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+    }
     return all((folder / name).is_file() for name in names)
 
 
@@ -449,8 +454,8 @@ def _swap(beside: Path, path: Path) -> None:
     """Put a finished folder in its place; what stood there goes only when the new one is in."""
     old = path.with_name(f".{path.name}-old-{os.getpid()}")
     if path.exists():
-        path.rename(old)
-    beside.rename(path)
+        atomic_replace(path, old)
+    atomic_replace(beside, path)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -462,7 +467,7 @@ def _readable(folder: Path) -> None:
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _index(model: Model) -> dict[str, Any]:

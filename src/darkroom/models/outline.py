@@ -69,7 +69,9 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
 
     file = path / "scheduler" / "scheduler_config.json"
     model = Model(
-        family="custom", path=str(path), scheduler=json.loads(file.read_text()) if file.is_file() else {}
+        family="custom",
+        path=str(path),
+        scheduler=json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {},
     )
     with torch.device("meta"):
         if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():
@@ -90,5 +92,5 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return content

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import ModelError
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model, noted_guidance
@@ -348,7 +348,7 @@ def save_single_file(model: Model, path: str | Path) -> Path:
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         write_tensors(beside, weights, _metadata(model))
-        os.replace(beside, path)
+        atomic_replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     return path

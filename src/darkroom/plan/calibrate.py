@@ -333,7 +333,7 @@ def link_bytes_s(kind: str, budget_s: float) -> tuple[int, float] | None:
     with tempfile.TemporaryDirectory(prefix="darkroom-links-") as folder:
         spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
         spawn(_rank, (number, folder, kind, budget_s), nprocs=number)
-        seconds = float((Path(folder) / "seconds").read_text())
+        seconds = float((Path(folder) / "seconds").read_text(encoding="utf-8"))
     return number, 2 * (number - 1) / number * SIZE_BYTES[kind] / seconds
 
 
@@ -359,5 +359,5 @@ def _rank(rank: int, number: int, folder: str, kind: str, budget_s: float) -> No
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - start)
     if rank == 0:
-        (Path(folder) / "seconds").write_text(str(median(taken[2:])))
+        (Path(folder) / "seconds").write_text(str(median(taken[2:])), encoding="utf-8")
     dist.destroy_process_group()

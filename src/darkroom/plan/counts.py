@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import darkroom
 from darkroom.counting import Counter, Trace, counting
 from darkroom.errors import RecipeError
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
 from darkroom.models.outline import outlined
@@ -277,7 +278,7 @@ def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}")
     beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
+    atomic_replace(beside, file)
 
 
 def _digest(key: dict[str, Any]) -> str:

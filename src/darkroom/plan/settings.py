@@ -157,7 +157,9 @@ def text_of(path: Path) -> str:
 
 def configs_of(ref: str) -> str:
     """The settings of a model folder, which may change under the same name."""
-    return "".join(file.read_text() for file in sorted(Path(ref).glob("*/*config.json"))) or ref
+    return (
+        "".join(file.read_text(encoding="utf-8") for file in sorted(Path(ref).glob("*/*config.json"))) or ref
+    )
 
 
 def rows_of(store: str | None) -> int | None:

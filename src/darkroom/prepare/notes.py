@@ -7,15 +7,14 @@ committed, the dataset itself knows.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from darkroom.data.sidecars import PREPARING, write_atomically
 from darkroom.errors import StoreError
+from darkroom.hardware.system import atomic_replace, lock_file, sync_file
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Notes:
     def __enter__(self) -> Notes:
         """Take the lock, and clear away what a killed process left half-written."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / "lock").open("a+")
+        self._lock = (self.folder / "lock").open("a+", encoding="utf-8")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock)
         except BlockingIOError:
             self._lock.close()
             raise StoreError(
@@ -73,21 +72,20 @@ class Notes:
         """Every finished fragment whose file is there."""
         found = []
         for path in sorted(self.folder.glob("[0-9]*.json")):
-            note = Note(**json.loads(path.read_text()))
+            note = Note(**json.loads(path.read_text(encoding="utf-8")))
             if (self.folder / note.file).is_file() or (self._data / note.file).is_file():
                 found.append(note)
         return found
 
     def add(self, note: Note) -> None:
         """Note a fragment; its file is flushed to the disk first."""
-        with (self.folder / note.file).open("rb") as file:
-            os.fsync(file.fileno())
+        sync_file(self.folder / note.file)
         write_atomically(self.folder / f"{note.fragment}.json", json.dumps(asdict(note)))
 
     def place(self, note: Note) -> None:
         """Move a finished file to where the dataset looks for it."""
         if (waiting := self.folder / note.file).is_file():
-            waiting.replace(self._data / note.file)
+            atomic_replace(waiting, self._data / note.file)
 
     def drop(self, note: Note) -> None:
         """Forget a fragment. A file that waits here goes too; one in the dataset may be in use by now."""

@@ -292,7 +292,7 @@ def _kept(key: dict[str, Any], count: Callable[[], Profile]) -> Profile:
 
 @cache
 def _file() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     return content
 
 

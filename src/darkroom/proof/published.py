@@ -229,7 +229,7 @@ def _line(row: Mapping[str, Any], width: int) -> str:
 def validate(known: Efficiency | None = None, say: Callable[[str], None] = lambda _: None) -> Validation:
     """Predict every published table."""
     known = known or efficiency()
-    left_out = json.loads(LEFT_OUT.read_text()) if LEFT_OUT.is_file() else {}
+    left_out = json.loads(LEFT_OUT.read_text(encoding="utf-8")) if LEFT_OUT.is_file() else {}
     found = []
     for name in TABLES:
         one = table(name)

@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 from darkroom import __version__
 from darkroom.bill import Bill, Meter, format_seconds
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware.system import atomic_replace
 from darkroom.quickstart.score import Scores, score
 from darkroom.quickstart.shapes import (
     COLORS,
@@ -165,7 +166,7 @@ class Journey:
                 raise InputError(f"'{self.out}' holds something else", mend="choose another --out")
             self.out.mkdir(parents=True, exist_ok=True)
             _write(path, state)
-        elif (there := json.loads(path.read_text())) != state:
+        elif (there := json.loads(path.read_text(encoding="utf-8"))) != state:
             key = next(key for key in state if there.get(key) != state[key])
             raise InputError(
                 f"'{self.out}' holds a quickstart with another {key} ({there.get(key)})",
@@ -246,7 +247,7 @@ class Journey:
         shutil.rmtree(beside, ignore_errors=True)
         sample.save_pictures(pictures, beside, grid=False)
         shutil.rmtree(self.pictures, ignore_errors=True)
-        beside.rename(self.pictures)
+        atomic_replace(beside, self.pictures)
         images = [picture.image for picture in pictures]
         scores = score(images, self.wanted)
         gallery(images, self.wanted, scores).save(self.sheet)
@@ -268,7 +269,7 @@ class Journey:
         return result
 
     def _read_back(self) -> QuickstartResult:
-        there = json.loads((self.out / RESULT).read_text())
+        there = json.loads((self.out / RESULT).read_text(encoding="utf-8"))
         paths = {name: Path(there.pop(name)) for name in ("pictures", "report", "model")}
         return QuickstartResult(**(there | paths | {"bill": Bill.model_validate(there["bill"])}))
 
@@ -286,7 +287,7 @@ def check_unseen(store: Path | str, hidden: list[Triple]) -> None:
 def _write(path: Path, content: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}")
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    atomic_replace(beside, path)
 
 
 def _silent(line: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import darkroom
 from darkroom.bill import Bill, format_bytes, format_number, format_seconds, format_usd
 from darkroom.errors import InputError
+from darkroom.hardware.system import atomic_replace
 from darkroom.report import html, plots
 from darkroom.report.measurements import measurement_sections
 from darkroom.report.planned import Told, planned_table, plans_of
@@ -421,5 +422,5 @@ def _write(target: Path, content: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     beside.write_text(content, encoding="utf-8")
-    beside.replace(target)
+    atomic_replace(beside, target)
     return target

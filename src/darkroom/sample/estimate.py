@@ -79,7 +79,7 @@ def check_at_once(
 
 def _vae_config(folder: Path) -> Mapping[str, Any] | None:
     try:
-        config: Mapping[str, Any] = json.loads((folder / "vae" / "config.json").read_text())
+        config: Mapping[str, Any] = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return config if "block_out_channels" in config else None

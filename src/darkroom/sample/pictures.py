@@ -22,6 +22,7 @@ import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from darkroom.errors import DarkroomError, InputError, Stopped
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.latents import LatentScaling
 from darkroom.options import A1111_NAMES, find_solver
 
@@ -183,7 +184,7 @@ def _link(beside: Path, path: Path) -> None:
         raise
     except OSError:  # a file system without hard links: take the name first, then move into it
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        os.replace(beside, path)
+        atomic_replace(beside, path)
 
 
 def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:

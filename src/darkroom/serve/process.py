@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import NoReturn
 import uvicorn
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware.system import stop_in_loop
 from darkroom.serve.api.app import make_app
 from darkroom.serve.api.guard import AsgiApp, Keys, allowed, connection, is_public
 from darkroom.serve.jobs.core import Core
@@ -125,9 +125,7 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Called by uvicorn around its loop."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_stop)
+        stop_in_loop(asyncio.get_running_loop(), self._told_to_stop)
         yield
 
     def _told_to_stop(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from darkroom.bill import Meter, format_seconds
+from darkroom.hardware.system import atomic_replace
 from darkroom.recipe.sections import SampleSettings
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import Checkpoint
@@ -89,7 +90,7 @@ def save_grid(images: Sequence[Any], path: Path, columns: int | None = None) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}")
     make_grid(images, columns).save(beside, format="PNG")
-    return beside.replace(path)
+    return atomic_replace(beside, path)
 
 
 KIND = "best"  # what a checkpoint calls them

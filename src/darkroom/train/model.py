@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom import models
 from darkroom.errors import CheckpointError, RecipeError
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
 from darkroom.train.objective import scheduler_config
@@ -76,7 +77,7 @@ def keep_tokenizer(settings: ModelSettings, model: Model, run: Path) -> None:
     if settings.tokenizer == "train" and model.tokenizers and not (run / TOKENIZER).exists():
         beside = run / f".{TOKENIZER}"
         model.tokenizers[0].save_pretrained(str(beside))
-        beside.rename(run / TOKENIZER)
+        atomic_replace(beside, run / TOKENIZER)
 
 
 def check_resolution(resolution: int, model: Model) -> None:

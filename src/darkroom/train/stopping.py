@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from darkroom.hardware.system import on_stop_signal
 
 STOP = threading.Event()  # asks for a stop where signals do not come: training in a thread
 
@@ -25,17 +26,8 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Note the signals instead of dying of them; in another thread than the main one nothing is done."""
-        if threading.current_thread() is not threading.main_thread():
+        with on_stop_signal(self._note):
             yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in before:
-            signal.signal(number, self._note)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._noted:

@@ -89,7 +89,7 @@ class WeightsAndBiases:
                 name=run.resolve().name,
                 id=_wandb_id(run),
                 resume="allow",
-                config=yaml.safe_load(recipe.read_text()) if recipe.is_file() else None,
+                config=yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None,
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
@@ -149,8 +149,8 @@ def _wandb_id(run: Path) -> str:
     """The run's id there, made once."""
     file = run / WANDB_ID
     if not file.is_file():
-        file.write_text(uuid.uuid4().hex[:16] + "\n")
-    return file.read_text().strip()
+        file.write_text(uuid.uuid4().hex[:16] + "\n", encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
 
 
 def make_tracker(settings: TrackSettings, run: Path, first_step: int) -> Tracker:

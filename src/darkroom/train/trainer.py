@@ -498,7 +498,7 @@ class OddBatches:
                 self._note(told["step"], told["to"])
 
     def _noted(self) -> list[str]:
-        return self._file.read_text().splitlines() if self._file.exists() else []
+        return self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
 
     def _note(self, step: int, to: int) -> None:
         self.passed.add(step)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import threading
 import time
 import warnings
@@ -16,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 import numpy as np
@@ -36,6 +33,7 @@ from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store, exists
 from darkroom.data.texts import flaw_of, readable
 from darkroom.errors import InputError, Stopped
+from darkroom.hardware.system import allowed_cores, on_stop_signal
 
 Kind = Literal["auto", "folder", "webdataset", "parquet", "mds"]
 KINDS: dict[str, Callable[[Path, Columns], Source]] = {
@@ -135,7 +133,7 @@ def import_pictures(
         finish_widening(target)
         target.finish_purges()
         run = _Import(target, path, kind, reader, filter_, json.dumps(settings), rows_per_fragment)
-        report = run(workers or min(MAX_WORKERS, len(os.sched_getaffinity(0))), progress)
+        report = run(workers or min(MAX_WORKERS, allowed_cores()), progress)
         if made and not report.num_rows and not report.rejected:
             shutil.rmtree(target.path)
             raise InputError(f"no pictures in {path}", mend="no store was made")
@@ -425,22 +423,8 @@ def _chunks(items: Iterator[Item]) -> Iterator[list[Item]]:
 def _stoppable() -> Iterator[Callable[[], bool]]:
     """Within, the first SIGINT or SIGTERM is only noted, so that nothing is left half-done; a second ends."""
     noted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    with on_stop_signal(lambda *_: noted.set(), once=True):
         yield noted.is_set
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield noted.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

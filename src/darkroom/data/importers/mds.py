@@ -182,7 +182,7 @@ class MdsSource:
 
 def _shards(folder: Path) -> list[_Shard]:
     try:
-        content = json.loads((folder / INDEX).read_text())
+        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shards = [_Shard.model_validate(shard) for shard in content["shards"]]
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         raise InputError(

@@ -15,6 +15,7 @@ import numpy as np
 
 from darkroom.data.seen import short_id
 from darkroom.errors import InputError
+from darkroom.hardware.system import read_at
 
 STORED, DEFLATED = 0, 8
 END = struct.Struct("<4s4H2IH")
@@ -72,7 +73,7 @@ class ZipReader:
         if start <= offset and offset + length <= start + len(window):
             return window[offset - start : offset - start + length]
         follows = 0 <= offset - start <= len(window)
-        data = os.pread(self._file.fileno(), max(length, WINDOW_BYTES) if follows else length, offset)
+        data = read_at(self._file, offset, max(length, WINDOW_BYTES) if follows else length)
         self._window = (offset, data)
         return data[:length]
 

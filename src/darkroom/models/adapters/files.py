@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from darkroom.errors import ModelError
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.tensor_file import write_tensors
 
 MAX_HEADER_BYTES = 32 * 1024**2
@@ -143,7 +143,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(beside, tensors, metadata)
-        os.replace(beside, path)
+        atomic_replace(beside, path)
     except OSError as error:
         raise ModelError(f"'{path}' cannot be written: {error.strerror or error}") from error
     finally:

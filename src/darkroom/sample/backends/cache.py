@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from darkroom.errors import DarkroomError, InputError
+from darkroom.hardware.system import atomic_replace, lock_file
 
 ABOUT = "export.json"
 LIMIT = "DARKROOM_CACHE_GB"
@@ -132,7 +133,7 @@ def _make(place: Path, key: Key, make: Callable[[Path], None]) -> None:
         beside.chmod(0o755)
         if place.exists():  # not whole, or another key's
             shutil.rmtree(place)
-        beside.rename(place)
+        atomic_replace(beside, place)
     except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (28, 122):  # no space, over quota
@@ -145,11 +146,6 @@ def _make(place: Path, key: Key, make: Callable[[Path], None]) -> None:
 @contextlib.contextmanager
 def _one_at_a_time(file: Path) -> Iterator[None]:
     """Hold a lock that the operating system lets go of when its holder dies."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: exports may be made twice there, the first one renamed stays
-        yield
-        return
     with open(file, "a", encoding="utf-8") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        lock_file(held, wait=True)
         yield

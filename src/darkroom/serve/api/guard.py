@@ -30,6 +30,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from darkroom.errors import InputError
+from darkroom.hardware.system import allow_open_files
 from darkroom.serve.errors import Refused
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import Limits
@@ -407,21 +408,15 @@ def connection(most: int, head_s: float) -> type[H11Protocol]:
 
 def _cut_off_who_reads_nothing(transport: asyncio.Transport) -> None:
     there = transport.get_extra_info("socket")
-    if there is not None and there.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+    is_tcp = there is not None and there.family in (socket.AF_INET, socket.AF_INET6)
+    if is_tcp and hasattr(socket, "TCP_USER_TIMEOUT"):
         there.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
 
 
 def allowed(most: int) -> int:
     """As many connections as this process may have files for, `most` where it may have enough."""
-    try:
-        import resource
-    except ImportError:  # no POSIX
-        return most
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < most + SPARE_FILES:
-        soft = most + SPARE_FILES if hard == resource.RLIM_INFINITY else min(hard, most + SPARE_FILES)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft - SPARE_FILES))
+    files = allow_open_files(most + SPARE_FILES)
+    return most if files is None else max(1, min(most, files - SPARE_FILES))
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -438,7 +433,7 @@ def make_key(path: Path, name: str) -> str:
         raise InputError(f"'{path}' has a key named '{name}' already", mend="take its line out first")
     key, salt = PREFIX + secrets.token_urlsafe(32), secrets.token_hex(16)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(f"{name}:{salt}:{_hash(salt, key)}\n")
         file.flush()
         os.fsync(file.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import sqlalchemy as sql
 
 from darkroom.errors import InputError
+from darkroom.hardware.system import atomic_replace, lock_file, sync_folder
 from darkroom.serve.engine.tickets import Work
 from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.jobs.store import METADATA, StorageError, Store
@@ -64,8 +64,8 @@ class Results:
         self.folder = folder / "pictures"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = (folder / ".lock").open("w", encoding="utf-8")
+            lock_file(self._lock)
         except BlockingIOError as error:
             raise InputError(
                 f"another server runs on '{folder}'", mend="give --state another folder"
@@ -85,8 +85,8 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             _write_flushed(folder / name, content)
-        _flush_folder(folder)
-        _flush_folder(folder.parent)
+        sync_folder(folder)
+        sync_folder(folder.parent)
         return sum(len(content) for content in files.values())
 
     def read(self, uid: str, name: str) -> bytes | None:
@@ -124,15 +124,7 @@ def _write_flushed(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    atomic_replace(beside, path)
 
 
 def _secret(path: Path) -> bytes:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import darkroom
 from darkroom.errors import CheckpointError
+from darkroom.hardware.system import atomic_replace, sync_folder
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
@@ -117,7 +118,7 @@ def write_share(beside: Path, rank: int, size: int, tensors: Tensors, parts: Par
     written = beside / f".{index_name(rank)}"
     _write_hashed(written, as_json(files))
     sync_folder(beside)
-    written.rename(beside / index_name(rank))
+    atomic_replace(written, beside / index_name(rank))
 
 
 def share_of(
@@ -158,7 +159,7 @@ def complete(
     folder = beside.parent
     final = folder / f"step-{step:08d}"
     _set_aside(final)  # a damaged one of the same step, which resuming passed over
-    beside.rename(final)
+    atomic_replace(beside, final)
     sync_folder(folder)
     _verify(final)
     for old in checkpoints(folder)[:-keep]:
@@ -225,7 +226,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     for name, said in manifest["files"].items():
         if name.endswith(".safetensors"):
             tensors.setdefault(re.split(r"[-.]", name)[0], Saved()).add(path / name, said.get("parts", {}))
-    return Checkpoint(manifest["step"], path, tensors, json.loads((path / "state.json").read_text()))
+    return Checkpoint(
+        manifest["step"], path, tensors, json.loads((path / "state.json").read_text(encoding="utf-8"))
+    )
 
 
 def _verify(path: Path) -> dict[str, Any]:
@@ -301,7 +304,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 def _set_aside(path: Path) -> None:
     """Take a checkpoint out of the count in one move, so that half of one is never found."""
     if path.exists():
-        path.rename(path.with_name(f".gone-{path.name}-{os.getpid()}"))
+        atomic_replace(path, path.with_name(f".gone-{path.name}-{os.getpid()}"))
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -314,12 +317,3 @@ def clear_leftovers(folder: Path) -> None:
 def _flush(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,6 +22,7 @@ from darkroom.data.importers.source import pictures_below
 from darkroom.data.mixing import MixedStore
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
+from darkroom.hardware.system import atomic_replace
 from darkroom.run import write_whole
 from darkroom.train.data.feed import check_repeats
 from darkroom.train.data.masks import COLUMN, alpha_of
@@ -163,7 +164,7 @@ def class_note(recipe: Recipe) -> dict[str, Any]:
 def _check_note(recipe: Recipe, folder: Path) -> None:
     """RecipeError where the pictures in a folder were drawn otherwise; a user's own have no note."""
     note, file = class_note(recipe), folder / NOTE
-    before = json.loads(file.read_text()) if file.is_file() else note
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else note
     if before != note:
         odd = next(key for key in note if before.get(key) != note[key])
         raise RecipeError(
@@ -195,7 +196,7 @@ def _generate(recipe: Recipe, model: Model, folder: Path, there: int, dtype: tor
         for i, picture in zip(some, pictures, strict=True):
             beside = folder / f".class-{i:06d}.png"
             picture.image.save(beside)
-            beside.rename(folder / f"class-{i:06d}.png")
+            atomic_replace(beside, folder / f"class-{i:06d}.png")
         say(f"class pictures: {there + done + len(some)} of {wanted}")
 
 

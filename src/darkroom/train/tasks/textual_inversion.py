@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
+from darkroom.hardware.system import atomic_replace
 from darkroom.models.tensor_file import write_tensors
 from darkroom.recipe.sections import WordSettings
 
@@ -104,4 +105,4 @@ def write_words(values: Mapping[str, Tensor], word: WordSettings, path: Path) ->
     tensors = {name: value.contiguous() for name, value in zip(names, rows, strict=True)}
     beside = path.with_name(f".{path.name}")
     write_tensors(beside, tensors, {"format": "pt", "token": word.token, "initial": word.initial})
-    return beside.replace(path)
+    return atomic_replace(beside, path)

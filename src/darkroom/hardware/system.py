@@ -1,0 +1,239 @@
+"""What differs between Linux, macOS and Windows: locks, signals, memory, cores, limits, flushing, renaming.
+
+The one file that names POSIX-only modules and functions, `/proc` and `/sys`; tests/test_import_rules.py holds
+the others to that. Such modules are imported where they are used, so that this file can be imported on every
+system. From the top: files, signals, processors, memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
+
+import psutil
+
+if TYPE_CHECKING:
+    import asyncio
+
+CPUINFO = Path("/proc/cpuinfo")
+CGROUP = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+RAPL = Path("/sys/class/powercap")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+MAPS = Path("/proc/self/maps")
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+# ---- files
+
+
+def lock_file(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) -> None:
+    """Lock an open file until it is closed; the system lets go when its process dies.
+
+    Exclusive unless `shared`. BlockingIOError where somebody else holds it, unless it is to `wait`; another
+    OSError where the file system has no locks. Two openings by one process exclude each other too.
+    """
+    handle = file if isinstance(file, int) else file.fileno()
+    if sys.platform == "win32":
+        _lock_on_windows(handle, shared, wait)
+    else:
+        import fcntl
+
+        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(handle, how if wait else how | fcntl.LOCK_NB)
+
+
+if sys.platform == "win32":
+
+    def _lock_on_windows(handle: int, shared: bool, wait: bool) -> None:
+        """LockFileEx, which knows shared locks and goes by the handle, as flock does.
+
+        msvcrt.locking and filelock's FileLock are exclusive: with them in place of shared locks two writers
+        of a store, which may be one process's, would wait for each other without end.
+        """
+        import msvcrt
+        from ctypes import wintypes
+
+        class Overlapped(ctypes.Structure):
+            _fields_ = (
+                ("internal", ctypes.c_void_p),
+                ("internal_high", ctypes.c_void_p),
+                ("offset", wintypes.DWORD),
+                ("offset_high", wintypes.DWORD),
+                ("event", wintypes.HANDLE),
+            )
+
+        fail_immediately, exclusive, held_by_another = 1, 2, 33
+        # Locked bytes can be neither read nor written there: one is locked that no file reaches.
+        where = Overlapped(offset_high=0x7FFFFFFF)
+        flags = (0 if shared else exclusive) | (0 if wait else fail_immediately)
+        call = ctypes.WinDLL("kernel32", use_last_error=True).LockFileEx
+        call.argtypes = (
+            *(wintypes.HANDLE, wintypes.DWORD, wintypes.DWORD, wintypes.DWORD, wintypes.DWORD),
+            ctypes.POINTER(Overlapped),
+        )
+        call.restype = wintypes.BOOL
+        if not call(msvcrt.get_osfhandle(handle), flags, 0, 1, 0, ctypes.byref(where)):
+            code = ctypes.get_last_error()
+            if code == held_by_another:
+                raise BlockingIOError(code, "the file is locked")
+            raise ctypes.WinError(code)
+
+
+REPLACE_TRIES_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""On Windows a file that somebody has open cannot be renamed over: what is waited for them between tries."""
+
+
+def atomic_replace(source: Path, target: Path | str) -> Path:
+    """Rename a file or folder, over a file that is there, in one step."""
+    if sys.platform == "win32":
+        for pause_s in REPLACE_TRIES_S:
+            try:
+                return source.replace(target)
+            except PermissionError:
+                time.sleep(pause_s)
+    return source.replace(target)
+
+
+def sync_file(path: Path) -> None:
+    """Flush the content of a file that is closed already to the disk."""
+    # Windows flushes only what is open for writing.
+    with path.open("r+b" if sys.platform == "win32" else "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk; Windows cannot, and NTFS's journal does it."""
+    if sys.platform == "win32":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_at(file: BinaryIO, offset: int, length: int) -> bytes:
+    """Bytes of an open file at a place; where the file stands is not to be relied on after it."""
+    if sys.platform == "win32":
+        file.seek(offset)
+        return file.read(length)
+    return os.pread(file.fileno(), length, offset)
+
+
+def forget_cached(file: IO[Any]) -> None:
+    """Have the next read of a file come from the disk, where the system takes such advice."""
+    if sys.platform == "linux":
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def allow_open_files(wanted: int) -> int | None:
+    """Raise this process's limit of open files to `wanted`, as far as it may; the limit, None without one."""
+    if sys.platform == "win32":
+        return None
+    try:
+        import resource
+    except ImportError:  # a Python without it
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+# ---- signals
+
+if sys.platform == "win32":  # Ctrl-Break is what another process can send
+    STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK)
+else:
+    STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def on_stop_signal(call: Callable[[int, FrameType | None], object], *, once: bool = False) -> Iterator[None]:
+    """Within, what asks a process to stop calls this instead; with `once`, a second one is as before.
+
+    Python takes signals in the main thread only: in another nothing is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if once:
+            signal.signal(number, before[signal.Signals(number)])
+        call(number, frame)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def stop_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """What asks the process to stop calls this in an event loop, from now on."""
+    for number in STOP_SIGNALS:
+        try:
+            loop.add_signal_handler(number, call)
+        except NotImplementedError:  # loops on Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
+
+
+# ---- processors
+
+
+def allowed_cores() -> int:
+    """Logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    process = psutil.Process()
+    if hasattr(process, "cpu_affinity"):  # not on macOS
+        return len(process.cpu_affinity())
+    return os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Processes that ran or waited, over the last minute; None on Windows, which counts none."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+# ---- memory
+
+
+def peak_resident_bytes() -> int:
+    """The high-water mark of memory that the process held (RSS), since `reset_peak_resident` on Linux."""
+    if _STATUS.exists():
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text(encoding="utf-8"))
+        if found:
+            return int(found.group(1)) * 1024
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    try:
+        import resource
+    except ImportError:  # a Python without it
+        return int(psutil.Process().memory_info().rss)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_resident() -> None:
+    """Start the high-water mark again; outside Linux, and where it is forbidden, it stays as it is."""
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5", encoding="utf-8")

@@ -1,0 +1,221 @@
+"""One file for what differs by system: what it does here, and with POSIX's modules and functions hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import importlib
+import importlib.util
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+import darkroom
+from darkroom.hardware import system
+
+HIDDEN = {"fcntl", "resource"}
+HIDDEN_OF_OS = ("sched_getaffinity", "fork", "getloadavg", "uname", "posix_fadvise")
+ONCE_USED_THEM = (
+    *("hardware.memory", "hardware.machine", "run", "data.commit_retry", "data.purging", "data.sidecars"),
+    *("data.importers.job", "data.importers.zip", "prepare.notes", "train.stopping", "measure.timing"),
+)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From darkroom's own modules, which are loaded once more as `copy.*`; Python's own need some of them."""
+    real = builtins.__import__
+
+    def import_(name: str, globals: Any = None, *more: Any, **named: Any) -> ModuleType:
+        if name in HIDDEN and str((globals or {}).get("__name__")).startswith(("copy.", "darkroom")):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, globals, *more, **named)
+
+    monkeypatch.setattr(builtins, "__import__", import_)
+    for name in HIDDEN_OF_OS:
+        monkeypatch.delattr(os, name)
+
+
+def load_copy(monkeypatch: pytest.MonkeyPatch, name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"copy.{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def source(name: str) -> Path:
+    return Path(darkroom.__file__).parent / f"{name.replace('.', '/')}.py"
+
+
+def test_modules_that_used_them_are_imported_where_posix_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ONCE_USED_THEM:
+        importlib.import_module(f"darkroom.{name}")  # with what they import, which is not the question here
+    hide(monkeypatch)
+    for name in ONCE_USED_THEM:
+        load_copy(monkeypatch, name, source(name))
+    copy = load_copy(monkeypatch, "system", source("hardware.system"))
+    assert copy.allowed_cores() == len(psutil.Process().cpu_affinity()) >= 1
+    assert copy.load_average() is None
+    monkeypatch.setattr(copy, "_STATUS", tmp_path / "none")
+    assert copy.peak_resident_bytes() > 2**20
+    (tmp_path / "control.py").write_text("import resource\n", "utf-8")
+    with pytest.raises(ModuleNotFoundError, match="resource"):
+        load_copy(monkeypatch, "control", tmp_path / "control.py")
+
+
+@pytest.mark.nightly
+def test_every_module_is_imported_where_posix_is_hidden() -> None:
+    """In a process of its own, where none of them has been imported yet."""
+    code = f"""
+    import builtins, importlib, os, pkgutil, sys
+    real = builtins.__import__
+    def import_(name, globals=None, *more, **named):
+        if name in {HIDDEN} and str((globals or {{}}).get("__name__")).startswith("darkroom"):
+            raise ModuleNotFoundError(name)
+        return real(name, globals, *more, **named)
+    builtins.__import__ = import_
+    import multiprocessing.util, asyncio, torch, ray  # they ask for some of it when they are imported
+    for name in {HIDDEN_OF_OS}:
+        delattr(os, name)
+    import darkroom
+    names = [one.name for one in pkgutil.walk_packages(darkroom.__path__, "darkroom.")]
+    for name in names:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    from typer.testing import CliRunner
+    from darkroom.cli import app
+    print(len(names), CliRunner().invoke(app, ["doctor"]).exit_code in (0, 1))
+    try:
+        exec("import fcntl", {{"__name__": "darkroom.control"}})
+    except ModuleNotFoundError:
+        print("hidden")
+    """
+    out = subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], text=True, timeout=300)
+    number, doctor, control = out.split()[-3:]
+    assert (doctor, control) == ("True", "hidden")
+    assert int(number) == len(list(pkgutil.walk_packages(darkroom.__path__, "darkroom."))) > 200
+
+
+def test_locks_exclude_and_share(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with path.open("ab") as one, path.open("ab") as two, path.open("ab") as three:
+        system.lock_file(one, shared=True)
+        system.lock_file(two.fileno(), shared=True, wait=True)
+        with pytest.raises(BlockingIOError):
+            system.lock_file(three)
+        one.close()
+        with pytest.raises(BlockingIOError):
+            system.lock_file(three)
+        two.close()
+        system.lock_file(three)
+        with path.open("ab") as four, pytest.raises(BlockingIOError):
+            system.lock_file(four, shared=True)
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as Windows would have it, as far as that goes without Windows' own calls."""
+    monkeypatch.setattr(signal, "SIGBREAK", signal.SIGUSR1, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "win32")
+        copy = load_copy(monkeypatch, "windows", source("hardware.system"))
+    monkeypatch.setattr(copy, "sys", SimpleNamespace(platform="win32"))
+    return copy
+
+
+def test_on_windows_a_file_is_read_at_a_place_as_here(tmp_path: Path, windows: ModuleType) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)))
+    with path.open("rb") as file:
+        for offset, length in ((10, 5), (0, 3), (190, 50), (300, 1)):
+            here = system.read_at(file, offset, length)
+            assert windows.read_at(file, offset, length) == here == bytes(range(200))[offset:][:length]
+    windows.sync_folder(tmp_path / "there is none")  # nothing to flush
+    with pytest.raises(FileNotFoundError):
+        system.sync_folder(tmp_path / "there is none")
+    windows.sync_file(path)
+    assert windows.allow_open_files(10**9) is None
+
+
+def test_on_windows_a_rename_waits_for_who_has_the_file_open(
+    tmp_path: Path, windows: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.replace, [2]
+
+    def busy(*names: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise PermissionError(13, "in use")
+        real(*names)
+
+    (tmp_path / "new").write_text("new", "utf-8")
+    monkeypatch.setattr(os, "replace", busy)
+    with pytest.raises(PermissionError):
+        system.atomic_replace(tmp_path / "new", tmp_path / "old")
+    left[0] = 2
+    assert windows.atomic_replace(tmp_path / "new", tmp_path / "old") == tmp_path / "old"
+    assert (tmp_path / "old").read_text("utf-8") == "new"
+    left[0] = 99
+    monkeypatch.setattr(windows, "REPLACE_TRIES_S", (0.0, 0.0))
+    with pytest.raises(PermissionError):
+        windows.atomic_replace(tmp_path / "old", tmp_path / "new")
+
+
+def loop_without_signals() -> asyncio.AbstractEventLoop:
+    class Loop(asyncio.SelectorEventLoop):
+        def add_signal_handler(self, *_: Any) -> None:  # as on Windows
+            raise NotImplementedError
+
+    return Loop()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, loop_without_signals])
+def test_a_stop_signal_reaches_an_event_loop(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    before = {number: signal.getsignal(number) for number in system.STOP_SIGNALS}
+    loop = new_loop()
+    try:
+        stopped = asyncio.Event()
+
+        async def work() -> None:
+            system.stop_in_loop(loop, stopped.set)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(stopped.wait(), 10)
+
+        loop.run_until_complete(work())
+        assert stopped.is_set()
+    finally:
+        loop.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_stop_signal_is_noted_once_or_always() -> None:
+    def old(*_: object) -> None:
+        noted.append("old")
+
+    noted: list[str] = []
+    kept = signal.signal(signal.SIGTERM, old)
+    try:
+        for once, expected in ((False, ["new", "new"]), (True, ["new", "old"])):
+            noted.clear()
+            with system.on_stop_signal(lambda *_: noted.append("new"), once=once):
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert noted == expected
+            assert signal.getsignal(signal.SIGTERM) is old
+    finally:
+        signal.signal(signal.SIGTERM, kept)
