@@ -435,7 +435,11 @@ REFUSED = [
         ("data.folder=null", "data.store=a.lance", "data.repeats=folders"),
         r"data.repeats: folders with a store; allowed: with a folder",
     ),
-    ("lora", ("data.store=a.lance", "data.folder=photos"), r"data: store and folder are both given; allowed: one of them"),
+    (
+        "lora",
+        ("data.store=a.lance", "data.folder=photos"),
+        r"data: store and folder are both given; allowed: one of them",
+    ),
     ("pretrain", (), r"data.folder: a folder with the task pretrain; import it into a store first"),
     ("lora", ("optim.text_encoder_lr=1e-5",), r"text_encoder_lr: given, but .*set adapter.text_encoder=true"),
     (

@@ -26,31 +26,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from darkroom.data.images import PictureError, examine
 from darkroom.errors import ModelError, is_out_of_memory
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
+from darkroom.evaluate.settings import SmallSettings
 from darkroom.models.tensor_file import write_tensors
 
 KIND = "darkroom-extractor"
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 WORD = re.compile(r"[^\W_]+")
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
-
-
-class SmallSettings(BaseModel):
-    """The shape of darkroom's own extractor."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    width: int = Field(default=32, ge=8, le=1024, multiple_of=8, description="channels of the first level")
-    levels: int = Field(default=4, ge=1, le=6, description="each halves the sides and doubles the channels")
-    embedding: int = Field(default=128, ge=8, le=4096, description="numbers of an embedding")
-    buckets: int = Field(default=8192, ge=64, le=2**20, description="words are hashed into so many")
-    most_words: int = Field(default=32, ge=1, le=256, description="words of a caption that are read")
 
 
 class SmallExtractor(nn.Module):

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from darkroom.bill import Bill, format_usd
-from darkroom.evaluate.small import SmallSettings
+from darkroom.evaluate.settings import SmallSettings
 
 
 class WordSettings(BaseModel):
