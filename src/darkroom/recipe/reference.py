@@ -197,7 +197,7 @@ def _type_of(option: Mapping[str, Any]) -> str:
         return "choice"
     if option.get("type") == "array":
         return f"list of {_type_of(option['items'])}"
-    kind = option.get("format", option.get("type", "any"))
+    kind = str(option.get("format", option.get("type", "any")))
     return _TYPES.get(kind, kind)
 
 
