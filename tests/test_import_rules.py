@@ -17,7 +17,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 LEVELS = (
     {"errors", "hush"},
     {"hardware", "counting", "progress"},
-    {"bill", "tables"},
+    {"bill", "tables", "options"},
     {"run"},
     {"models", "data"},
     {"prepare", "sample", "evaluate"},
