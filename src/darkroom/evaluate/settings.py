@@ -1,4 +1,4 @@
-"""The shape of darkroom's own extractor, apart from its code: recipes read it without torch."""
+"""Settings of darkroom's own extractor, read with a recipe and from its folder. Imports pydantic alone."""
 
 from __future__ import annotations
 
