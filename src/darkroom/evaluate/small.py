@@ -34,7 +34,6 @@ from darkroom.errors import ModelError, is_out_of_memory
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.hardware.system import atomic_replace
 from darkroom.models.tensor_file import write_tensors
 
 KIND = "darkroom-extractor"
@@ -162,13 +161,11 @@ def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -
         state = {name: value.float().contiguous().cpu() for name, value in network.state_dict().items()}
         write_tensors(beside / WEIGHTS_FILE, state)
         write_tensors(beside / SEEN_FILE, {name: values.contiguous() for name, values in seen.items()})
-        (beside / CONFIG_FILE).write_text(json.dumps(network.config, indent=2) + "\n", "utf-8")
-        (beside / PREPROCESS_FILE).write_text(
-            json.dumps(_preprocess(network.resolution), indent=2) + "\n", "utf-8"
-        )
+        (beside / CONFIG_FILE).write_text(json.dumps(network.config, indent=2) + "\n")
+        (beside / PREPROCESS_FILE).write_text(json.dumps(_preprocess(network.resolution), indent=2) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
-        atomic_replace(beside, folder)
+        beside.rename(folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -197,7 +194,7 @@ def open_small(folder: Path) -> SmallExtractor:
     from safetensors.torch import load_file
 
     try:
-        told = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        told = json.loads((folder / CONFIG_FILE).read_text())
         settings = SmallSettings(**{name: told[name] for name in SmallSettings.model_fields})
         network = SmallExtractor(
             settings, resolution=int(told["resolution"]), text=bool(told["text"]), labels=told["labels"]
