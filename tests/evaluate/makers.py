@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from darkroom.evaluate.small import Seen, SmallExtractor, SmallSettings, save_small
+from darkroom.evaluate.settings import SmallSettings
+from darkroom.evaluate.small import Seen, SmallExtractor, save_small
 
 SMALL = SmallSettings(width=8, levels=3, embedding=32, buckets=256)
 CLIP_PREPROCESS = {

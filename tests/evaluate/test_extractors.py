@@ -16,7 +16,8 @@ from darkroom import models
 from darkroom.errors import InputError, ModelError
 from darkroom.evaluate.extractors import Inception, open_extractor
 from darkroom.evaluate.pictures import FolderPictures, Preprocess, images
-from darkroom.evaluate.small import SmallSettings, word_ids
+from darkroom.evaluate.settings import SmallSettings
+from darkroom.evaluate.small import word_ids
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ from darkroom.data.importers.job import import_pictures
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.evaluate.job import evaluate_folder
-from darkroom.evaluate.small import Seen, SmallExtractor, SmallSettings, save_small
+from darkroom.evaluate.settings import SmallSettings
+from darkroom.evaluate.small import Seen, SmallExtractor, save_small
 from darkroom.models.folder import load
 from darkroom.report.runs import write_report
 from darkroom.run import Run

@@ -1,4 +1,4 @@
-"""Verbs for jobs: quickstart, train, runs, export, report."""
+"""Verbs for jobs: quickstart, train, recipe, runs, export, report."""
 
 from __future__ import annotations
 
@@ -155,6 +155,45 @@ def _only_ray(address: str | None, workers: str | None, accelerator: str | None,
         "--grows": grows,
     }
     return ", ".join(name for name, value in flags.items() if value is not None)
+
+
+@app.command()
+def recipe(
+    pattern: Annotated[
+        str | None, typer.Argument(help="keys to show: a part of their name, or with * as 'optim.*'")
+    ] = None,
+    as_keys: Annotated[
+        bool, typer.Option("--keys", help="keys, types, defaults and what is allowed (the default)")
+    ] = False,
+    as_schema: Annotated[bool, typer.Option("--schema", help="JSON Schema, for editors and checks")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="the page docs/recipe.md")] = False,
+    as_json: Json = False,
+) -> None:
+    """Every key of a recipe: type, default, what is allowed, what it means, and what tasks set instead.
+
+    Example: darkroom recipe --keys 'optim.*'
+
+    Example: darkroom recipe --schema
+    """
+    import json
+
+    from darkroom.recipe import reference
+
+    forms = {"--keys": as_keys, "--schema": as_schema, "--markdown": as_markdown}
+    given = [flag for flag, is_given in forms.items() if is_given]
+    if len(given) > 1:
+        raise InputError(" and ".join(given), allowed="one of them")
+    if pattern is not None and (as_schema or as_markdown):
+        raise InputError(f"'{pattern}' with {given[0]}, which prints every key", allowed="with --keys")
+    if as_markdown:
+        page = reference.page()
+        show({"page": page}, as_json, lambda: page.splitlines())
+    elif as_schema:
+        made = reference.schema()
+        show(made, as_json, lambda: [json.dumps(made, indent=2, ensure_ascii=False)])
+    else:
+        found = reference.find_keys(pattern)
+        show(found, as_json, lambda: (line for one in found for line in one.lines()))
 
 
 @app.command()

@@ -31,18 +31,18 @@ _OWN: dict[str, tuple[Default, ...]] = {
     ),
     "dreambooth": (
         ("optim.lr", 5e-6, "the published best of full DreamBooth: 400 steps of one picture at 5e-6"),
-        ("train.steps", 400, "the same"),
-        ("train.global_batch", 1, "the same"),
+        ("train.steps", 400, "the published best of full DreamBooth"),
+        ("train.global_batch", 1, "the published best of DreamBooth"),
     ),
     "dreambooth-lora": (
         ("optim.lr", 1e-4, "the published best of DreamBooth with LoRA: 500 steps of one picture at 1e-4"),
-        ("train.steps", 500, "the same"),
-        ("train.global_batch", 1, "the same"),
+        ("train.steps", 500, "the published best of DreamBooth with LoRA"),
+        ("train.global_batch", 1, "the published best of DreamBooth"),
     ),
     "textual-inversion": (
         ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
         ("train.steps", 3000, "as the paper's authors advise"),
-        ("train.global_batch", 4, "the same"),
+        ("train.global_batch", 4, "as the paper's authors advise"),
         ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
     ),
 }

@@ -15,7 +15,8 @@ from torch import Tensor
 from darkroom import models
 from darkroom.errors import RecipeError
 from darkroom.evaluate.extractors import open_extractor
-from darkroom.evaluate.small import Seen, SmallExtractor, SmallSettings, normalised, save_small
+from darkroom.evaluate.settings import SmallSettings
+from darkroom.evaluate.small import Seen, SmallExtractor, normalised, save_small
 from darkroom.recipe import Recipe
 from darkroom.recipe.sections import AlignSettings, RoutingSettings
 from darkroom.run import Run

@@ -1,0 +1,251 @@
+"""What may stand in a recipe, read from its pydantic models: a list of keys, a JSON Schema, a page of docs.
+
+`darkroom recipe` prints all three; `docs/recipe.md` and `recipes/recipe.schema.json` are what it printed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, get_args
+
+from darkroom.errors import InputError
+from darkroom.recipe.rules import defaults_of
+from darkroom.recipe.sections import OptimSettings, Recipe, Task
+
+REQUIRED = "required"
+_LIMITS = (
+    ("minimum", "at least {}"),
+    ("exclusiveMinimum", "above {}"),
+    ("maximum", "at most {}"),
+    ("exclusiveMaximum", "below {}"),
+    ("multipleOf", "multiple of {}"),
+    ("minLength", "at least {} characters"),
+    ("maxLength", "at most {} characters"),
+    ("pattern", "matches {}"),
+    ("minItems", "at least {} items"),
+    ("maxItems", "at most {} items"),
+)
+_TYPES = {"string": "text", "object": "mapping", "null": "null"}
+
+
+@dataclass(frozen=True)
+class OtherDefault:
+    """A default that a task or an optimiser sets instead of the key's own."""
+
+    when: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a recipe; `allowed` is empty where every value of the type is."""
+
+    key: str
+    section: str
+    type: str
+    default: Any
+    required: bool
+    allowed: str
+    description: str
+    other_defaults: tuple[OtherDefault, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The key as the terminal shows it."""
+        default = REQUIRED if self.required else f"default {shown(self.default)}"
+        yield "  ".join(part for part in (self.key, self.type, default, self.allowed) if part)
+        yield f"    {self.description}"
+        for other in self.other_defaults:
+            yield f"    with {other.when}: {shown(other.value)}" + (f" ({other.why})" if other.why else "")
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of a recipe's file. Only `task` is required: the rest may come from the command line."""
+    made = Recipe.model_json_schema()
+    made["required"] = ["task"]
+    del made["$defs"]["ModelSettings"]["required"]  # the task extractor sets base
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "darkroom recipe"}
+
+
+def find_keys(pattern: str | None = None) -> list[Key]:
+    """Every key in the order of the sections, or those of a pattern: `optim.*`, `optim`, `snr`.
+
+    A list's entries are written `phases[].lr`. InputError where nothing matches.
+    """
+    found = list(_keys())
+    if pattern is None:
+        return found
+    chosen = [one for one in found if _matches(one.key, pattern)]
+    if not chosen:
+        sections = ", ".join(dict.fromkeys(one.section for one in found if one.section))
+        raise InputError(f"no key matches '{pattern}'", allowed=f"a part of a key; sections: {sections}")
+    return chosen
+
+
+def sections() -> Iterator[tuple[str, str]]:
+    """Each section's name and what it is about, '' being the recipe itself."""
+    whole = Recipe.model_json_schema()
+    yield "", whole["description"]
+    for name, found, _ in _sections(whole, whole["$defs"], ""):
+        yield name, found["description"]
+
+
+def page() -> str:
+    """The reference page of every key, as Markdown."""
+    lines = [_HEAD]
+    grouped: dict[str, list[Key]] = {}
+    for one in find_keys():
+        grouped.setdefault(one.section, []).append(one)
+    for name, about in sections():
+        lines += [f"## {name or 'The recipe itself'}", about, ""]
+        lines += ["| key | type | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
+        lines += [_row(one) for one in grouped[name]] + [""]
+    return "\n".join(lines)
+
+
+def shown(value: Any) -> str:
+    """A value as a recipe would have it."""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+_HEAD = """\
+# Every key of a recipe
+Look a key up, list a section, or find where a word occurs:
+```
+darkroom recipe optim.lr            # one key
+darkroom recipe 'data.*'            # a section
+darkroom recipe snr                 # every key with these letters
+darkroom recipe --json              # all of them, for machines
+```
+A key is set in the recipe's YAML, or on the command line as `KEY=VALUE`. A list's keys, such as \
+`phases[].lr`, are set in YAML.
+
+To check a recipe in an editor, put this on its first line, with the path from the recipe to the schema:
+```yaml
+# yaml-language-server: $schema=recipe.schema.json
+```
+`darkroom recipe --schema` prints that schema. This page is printed by `darkroom recipe --markdown`.
+"""
+
+
+def _row(one: Key) -> str:
+    default = REQUIRED if one.required else f"`{shown(one.default)}`"
+    meaning = [one.description.replace("<", "\\<")]
+    meaning += [
+        f"`{other.when}`: `{shown(other.value)}`" + (f" ({other.why})" if other.why else "")
+        for other in one.other_defaults
+    ]
+    cells = (f"`{one.key}`", one.type, default, one.allowed, "<br>".join(meaning))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _matches(key: str, pattern: str) -> bool:
+    if any(letter in pattern for letter in "*?"):
+        return fnmatchcase(key, pattern)
+    return pattern in key
+
+
+def _keys() -> Iterator[Key]:
+    whole = Recipe.model_json_schema()
+    others = _other_defaults()
+    for name, found, inner in [("", whole, ""), *_sections(whole, whole["$defs"], "")]:
+        for field, its in found["properties"].items():
+            if _section_in(its, whole["$defs"]) is not None:
+                continue
+            key = f"{inner}{field}"
+            options = [option for option in its.get("anyOf", [its]) if option.get("type") != "null"]
+            nullable = len(options) < len(its.get("anyOf", [its]))
+            kinds = dict.fromkeys(_type_of(option) for option in options)
+            yield Key(
+                key=key,
+                section=name,
+                type=" or ".join((*kinds, "null") if nullable else kinds),
+                default=its.get("default"),
+                required=field in found.get("required", ()),
+                allowed="; or ".join(filter(None, map(_allowed, options))),
+                description=its["description"],
+                other_defaults=tuple(_together(others.get(key, ()), its.get("default"))),
+            )
+
+
+def _sections(
+    found: Mapping[str, Any], models: Mapping[str, Any], path: str
+) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Each section below one: its name, its model, and what its keys begin with."""
+    for field, its in found["properties"].items():
+        if (section := _section_in(its, models)) is not None:
+            name = f"{path}{field}" + ("[]" if its.get("type") == "array" else "")
+            yield name, section, f"{name}."
+            yield from _sections(section, models, f"{name}.")
+
+
+def _section_in(its: Mapping[str, Any], models: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The model that a key holds, alone, in a list or where it is not null."""
+    options = [its, its.get("items", {}), *its.get("anyOf", ())]
+    name = next((option["$ref"].rpartition("/")[2] for option in options if "$ref" in option), None)
+    return None if name is None else models[name]
+
+
+def _type_of(option: Mapping[str, Any]) -> str:
+    if "enum" in option or "const" in option:
+        return "choice"
+    if option.get("type") == "array":
+        return f"list of {_type_of(option['items'])}"
+    kind = str(option.get("format", option.get("type", "any")))
+    return _TYPES.get(kind, kind)
+
+
+def _allowed(option: Mapping[str, Any]) -> str:
+    choices = option.get("enum", [option["const"]] if "const" in option else [])
+    limits = [text.format(_limit(option[name])) for name, text in _LIMITS if name in option]
+    return ", ".join([*map(str, choices), *limits])
+
+
+def _limit(value: Any) -> str:
+    is_power = isinstance(value, int) and value >= 2**20 and value & (value - 1) == 0
+    return f"2^{value.bit_length() - 1}" if is_power else shown(value)
+
+
+def _other_defaults() -> dict[str, list[OtherDefault]]:
+    """What tasks, optimisers and both together set, by key."""
+    tasks, optimisers = get_args(Task), get_args(OptimSettings.model_fields["name"].annotation)
+    cases: list[tuple[str, dict[str, Any]]] = [(f"task: {task}", {"task": task}) for task in tasks]
+    cases += [(f"optim.name: {name}", {"optim": {"name": name}}) for name in optimisers]
+    cases.append(("optim.fused_backward: true", {"optim": {"fused_backward": True}}))
+    found: dict[str, list[OtherDefault]] = {}
+    for when, content in cases:
+        for key, value, why in defaults_of(content):
+            found.setdefault(key, []).append(OtherDefault(when, value, why))
+    for name in optimisers:
+        alone = _first(defaults_of({"optim": {"name": name}}))
+        for task in tasks:
+            both = _first(defaults_of({"task": task, "optim": {"name": name}}))
+            for key in alone.keys() & both.keys():
+                if both[key][0] != alone[key][0]:
+                    when = f"optim.name: {name}, task: {task}"
+                    found[key].append(OtherDefault(when, *both[key]))
+    return found
+
+
+def _first(defaults: Iterator[tuple[str, Any, str]]) -> dict[str, tuple[Any, str]]:
+    """The first default of each key, which is the one that counts."""
+    first: dict[str, tuple[Any, str]] = {}
+    for key, value, why in defaults:
+        first.setdefault(key, (value, why))
+    return first
+
+
+def _together(others: Iterable[OtherDefault], own: Any) -> Iterator[OtherDefault]:
+    """Those that differ from the key's own default, neighbours of one value and reason as one."""
+    different = (one for one in others if one.value != own)
+    for (kind, value, why), group in itertools.groupby(
+        different, lambda one: (one.when.rpartition(": ")[0], one.value, one.why)
+    ):
+        names = ", ".join(one.when.rpartition(": ")[2] for one in group)
+        yield OtherDefault(f"{kind}: {names}", value, why)
