@@ -45,6 +45,9 @@ def move() -> None:
     _before.update(_listed())
     folder = tempfile.mkdtemp(prefix="darkroom-home-")
     os.environ[VARIABLE] = os.environ["HOME"] = os.environ["USERPROFILE"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+        Path(folder) / "inductor"
+    )  # else in /tmp, for all of a user's runs
     for name in POINTING:
         os.environ.pop(name, None)
 
