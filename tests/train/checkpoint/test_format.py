@@ -187,7 +187,7 @@ SAVES_WITHOUT_PAUSE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_checkpoint import checkpoints, save_checkpoint, tensors
+from test_format import checkpoints, save_checkpoint, tensors
 folder = Path(sys.argv[2])
 print("ready", flush=True)
 step = max((int(path.name[5:]) for path in checkpoints(folder)), default=0)
@@ -202,7 +202,7 @@ def test_a_process_killed_while_saving_leaves_a_whole_one(tmp_path: Path) -> Non
     """SIGKILL to processes that do nothing but save."""
     folder, found = tmp_path / "checkpoints", None
     for i in range(5):
-        command = [sys.executable, "-c", SAVES_WITHOUT_PAUSE, str(Path(__file__).parents[1]), str(folder)]
+        command = [sys.executable, "-c", SAVES_WITHOUT_PAUSE, str(Path(__file__).parent), str(folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
             assert child.stdout is not None
             child.stdout.readline()
