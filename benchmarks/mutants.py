@@ -30,7 +30,7 @@ TESTS = {
     "data/order.py": ["data/test_order.py"],
     "train/objective.py": ["train/test_objective.py", "train/test_flow_objective.py"],
     "serve/engine/fairness.py": ["serve/engine/test_fairness.py"],
-    "serve/jobs/admission.py": ["serve/test_admission.py"],
+    "serve/jobs/admission.py": ["serve/test_admission.py", "serve/test_intake.py"],
     "models/adapters/bank.py": ["models/adapters/test_bank.py"],
 }
 DRAWN = ("sample/solvers.py", "data/order.py")
@@ -79,8 +79,7 @@ CHOSEN: tuple[tuple[str, str, str], ...] = (
     ("serve/engine/fairness.py", "sorted(self.rings, reverse=True)", "sorted(self.rings)"),
     ("serve/engine/fairness.py", "return max(1.0, item.work)", "return item.work"),
     ("serve/jobs/admission.py", "if given > most:", "if given >= most:"),
-    ("serve/jobs/admission.py", "if waiting + num > limits.queue:", "if waiting + num >= limits.queue:"),
-    ("serve/jobs/admission.py", "if waiting_of_key + num >", "if waiting_of_key + num - 1 >"),
+    ("serve/jobs/admission.py", "if there + num > most:", "if there + num >= most:"),
     ("serve/jobs/admission.py", "(left - 1 if left >= 1 else left, now)", "(left - 1, now)"),
     (
         "serve/jobs/admission.py",
