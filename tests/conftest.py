@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pwd
 import shutil
@@ -31,6 +32,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     home.remove()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_a_new_process() -> None:
+    """A command run in this process leaves its log level behind; each test starts anew."""
+    logger = logging.getLogger("darkroom")
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+    logger.handlers.clear()
 
 
 @pytest.fixture(scope="session")

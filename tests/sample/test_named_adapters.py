@@ -166,7 +166,7 @@ def test_diffusers_draws_the_same_picture_from_our_dora(
     assert apart(theirs(file), ours) <= 2
     text_alone = write_adapter(softened(made(tiny, 1, only="text_encoder")), tmp_path / "t.safetensors")
     assert apart(drawn(tiny, adapters={"a": text_alone})[0], ours) >= 10
-    assert not caplog.records
+    assert "DoRA" not in caplog.text
     kohya = write_adapter(softened(made(tiny, 1)), tmp_path / "k.safetensors", kohya=True)
     assert "leaves a DoRA's magnitudes out" in caplog.text
     assert "out_proj" not in caplog.text
