@@ -12,7 +12,7 @@ from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import unet_call
-from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, default_solver, make_table, solvers_of
+from darkroom.sample.choice import default_solver, make_table, solvers_of
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
 from darkroom.sample.generate import GenerateSettings, Hires, Job, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
@@ -22,8 +22,6 @@ from darkroom.sample.solvers import Table
 
 __all__ = [
     "BACKENDS",
-    "FLOW_SOLVERS",
-    "SOLVERS",
     "Backend",
     "Batch",
     "Condition",

@@ -7,6 +7,7 @@ elsewhere, and nothing inline: the content security policy of `guard` forbids it
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Coroutine
 from importlib.resources import files
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from darkroom.options import A1111_NAMES, SAMPLERS
 from darkroom.serve.jobs.core import Core
 
 PAGES = {"/": "index.html", "/server": "server.html"}
@@ -30,6 +32,7 @@ FILES = (
     "server.js",
     "theme.js",
     "form.js",
+    "solvers.js",
 )
 PATHS = {**PAGES, "/favicon.ico": "icon.svg", **{f"/page/{name}": name for name in FILES}}
 PAGE_PATHS = tuple(PATHS)
@@ -49,9 +52,16 @@ def page_router(_: Core) -> APIRouter:
     return router
 
 
+def _solvers() -> bytes:
+    """The table of solvers as a module: each by A1111's name in small letters, and the name of each."""
+    solver_of = {name.lower(): solver for name, (solver, karras) in SAMPLERS.items() if not karras}
+    tables = {"SOLVER_OF": solver_of, "SAMPLER_OF": A1111_NAMES}
+    return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items()).encode()
+
+
 def _sender(name: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """A handler that sends a file, or says that the reader has it already."""
-    content = files(__name__).joinpath(name).read_bytes()
+    content = _solvers() if name == "solvers.js" else files(__name__).joinpath(name).read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
 

@@ -1,9 +1,6 @@
 // The settings that a PNG carries in its text chunks: darkroom's own, or A1111's.
+import { SOLVER_OF } from "./solvers.js";
 
-const SOLVERS = {
-  "euler a": "euler_a", "euler": "euler", "ddim": "ddim", "plms": "pndm", "unipc": "unipc", "lcm": "lcm",
-  "dpm++ 2m": "dpmpp_2m", "dpm++ 2m sde": "dpmpp_2m_sde",
-};
 const UPSCALERS = { "latent": "latent", "latent (bilinear)": "latent", "lanczos": "lanczos" };
 // What A1111's text says that is restored, or that says nothing of the settings.
 const READ = new Set(["steps", "sampler", "schedule type", "cfg scale", "seed", "size", "model", "eta", "clip skip",
@@ -102,7 +99,7 @@ function sampled(facts, number, lost) {
   const plain = name.replace(/ karras$/, "");
   const type = (facts["schedule type"] ?? "").toLowerCase();
   if (type && !["automatic", "uniform", "karras"].includes(type)) lost.push(`schedule ${type}`);
-  const solver = SOLVERS[plain] ?? (plain || undefined);
+  const solver = SOLVER_OF[plain] ?? (plain || undefined);
   const skip = number("clip skip");
   if (solver !== "ddim" && facts.eta !== undefined) lost.push(`eta ${facts.eta}`);
   return {
