@@ -57,7 +57,9 @@ def bench_train(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """What the training loop adds to the bare step of a recipe; with --model, each switch's share of a step.
+    """What the training loop adds to the bare step.
+
+    With --model, each setting's share of a step.
 
     Example: darkroom bench train recipes/emoji.yaml --out results.csv
 
@@ -122,7 +124,7 @@ def bench_loader(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Samples/s of the loader, shuffled, against a plain scan of the same store.
+    """Samples/s of the loader, shuffled, against a plain scan.
 
     Example: darkroom bench loader --out results.csv
     """
@@ -161,7 +163,9 @@ def bench_backends(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """U-Net call, whole picture and loop of each backend against diffusers in float32, on the CPU.
+    """U-Net call, picture and loop of each backend.
+
+    On the CPU, against diffusers in float32.
 
     Example: darkroom bench backends sd15 --size 512x512 --steps 20 --out results.csv
     """
@@ -217,7 +221,9 @@ def bench_ladder(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Every optimisation against the plain model: time, memory, energy, and what it costs the picture.
+    """Every optimisation against the plain model.
+
+    Time, memory, energy, and what it costs the picture.
 
     Example: darkroom bench ladder sd15 --steps 20 --out results.csv
     """
@@ -240,7 +246,9 @@ def bench_batch(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Batch 1, 2, 4 ... until memory ends: precision, autocast and backend, in turns.
+    """Batch 1, 2, 4 and so on until memory ends.
+
+    Precision, autocast and backend, interleaved.
 
     Example: darkroom bench batch sd15 --most 8 --out results.csv
     """
@@ -267,7 +275,9 @@ def bench_precision(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """float32 against another precision: runs of 5 to 100 steps, and the intermediates of one long run.
+    """float32 against another precision.
+
+    Runs of 5 to 100 steps, and the intermediates of one long run.
 
     Example: darkroom bench precision model/ --against bf16 --page precision.html --out results.csv
     """
@@ -326,7 +336,9 @@ def bench_finetune(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """One subject, every method: memory, speed, cost, likeness by steps, and the best recipes.
+    """One subject, every fine-tuning method.
+
+    Memory, speed, cost, likeness by steps, and the best recipes.
 
     What finds no memory or diverges is a row that says so. The same command goes on where it stopped.
 
@@ -390,7 +402,9 @@ def bench_serve(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Darkroom's server against one request at a time and same-key batches through diffusers.
+    """Darkroom's server against diffusers.
+
+    One request at a time, and batches of one key.
 
     Example: darkroom bench serve model/ --out rows.csv --page serve.html
     """

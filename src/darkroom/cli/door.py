@@ -17,13 +17,12 @@ import typer
 import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError
-from darkroom.hush import hush
+from darkroom.hush import hush, limit_spinning
 
 app = typer.Typer(
     name="darkroom",
     help="Stable Diffusion models, from pictures to pictures: import, prepare, train, generate, measure.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -47,6 +46,7 @@ RECIPE_HELP = "the recipe: a YAML file, or recipes:NAME for one that comes with 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
+    limit_spinning()
     hush()
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)

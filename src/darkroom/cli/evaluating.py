@@ -76,7 +76,9 @@ def evaluate(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Prompts -> pictures -> scores, each with a 95 % interval and what is needed to read it again.
+    """Score a model or pictures, with 95 % intervals.
+
+    Each row says what is needed to reproduce it.
 
     Example: darkroom evaluate model/ --prompts captions.txt --reference pictures.lance --metrics fid,kid
     """

@@ -61,7 +61,9 @@ def generate(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="say why what was chosen")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prompts -> pictures, each with its parameters inside, and a grid of them.
+    """Generate pictures from prompts.
+
+    Each PNG holds its parameters; several also make a grid.
 
     Example: darkroom generate model/ "a red circle" --num 4 --solver dpmpp_2m --steps 20
     """

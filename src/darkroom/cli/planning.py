@@ -78,7 +78,9 @@ def plan(
     validate: Annotated[bool, typer.Option("--validate", help="predict published tables")] = False,
     as_json: Json = False,
 ) -> None:
-    """Memory, time and money of a recipe or a job, before anything runs; needs no GPU.
+    """Memory, time and cost of a job before it runs.
+
+    Needs no GPU.
 
     Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
     """

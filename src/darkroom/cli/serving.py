@@ -119,7 +119,9 @@ def serve(
     replica_cpus: ReplicaCpus = None,
     replica_gpus: ReplicaGpus = None,
 ) -> None:
-    """A server of pictures: jobs that survive it, OpenAI's dialect, metrics. Ctrl-C drains, twice leaves.
+    """Serve pictures: a page, APIs and durable jobs.
+
+    OpenAI's and other APIs, metrics. Ctrl-C drains; a second one ends at once.
 
     Example: darkroom serve model/ --adapters loras/ --port 8000
 
