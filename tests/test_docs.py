@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+from darkroom import cli
+from darkroom.recipe.reference import find_keys
 from documented import Command, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
 HOP = re.compile(r"^\| (\d+) \| \[\S+\]\((\S+)\) \| ([^|]+) \|", re.M)
 
@@ -67,3 +70,47 @@ def test_every_command_in_the_readmes_tables_parses():
         assert not recipe.startswith("recipes/") or (ROOT / recipe).is_file(), command
     with pytest.raises(typer.TyperException):
         parsed(Command("README.md", "darkroom generate MODEL 'a dog' --strenght 0.7").arguments)
+
+
+# ---- what other tools' users look up
+
+OPTION = re.compile(r"--[a-z][\w-]*")
+
+
+def known_options() -> set[str]:
+    """Every option of every verb."""
+    found: set[str] = set()
+    waiting: list[Any] = [typer.main.get_command(cli.app)]
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        found |= {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    return found
+
+
+def unknown(text: str, keys: dict[str, Any], options: set[str]) -> str:
+    """Why a name in the middle column is neither key, option nor command; empty where it is one."""
+    if text.startswith("darkroom "):
+        parsed(Command("coming-from.md", text).arguments)
+        return ""
+    if text.startswith("--"):
+        return next((f"no option {one}" for one in OPTION.findall(text) if one not in options), "")
+    key, _, value = text.replace(": ", "=").partition("=")
+    if text.endswith(".yaml"):
+        return "" if (ROOT / text).is_file() else f"no file {text}"
+    if key not in keys:
+        return f"no key {key}"
+    choices = re.split(r"[,;] (?:or )?", keys[key].allowed) if keys[key].type == "choice" else []
+    return f"{key} has no {value}" if value and choices and value not in choices else ""
+
+
+def test_what_other_tools_options_are_here_exists():
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!---)([^\n]+?) \| ([^\n|]*) \|(?: [^\n]*)?\|$", text, re.M)
+    keys, options = {one.key: one for one in find_keys()}, known_options()
+    named = [name for _, middle in rows for name in re.findall(r"`([^`]+)`", middle)]
+    assert len(rows) > 110
+    assert len(set(named)) > 80
+    assert [why for name in named if (why := unknown(name, keys, options))] == []
+    for wrong in ("optim.learning_rate", "--sampler", "task: hypernetwork", "optim.name=lion"):
+        assert unknown(wrong, keys, options)
