@@ -1,4 +1,4 @@
-"""What `make docs` adds to the pages of docs/: the API reference, pages of the repository, links out of docs/.
+"""What `make docs` adds to docs/: the API reference, pages of the repository, links that lead out of docs/.
 
 A hook of MkDocs (mkdocs.yml names it). Nothing of darkroom is imported: what is public is read from the
 `__all__` of the packages, so the site builds without torch. tests/test_docs.py uses the same functions.
@@ -125,7 +125,7 @@ def overview() -> str:
         "A user's mistake raises [`InputError`][darkroom.errors.InputError]: one line that says what was "
         "given, what is allowed and how to mend it.\n\n```python\nfrom darkroom import models, sample\n\n"
         'model = models.load("runs/first/model")\n'
-        'for picture in sample.generate(model, ["a red circle"], num=4, seed=7):\n    picture.image.show()\n```\n'
+        'for picture in sample.generate(model, ["a red circle"], num=4):\n    picture.image.show()\n```\n'
     )
 
 

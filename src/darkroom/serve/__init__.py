@@ -21,8 +21,8 @@ A new dialect is a function `core -> APIRouter` in a file of `api/`, named in `a
 another shape catches it itself. A body that a pydantic model refuses becomes a 422 with the field's name.
 Every path needs a key where the server has keys, unless it is one of `app.OPEN_PATHS`.
 
-`request` says what a picture request may hold. `engine/` owns the model and forms the batch anew at each step,
-with `fairness` choosing who is next. `jobs/` keeps jobs and their pictures; `jobs.core` joins the two.
+`request` says what a picture request may hold. `engine/` owns the model and forms the batch anew at each
+step, with `fairness` choosing who is next. `jobs/` keeps jobs and their pictures; `jobs.core` joins the two.
 `shared_queue` makes one server of several on a database. `hooks` are the operator's own functions, `metrics`
 counts, and `process` runs the server until it is stopped.
 """
