@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import posixpath
 import re
@@ -44,6 +45,7 @@ PAGES = {
     "benchmarks/plan/README.md": "benchmarks/plan.md",
 }
 """Pages of the repository that are pages of the site too."""
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LINK = re.compile(r"(!?\[[^\]]*\])\((?!https?:|#|mailto:)([^)#\s]+)(#[\w-]+)?\)")
 FENCE = re.compile(r"^\s*(```|~~~)")
 STARTS = re.compile(r"^(\s*)([-*] |\d+\. |\|)")
@@ -85,7 +87,7 @@ def public(package: str) -> list[str]:
 def home_of(module: str, name: str) -> tuple[str, ast.stmt | None]:
     """The module that defines a name, and its definition there; None for a module or a plain value."""
     for node in ast.walk(parsed(module)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == name:
+        if isinstance(node, (*FUNCTION, ast.ClassDef)) and node.name == name:
             return module, node
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("darkroom"):
             for alias in node.names:
@@ -102,16 +104,33 @@ def reference(package: str) -> str:
     """A page of the API reference, for mkdocstrings: a table of what there is, then each of it."""
     doc = ast.get_docstring(parsed(package)) or ""
     rows, blocks = [], []
-    for name in public(package):
+    for name in sorted(public(package), key=lambda name: rank(home_of(package, name)[1])):
         module, node = home_of(package, name)
         if is_module(module) and module.endswith(f".{name}"):
             continue  # a package of its own
-        documented = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        first = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ") if documented else ""
+        first = docstring(module, name, node).split("\n\n")[0].replace("\n", " ")
         rows.append(f"| [`{name}`][{module}.{name}] | {first.replace('|', chr(92) + '|')} |")
         blocks.append(f"::: {module}.{name}\n")
     title = f"# {package}\n\n{doc.split(chr(10) * 2)[0]}\n\n```python\nfrom {package} import ...\n```\n\n"
     return title + "| name | what it is |\n| --- | --- |\n" + "\n".join(rows) + "\n\n" + "\n".join(blocks)
+
+
+def rank(node: ast.stmt | None) -> int:
+    """Functions come first, then classes, then values."""
+    return 0 if isinstance(node, FUNCTION) else 1 if isinstance(node, ast.ClassDef) else 2
+
+
+def docstring(module: str, name: str, node: ast.stmt | None) -> str:
+    """Of a function or class, or the text that stands below a value."""
+    if isinstance(node, (*FUNCTION, ast.ClassDef)):
+        return ast.get_docstring(node) or ""
+    body = parsed(module).body
+    for before, after in itertools.pairwise(body):
+        named = before.targets[0] if isinstance(before, ast.Assign) else getattr(before, "target", None)
+        text = after.value if isinstance(after, ast.Expr) else None
+        if named is not None and ast.unparse(named) == name and isinstance(text, ast.Constant):
+            return str(text.value)
+    return ""
 
 
 def overview() -> str:
