@@ -71,7 +71,8 @@ HELP = """python make.py COMMAND, or make COMMAND:
   format       mend the formatting
   lock         resolve requirements.lock again; `lock --upgrade` takes newer versions
   clean        remove .venv and caches
-What follows `quickstart`, `test` or `docs` goes to darkroom, pytest or mkdocs. --dry-run prints the commands alone.
+What follows `quickstart`, `test` or `docs` goes to darkroom, pytest or mkdocs.
+--dry-run prints the commands alone.
 TORCH=cpu|cuda|rocm7.2|xpu|...   the build of torch; unset: by what the machine has
 INSTALLER=pip                    without uv"""
 

@@ -11,9 +11,8 @@ import venv
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import make
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -85,7 +84,7 @@ def test_the_oldest_and_the_newest_dependencies_resolve_and_the_light_ones_work(
     assert resolved.returncode == 0, resolved.stderr
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", resolved.stdout, re.M))
     assert {"torch", "diffusers", "ray", *LIGHT} <= set(pins)
-    lowest = {name: low for name, low in re.findall(r'"([\w-]+)>=([\d.]+)', repr(PROJECT).replace("'", '"'))}
+    lowest = dict(re.findall(r"'([\w-]+)>=([\d.]+)", repr(PROJECT)))
     if resolution == "lowest-direct":
         assert pins["diffusers"].startswith(lowest["diffusers"])
     exact = [f"{name}=={pins[name]}" for name in LIGHT]

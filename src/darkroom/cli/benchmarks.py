@@ -210,7 +210,7 @@ def _drawing(model: str, size: str | None, steps: int, guidance: float, precisio
 def bench_ladder(
     model: Model,
     cases: Annotated[
-        list[str] | None, typer.Argument(help="optimisations with commas; every one and stacks if not said")
+        list[str] | None, typer.Argument(help="optimisations with commas; default: every one and stacks")
     ] = None,
     size: Size = None,
     steps: Steps = 20,
@@ -326,10 +326,10 @@ def bench_finetune(
     guidance: Guidance = 7.5,
     class_images: Annotated[int, typer.Option(min=1, help="for prior preservation")] = 24,
     memory: Annotated[str, typer.Option(help="what the search for the largest batch stays under")] = "2GB",
-    planned: Annotated[str, typer.Option(help="the model whose plan stands beside; none for none")] = "sd15",
+    planned: Annotated[str, typer.Option(help="also plan this model for comparison, or none")] = "sd15",
     gpu: Annotated[str, typer.Option(help="the planned cards")] = "A100",
     cards: Annotated[int, typer.Option(min=1, help="how many planned cards")] = 2,
-    work: Annotated[Path | None, typer.Option(help="folder of runs; OUT/work if not said")] = None,
+    work: Annotated[Path | None, typer.Option(help="folder of runs; default: OUT/work")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="steps timed of each case")] = 5,
     costs_only: Annotated[
         bool, typer.Option("--costs-only", help="memory, speed and cost; nothing is followed or scored")

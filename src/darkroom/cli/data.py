@@ -171,16 +171,16 @@ def prepare(
         str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
     ] = None,
     encoders: Annotated[
-        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; 1 if not said")
+        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; default: 1")
     ] = None,
     accelerator: Annotated[
         str | None, typer.Option(help="ray: the accelerator type they run on, as Ray names it")
     ] = None,
     fraction: Annotated[
-        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; 1 if not said")
+        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; default: 1")
     ] = None,
     cpu_workers: Annotated[
-        int | None, typer.Option(min=1, help="ray: tasks that read and decode; all CPUs left if not said")
+        int | None, typer.Option(min=1, help="ray: tasks that read and decode; default: all CPUs left")
     ] = None,
     grows: Annotated[
         bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")

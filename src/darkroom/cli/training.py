@@ -246,7 +246,7 @@ def export(
         typer.Option(help="FILE[:WEIGHT], an adapter to merge into a model; may be given again"),
     ] = None,
     checkpoint: Annotated[
-        int | None, typer.Option(help="the step; if not said, the newest, or with evaluate.patience the best")
+        int | None, typer.Option(help="the step; default: the newest, or with evaluate.patience the best")
     ] = None,
     ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
     kohya: Annotated[
@@ -326,7 +326,7 @@ def report(
     out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
     five_systems: Annotated[
         bool,
-        typer.Option("--five-systems", help="five published systems beside darkroom's figures, with a CSV"),
+        typer.Option("--five-systems", help="five published systems next to darkroom's figures, with a CSV"),
     ] = False,
     as_json: Json = False,
 ) -> None:
