@@ -126,6 +126,8 @@ class SharedPool(Pool):
         self._asked_at = -math.inf
 
     def free(self) -> Encoder | None:
+        """An encoder that may take a block now; None where all are busy."""
+
         # Ranks begin at different ones, so that the first is not everybody's.
         def load(encoder: Encoder) -> tuple[int, int]:
             return len(encoder.calls), (encoder.number + self._rank) % max(len(self.encoders), 1)

@@ -68,6 +68,7 @@ class MixedStore(Store):
 
     @property
     def fragments(self) -> list[FragmentInfo]:
+        """The stores' fragments one after another, as if they were one store's."""
         return [
             replace(fragment, offset=fragment.offset + first)
             for store, first in zip(self.stores, self.offsets, strict=True)
@@ -80,6 +81,7 @@ class MixedStore(Store):
         return _Datasets(self.stores)
 
     def columns(self) -> dict[str, dict[str, str]]:
+        """The columns that every store has with the same crop, with the first store's metadata."""
         first, *others = (store.columns() for store in self.stores)
         cut = "darkroom.crop"
         return {
@@ -89,6 +91,7 @@ class MixedStore(Store):
         }
 
     def take(self, positions: Sequence[int] | npt.NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+        """Rows [n] of the stores taken together, in the order of `positions` [n]."""
         wanted = np.asarray(positions, dtype=np.int64)
         which = np.searchsorted(self._first_S, wanted, side="right") - 1
         groups = [np.flatnonzero(which == s) for s in range(len(self.stores))]
@@ -152,6 +155,7 @@ class MixedRows(Rows):
         return MixedRows.over(train, self.offsets), MixedRows.over(held, self.offsets)
 
     def positions(self, index: npt.ArrayLike) -> Ints:
+        """Positions [n] in the mixed store of the rows with these numbers [n]."""
         i = np.asarray(index, dtype=np.int64)
         firsts = np.concatenate([[0], np.cumsum([len(part) for part in self.parts])])
         which = np.searchsorted(firsts, i, side="right") - 1

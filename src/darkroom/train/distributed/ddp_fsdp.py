@@ -221,6 +221,7 @@ class ShardedWeights(Weights):
 
     @contextmanager
     def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, the modules have these values instead of the weights."""
         with torch.no_grad():
             # Whole weights that a forward pass left behind would be of other values.
             same = all(values[name].data_ptr() == master.data_ptr() for name, master in self.masters.items())

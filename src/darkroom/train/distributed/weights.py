@@ -135,6 +135,7 @@ class CastWeights(Weights):
         return self._dtype
 
     def collect(self, *, first: bool) -> None:
+        """Add the gradients of the computing copies to those of the float32 masters."""
         pairs = [(master, param) for master, param in self._pairs if param.grad is not None]
         if first and len(pairs) < len(self._pairs):
             super().clear_gradients()  # of last step's, where this one has none
@@ -151,6 +152,7 @@ class CastWeights(Weights):
             param.grad = None
 
     def on_gradient(self, take: Callable[[Tensor], None]) -> None:
+        """Call `take` with each master as soon as its gradient is there."""
         masters: dict[Tensor, Tensor] = {param: master for master, param in self._pairs}
 
         def taken(param: Tensor) -> None:
@@ -173,6 +175,7 @@ class CastWeights(Weights):
 
     @contextmanager
     def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within, the modules have these values instead of the weights."""
         self._show([values[name] for name in self.computing])
         try:
             yield

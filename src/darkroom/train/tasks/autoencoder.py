@@ -33,10 +33,12 @@ class Autoencoder:
         return ()
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
         pixels_B3HW = _to(columns["pixels"], device).float() / 127.5 - 1.0
         return {"pixels": pixels_B3HW, "posterior": _to(columns["posterior"], device)}
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each row [b]: `loss`, and its parts `reconstruction` and `kl`."""
         pixels_b3HW = inputs["pixels"]
         mean_bChw, logvar_bChw = self._encode(pixels_b3HW)
         latents_bChw = mean_bChw + (0.5 * logvar_bChw).exp() * inputs["posterior"]
@@ -50,6 +52,7 @@ class Autoencoder:
         return {"loss": loss_b, "reconstruction": reconstruction_b, "kl": kl_b}
 
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each held-out row [b]: the reconstruction loss, and PSNR in dB."""
         pixels_b3HW = inputs["pixels"]
         out_b3HW = self.reconstruct(pixels_b3HW)
         psnr_b = 10 * torch.log10(4.0 / square_error(out_b3HW, pixels_b3HW).clamp(min=1e-10))

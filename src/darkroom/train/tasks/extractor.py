@@ -175,6 +175,7 @@ class LearnExtractor:
         return ()
 
     def inputs(self, columns: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+        """Pixels [B, 3, H, W], and word ids and labels where they are learned from."""
         inputs = {"pixels": columns["pixels"]}
         if self.network.words is not None:
             inputs["words"] = word_ids(columns["caption"], self.network.settings)
