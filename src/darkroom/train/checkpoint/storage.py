@@ -165,7 +165,7 @@ class RemotePlace:
         self._put(self._at(name, local.index_name(rank)), local.as_json(files))
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
-        """Commit a step whose shares are all there, verify it, then delete older ones."""
+        """Wait for every rank's share, verify them, commit the step, then delete older ones."""
         name = _name(step, token)
         files: dict[str, Any] = {}
         for rank in range(size):
@@ -210,7 +210,7 @@ class RemotePlace:
             time.sleep(POLL_S)
 
     def failed(self, step: int, token: str, rank: int) -> None:
-        """Note that a rank's share of a step could not be written."""
+        """Note that a rank's share could not be written; on rank 0, remove what is left of the step."""
         with suppress(Exception):  # the store that just failed may fail again
             name = _name(step, token)
             if rank:
