@@ -119,7 +119,6 @@ class RemotePlace:
         self._root = str(root).rstrip("/")
 
     def prepare(self) -> None:
-        """Check that the address can be written, before any step is taken."""
         probe = f"{self._root}/.probe"
         try:
             self._fs.pipe_file(probe, b"darkroom")
@@ -156,7 +155,6 @@ class RemotePlace:
     def write_share(
         self, step: int, token: str, rank: int, size: int, tensors: Tensors, parts: Parts
     ) -> None:
-        """Upload one rank's tensors of a step, hashed, under a name of this attempt."""
         name = _name(step, token)
         files = {
             file: self._put(self._at(name, file), chunks) | cut
@@ -165,7 +163,6 @@ class RemotePlace:
         self._put(self._at(name, local.index_name(rank)), local.as_json(files))
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
-        """Wait for every rank's share, verify them, commit the step, then delete older ones."""
         name = _name(step, token)
         files: dict[str, Any] = {}
         for rank in range(size):
@@ -210,7 +207,6 @@ class RemotePlace:
             time.sleep(POLL_S)
 
     def failed(self, step: int, token: str, rank: int) -> None:
-        """Note that a rank's share could not be written; on rank 0, remove what is left of the step."""
         with suppress(Exception):  # the store that just failed may fail again
             name = _name(step, token)
             if rank:
@@ -250,7 +246,6 @@ class RemotePlace:
     # ---- reading
 
     def load(self, kept: Kept) -> Checkpoint:
-        """Download and verify a checkpoint; CheckpointError where a hash does not match."""
         try:
             raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))
             manifest = json.loads(raw)

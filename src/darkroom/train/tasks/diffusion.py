@@ -133,7 +133,6 @@ class Diffusion:
         return [name for name in names if name not in self.modules] if stored else []
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
-        """Latents, noise and text states of a batch on the device, each with B rows."""
         drawn = {name: _to(columns[name], device) for name in self.read.draws}
         moments_B2Chw = _to(self._moments(columns), device)
         assert self.model.vae is not None
@@ -167,7 +166,6 @@ class Diffusion:
         return torch.cat([self._encode(some) for some in torch.split(pixels_B3HW, rows)])
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each row [b]: `loss`; with prior preservation also the subject's and the class's."""
         t_b = self.objective.timesteps(inputs["u"])
         if self._extras is not None:
             return self._losses_with(self._extras, inputs, t_b)
@@ -208,7 +206,6 @@ class Diffusion:
         return height // self._extras.patch, width // self._extras.patch
 
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each held-out row: the mean loss [b], and the loss at each of `points` [b, n]."""
         errors = []
         for point in self._points:
             t_b = self.objective.at(point, inputs["u"])
