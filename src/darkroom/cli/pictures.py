@@ -27,6 +27,13 @@ def generate(
         list[str] | None,
         typer.Option(help="NAME=FILE[:WEIGHT], may be given again; by prompt with <lora:NAME:WEIGHT>"),
     ] = None,
+    control: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a ControlNet or T2I-Adapter and the picture it reads, may be given again: "
+            "NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=canny][,guess]"
+        ),
+    ] = None,
     strength: Annotated[
         float | None, typer.Option(help="how much of the steps; 0.75 if not said, with a mask 1")
     ] = None,
@@ -97,6 +104,7 @@ def generate(
     asked["hires"] = None if hires is None else sample.Hires.parsed(hires, hires_upscaler)
     named = [sample.Named.parsed(one) for one in adapter or []]
     in_files = limit is not None and place.type == "cpu" and not named
+    controls = [sample.Control.parsed(one) for one in control or []]
     settings = sample.GenerateSettings.of(**asked)
     _check_before(model, settings, prompts, optimise, place, dtype, limit, in_files, image, revision)
     opened = models.load(
@@ -114,6 +122,7 @@ def generate(
             image=image,
             mask=mask,
             adapters=named,
+            controls=controls,
             backend=backend,
             optimise=optimise,
             memory=memory,

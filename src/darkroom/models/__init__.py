@@ -13,6 +13,7 @@ from darkroom.models.adapters.export import describe_adapter, export_adapter, ex
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
+from darkroom.models.control import ControlNet, read_control
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
 from darkroom.models.folder import (
     base_family,
@@ -37,6 +38,7 @@ __all__ = [
     "PUBLISHED",
     "Adapter",
     "Bank",
+    "ControlNet",
     "Factors",
     "Family",
     "LatentScaling",
@@ -64,6 +66,7 @@ __all__ = [
     "outlined",
     "precision",
     "read_adapter",
+    "read_control",
     "save",
     "save_single_file",
     "slow_bf16",

@@ -193,18 +193,18 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_store
     model = Model("custom", scheduler=_scheduler(path), guidance=_guidance(path), path=str(path))
     if "unet" in wanted:
         folder = path / denoiser_of(path)
-        model.unet = _weights(denoiser_class(folder), folder, variant, as_stored)
+        model.unet = read_part(denoiser_class(folder), folder, variant, as_stored)
     if "vae" in wanted:
         from diffusers import AutoencoderKL
 
-        model.vae = _weights(AutoencoderKL, path / "vae", variant, as_stored)
+        model.vae = read_part(AutoencoderKL, path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
         said = read_json(path / "vae" / "config.json")
         model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
         LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
-            model.text_encoders.append(_weights(_text_class(folder), folder, variant, as_stored))
+            model.text_encoders.append(read_part(_text_class(folder), folder, variant, as_stored))
         if "tokenizer" in wanted and (folder := path / numbered("tokenizer", i)).is_dir():
             model.tokenizers.append(read_tokenizer(folder))
     _check_fit(model, path)
@@ -283,7 +283,8 @@ def _text_class(folder: Path) -> Any:
     return CLIPTextModelWithProjection if with_projection else CLIPTextModel
 
 
-def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> Any:
+def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: bool = False) -> Any:
+    """A module of diffusers or transformers from its folder; ModelError for what is not whole or not it."""
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"'{folder}' holds no .safetensors weights",

@@ -13,6 +13,7 @@ from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import unet_call
 from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, default_solver, make_table, solvers_of
+from darkroom.sample.control import Control
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
 from darkroom.sample.generate import GenerateSettings, Hires, Job, generate
 from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
@@ -27,6 +28,7 @@ __all__ = [
     "Backend",
     "Batch",
     "Condition",
+    "Control",
     "GenerateSettings",
     "Hires",
     "Job",

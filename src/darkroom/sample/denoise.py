@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,8 @@ class Row:
     """Channels that the U-Net sees behind the latents, unscaled: an inpainting U-Net's mask and picture."""
     adapters: Choice = ()
     """(slot of the adapter bank, weight) of each; they hold for both evaluations of a guided row."""
+    controls: tuple[Any, ...] = ()
+    """Its nets (`control.RowControl`), which a `ControlledUnet` runs."""
 
     @property
     def done(self) -> bool:

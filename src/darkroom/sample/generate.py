@@ -21,6 +21,7 @@ from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import torch_backend
 from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
+from darkroom.sample.control import Control, ControlledUnet, Controls
 from darkroom.sample.denoise import Condition, Known, Row, denoise
 from darkroom.sample.ladder.choose import AUTO
 from darkroom.sample.ladder.choose import parse as parse_optimisations
@@ -54,6 +55,7 @@ def generate(
     image: Image.Image | str | None = None,
     mask: Image.Image | str | None = None,
     adapters: Mapping[str, Given | tuple[Given, float]] | Sequence[Named] = (),
+    controls: Sequence[Control] = (),
     batch_rows: int | None = None,
     backend: str | Backend = "torch",
     optimise: Sequence[str] | str = AUTO,
@@ -70,7 +72,8 @@ def generate(
     The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
     it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
     also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`; DoRA, LoHa
-    and LoKr are merged into the model meanwhile. `batch_rows` bounds the pictures of one U-Net call (guidance
+    and LoKr are merged into the model meanwhile. `controls` are ControlNets and T2I-Adapters with their
+    pictures. `batch_rows` bounds the pictures of one U-Net call (guidance
     doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
     `openvino`, or one opened before (`open_backend`). `optimise` names optimisations of `sample.ladder`; the
     model stays as it is. `memory`
@@ -84,6 +87,7 @@ def generate(
     wanted = GenerateSettings.of(**settings)
     check_seeds(wanted, len(told))
     adapted = Adapted.of(told, named(adapters))
+    controlled = Controls.read(controls, model)
     opened = backend.model if isinstance(backend, Backend) else None
     pictures: list[Picture] = []
     said: set[str] = set()
@@ -99,6 +103,7 @@ def generate(
                 image=image,
                 mask=mask,
                 adapted=part,
+                controls=controlled,
                 optimise=optimise,
                 memory=memory,
                 device=device,
@@ -133,10 +138,11 @@ def _counted(
 def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
+    unet = ControlledUnet(job.backend.unet)
 
     def run(rows: list[Row]) -> None:
         nonlocal done
-        for state in denoise(job.backend.unet, rows):
+        for state in denoise(unet, rows):
             done += len(state.rows)
             if progress is not None:
                 progress(done, job.num_steps)
@@ -211,6 +217,7 @@ class Job:
         image: Image.Image | str | None = None,
         mask: Image.Image | str | None = None,
         adapted: Adapted | None = None,
+        controls: Controls | None = None,
         optimise: Sequence[str] | str = AUTO,
         memory: str | int | None = None,
         device: torch.device | str | None = None,
@@ -223,6 +230,7 @@ class Job:
         check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
+        self.controls = controls or Controls()
         if self.image is not None and settings.strength is None:
             strength = DEFAULT_STRENGTH if self.mask is None else 1.0
             settings = settings.model_copy(update={"strength": strength})
@@ -241,6 +249,7 @@ class Job:
                 taken.most_a_call = most
         self.model = backend.model or model
         check_adapters(self.adapted, backend)
+        self.controls.to(backend)
         self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
         self.positives, self.negatives, told = self._conditions()
         self.source = self._source()
@@ -262,6 +271,8 @@ class Job:
             ), CALL_PICTURES
         if name != "torch":
             raise InputError(f"memory with backend {name}", mend="use backend torch")
+        if self.controls.nets:
+            raise InputError("a limit on memory with controls", mend="leave one of them out")
         taken = self.hires or self.first
         applied, plan = optimise_within(
             self.model,
@@ -402,6 +413,7 @@ class Job:
             known=known,
             extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
             adapters=self.adapted.choice(prompt),
+            controls=self.controls.at(taken.size, taken.latent_shape),
         )
 
     def _guided_steps(self, table: Table) -> tuple[float, float]:
@@ -485,6 +497,8 @@ class Job:
             told |= {"strength": settings.strength, "image": f"{self.image.width}x{self.image.height}"}
         if self.mask is not None:
             told |= {"mask": f"{self.mask.width}x{self.mask.height}", "paste": settings.paste}
+        if self.controls.nets:
+            told["controls"] = self.controls.parameters()
         if settings.hires is not None:
             told["hires"] = settings.hires.model_dump()
             told["first_size"] = "x".join(map(str, self.first.size))
