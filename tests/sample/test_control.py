@@ -59,7 +59,7 @@ def adapter_of(model: Model, seed: int = 0) -> Any:
     wide = list(model.unet.config.block_out_channels)  # type: ignore[union-attr]
     kind = "full_adapter_xl" if model.is_sdxl else "full_adapter"
     net = diffusers.T2IAdapter(3, wide, 1, model.vae_factor * (1 + model.is_sdxl), kind)
-    return shaken(net, seed)
+    return shaken(net, seed, 0.4 if model.is_sdxl else 0.1)
 
 
 def saved(net: Any, folder: Path) -> Path:
@@ -85,10 +85,10 @@ def theirs(model: Model, net: Any, image: Any, **more: Any) -> NDArray[np.int64]
     parts = {**plain.components, part: net}
     if kind == "Adapter":
         parts.pop("image_encoder", None)
-    if model.is_sdxl:
-        parts |= {"add_watermarker": False}
-    else:
+    if not model.is_sdxl:
         parts |= {"requires_safety_checker": False}
+    elif kind == "ControlNet":
+        parts |= {"add_watermarker": False}
     pipe = getattr(diffusers, name)(**parts)
     pipe.set_progress_bar_config(disable=True)
     made = pipe(
@@ -341,3 +341,13 @@ def test_a_control_on_the_command_line() -> None:
     control = Control.parsed("nets/canny=street.png:0.8,start=0.1,end=0.9,map=canny,guess")
     assert (control.net, control.image, control.weight) == ("nets/canny", "street.png", 0.8)
     assert (control.start, control.end, control.map, control.guess) == (0.1, 0.9, "canny", True)
+
+
+def test_canny_finds_the_edges(tiny: Model, tmp_path: Path) -> None:
+    from darkroom.sample.control import MAPS
+
+    half = Image.new("RGB", (32, 32))
+    half.paste((255, 255, 255), (16, 0, 32, 32))
+    columns = np.asarray(MAPS["canny"](half)).any(axis=(0, 2)).nonzero()[0]
+    assert set(columns) <= {15, 16}
+    assert len(columns) == 1

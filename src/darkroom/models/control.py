@@ -88,7 +88,7 @@ class ControlNet:
         config = self.module.config
         if self.kind == "t2i-adapter":
             own = list(config.channels)
-            made_for = {"widths": own[: len(wide)]}
+            made_for: dict[str, Any] = {"widths": own[: len(wide)]}
             takes: dict[str, Any] = {"widths": wide}
             if config.adapter_type == "full_adapter_xl":
                 made_for, takes = {"SDXL": True}, {"SDXL": model.is_sdxl}
