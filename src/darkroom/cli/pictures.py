@@ -34,6 +34,10 @@ def generate(
             "NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=canny][,guess]"
         ),
     ] = None,
+    embeddings: Annotated[
+        Path | None,
+        typer.Option(help="a folder of textual inversions, used by their files' names in prompts"),
+    ] = None,
     strength: Annotated[
         float | None, typer.Option(help="how much of the steps; 0.75 if not said, with a mask 1")
     ] = None,
@@ -104,6 +108,8 @@ def generate(
     asked["hires"] = None if hires is None else sample.Hires.parsed(hires, hires_upscaler)
     named = [sample.Named.parsed(one) for one in adapter or []]
     in_files = limit is not None and place.type == "cpu" and not named
+    texts = [*prompts, negative or ""]
+    words = [] if embeddings is None else models.find_embeddings(embeddings, texts)
     controls = [sample.Control.parsed(one) for one in control or []]
     settings = sample.GenerateSettings.of(**asked)
     _check_before(model, settings, prompts, optimise, place, dtype, limit, in_files, image, revision)
@@ -115,6 +121,10 @@ def generate(
         revision=revision,
     )
     opened.digest = models.file_digest(opened)
+    if embeddings is not None:
+        models.add_embeddings(opened, words)
+        used = ", ".join(one.name for one in words) or "none is named in the prompts"
+        _note(f"embeddings: {used}")
     with progress_bar("denoise", as_json) as progress:
         pictures = sample.generate(
             opened,

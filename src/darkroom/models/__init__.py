@@ -14,6 +14,7 @@ from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
 from darkroom.models.control import ControlNet, read_control
+from darkroom.models.embeddings import Embedding, add_embeddings, find_embeddings, read_embedding
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
 from darkroom.models.folder import (
     base_family,
@@ -39,12 +40,14 @@ __all__ = [
     "Adapter",
     "Bank",
     "ControlNet",
+    "Embedding",
     "Factors",
     "Family",
     "LatentScaling",
     "Layer",
     "Model",
     "about",
+    "add_embeddings",
     "base_family",
     "choose_precision",
     "create",
@@ -55,6 +58,7 @@ __all__ = [
     "export_merged",
     "export_model",
     "file_digest",
+    "find_embeddings",
     "find_tokenizer",
     "fit",
     "identity",
@@ -67,6 +71,7 @@ __all__ = [
     "precision",
     "read_adapter",
     "read_control",
+    "read_embedding",
     "save",
     "save_single_file",
     "slow_bf16",

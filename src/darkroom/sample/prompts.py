@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError
+from darkroom.models.embeddings import with_words
 from darkroom.models.tokenizer import spelled
 from darkroom.sample.denoise import Condition
 
@@ -49,7 +50,8 @@ def read_prompt(
         if piece.ends_part:
             parts.append(Part([], []))
             continue
-        for token in tokenizer(spelled(tokenizer, [piece.text])[0], verbose=False).input_ids[1:-1]:
+        text = spelled(tokenizer, [with_words(tokenizer, piece.text)])[0]
+        for token in tokenizer(text, verbose=False).input_ids[1:-1]:
             if len(parts[-1].ids) == room:
                 parts.append(_carried_over(parts[-1], token, comma))
             parts[-1].ids.append(token)
