@@ -30,9 +30,12 @@ def generate(
     control: Annotated[
         list[str] | None,
         typer.Option(
-            help="a ControlNet or T2I-Adapter and the picture it reads, may be given again: "
-            "NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=canny][,guess]"
+            help="a ControlNet, T2I-Adapter or IP-Adapter and the picture it reads, may be given again: "
+            "NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=canny][,mask=FILE][,guess]"
         ),
+    ] = None,
+    image_encoder: Annotated[
+        Path | None, typer.Option(help="CLIP's image encoder of IP-Adapters, where it is not beside them")
     ] = None,
     embeddings: Annotated[
         Path | None,
@@ -110,7 +113,7 @@ def generate(
     in_files = limit is not None and place.type == "cpu" and not named
     texts = [*prompts, negative or ""]
     words = [] if embeddings is None else models.find_embeddings(embeddings, texts)
-    controls = [sample.Control.parsed(one) for one in control or []]
+    controls = [sample.Control.parsed(one, image_encoder) for one in control or []]
     settings = sample.GenerateSettings.of(**asked)
     _check_before(model, settings, prompts, optimise, place, dtype, limit, in_files, image, revision)
     opened = models.load(

@@ -1,4 +1,4 @@
-"""ControlNets and T2I-Adapters: networks that steer a U-Net by a picture, read and matched to a model.
+"""What steers a U-Net by a picture, read and matched to a model: ControlNets and T2I-Adapters.
 
 A ControlNet (Zhang, Rao and Agrawala 2023, arXiv 2302.05543) runs at every step beside the U-Net and adds
 residuals to its skip connections. A T2I-Adapter (Mou et al. 2023, arXiv 2302.08453) runs once a picture and
@@ -19,6 +19,14 @@ import torch
 from darkroom.errors import ModelError
 from darkroom.models.checked import FLOATS, check_complete, read_json, tensor_types, weight_files
 from darkroom.models.folder import read_part
+from darkroom.models.image_prompt import (
+    LAYER_PREFIX,
+    STRENGTH,
+    TOKENS,
+    ImagePrompt,
+    is_image_prompt,
+    read_image_prompt,
+)
 from darkroom.models.quiet import quiet
 
 if TYPE_CHECKING:
@@ -143,26 +151,30 @@ class ControlNet:
         return [one.mean((2, 3), keepdim=True).expand_as(one) for one in found] if self.pools else found
 
 
-def read_control(path: str | Path, model: Model, name: str | None = None) -> ControlNet:
-    """A ControlNet or T2I-Adapter from a diffusers folder, or a ControlNet from one .safetensors file.
+def read_control(
+    path: str | Path, model: Model, name: str | None = None, image_encoder: str | Path | None = None
+) -> ControlNet | ImagePrompt:
+    """A ControlNet or T2I-Adapter from a folder of diffusers, a ControlNet or IP-Adapter from one file.
 
     A single file may have diffusers' keys or those of the first release (`control_model.*`); its shape is
     taken to be that of `model`, the model it is for. ModelError for what cannot be read or does not fit.
     """
     path = Path(path)
     name = name or path.stem
+    net: ControlNet | ImagePrompt
     with quiet():
         if path.is_dir():
             net = _from_folder(path, name)
         elif path.is_file():
-            net = _from_file(path, name, model)
+            net = _from_file(path, name, model, image_encoder)
         else:
             raise ModelError(
                 f"no ControlNet at '{path}'", allowed="a diffusers folder or a .safetensors file"
             )
     net.fit(model)
-    for module in filter(None, (net.module, net.hint)):
-        module.eval().requires_grad_(False)
+    if isinstance(net, ControlNet):
+        for module in filter(None, (net.module, net.hint)):
+            module.eval().requires_grad_(False)
     return net
 
 
@@ -199,7 +211,9 @@ def _controlnet(name: str, module: Any, sha256: str) -> ControlNet:
     return ControlNet(name, "controlnet", module, sha256, hint, pools, order == "bgr")
 
 
-def _from_file(path: Path, name: str, model: Model) -> ControlNet:
+def _from_file(
+    path: Path, name: str, model: Model, image_encoder: str | Path | None
+) -> ControlNet | ImagePrompt:
     from diffusers import ControlNetModel
     from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
     from safetensors.torch import load_file
@@ -210,9 +224,14 @@ def _from_file(path: Path, name: str, model: Model) -> ControlNet:
         )
     model.needs_unet(f"ControlNet '{name}'")
     types = tensor_types([path])
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if is_image_prompt(list(types)):
+        return read_image_prompt(path, name, digest, model, image_encoder)
     plain = {key.removeprefix(LDM_PREFIX): kind for key, kind in types.items()}
     if not {LDM_KEY, DIFFUSERS_KEY} & plain.keys():
-        raise ModelError(f"'{path}' holds no ControlNet", allowed=f"a tensor {DIFFUSERS_KEY} or {LDM_KEY}")
+        allowed = f"a tensor {DIFFUSERS_KEY} or {LDM_KEY}, or {LAYER_PREFIX}* of an IP-Adapter"
+        raise ModelError(f"'{path}' holds no ControlNet", allowed=allowed)
     check_complete(f"'{path}'", whole_numbers=[key for key, kind in plain.items() if kind not in FLOATS])
     module = ControlNetModel.from_unet(model.unet, load_weights_from_unet=False)
     tensors = {key.removeprefix(LDM_PREFIX): tensor.float() for key, tensor in load_file(str(path)).items()}
@@ -236,8 +255,6 @@ def _from_file(path: Path, name: str, model: Model) -> ControlNet:
             mend="give the ControlNet of this model's family",
         )
     module.load_state_dict(tensors)
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return _controlnet(name, module, digest)
 
 
@@ -256,6 +273,12 @@ def take_residuals(added: dict[str, torch.Tensor]) -> dict[str, Any]:
             "down_block_additional_residuals": tuple(down),
             "mid_block_additional_residual": added.pop(MID),
         }
+    tokens, strengths = (
+        [added.pop(name) for name in sorted(added) if name.startswith(prefix)]
+        for prefix in (TOKENS, STRENGTH)
+    )
+    if tokens:
+        told["cross_attention_kwargs"] = {"ip_hidden_states": tokens, "ip_adapter_masks": strengths}
     if features:
         told["down_intrablock_additional_residuals"] = features
     return told

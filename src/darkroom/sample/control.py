@@ -1,4 +1,4 @@
-"""Pictures that steer other pictures: ControlNets and T2I-Adapters by row.
+"""Pictures that steer other pictures: ControlNets, T2I-Adapters and IP-Adapters by row.
 
 Each row of a batch has nets of its own, with weight, start and end: rows without, with one and with several
 nets share the U-Net calls. A net runs for the rows that have it at this step, and for no others.
@@ -21,6 +21,7 @@ from PIL import Image, ImageFilter
 
 from darkroom.errors import InputError, MissingExtra, ModelError
 from darkroom.models.control import ControlNet, read_control
+from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
 from darkroom.sample.denoise import Owner, Row, Unet
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ MAPS: dict[str, Callable[[Image.Image], Image.Image]] = {
 class Control:
     """One net with the picture it reads and how much it counts."""
 
-    net: str | Path | ControlNet
+    net: str | Path | ControlNet | ImagePrompt
     """A folder, a .safetensors file, or one read before (`models.read_control`)."""
     image: Image.Image | str | Path
     """PNG, JPEG, WebP; brought to the size of the pictures that are made."""
@@ -91,6 +92,10 @@ class Control:
     """Guess mode: only the prompted half of a guided row, and deep residuals count more than shallow ones."""
     map: str | Callable[[Image.Image], Image.Image] = "none"
     """One of `MAPS`, or a function of one's own from picture to map."""
+    mask: Image.Image | str | Path | None = None
+    """Of an IP-Adapter: white where it is at work."""
+    image_encoder: str | Path | None = None
+    """Of an IP-Adapter: the folder of its CLIP image encoder, where it does not lie beside it."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and abs(self.weight) <= MAX_WEIGHT):
@@ -103,12 +108,14 @@ class Control:
     @property
     def name(self) -> str:
         """Of its net."""
-        return self.net.name if isinstance(self.net, ControlNet) else Path(self.net).stem
+        return Path(self.net).stem if isinstance(self.net, (str, Path)) else self.net.name
 
     @classmethod
-    def parsed(cls, text: str) -> Control:
-        """From the command line: NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=MAP][,guess]."""
-        form = "NET=PICTURE[:WEIGHT][,start=0.1][,end=0.8][,map=canny][,guess], NET a folder or file"
+    def parsed(cls, text: str, image_encoder: Path | None = None) -> Control:
+        """From the command line: NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=MAP][,mask=FILE][,guess]."""
+        form = (
+            "NET=PICTURE[:WEIGHT][,start=0.1][,end=0.8][,map=canny][,mask=FILE][,guess], NET a folder or file"
+        )
         first, *more = text.split(",")
         net, equals, rest = first.partition("=")
         if not (equals and net and rest):
@@ -128,37 +135,40 @@ class Control:
                     given[key] = True
                 elif key in ("start", "end"):
                     given[key] = float(value)
-                elif key == "map" and value:
+                elif key in ("map", "mask") and value:
                     given[key] = value
                 else:
                     raise ValueError
             except ValueError as error:
                 raise InputError(f"--control {text}: '{part}'", allowed=form) from error
-        return cls(net, image, weight, **given)
+        return cls(net, image, weight, image_encoder=image_encoder, **given)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RowControl:
     """A net on one row: what it made of the picture at the row's size, and when it is at work."""
 
-    net: ControlNet
+    net: ControlNet | ImagePrompt
     encoded: tuple[torch.Tensor, ...]
-    """Of one picture: a ControlNet's hint, or a T2I-Adapter's features by level, each [D, H, W]."""
+    """Of one picture: a ControlNet's hint [D, H, W]; a T2I-Adapter's features by level, each [D, H, W]; an
+    IP-Adapter's tokens and those of no picture, each [N, D]."""
     weight: float
     start: float
     end: float
     guess: bool
+    mask_hw: torch.Tensor | None = None
+    """Of an IP-Adapter: where it is at work, in the picture's pixels."""
 
     def active(self, row: Row, unguided: bool) -> bool:
         """Whether it works at a row's next step; `unguided` is the half with the negative prompt."""
         steps = len(row.table)
         begun, over = row.step / steps >= self.start, (row.step + 1) / steps > self.end
-        only_prompted = self.net.kind == "controlnet" and (self.guess or self.net.pools)
+        only_prompted = isinstance(self.net, ControlNet) and (self.guess or self.net.pools)
         return begun and not over and not (unguided and only_prompted)
 
     def scales(self, levels: int) -> list[float]:
         """How much the residual of each level counts; in guess mode from a tenth to all of the weight."""
-        if self.net.kind == "controlnet" and self.guess and not self.net.pools:
+        if isinstance(self.net, ControlNet) and self.guess and not self.net.pools:
             return [self.weight * 10 ** (i / (levels - 1) - 1) for i in range(levels)]
         return [self.weight] * levels
 
@@ -168,34 +178,45 @@ class Controls:
     """The controls of one call, read and matched to the model, and what rows get of them."""
 
     controls: list[Control] = field(default_factory=list)
-    nets: list[ControlNet] = field(default_factory=list)
+    nets: list[ControlNet | ImagePrompt] = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)
     """The maps, as the nets read them before resizing."""
+    masks: list[Image.Image | None] = field(default_factory=list)
     _rows: dict[tuple[int, int], tuple[RowControl, ...]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, controls: Sequence[Control], model: Model) -> Controls:
         """InputError for too many or an unreadable picture; ModelError for a net of another model."""
-        from darkroom.sample.inputs import read_image
+        from darkroom.sample.inputs import read_image, read_mask
 
         if len(controls) > MAX_CONTROLS:
             raise InputError(f"{len(controls)} controls", allowed=f"at most {MAX_CONTROLS}")
         images = [read_image(one.image) for one in controls]
-        nets: dict[str, ControlNet] = {}
+        masks = [None if one.mask is None else read_mask(one.mask) for one in controls]
+        nets: dict[str, ControlNet | ImagePrompt] = {}
         found = []
         for one in controls:
-            if isinstance(one.net, ControlNet):
+            if not isinstance(one.net, (str, Path)):
                 one.net.fit(model)
                 found.append(one.net)
                 continue
             key = str(Path(one.net).resolve())
-            nets[key] = nets.get(key) or read_control(one.net, model)
+            if key not in nets:
+                nets[key] = read_control(one.net, model, image_encoder=one.image_encoder)
             found.append(nets[key])
+        for one, net in zip(controls, found, strict=True):
+            if one.mask is not None and not isinstance(net, ImagePrompt):
+                raise InputError(f"a mask for {net.kind} '{net.name}'", allowed="masks of IP-Adapters")
         maps = [
             (MAPS[one.map] if isinstance(one.map, str) else one.map)(image)
             for one, image in zip(controls, images, strict=True)
         ]
-        return cls(list(controls), found, maps)
+        return cls(list(controls), found, maps, masks)
+
+    @property
+    def image_prompts(self) -> list[ImagePrompt]:
+        """The IP-Adapters, each once, in the order in which the U-Net has them installed."""
+        return list(dict.fromkeys(net for net in self.nets if isinstance(net, ImagePrompt)))
 
     def to(self, backend: Backend) -> None:
         """Bring the nets to where the backend computes. InputError where it cannot add residuals."""
@@ -224,14 +245,23 @@ class Controls:
                     one.start,
                     one.end,
                     one.guess,
+                    None if mask is None else _mask(mask, size, net),
                 )
-                for one, net, image in zip(self.controls, self.nets, self.images, strict=True)
+                for one, net, image, mask in zip(
+                    self.controls, self.nets, self.images, self.masks, strict=True
+                )
             )
         return self._rows[size]
 
     def _encoded(
-        self, net: ControlNet, image: Image.Image, size: tuple[int, int], latent_shape: tuple[int, int, int]
+        self,
+        net: ControlNet | ImagePrompt,
+        image: Image.Image,
+        size: tuple[int, int],
+        latent_shape: tuple[int, int, int],
     ) -> tuple[torch.Tensor, ...]:
+        if isinstance(net, ImagePrompt):
+            return net.encode(image)
         if any(side % net.size_unit for side in size):
             raise InputError(
                 f"size {size[0]}x{size[1]} with {net.kind} '{net.name}'",
@@ -273,11 +303,21 @@ def to_map(image: Image.Image, size: tuple[int, int], channels: int) -> torch.Te
     return torch.from_numpy(array.reshape(size[1], size[0], channels).transpose(2, 0, 1)[None].copy())
 
 
-class ControlledUnet:
-    """A U-Net with the residuals of each row's nets added; rows without any cost nothing."""
+def _mask(mask: Image.Image, size: tuple[int, int], net: ControlNet | ImagePrompt) -> torch.Tensor:
+    from darkroom.sample.inputs import to_mask
 
-    def __init__(self, unet: Unet) -> None:
-        self.unet = unet
+    assert isinstance(net, ImagePrompt)
+    return to_mask(mask, size)[0, 0].to(net.layers[0][0].device)
+
+
+class ControlledUnet:
+    """A U-Net with what each row's nets add; rows without any cost nothing.
+
+    `image_prompts` are the IP-Adapters that are installed in it, in their order.
+    """
+
+    def __init__(self, unet: Unet, image_prompts: Sequence[ImagePrompt] = ()) -> None:
+        self.unet, self.image_prompts = unet, tuple(image_prompts)
 
     def __call__(
         self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
@@ -290,17 +330,18 @@ class ControlledUnet:
         inner: Callable[[Sequence[Owner]], Unet] | None = getattr(self.unet, "of_rows", None)
         unet = self.unet if inner is None else inner(owners)
         at_work = [
-            (place, control)
+            (place, control, unguided)
             for place, (row, unguided) in enumerate(owners)
             for control in row.controls
             if control.weight and control.active(row, unguided)
         ]
-        return partial(_controlled, unet, at_work) if at_work else unet
+        return partial(_controlled, unet, at_work, self.image_prompts) if at_work else unet
 
 
 def _controlled(
     unet: Unet,
-    at_work: Sequence[tuple[int, RowControl]],
+    at_work: Sequence[tuple[int, RowControl, bool]],
+    image_prompts: Sequence[ImagePrompt],
     x: torch.Tensor,
     t: torch.Tensor,
     text: torch.Tensor,
@@ -308,9 +349,11 @@ def _controlled(
 ) -> torch.Tensor:
     """One U-Net call: each net runs once for all the rows that have it, its residuals are added up by row."""
     sums: dict[str, torch.Tensor] = {}
-    for net in dict.fromkeys(control.net for _, control in at_work):
+    for net in dict.fromkeys(control.net for _, control, _ in at_work):
+        if isinstance(net, ImagePrompt):
+            continue
         # A row that has the same net twice takes two places of the net's batch.
-        mine = [(place, control) for place, control in at_work if control.net is net]
+        mine = [(place, control) for place, control, _ in at_work if control.net is net]
         places = torch.tensor([place for place, _ in mine], device=x.device)
         levels = [
             torch.stack([control.encoded[i] for _, control in mine]) for i in range(len(mine[0][1].encoded))
@@ -325,4 +368,23 @@ def _controlled(
             if name not in sums:
                 sums[name] = level.new_zeros(len(x), *level.shape[1:])
             sums[name].index_add_(0, places, weighted)
+    if any(isinstance(control.net, ImagePrompt) for _, control, _ in at_work):
+        for slot, prompt in enumerate(image_prompts):
+            images = [one for one in at_work if one[1].net is prompt]
+            tokens, strength = _image_tokens(prompt, images, text)
+            sums |= {f"{TOKENS}_{slot:02}": tokens, f"{STRENGTH}_{slot:02}": strength}
     return unet(x, t, text, {**added, **sums})
+
+
+def _image_tokens(
+    prompt: ImagePrompt, mine: Sequence[tuple[int, RowControl, bool]], text: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An IP-Adapter's tokens [B, N, D] and strengths [B, h, w], of all rows of a call; 0 where it is not."""
+    masks = [control.mask_hw for _, control, _ in mine]
+    shape = next((mask.shape for mask in masks if mask is not None), torch.Size((1, 1)))
+    tokens = text.new_zeros(len(text), prompt.num_tokens, prompt.layers[0][0].shape[1])
+    strength = torch.zeros(len(text), *shape, device=text.device)
+    for (place, control, unguided), mask in zip(mine, masks, strict=True):
+        tokens[place] = control.encoded[1 if unguided else 0]
+        strength[place] = control.weight * (1.0 if mask is None else mask)
+    return tokens, strength

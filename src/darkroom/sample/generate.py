@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import darkroom
 from darkroom.errors import InputError
+from darkroom.models.image_prompt import installed
 from darkroom.options import MAX_SIDE, parse_solver
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
@@ -93,7 +94,7 @@ def generate(
     said: set[str] = set()
     for part in adapted.parted() or [adapted]:
         first, of_part = len(pictures), told[len(pictures) // wanted.num :][: len(part.prompts)]
-        with part.within(opened or model):
+        with part.within(opened or model), installed(opened or model, controlled.image_prompts):
             job = Job(
                 model,
                 of_part,
@@ -138,7 +139,7 @@ def _counted(
 def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
-    unet = ControlledUnet(job.backend.unet)
+    unet = ControlledUnet(job.backend.unet, job.controls.image_prompts)
 
     def run(rows: list[Row]) -> None:
         nonlocal done
