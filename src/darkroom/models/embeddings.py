@@ -78,7 +78,8 @@ def read_embedding(file: str | Path) -> Embedding:
     if whole := [name for name in names if types[name] not in FLOATS]:
         raise ModelError(f"'{file}' holds whole numbers for '{whole[0]}'", allowed="floats")
     tensors = load_file(str(file))
-    vectors = tuple(torch.atleast_2d(tensors[name].float()) for name in names)
+    vectors = tuple(tensors[name].float() for name in names)
+    vectors = tuple(one[None] if one.dim() == 1 else one for one in vectors)
     count = len(vectors[0])
     if any(one.dim() != 2 or len(one) != count for one in vectors) or not 1 <= count <= MAX_VECTORS:
         raise ModelError(
@@ -150,7 +151,8 @@ def _add(tokenizer: Any, encoder: Any, embeddings: Sequence[tuple[Embedding, tor
         rows.append(vectors.to(table.weight))
         words |= dict.fromkeys((name.lower() for name in one.names), tokens[0])
     joined = torch.cat(rows)
-    encoder.set_input_embeddings(nn.Embedding(*joined.shape, _weight=joined).requires_grad_(False))
+    count, width = joined.shape
+    encoder.set_input_embeddings(nn.Embedding(count, width, _weight=joined).requires_grad_(False))
     encoder.config.vocab_size = len(joined)
     tokenizer.darkroom_words = words
 

@@ -54,14 +54,14 @@ class ImagePrompt:
         for name in ("num_image_text_embeds", "latents"):
             if (found := getattr(projection, name, None)) is not None:
                 return int(found) if isinstance(found, int) else int(found.shape[1])
-        side = self.encoder.config.image_size // self.encoder.config.patch_size
+        side: int = self.encoder.config.image_size // self.encoder.config.patch_size
         return side * side + 1
 
     @property
     def num_bytes(self) -> int:
         """Of its weights and the encoder's."""
         modules = (self.projection, self.encoder)
-        own = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        own: int = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
         return own + sum(2 * keys.numel() * keys.element_size() for keys, _ in self.layers)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -152,7 +152,7 @@ def read_image_prompt(
     except (KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"'{path}' is no IP-Adapter that is known: {reason}") from error
-    found = ImagePrompt(name, projection, layers, None, sha256)  # type: ignore[arg-type]
+    found = ImagePrompt(name, projection, layers, None, sha256)
     found.fit(model)
     found.encoder = read_part(CLIPVisionModelWithProjection, _encoder_folder(path, model, encoder))
     for module in (found.projection, found.encoder):
@@ -221,7 +221,8 @@ class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
             return out
 
         def by_heads(x_BLD: torch.Tensor) -> torch.Tensor:
-            return x_BLD.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            rows, places, width = x_BLD.shape
+            return x_BLD.view(rows, places, attn.heads, width // attn.heads).transpose(1, 2)
 
         q = by_heads(attn.to_q(hidden_states))
         text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
