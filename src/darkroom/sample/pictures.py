@@ -30,6 +30,8 @@ JSON_KEY, A1111_KEY = "darkroom", "parameters"
 # The decoder's widest activations take about 1.2 GB a megapixel in float32.
 DECODE_PIXELS = 1024 * 1024
 DECODE_PICTURES = 32
+KINDS: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 92}, "webp": {"quality": 92}}
+EXIF_IFD, EXIF_DESCRIPTION, EXIF_COMMENT, EXIF_UNICODE = 0x8769, 0x010E, 0x9286, b"UNICODE\0"
 
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
 _WANTED: ContextVar[Callable[[], bool] | None] = ContextVar("wanted", default=None)
@@ -129,20 +131,24 @@ def _to_images(pixels_B3HW: torch.Tensor) -> list[Image.Image]:
     return [Image.fromarray(picture) for picture in array]
 
 
-def save_pictures(pictures: Sequence[Picture], out_dir: str | Path, *, grid: bool = True) -> list[Path]:
+def save_pictures(
+    pictures: Sequence[Picture], out_dir: str | Path, *, grid: bool = True, kind: str = "png"
+) -> list[Path]:
     """Write `00000-<seed>.png` and on, counting up from what is there, and `grid-00000.png` for two or more.
 
-    Returns the pictures' paths in order, then the grid's. No existing file is overwritten, and a file is
-    there whole or not at all. Raises InputError where the folder cannot be written.
+    `kind` is png, jpeg or webp; all carry the pictures' parameters. Returns the pictures' paths in order,
+    then the grid's. No existing file is overwritten, and a file is there whole or not at all. Raises
+    InputError where the folder cannot be written.
     """
     folder = Path(out_dir)
+    check_kind(kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         index = _next_index(folder, r"(\d{5,})-")
         paths = []
         for picture in pictures:
             path, index = _place(
-                picture.image, folder, index, f"-{int(picture.parameters.get('seed', 0))}", picture
+                picture.image, folder, index, f"-{int(picture.parameters.get('seed', 0))}", picture, kind
             )
             paths.append(path)
         if grid and len(pictures) > 1:
@@ -153,22 +159,31 @@ def save_pictures(pictures: Sequence[Picture], out_dir: str | Path, *, grid: boo
     return paths
 
 
+def check_kind(kind: str) -> None:
+    """InputError unless pictures can be saved so."""
+    if kind not in KINDS:
+        raise InputError(f"--format {kind}", allowed=", ".join(KINDS))
+
+
 def _next_index(folder: Path, pattern: str) -> int:
     taken = [int(match[1]) for file in os.listdir(folder) if (match := re.match(pattern, file))]
     return max(taken, default=-1) + 1
 
 
 def _place(
-    image: Image.Image, folder: Path, index: int, suffix: str, picture: Picture | None
+    image: Image.Image, folder: Path, index: int, suffix: str, picture: Picture | None, kind: str = "png"
 ) -> tuple[Path, int]:
     """Write beside, then link to the first free number: linking fails where another got there first."""
-    beside = folder / f".{uuid.uuid4().hex}.png"
+    beside = folder / f".{uuid.uuid4().hex}.{kind}"
     try:
         with open(beside, "xb") as file:
-            image.save(file, "PNG", pnginfo=png_text(picture))
+            if kind == "png":
+                image.save(file, "PNG", pnginfo=png_text(picture))
+            else:
+                image.save(file, kind.upper(), exif=exif_of(picture), **KINDS[kind])
         while True:
             stem = f"{index:05d}{suffix}" if picture is not None else f"grid-{index:05d}"
-            path = folder / f"{stem}.png"
+            path = folder / f"{stem}.{'jpg' if kind == 'jpeg' else kind}"
             index += 1
             with suppress(FileExistsError):
                 _link(beside, path)
@@ -195,6 +210,31 @@ def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
     info.add_text(A1111_KEY, a1111_text(picture.parameters))
     info.add_text(JSON_KEY, json.dumps(picture.parameters, ensure_ascii=True))
     return info
+
+
+def exif_of(picture: Picture | None) -> Image.Exif:
+    """A picture's parameters as EXIF, for JPEG and WebP: A1111's text as UserComment, where A1111 looks,
+    and the JSON as ImageDescription."""
+    exif = Image.Exif()
+    if picture is not None:
+        exif[EXIF_DESCRIPTION] = json.dumps({JSON_KEY: picture.parameters}, ensure_ascii=True)
+        text = a1111_text(picture.parameters).encode("utf-16-be", "surrogatepass")
+        exif.get_ifd(EXIF_IFD)[EXIF_COMMENT] = EXIF_UNICODE + text
+    return exif
+
+
+def _exif_texts(image: Image.Image) -> dict[str, str]:
+    """What `exif_of` or A1111 wrote, under the keys that a PNG has it."""
+    exif = image.getexif()
+    comment = exif.get_ifd(EXIF_IFD).get(EXIF_COMMENT)
+    texts = {}
+    if isinstance(comment, bytes) and comment.startswith(EXIF_UNICODE):
+        texts[A1111_KEY] = comment[len(EXIF_UNICODE) :].decode("utf-16-be", "replace")
+    with suppress(ValueError, TypeError, RecursionError):
+        told = json.loads(str(exif.get(EXIF_DESCRIPTION, "")))
+        if isinstance(told, dict) and JSON_KEY in told:
+            texts[JSON_KEY] = json.dumps(told[JSON_KEY])
+    return texts
 
 
 def make_grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
@@ -256,7 +296,8 @@ def read_parameters(png: str | Path) -> dict[str, Any]:
     told = _parameters_in(png)
     if told is None:
         raise InputError(
-            f"'{png}' does not say how it was made", allowed="a PNG with 'darkroom' or 'parameters' text"
+            f"'{png}' does not say how it was made",
+            allowed="a PNG, JPEG or WebP with darkroom's or A1111's parameters",
         )
     return told
 
@@ -272,6 +313,7 @@ def _parameters_in(png: str | Path) -> dict[str, Any] | None:
         with Image.open(png) as image:
             image.load()
             texts = {key: str(value) for key, value in image.info.items() if key in (JSON_KEY, A1111_KEY)}
+            texts = texts or _exif_texts(image)
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
