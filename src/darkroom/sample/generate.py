@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
@@ -23,12 +23,13 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import torch_backend
 from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
 from darkroom.sample.control import Control, ControlledUnet, Controls
-from darkroom.sample.denoise import Condition, Known, Row, denoise
+from darkroom.sample.denoise import Condition, Known, Row, Stage, denoise
 from darkroom.sample.ladder.choose import AUTO
 from darkroom.sample.ladder.choose import parse as parse_optimisations
 from darkroom.sample.ladder.steps import interval_of
 from darkroom.sample.memory import optimise_within
 from darkroom.sample.pictures import Picture
+from darkroom.sample.prompt_schedule import schedule, text_at
 from darkroom.sample.prompts import (
     check_text_parts,
     encode_prompts,
@@ -200,6 +201,15 @@ def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int])
     return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
 
 
+class _Planned(NamedTuple):
+    """What is read of a prompt and its negative up to a step."""
+
+    until: int
+    positive: str
+    negative: str
+    second_pass: bool
+
+
 class Job:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
@@ -252,6 +262,7 @@ class Job:
         check_adapters(self.adapted, backend)
         self.controls.to(backend)
         self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
+        self._stages: dict[tuple[int, bool], list[Stage]] = {}
         self.positives, self.negatives, told = self._conditions()
         self.source = self._source()
         self.notes = [*self.table.notes, *backend.notes, *told, *self._size_note(), *self.adapted.notes]
@@ -300,37 +311,76 @@ class Job:
         return self.num_pictures * (len(self.table) + hires)
 
     def _conditions(self) -> tuple[list[Condition], list[Condition | None], list[str]]:
-        """A positive and a negative condition for each prompt, in as many parts as the longer of both has."""
+        """The first positive and negative condition of each prompt; `_stages` holds what follows.
+
+        All conditions of a prompt have as many parts as the longest of them.
+        """
         model, weighting = self.model, self.settings.weighting
         width = getattr(model.unet.config, "time_cond_proj_dim", None)  # type: ignore[union-attr]
         guided = self.guidance > 1 and width is None
         encodes_negative = guided and (self.settings.negative is not None or not model.is_sdxl)
-        negative = self.settings.negative or ""
-        least = len(read_parts(model, negative, weighting)[0]) if encodes_negative else 1
-        texts = self.adapted.prompts
-        parts = [max(least, len(read_parts(model, prompt, weighting)[0])) for prompt in texts]
+        plans = [self._planned(text) for text in self.adapted.prompts]
+        stages = [(i, stage) for i, plan in enumerate(plans) for stage in plan]
+        told = [(i, stage.positive) for i, stage in stages]
+        against = [(i, stage.negative) for i, stage in stages] if encodes_negative else []
+        parts: dict[int, int] = {}
+        for i, text in dict.fromkeys(told + against):
+            parts[i] = max(parts.get(i, 1), len(read_parts(model, text, weighting)[0]))
         skip = self.settings.clip_skip
-        encoded, told = self.adapted.encode(self._encode(skip), texts, parts, range(len(texts)))
-        positives = [self._moved(condition) for condition in encoded]
+        positives, notes = self._encoded(told, parts, skip)
         if width is not None:
             told_guidance = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
-            for condition in positives:
+            for condition in positives.values():
                 condition.added["timestep_cond"] = told_guidance
-        if not guided:
-            return positives, [None] * len(positives), told
-        if not encodes_negative:
-            return positives, [silent(condition) for condition in positives], told
         # diffusers skips layers for the prompt alone; A1111, whose syntax comes with its ways, for both.
-        encode = self._encode(skip if weighting == "a1111" else 0)
-        kinds = sorted({(count, self.adapted.choice(i)) for i, count in enumerate(parts)})
-        which = [
-            next(i for i, n in enumerate(parts) if (n, self.adapted.choice(i)) == kind) for kind in kinds
-        ]
-        counts = [count for count, _ in kinds]
-        against, told_too = self.adapted.encode(encode, [negative] * len(counts), counts, which)
-        by_kind = {kind: self._moved(one) for kind, one in zip(kinds, against, strict=True)}
-        negatives = [by_kind[count, self.adapted.choice(i)] for i, count in enumerate(parts)]
-        return positives, [*negatives], told + told_too
+        negatives, more = self._encoded(against, parts, skip if weighting == "a1111" else 0)
+
+        def negative(i: int, text: str, positive: Condition) -> Condition | None:
+            if not guided:
+                return None
+            return negatives[i, text] if encodes_negative else silent(positive)
+
+        for i, plan in enumerate(plans):
+            for stage in plan:
+                found = positives[i, stage.positive]
+                made = Stage(stage.until, found, negative(i, stage.negative, found))
+                self._stages.setdefault((i, stage.second_pass), []).append(made)
+        firsts = [self._stages[i, False][0] for i in range(len(plans))]
+        return [one.positive for one in firsts], [one.negative for one in firsts], [*notes, *more]
+
+    def _planned(self, prompt: str) -> list[_Planned]:
+        """What is read of a prompt and when; with A1111's syntax it may change between steps."""
+        steps, negative = self.settings.steps or 1, self.settings.negative or ""
+        passes = [(False, steps)]
+        if self.settings.hires is not None:
+            passes.append((True, self.settings.hires.steps or steps))
+        found = []
+        for second, count in passes:
+            if self.settings.weighting != "a1111":
+                found.append(_Planned(count, prompt, negative, second))
+                continue
+            mine, theirs = (schedule(text, count, second_pass=second) for text in (prompt, negative))
+            for end in sorted({end for end, _ in mine + theirs}):
+                texts = (one[text_at(one, end)][1] for one in (mine, theirs))
+                found.append(_Planned(end, *texts, second))
+        return found
+
+    def _encoded(
+        self, texts: Sequence[tuple[int, str]], parts: Mapping[int, int], clip_skip: int
+    ) -> tuple[dict[tuple[int, str], Condition], list[str]]:
+        """Conditions of texts by prompt and text; equal ones that are read alike are encoded once."""
+        kinds = {(parts[i], self.adapted.choice(i), text): i for i, text in reversed(texts)}
+        asked = sorted(kinds, key=lambda kind: kinds[kind])
+        if not asked:
+            return {}, []
+        conditions, notes = self.adapted.encode(
+            self._encode(clip_skip),
+            [text for _, _, text in asked],
+            [count for count, _, _ in asked],
+            [kinds[kind] for kind in asked],
+        )
+        moved = {kind: self._moved(one) for kind, one in zip(asked, conditions, strict=True)}
+        return {(i, text): moved[parts[i], self.adapted.choice(i), text] for i, text in texts}, notes
 
     def _encode(self, clip_skip: int) -> Encode:
         """Prompts to conditions in this job's syntax and size."""
@@ -414,7 +464,22 @@ class Job:
             known=known,
             extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
             adapters=self.adapted.choice(prompt),
+            stages=self._stages_of(prompt, taken),
             controls=self.controls.at(taken.size, taken.latent_shape),
+        )
+
+    def _stages_of(self, prompt: int, taken: Pass) -> tuple[Stage, ...]:
+        """Of a prompt that changes between steps; nothing of one that does not."""
+        stages = self._stages[prompt, taken is self.hires]
+        if len(stages) == 1 and taken is self.first:
+            return ()
+        return tuple(
+            Stage(
+                stage.until,
+                sized(stage.positive, taken.size),
+                None if stage.negative is None else sized(stage.negative, taken.size),
+            )
+            for stage in stages
         )
 
     def _guided_steps(self, table: Table) -> tuple[float, float]:

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.sample.adapters import read_tags
-from darkroom.sample.generate import check_parts
+from darkroom.sample.generate import DEFAULT_STEPS, check_parts
 from darkroom.sample.inputs import check_mask
+from darkroom.sample.prompt_schedule import schedule
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.loop import Engine
@@ -112,7 +113,10 @@ def check_texts(model: Model, request: PictureRequest) -> None:
     """
     for name, text in (("prompt", request.prompt), ("negative", request.negative or "")):
         try:
-            read_parts(model, text, request.weighting)
+            changing = request.weighting == "a1111"
+            texts = schedule(text, request.steps or DEFAULT_STEPS) if changing else [(0, text)]
+            for _, one in texts:
+                read_parts(model, one, request.weighting)
         except InputError as error:
             raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
     encoders: list[Any] = list(model.text_encoders)
