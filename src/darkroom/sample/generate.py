@@ -361,8 +361,8 @@ class Job:
                 continue
             mine, theirs = (schedule(text, count, second_pass=second) for text in (prompt, negative))
             for end in sorted({end for end, _ in mine + theirs}):
-                texts = (one[text_at(one, end)][1] for one in (mine, theirs))
-                found.append(_Planned(end, *texts, second))
+                here, there = (one[text_at(one, end)][1] for one in (mine, theirs))
+                found.append(_Planned(end, here, there, second))
         return found
 
     def _encoded(
