@@ -16,7 +16,7 @@ import typer
 
 import darkroom
 from darkroom import options
-from darkroom.errors import DarkroomError, RecipeError
+from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
 from darkroom.hush import hush
 
 app = typer.Typer(
@@ -65,6 +65,12 @@ def main(arguments: list[str] | None = None) -> None:
         if error.filename is None and error.errno is None:
             raise
         _leave(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
+    except Exception as error:
+        if not is_system_failure(error):
+            raise
+        told = " ".join(str(error).split())[:300]
+        what = "no memory left" if is_out_of_memory(error) else "the machine failed"
+        _leave(_failed(f"{what}: {told}".rstrip(": "), 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
     _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from darkroom.errors import InputError, ModelError, is_out_of_memory
+from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace
 from darkroom.models.checked import (
     FLOATS,
@@ -309,7 +309,7 @@ def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> An
             **(named if of_transformers else {"torch_dtype": stored}),
         )
     except (OSError, RuntimeError, StrictDataclassError, *BAD_SETTINGS) as error:
-        if is_out_of_memory(error):
+        if is_system_failure(error):
             raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"'{folder}' could not be opened: {reason}") from error

@@ -13,6 +13,7 @@ from PIL import Image
 
 from darkroom import sample
 from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.results import Keeper
 from darkroom.serve.jobs.store import StorageError
 from darkroom.serve.request import AdapterChoice, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
@@ -585,6 +586,72 @@ def test_a_lost_device_hangs_nobody_and_loses_no_job(run_core, monkeypatch):
         return (await core.finished("x", key="a")).state
 
     assert run_core(later) == "done"
+
+
+KEPT = PictureRequest(prompt="a red circle", steps=20, seed=5)
+
+
+def kept_job(run_core, monkeypatch, error, seconds=30.0):
+    """A job that was accepted before a restart, whose uploads cannot be read the first time; how it ends."""
+
+    async def accept(core):
+        await core.submit(KEPT, key="a", job_id="x")
+        core._set_all_aside()
+
+    run_core(accept)
+    read, times = Keeper.read_uploads, []
+
+    def fails_once(self, uid):
+        times.append(uid)
+        if len(times) == 1:
+            raise error
+        return read(self, uid)
+
+    monkeypatch.setattr(Keeper, "read_uploads", fails_once)
+
+    return run_core(lambda core: looked_at(core, seconds)), len(times)
+
+
+async def looked_at(core, seconds):
+    """The job when it is over, or as it is after so long."""
+    end = time.monotonic() + seconds
+    while not (job := await core.get("x", key="a")).over and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    return job
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("the database is gone"), OSError(24, "Too many open files"), MemoryError()]
+)
+def test_a_kept_job_waits_for_a_machine_that_fails_just_now(run_core, monkeypatch, error):
+    job, times = kept_job(run_core, monkeypatch, error)
+    assert (job.state, times) == ("done", 2)
+
+
+def test_a_mistake_of_ours_ends_no_kept_job(run_core, monkeypatch, caplog):
+    """It stays for the next process, and the log has the traceback; a request that is none any more ends."""
+    job, times = kept_job(run_core, monkeypatch, ValueError("not in list"), 1.0)
+    assert (job.state, times) == ("queued", 1)
+    assert "cannot be taken up; it is kept" in caplog.text
+    monkeypatch.undo()
+
+    async def later(core):
+        return (await core.finished("x", key="a")).state
+
+    assert run_core(later) == "done"
+
+
+def test_a_kept_job_beyond_a_new_bound_ends_with_the_reason(run_core):
+    async def accept(core):
+        await core.submit(KEPT, key="a", job_id="x")
+        core._set_all_aside()
+
+    run_core(accept)
+    job = run_core(lambda core: looked_at(core, 30.0), limits=Limits(steps=2))
+    assert (job.state, job.error) == (
+        "failed",
+        {"code": "not_possible_any_more", "message": "steps: at most 2"},
+    )
 
 
 def test_a_job_says_what_it_cost(run_core):

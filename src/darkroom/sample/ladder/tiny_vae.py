@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 from darkroom.sample.ladder.applied import Applied
 
 OF_FAMILY = {"sdxl": "madebyollin/taesdxl"}
@@ -84,6 +84,8 @@ def load_tiny(source: str, factor: int) -> TinyFront:
         with quiet():
             tiny: Any = AutoencoderTiny.from_pretrained(source, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError) as error:
+        if is_system_failure(error):
+            raise
         raise InputError(
             f"tiny_vae: no tiny decoder in '{source}'",
             mend="give a folder with its config.json and safetensors: tiny_vae:FOLDER",

@@ -170,7 +170,7 @@ def _row_bytes(model: Model, backend: Backend) -> int | None:
     try:
         one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
     except Exception as error:  # a backend that cannot be counted
-        LOG.info("capacity is not counted: %s", error)
+        LOG.warning("capacity is not counted: %s: %s", type(error).__name__, error)
         return None
     return max(1, (three - one) // 2)
 
