@@ -13,12 +13,13 @@ from darkroom.models.adapters.export import describe_adapter, export_adapter, ex
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
-from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
+from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_fit, create
 from darkroom.models.folder import (
     base_family,
     describe,
     export_model,
     file_digest,
+    has_quick_digest,
     identity,
     is_model,
     load,
@@ -44,6 +45,7 @@ __all__ = [
     "Model",
     "about",
     "base_family",
+    "check_fit",
     "choose_precision",
     "create",
     "describe",
@@ -55,6 +57,7 @@ __all__ = [
     "file_digest",
     "find_tokenizer",
     "fit",
+    "has_quick_digest",
     "identity",
     "is_adapter",
     "is_model",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
+import json
 import re
 import threading
 import time
@@ -12,6 +14,7 @@ import pytest
 from PIL import Image
 
 from darkroom import sample
+from darkroom.models import folder
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.results import Keeper
 from darkroom.serve.jobs.store import StorageError
@@ -54,6 +57,36 @@ def test_a_job_becomes_pictures_that_say_how_they_were_made(run_core, small, tmp
         path = tmp_path / "one.png"
         path.write_bytes(picture.png)
         assert sample.read_parameters(path)["seed"] == other.parameters["seed"]
+
+
+def test_pictures_name_the_hash_of_the_models_file(run_core, model_folder):
+    """The same as `generate` writes, in darkroom's chunk and in A1111's."""
+    weights = next((model_folder / "unet").glob("*.safetensors"))
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+
+    async def scenario(core):
+        job = await core.submit(QUICK, key="a")
+        await core.finished(job.id, key="a")
+        return (await core.pictures(job.id, key="a"))[0].png, core.model.sha256
+
+    png, told = run_core(scenario)
+    texts = Image.open(io.BytesIO(png)).text
+    assert (told, json.loads(texts["darkroom"])["model_sha256"]) == (sha256, sha256)
+    assert f"Model hash: {sha256[:10]}, " in texts["parameters"]
+
+
+def test_a_large_models_hash_comes_while_it_is_served(run_core, monkeypatch):
+    monkeypatch.setattr(folder, "QUICK_BYTES", 0)
+    monkeypatch.setenv("DARKROOM_CACHE", "/dev/null/none")  # so that it is not known already
+
+    async def scenario(core):
+        for _ in range(500):
+            if core.model.sha256:
+                break
+            await asyncio.sleep(0.01)
+        return len(core.model.sha256 or "")
+
+    assert run_core(scenario) == 64
 
 
 def test_the_same_id_is_the_same_job_and_another_body_is_a_conflict(run_core):
