@@ -102,6 +102,16 @@ def test_doctor_says_the_same_as_json(capsys):
     assert all(name in told for name in names)
 
 
+def test_doctor_fails_where_something_lacks_that_is_needed(capsys, monkeypatch):
+    from importlib import import_module
+
+    monkeypatch.setattr(import_module("darkroom.hardware.doctor"), "_MIN_DISK_BYTES", 2**80)
+    code, out, error = run(capsys, "doctor")
+    assert code == 1
+    assert "!!  disk " in out
+    assert error == "darkroom: not in order: disk\n"
+
+
 def test_generate_writes_pictures_that_say_how_they_were_made(capsys, tmp_path):
     from darkroom.sample.pictures import read_parameters
 
