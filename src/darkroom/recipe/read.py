@@ -106,7 +106,9 @@ def _replace_sources(content: dict[str, Any], overrides: Sequence[str]) -> list[
 def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Fit a warm-up and an average that would begin only after the `train.steps` of the command line."""
     keys, steps, notes = {override.partition("=")[0] for override in overrides}, recipe.train.steps, []
-    if "train.steps" not in keys or recipe.phases:
+    if recipe.phases:
+        return _shortened_phases(content, recipe)
+    if "train.steps" not in keys:
         return []
     warmup, ema = recipe.optim.warmup_steps, recipe.train.ema
     if warmup > steps and "optim.warmup_steps" not in keys:
@@ -119,6 +121,23 @@ def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]
         notes.append(
             f"train.ema.start_step {steps // TRIAL_EMA}, not {ema.start_step}: half of train.steps {steps}"
         )
+    return notes
+
+
+def _shortened_phases(content: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The same for phases that are shorter than what they take over from the recipe."""
+    notes, ema = [], recipe.train.ema
+    for i, phase in enumerate(recipe.phases):
+        steps = -(-phase.samples // (phase.global_batch or recipe.train.global_batch))
+        if phase.warmup_steps is None and recipe.optim.warmup_steps > steps:
+            content["phases"][i]["warmup_steps"] = steps // TRIAL_WARMUP
+            notes.append(
+                f"phases.{i}.warmup_steps {steps // TRIAL_WARMUP}, not {recipe.optim.warmup_steps}: "
+                f"a tenth of its {steps} steps"
+            )
+        if ema.enabled and phase.ema_from is None and ema.start_step >= steps:
+            content["phases"][i]["ema_from"] = phase.samples // TRIAL_EMA
+            notes.append(f"phases.{i}.ema_from {phase.samples // TRIAL_EMA}: half of its pictures")
     return notes
 
 
