@@ -6,6 +6,7 @@ import copy
 import difflib
 import itertools
 import json
+import math
 import re
 import types
 import typing
@@ -68,6 +69,7 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     content = copy.deepcopy(content)
     for override in overrides:
         _override(content, override)
+    _check_values(content)
     notes = _replace_sources(content, overrides)
     recipe = _validated(content, source)
     if shorter := _shortened(content, recipe, overrides):
@@ -76,6 +78,20 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     check_together(recipe)
     recipe._derived = (*notes, *_derivations(content))
     return recipe
+
+
+def _check_values(content: Any, key: str = "") -> None:
+    """RecipeError for what no key means: infinity, not-a-number, half a surrogate pair."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            _check_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list):
+        for i, value in enumerate(content):
+            _check_values(value, f"{key}.{i}")
+    elif isinstance(content, float) and not math.isfinite(content):
+        raise RecipeError(key or "recipe", str(content), allowed="a finite number")
+    elif isinstance(content, str) and content.encode(errors="replace").decode() != content:
+        raise RecipeError(key or "recipe", ascii(content)[:200], allowed="Unicode, in UTF-8")
 
 
 def _validated(content: dict[str, Any], source: str) -> Recipe:
