@@ -53,6 +53,7 @@ TRAINED = "--resolution 64 --batch 1 --batches 1 --ranks 2 --rank 2 --steps 1 --
 BENCH = [*TRAINED.split(), *["--sweep", "1e-3", "--sweep-batch", "1", "--num", "1", "--draw-steps", "1"]]
 BENCH += ["--memory", "1KB", "--planned", "none", "--repeats", "1", "--resolutions", "64"]
 ADDED = {
+    "generate model/ 'a lighthouse' --size 512": ["--steps", "2", "--size", "64"],
     "generate": ["--steps", "2"],
     "evaluate model/ --prompts captions.txt": [
         *("--extractor", "all=runs/extractor/model"),
@@ -91,10 +92,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages' reader has: pictures, a small model, adapters, runs, extractors, lists of prompts."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    (folder / "photos").mkdir()
-    for i, scene in enumerate(scenes(16)):
-        draw(scene, 96).save(folder / "photos" / f"{i}.png")
-        (folder / "photos" / f"{i}.txt").write_text(scene.triple.caption)
+    for seed, name in enumerate(("photos", "others")):
+        (folder / name).mkdir()
+        for i, scene in enumerate(scenes(16, seed=seed)):
+            draw(scene, 96).save(folder / name / f"{i}.png")
+            (folder / name / f"{i}.txt").write_text(scene.triple.caption)
     Image.new("RGB", (64, 64), "teal").save(folder / "photo.jpg")
     Image.new("L", (64, 64), 255).save(folder / "hat.png")
     torch.manual_seed(0)
@@ -103,7 +105,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.chdir(folder)
     try:
         run("import", "photos", "pictures.lance")
-        run("train", "recipes/extractor.yaml", *STEPS[:3], "--out", "runs/extractor")
+        run("import", "others", "others.lance")
+        seen = [*STEPS[:3], "data.store=others.lance"]  # what it was trained on it may not judge
+        run("train", "recipes/extractor.yaml", *seen, "--out", "runs/extractor")
         vae = "model.vae={block_out_channels: [8, 8, 8], norm_num_groups: 4, latent_channels: 4}"
         run("train", "recipes/autoencoder.yaml", *STEPS[:4], "sample.every=2", vae, "--out", "runs/vae")
         told = ["data.instance=photos/", "data.prompt=a photo of sks dog", "checkpoint.every=1"]
