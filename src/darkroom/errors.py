@@ -104,6 +104,7 @@ RUST = re.compile(r"\(os error (\d+)\)")
 SYSTEM = (
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
     errno.EROFS,
     errno.ENOMEM,
     errno.EMFILE,

@@ -64,7 +64,9 @@ ADDED = {
         *("model.base=tiny-dit", "model.vae=model/", "model.text_encoder=model/", PHASES, *SHORT),
         *("train.routing={}", "data.filter=null", "data.encode=inline", "data.text=inline"),
     ],
-    "train recipes/pretrain.yaml model.base=tiny-dit": [*STEPS, "model.unet={}", "model.vocab_size=600"],
+    "train recipes/pretrain.yaml model.base=tiny-dit": [
+        *(*STEPS, "model.unet={}", "model.vocab_size=600", "data.encode=inline"),
+    ],
     "train recipes/pretrain.yaml": [*STEPS, *SMALL],
     "train recipes/sd2-base-256.yaml": ["model.base=model/", "data.resolution=64", *STEPS],
     "train recipes/sd2-two-phases.yaml": ["model.base=model/", PHASES, *SHORT],
