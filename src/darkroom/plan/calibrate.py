@@ -156,7 +156,7 @@ def _moving(where: Where, device: torch.device, say: Say) -> Iterator[Measured]:
 
 def _links(card: Card, device: torch.device, say: Say) -> Iterator[Measured]:
     """What processes of this machine send each other while they sum gradients."""
-    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     try:
         found = link_bytes_s(device.type, BUDGET_S)

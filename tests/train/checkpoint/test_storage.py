@@ -147,7 +147,7 @@ def test_a_store_that_fails_is_no_damage(tmp_path: Path) -> None:
     weights.rename(weights.with_name("kept"))
     weights.symlink_to("/proc/self/mem")  # its first byte is an input/output error
     said: list[str] = []
-    with pytest.raises(CheckpointError, match="step-00000020.t' could not be read: .*Input/output error"):
+    with pytest.raises(CheckpointError, match="step-00000020.t' could not be read: "):
         newest([place], said.append, ALONE)
     assert said == []
     weights.with_name("kept").rename(weights)

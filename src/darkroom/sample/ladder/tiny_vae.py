@@ -142,7 +142,8 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     tensor_types([file])  # ModelError for a file that is cut short or damaged
-    return load_file(file)
+    found: dict[str, torch.Tensor] = load_file(file)
+    return found
 
 
 class NumberedDecoder(nn.Module):
