@@ -16,7 +16,7 @@ import typer
 
 import darkroom
 from darkroom import options
-from darkroom.errors import DarkroomError, RecipeError
+from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
 from darkroom.hush import hush
 
 app = typer.Typer(
@@ -61,12 +61,22 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(1)
-    except OSError as error:
-        if error.filename is None and error.errno is None:
+    except Exception as error:
+        if (told := _failure_of_machine(error)) is None:
             raise
-        _leave(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
+        _leave(_failed(told, 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
     _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+def _failure_of_machine(error: Exception) -> str | None:
+    """What is said of an error of the system, which is no mistake of ours; None for any other."""
+    if isinstance(error, OSError) and (error.filename is not None or error.errno is not None):
+        return f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+    if not is_system_failure(error):
+        return None
+    what = "no memory left" if is_out_of_memory(error) else "the machine failed"
+    return f"{what}: {' '.join(str(error).split())[:300]}".rstrip(": ")
 
 
 def _leave(code: int) -> NoReturn:

@@ -15,12 +15,13 @@ from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
 from darkroom.models.control import ControlNet, read_control
 from darkroom.models.embeddings import Embedding, add_embeddings, find_embeddings, read_embedding
-from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
+from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_fit, create
 from darkroom.models.folder import (
     base_family,
     describe,
     export_model,
     file_digest,
+    has_quick_digest,
     identity,
     is_model,
     load,
@@ -49,6 +50,7 @@ __all__ = [
     "about",
     "add_embeddings",
     "base_family",
+    "check_fit",
     "choose_precision",
     "create",
     "describe",
@@ -61,6 +63,7 @@ __all__ = [
     "find_embeddings",
     "find_tokenizer",
     "fit",
+    "has_quick_digest",
     "identity",
     "is_adapter",
     "is_model",

@@ -284,9 +284,37 @@ def create(
                 model.text_encoders.append(_text_encoder(model, config, changed, last=i > 0))
     if "tokenizer" not in parts:
         model.tokenizers = []
+    check_fit(model, f"family '{family}' with these overrides")
     for module in model.modules.values():
         module.eval()
     return model
+
+
+def check_fit(model: Model, told: str) -> None:
+    """ModelError where parts do not go together: the first step would fail far from here."""
+    encoders: list[Any] = [*model.text_encoders]
+    given = sum(encoder.config.hidden_size for encoder in encoders)
+    takes = None if model.unet is None else model.unet.config.cross_attention_dim
+    if encoders and isinstance(takes, int) and takes != given:
+        raise ModelError(
+            f"{told}: its {model.denoiser} takes text of width {takes}, its text encoders give {given}",
+            mend="a part is of another model",
+        )
+    if model.unet is not None and model.vae is not None:
+        made, read = int(model.unet.config.out_channels), int(model.vae.config.latent_channels)
+        if made not in (read, 2 * read):
+            raise ModelError(
+                f"{told}: its {model.denoiser} makes latents of {made} channels, its VAE reads {read}",
+                mend="a part is of another model",
+            )
+    for encoder, tokenizer in zip(encoders, model.tokenizers, strict=False):
+        most = max(tokenizer.get_vocab().values(), default=0)
+        if most >= encoder.config.vocab_size:
+            raise ModelError(
+                f"{told}: its tokenizer has words up to number {most}, its text encoder knows "
+                f"{encoder.config.vocab_size}",
+                mend="a part is of another model",
+            )
 
 
 def _family(name: str) -> Family:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from darkroom.errors import InputError, ModelError
+from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.models.checked import check_tokenizer
 from darkroom.models.hub import fetch
 
@@ -83,6 +83,8 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
     except ModelError as error:
         raise ModelError(str(error), mend=missing.mend) from error
     except (OSError, ValueError) as error:
+        if is_system_failure(error):
+            raise
         raise missing from error
     if len(found) < NUM_BYTES:  # without a network transformers gives one of no words at all
         raise missing
@@ -99,6 +101,8 @@ def read_tokenizer(folder: Path) -> CLIPTokenizer:
     try:
         found = CLIPTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if is_system_failure(error):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"the tokenizer in '{folder}' could not be opened: {reason}") from error
     if len(found) < NUM_BYTES:  # transformers makes one of no words of what it does not understand

@@ -6,6 +6,7 @@ import copy
 import difflib
 import itertools
 import json
+import math
 import re
 import types
 import typing
@@ -68,6 +69,7 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     content = copy.deepcopy(content)
     for override in overrides:
         _override(content, override)
+    _check_values(content)
     notes = _replace_sources(content, overrides)
     recipe = _validated(content, source)
     if shorter := _shortened(content, recipe, overrides):
@@ -76,6 +78,20 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     check_together(recipe)
     recipe._derived = (*notes, *_derivations(content))
     return recipe
+
+
+def _check_values(content: Any, key: str = "") -> None:
+    """RecipeError for what no key means: infinity, not-a-number, half a surrogate pair."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            _check_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list):
+        for i, value in enumerate(content):
+            _check_values(value, f"{key}.{i}")
+    elif isinstance(content, float) and not math.isfinite(content):
+        raise RecipeError(key or "recipe", str(content), allowed="a finite number")
+    elif isinstance(content, str) and content.encode(errors="replace").decode() != content:
+        raise RecipeError(key or "recipe", ascii(content)[:200], allowed="Unicode, in UTF-8")
 
 
 def _validated(content: dict[str, Any], source: str) -> Recipe:
@@ -106,7 +122,9 @@ def _replace_sources(content: dict[str, Any], overrides: Sequence[str]) -> list[
 def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Fit a warm-up and an average that would begin only after the `train.steps` of the command line."""
     keys, steps, notes = {override.partition("=")[0] for override in overrides}, recipe.train.steps, []
-    if "train.steps" not in keys or recipe.phases:
+    if recipe.phases:
+        return _shortened_phases(content, recipe)
+    if "train.steps" not in keys:
         return []
     warmup, ema = recipe.optim.warmup_steps, recipe.train.ema
     if warmup > steps and "optim.warmup_steps" not in keys:
@@ -119,6 +137,23 @@ def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]
         notes.append(
             f"train.ema.start_step {steps // TRIAL_EMA}, not {ema.start_step}: half of train.steps {steps}"
         )
+    return notes
+
+
+def _shortened_phases(content: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The same for phases that are shorter than what they take over from the recipe."""
+    notes, ema = [], recipe.train.ema
+    for i, phase in enumerate(recipe.phases):
+        steps = -(-phase.samples // (phase.global_batch or recipe.train.global_batch))
+        if phase.warmup_steps is None and recipe.optim.warmup_steps > steps:
+            content["phases"][i]["warmup_steps"] = steps // TRIAL_WARMUP
+            notes.append(
+                f"phases.{i}.warmup_steps {steps // TRIAL_WARMUP}, not {recipe.optim.warmup_steps}: "
+                f"a tenth of its {steps} steps"
+            )
+        if ema.enabled and phase.ema_from is None and ema.start_step >= steps:
+            content["phases"][i]["ema_from"] = phase.samples // TRIAL_EMA
+            notes.append(f"phases.{i}.ema_from {phase.samples // TRIAL_EMA}: half of its pictures")
     return notes
 
 

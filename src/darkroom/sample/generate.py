@@ -121,6 +121,16 @@ def generate(
     return pictures
 
 
+def check_unicode(prompts: Sequence[str]) -> None:
+    """InputError for half a surrogate pair, which a command line or JSON may hold and no tokenizer takes."""
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            told = f"a prompt whose character {error.start + 1} is no Unicode"
+            raise InputError(told, mend="give it in UTF-8") from error
+
+
 def check_seeds(settings: GenerateSettings, prompts: int) -> None:
     """InputError unless every picture has a seed that generators take."""
     if settings.seed + prompts * settings.num - 1 > MAX_SEED:
@@ -253,6 +263,7 @@ class Job:
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
+        check_unicode([*prompts, settings.negative or ""])
         check_seeds(settings, len(prompts))
         if isinstance(backend, str):
             backend, most = self._opened(backend, optimise, memory, device, dtype, notice)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from darkroom.errors import DarkroomError, InputError, Stopped
+from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
 from darkroom.hardware.system import atomic_replace
 from darkroom.models.latents import LatentScaling
 from darkroom.options import A1111_NAMES, find_solver
@@ -317,6 +317,8 @@ def _parameters_in(png: str | Path) -> dict[str, Any] | None:
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        if is_system_failure(error):
+            raise
         raise InputError(f"'{png}' is no picture that can be read: {error}") from error
     if JSON_KEY in texts:
         with suppress(json.JSONDecodeError):

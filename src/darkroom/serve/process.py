@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import uvicorn
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.hardware.system import stop_in_loop
 from darkroom.serve.api.app import make_app
 from darkroom.serve.api.guard import AsgiApp, Keys, allowed, connection, is_public
@@ -99,6 +99,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.bind(address)
         listening.listen(BACKLOG)  # who connects from here on is answered, if later
     except OSError as error:
+        if is_system_failure(error):
+            raise
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
     return listening
 

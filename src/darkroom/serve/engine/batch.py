@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from darkroom import sample
+from darkroom.errors import is_out_of_memory
 from darkroom.sample.denoise import Unet
 from darkroom.serve.engine.tickets import Ticket
 
@@ -104,7 +105,7 @@ class Bucket:
     def _apart(self, unet: Unet, stepped: Stepped, error: BaseException) -> None:
         """Each row by itself: those that fail alone too are to blame."""
         self._unpack()
-        stepped.out_of_memory = "out of memory" in str(error).lower() or "not enough memory" in str(error)
+        stepped.out_of_memory = is_out_of_memory(error)
         for ticket in self.tickets:
             assert ticket.row is not None
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     optimise = _optimisations(settings, model)
     backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
+    _name_hash(model)
     first_job(model, backend)  # refuses what cannot be
     row_bytes = _row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, row_bytes)
@@ -96,6 +98,22 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
     return Opened(model, engine, library)
+
+
+def _name_hash(model: Model) -> None:
+    """The hash that pictures name their model by; of large files it comes while the first are generated."""
+    if models.has_quick_digest(model):
+        model.digest = models.file_digest(model)
+        return
+
+    def hash_file() -> None:
+        try:
+            model.digest = models.file_digest(model)
+        except OSError as error:
+            LOG.warning("pictures say no model hash: %s", error)
+
+    LOG.info("hashing the model's file: pictures made meanwhile say no model hash")
+    threading.Thread(target=hash_file, name="model-hash", daemon=True).start()
 
 
 def _optimisations(settings: ServeSettings, model: Model) -> str:
@@ -170,7 +188,7 @@ def _row_bytes(model: Model, backend: Backend) -> int | None:
     try:
         one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
     except Exception as error:  # a backend that cannot be counted
-        LOG.info("capacity is not counted: %s", error)
+        LOG.warning("capacity is not counted: %s: %s", type(error).__name__, error)
         return None
     return max(1, (three - one) // 2)
 

@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import DarkroomError, InputError
+from pydantic import ValidationError
+
+from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
 from darkroom.serve.engine import tickets
@@ -40,7 +42,7 @@ SWEEP_S = 15.0
 SUSPECT = 3
 """A job that was begun so often and never finished is drawn alone: should it be what ends the process, the
 others are not begun with it, and the kills of a bad day do not count against jobs that only stood by."""
-LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
+LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S, TAKE_UP_RETRY_S = 5.0, 10.0, 30.0, 1.0
 CANCEL_S = 5.0
 """So long a client waits until its cancellation is written down; it is tried on after that."""
 
@@ -131,12 +133,24 @@ class Core:
             request = admission.with_tags_read(request)
             uploads = await self._loop.in_thread(self._keeper.read_uploads, record.uid)
             shape = await self._shape(request, uploads)
-        except (Refused, ValueError) as error:
+        except (Refused, ValidationError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
+            return
+        except Exception as error:
+            if not isinstance(error, StorageError) and not is_system_failure(error):
+                LOG.exception("job %s cannot be taken up; it is kept", record.uid)  # a mistake of ours
+                return
+            LOG.warning("job %s cannot be taken up just now: %s", record.uid, error)
+            if self.sharing is None:  # else its lease ends, and another server may
+                self._loop.spawn(self._take_up_later(record))
             return
         now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
         if now is not None and now.state in LIVE:  # it may have been cancelled meanwhile
             self._enlist(now, request, shape, uploads)
+
+    async def _take_up_later(self, record: Record) -> None:
+        await asyncio.sleep(TAKE_UP_RETRY_S)
+        await self._take_up(record)
 
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}

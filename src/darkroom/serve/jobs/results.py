@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sql
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, sync_folder
 from darkroom.serve.engine.tickets import Work
 from darkroom.serve.hooks import Hooks, Withheld
@@ -71,6 +71,8 @@ class Results:
                 f"another server runs on '{folder}'", mend="give --state another folder"
             ) from error
         except OSError as error:
+            if is_system_failure(error):
+                raise
             raise InputError(f"'{folder}' cannot be written: {error.strerror}") from error
         self.secret = _secret(folder / ".secret")
         """Signs the addresses of pictures."""

@@ -228,9 +228,20 @@ def attend_in_float32(module: nn.Module) -> None:
     from transformers import PreTrainedModel
 
     class Float32Attention(AttnProcessor2_0):  # type: ignore[misc]
-        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The names of its parameters count: diffusers leaves out, with a warning, what is not among them.
+        def __call__(
+            self,
+            attn: Any,
+            hidden_states: Tensor,
+            encoder_hidden_states: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            temb: Tensor | None = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            given = (attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             with _Float32Product():
-                out: Tensor = super().__call__(*args, **kwargs)
+                out: Tensor = super().__call__(*given, *args, **kwargs)
             return out
 
     if isinstance(module, PreTrainedModel):
