@@ -57,7 +57,7 @@ PYTEST: dict[str, list[Line]] = {
         (("-n", "2", "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }
-TEST_EXTRAS = ("all", "dev")  # of pyproject.toml; the quickstart needs none
+TEST_EXTRAS = ("all", "dev", "docs")  # of pyproject.toml; the quickstart needs none
 LEFT_BY_RUNS = (".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build", "dist")
 
 HELP = """python make.py COMMAND, or make COMMAND:
@@ -65,12 +65,14 @@ HELP = """python make.py COMMAND, or make COMMAND:
   setup        the virtual environment .venv with what the quickstart needs; `setup serve onnx` adds extras
   test         lint, types for Linux, macOS and Windows, and the tests
   check        lint, types and the quick tests of what changed against main
+  docs         the documentation's site, in build/site
   nightly      the long proofs, then pictures and serving once more with AVX2 instructions only
   lint         lint and types
   format       mend the formatting
   lock         resolve requirements.lock again; `lock --upgrade` takes newer versions
   clean        remove .venv and caches
-What follows `quickstart` or `test` goes to darkroom or pytest. --dry-run prints the commands alone.
+What follows `quickstart`, `test` or `docs` goes to darkroom, pytest or mkdocs.
+--dry-run prints the commands alone.
 TORCH=cpu|cuda|rocm7.2|xpu|...   the build of torch; unset: by what the machine has
 INSTALLER=pip                    without uv"""
 
@@ -476,6 +478,10 @@ def main(words: list[str]) -> int:
     elif command == "nightly":
         setup(machine, TEST_EXTRAS)
         tests(machine, "nightly", ())
+    elif command == "docs":
+        setup(machine, ("docs",))
+        machine.run(str(PYTHON), "-m", "mkdocs", "build", "--quiet", *rest, add={"NO_MKDOCS_2_WARNING": "1"})
+        say("the site is in build/site; open build/site/index.html")
     elif command == "format":
         setup(machine, TEST_EXTRAS)
         machine.run(str(PYTHON), "-m", "ruff", "check", "--fix", ".")

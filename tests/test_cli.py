@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from darkroom import cli, errors
 
@@ -158,3 +160,28 @@ def test_the_readme_names_only_verbs_and_options_that_exist(capsys):
         assert code == 0, command
         for option in re.findall(r"--[a-z-]+", command):
             assert option in out, command
+
+
+def commands_of(command: Any, *path: str) -> list[tuple[str, ...]]:
+    """The command line and everything below it."""
+    inner = getattr(command, "commands", {})
+    return [path, *(found for name, one in inner.items() for found in commands_of(one, *path, name))]
+
+
+@pytest.mark.parametrize("path", commands_of(typer.main.get_command(cli.app)), ids=" ".join)
+def test_no_line_of_help_is_cut_or_wider_than_80_columns(path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys, *path, "--help")
+    assert code == 0
+    _, _, listed = out.partition("\nCommands:\n")
+    assert [line for line in listed.splitlines() if line.endswith(("...", "…"))] == []
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_shells_complete_verbs(capsys, monkeypatch):
+    for name, value in {"_DARKROOM_COMPLETE": "complete_bash", "COMP_WORDS": "darkroom ins"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COMP_CWORD", "1")
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert out.split() == ["inspect"]

@@ -21,6 +21,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "CheckpointError",
+    "ColumnError",
+    "DarkroomError",
+    "InputError",
+    "LoaderError",
+    "MissingExtra",
+    "ModelError",
+    "RecipeError",
+    "Stopped",
+    "StoreError",
+]
+
 
 class DarkroomError(Exception):
     """Root of all errors that darkroom raises on purpose. They survive being sent between processes."""

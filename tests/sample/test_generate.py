@@ -15,21 +15,12 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.models.model import Model
+from darkroom.options import SOLVERS
 from darkroom.sample import generate
-from darkroom.sample.choice import SOLVERS
 from darkroom.sample.generate import GenerateSettings
 from darkroom.sample.pictures import Picture
 
-CLASSES = {
-    "ddim": diffusers.DDIMScheduler,
-    "pndm": diffusers.PNDMScheduler,
-    "euler": diffusers.EulerDiscreteScheduler,
-    "euler_a": diffusers.EulerAncestralDiscreteScheduler,
-    "dpmpp_2m": diffusers.DPMSolverMultistepScheduler,
-    "dpmpp_2m_sde": diffusers.DPMSolverMultistepScheduler,
-    "unipc": diffusers.UniPCMultistepScheduler,
-    "lcm": diffusers.LCMScheduler,
-}
+CLASSES = {name: getattr(diffusers, row.scheduler) for name, row in SOLVERS.items()}
 PROMPTS = ["a red circle on a blue background", "a photo of an astronaut"]
 SEED = 7
 

@@ -26,7 +26,9 @@ def import_(
     missing_caption: Annotated[str, typer.Option(help="reject, or keep with an empty caption")] = "reject",
     as_json: Json = False,
 ) -> None:
-    """Bring pictures and captions into a store; a second run goes on and adds no doubles.
+    """Import pictures and captions into a store.
+
+    A second run continues, and adds no duplicates.
 
     Example: darkroom import photos/ pictures.lance
     """
@@ -57,7 +59,9 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What is in it; a store also gets a contact sheet.
+    """What a store, model, adapter or run holds.
+
+    A store also gets an overview picture.
 
     Marked doubles are left out of training by data.filter='double_of IS NULL'.
 
@@ -106,7 +110,9 @@ def delete(
     source: Annotated[str | None, typer.Option(help="all rows that came from this source")] = None,
     as_json: Json = False,
 ) -> None:
-    """Delete pictures from a store for good: their bytes leave the disk; by id they stay out.
+    """Delete pictures from a store, and from the disk.
+
+    Pictures deleted by id are refused by later imports.
 
     Stopped or killed, the same command goes on. Versions that a run has pinned keep their pictures; it says
     so. An id that is not in the store deletes nothing.
@@ -130,7 +136,9 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Whether a store is whole: reads every picture, compares hashes and counts, names what is left over.
+    """Check a store: every file, count and hash.
+
+    Reads every picture; names what is wrong and what is left over.
 
     Exit code 0: nothing is wrong. 1: something is, told in a line each.
 
@@ -163,23 +171,25 @@ def prepare(
         str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
     ] = None,
     encoders: Annotated[
-        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; 1 if not said")
+        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; default: 1")
     ] = None,
     accelerator: Annotated[
         str | None, typer.Option(help="ray: the accelerator type they run on, as Ray names it")
     ] = None,
     fraction: Annotated[
-        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; 1 if not said")
+        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; default: 1")
     ] = None,
     cpu_workers: Annotated[
-        int | None, typer.Option(min=1, help="ray: tasks that read and decode; all CPUs left if not said")
+        int | None, typer.Option(min=1, help="ray: tasks that read and decode; default: all CPUs left")
     ] = None,
     grows: Annotated[
         bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
+    """Encode pictures once: adds latent and text columns.
+
+    A second run encodes only what is new.
 
     Example: darkroom prepare pictures.lance --model runs/vae/model --resolution 64
 

@@ -1,4 +1,4 @@
-"""The door itself: the application, its exit codes, and how every verb prints."""
+"""The application, its exit codes, and how every verb prints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ import typer
 import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
-from darkroom.hush import hush
+from darkroom.hush import hush, limit_spinning
 
 app = typer.Typer(
     name="darkroom",
     help="Stable Diffusion models, from pictures to pictures: import, prepare, train, generate, measure.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -33,10 +32,10 @@ app.add_typer(bench, name="bench")
 
 FIRST_TELLS_S = 10.0  # what rank 0 has to tell what all ranks know
 
-SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; the model's own if not said"
+SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; default: the model's own"
 PRECISION_HELP = "float32, bf16, fp16, or auto: bf16 where it is quick"
 SOLVER_HELP = (
-    f"the model's own if not said; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
+    f"default: the model's own; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
     "or as A1111 says it: 'DPM++ 2M Karras'"
 )
 
@@ -47,6 +46,7 @@ RECIPE_HELP = "the recipe: a YAML file, or recipes:NAME for one that comes with 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
+    limit_spinning()
     hush()
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)

@@ -25,7 +25,9 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What this machine, or a cluster, has and lacks, each lack with the line that mends it.
+    """What this machine, or a cluster, has and lacks.
+
+    Each lack with the line that mends it.
 
     Exit code 1 where something lacks that darkroom cannot do without.
 

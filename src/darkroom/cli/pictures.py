@@ -52,7 +52,7 @@ def generate(
         typer.Option(help="a folder of textual inversions, used by their files' names in prompts"),
     ] = None,
     strength: Annotated[
-        float | None, typer.Option(help="how much of the steps; 0.75 if not said, with a mask 1")
+        float | None, typer.Option(help="how much of the steps; default: 0.75, with a mask 1")
     ] = None,
     paste: Annotated[bool, typer.Option(help="keep the picture outside the mask to the pixel")] = True,
     hires: Annotated[
@@ -63,9 +63,9 @@ def generate(
     clip_skip: Annotated[
         int, typer.Option(min=0, help="last text layers left out; A1111's 'Clip skip: 2' is 1")
     ] = 0,
-    steps: Annotated[int | None, typer.Option(help="solver steps; 30 if not said")] = None,
+    steps: Annotated[int | None, typer.Option(help="solver steps; default: 30")] = None,
     guidance: Annotated[
-        float | None, typer.Option(help="above 1 is on; the model's own or 7.5 if not said")
+        float | None, typer.Option(help="above 1 is on; default: the model's own or 7.5")
     ] = None,
     solver: Annotated[str | None, typer.Option(help=SOLVER_HELP)] = None,
     guidance_rescale: Annotated[float, typer.Option(help="0 to 1, against burnt contrast")] = 0.0,
@@ -86,7 +86,9 @@ def generate(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="say why what was chosen")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prompts -> pictures, each with its parameters inside, and a grid of them.
+    """Generate pictures from prompts.
+
+    Each PNG holds its parameters; several also make a grid.
 
     Example: darkroom generate model/ "a red circle" --num 4 --solver dpmpp_2m --steps 20
     """

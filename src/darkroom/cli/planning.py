@@ -36,7 +36,7 @@ def plan(
         str | None, typer.Option(help="what the cards stand in: a row of machines.csv; the usual one")
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="bf16, fp16 or float32; auto: as the job itself computes unless told")
+        str, typer.Option(help="bf16, fp16 or float32; auto: as the job itself computes")
     ] = "auto",
     engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager",
     model: Annotated[str, typer.Option(help="jobs: a family or a model folder")] = "sd15",
@@ -49,7 +49,7 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1,
     attention: Annotated[str, typer.Option(help="generate, serve: fused or plain")] = "fused",
     channels_last: Annotated[
-        bool | None, typer.Option(help="generate, serve: memory layout; in half precisions if not said")
+        bool | None, typer.Option(help="generate, serve: memory layout; default: in half precisions")
     ] = None,
     pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000,
     rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0,
@@ -78,7 +78,9 @@ def plan(
     validate: Annotated[bool, typer.Option("--validate", help="predict published tables")] = False,
     as_json: Json = False,
 ) -> None:
-    """Memory, time and money of a recipe or a job, before anything runs; needs no GPU.
+    """Memory, time and cost of a job before it runs.
+
+    Needs no GPU.
 
     Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
     """

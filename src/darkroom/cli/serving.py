@@ -26,7 +26,7 @@ Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once
 MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
 Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
-KeyFile = Annotated[Path | None, typer.Option(help="who may come in; see --make-key")]
+KeyFile = Annotated[Path | None, typer.Option(help="the API keys that are accepted; see --make-key")]
 NEW_KEY_HELP = "add a key of this name to --api-key-file, print it, and end"
 MakeKey = Annotated[str | None, typer.Option(help=NEW_KEY_HELP)]
 Origins = Annotated[list[str] | None, typer.Option(help="a further web origin that may ask")]
@@ -37,14 +37,14 @@ State = Annotated[Path, typer.Option(help="the folder of jobs and pictures")]
 JOBS_HELP = "the jobs' database, if not SQLite: postgresql+psycopg://..."
 Jobs = Annotated[str | None, typer.Option(help=JOBS_HELP)]
 Name = Annotated[str, typer.Option(help="of this server, where several use a database")]
-Capacity = Annotated[int | None, typer.Option(min=1, help="U-Net evaluations a step; by memory if not said")]
+Capacity = Annotated[int | None, typer.Option(min=1, help="U-Net evaluations a step; default: by memory")]
 Queue = Annotated[int, typer.Option(min=1, help="pictures that may wait; more are refused")]
 QUEUE_SECONDS_HELP = "seconds of work that may wait, by the speed measured; more is refused"
 QueueSeconds = Annotated[float, typer.Option(min=0.001, help=QUEUE_SECONDS_HELP)]
 Rate = Annotated[float, typer.Option(min=0.01, help="new jobs a minute with one key")]
 Keep = Annotated[float, typer.Option(min=0.001, help="hours that finished jobs are kept")]
 KeepGb = Annotated[float, typer.Option(min=0.001, help="of pictures that are kept; the oldest go first")]
-Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told to stop")]
+Drain = Annotated[float, typer.Option(min=0, help="seconds to finish running jobs after a stop signal")]
 LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
 LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
@@ -54,7 +54,7 @@ UsdPerHour = Annotated[float | None, typer.Option(min=0, help="price of the devi
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
 Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
 Backend = Annotated[str, typer.Option(help="torch, compile, onnx or openvino")]
-OPTIMISE_HELP = "optimisations of the ladder; lossless ones if not said"
+OPTIMISE_HELP = "optimisations; default: lossless ones"
 Optimise = Annotated[str | None, typer.Option(help=OPTIMISE_HELP)]
 VERTEX_HELP = "as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables"
 Vertex = Annotated[bool, typer.Option(help=VERTEX_HELP)]
@@ -68,7 +68,7 @@ Lease = Annotated[float, typer.Option(min=1, help="shared: a server silent for s
 EngineName = Annotated[str, typer.Option("--engine", help="local: this process; ray: replicas on Ray Serve")]
 ADDRESS_HELP = "ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local"
 RayAddress = Annotated[str | None, typer.Option(help=ADDRESS_HELP)]
-REPLICAS_HELP = "ray: how many, N or LEAST:MOST; 1 if not said"
+REPLICAS_HELP = "ray: how many, N or LEAST:MOST; default: 1"
 ReplicaCount = Annotated[str | None, typer.Option("--replicas", help=REPLICAS_HELP)]
 JobsEach = Annotated[float | None, typer.Option(help="ray: jobs for which one replica is there; 16")]
 ReplicaCpus = Annotated[float | None, typer.Option(help="ray: CPUs of a replica, and its threads; 1")]
@@ -119,7 +119,9 @@ def serve(
     replica_cpus: ReplicaCpus = None,
     replica_gpus: ReplicaGpus = None,
 ) -> None:
-    """A server of pictures: jobs that survive it, OpenAI's dialect, metrics. Ctrl-C drains, twice leaves.
+    """Serve pictures: a page, APIs and durable jobs.
+
+    OpenAI's and other APIs, metrics. Ctrl-C drains; a second one ends at once.
 
     Example: darkroom serve model/ --adapters loras/ --port 8000
 

@@ -24,7 +24,9 @@ def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="of the pictures, the weights and the training")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Pictures -> model -> pictures -> report, on a CPU, in minutes.
+    """Pictures -> model -> pictures -> report, in minutes.
+
+    On a CPU, with pictures that it draws itself.
 
     Example: darkroom quickstart --out quickstart
     """
@@ -73,7 +75,9 @@ def train(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train what a recipe says; the same command goes on where it was stopped.
+    """Train what a recipe says.
+
+    The same command resumes where it was stopped.
 
     Several values, as in optim.lr=1e-5,5e-5,1e-4, make a run of each in one folder, under one budget.
     One that diverges or finds no memory is noted, the others are made; exit code 1 if none got to its end.
@@ -169,7 +173,9 @@ def recipe(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="the page docs/recipe.md")] = False,
     as_json: Json = False,
 ) -> None:
-    """Every key of a recipe: type, default, what is allowed, what it means, and what tasks set instead.
+    """Every key of a recipe: type, default, limits.
+
+    And what it means, and what tasks set instead.
 
     Example: darkroom recipe --keys 'optim.*'
 
@@ -202,7 +208,7 @@ def runs(
     root: Annotated[Path, typer.Option(help="the folder that holds the runs")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """What ran, what runs; or two and more runs side by side.
+    """List runs, or compare two and more.
 
     Example: darkroom runs compare runs/a runs/b
     """
@@ -240,7 +246,7 @@ def export(
         typer.Option(help="FILE[:WEIGHT], an adapter to merge into a model; may be given again"),
     ] = None,
     checkpoint: Annotated[
-        int | None, typer.Option(help="the step; if not said, the newest, or with evaluate.patience the best")
+        int | None, typer.Option(help="the step; default: the newest, or with evaluate.patience the best")
     ] = None,
     ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
     kohya: Annotated[
@@ -254,7 +260,9 @@ def export(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a run's weights as a model folder, also while it trains; an adapter merged, or as its own file.
+    """Write a run's weights as a model or adapter.
+
+    Also while it trains; an adapter merged, or as its own file.
 
     Example: darkroom export runs/emoji --to model/ --checkpoint 2000
 
@@ -318,11 +326,13 @@ def report(
     out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
     five_systems: Annotated[
         bool,
-        typer.Option("--five-systems", help="five published systems beside darkroom's figures, with a CSV"),
+        typer.Option("--five-systems", help="five published systems next to darkroom's figures, with a CSV"),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """One HTML file: curves, samples by step, settings, environment, bill.
+    """Write a report: one HTML file.
+
+    Curves, samples by step, settings, environment, bill.
 
     Example: darkroom report runs/emoji --out report.html
     """

@@ -142,7 +142,7 @@ class DataSettings(BaseModel):
     mask: str | None = Field(
         default=None,
         description="column of masks, white where the loss counts; alpha: the pictures' own; null: the files "
-        "NAME.mask.png beside a folder's pictures, where there are any",
+        "NAME.mask.png next to a folder's pictures, if any",
     )
     caption_dropout: float = Field(default=0.0, ge=0, le=1, description="share of captions left empty")
     buckets: bool = Field(default=False, description="batches of one aspect ratio instead of square crops")
@@ -536,7 +536,9 @@ class AlignSettings(BaseModel):
         default=None,
         description="folder or hub id of the frozen network: DINO, CLIP, darkroom's own; null: no alignment",
     )
-    weight: float = Field(default=0.5, ge=0, le=100, description="of its loss beside the objective's")
+    weight: float = Field(
+        default=0.5, ge=0, le=100, description="weight of its loss, added to the denoiser's"
+    )
     block: int | None = Field(
         default=None, ge=1, description="whose tokens are aligned, from 1; null: a third of the way"
     )

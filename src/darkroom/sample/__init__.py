@@ -12,7 +12,7 @@ from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import unet_call
-from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, default_solver, make_table, solvers_of
+from darkroom.sample.choice import default_solver, make_table, solvers_of
 from darkroom.sample.control import Control
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
 from darkroom.sample.generate import GenerateSettings, Hires, Job, generate
@@ -25,8 +25,6 @@ from darkroom.sample.solvers import Table
 
 __all__ = [
     "BACKENDS",
-    "FLOW_SOLVERS",
-    "SOLVERS",
     "Backend",
     "Batch",
     "Condition",

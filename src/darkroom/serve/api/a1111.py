@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
-from darkroom.options import A1111_NAMES, SAMPLERS, find_solver
+from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.errors import Refused
@@ -415,7 +415,6 @@ def _parsed(info: str) -> dict[str, Any]:
 
 
 SCHEDULERS: dict[str, bool | None] = {"Automatic": None, "Uniform": False, "Karras": True}
-TAKE_KARRAS = ("euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc")
 
 Neutral = bool | int | float | str | list[Any] | dict[str, Any] | None
 UNUSED = frozenset(
@@ -523,7 +522,8 @@ def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, b
                 422, "invalid_value", f"scheduler: one of {', '.join(SCHEDULERS)}", param="scheduler"
             )
         wanted = names[scheduler.strip().lower()]
-        karras = wanted if wanted is not None and (wanted or solver in TAKE_KARRAS) else karras
+        takes_karras = solver in SOLVERS and SOLVERS[solver].takes_karras
+        karras = wanted if wanted is not None and (wanted or takes_karras) else karras
     return solver, karras
 
 

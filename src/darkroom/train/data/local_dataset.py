@@ -82,7 +82,7 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
     masks = _add_masks(recipe, store, folder)
     say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
     if report.rejected:
-        say(f"set aside: {report.rejected}; see {report.rejected_file}")
+        say(f"rejected: {report.rejected}; see {report.rejected_file}")
 
 
 def forget(run: Path) -> None:
