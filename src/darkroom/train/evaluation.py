@@ -38,7 +38,7 @@ def heldout_metrics(task: Task, inputs: Mapping[str, Tensor], micro_batch: int) 
     parts = [task.heldout(micro) for micro in micro_batches(inputs, micro_batch)]
     found: dict[str, Any] = {}
     for name in parts[0]:
-        mean = torch.cat([part[name] for part in parts]).double().mean(dim=0).tolist()
+        mean = torch.cat([part[name] for part in parts]).cpu().double().mean(dim=0).tolist()
         found[name] = dict(zip(map(str, task.points), mean, strict=True)) if isinstance(mean, list) else mean
     return found
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
+from darkroom.hardware import accelerator
 from darkroom.hardware.memory import drop_file_pages, give_back
 from darkroom.recipe.sections import TrainSettings
 from darkroom.train.distributed.ranks import Ranks
@@ -141,8 +142,8 @@ def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
 
 def free_memory_bytes(device: torch.device) -> int:
     """Memory that is free now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if accelerator.kind_of(device).own_memory:
+        return accelerator.free_bytes(device)
     return int(psutil.virtual_memory().available)
 
 

@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from darkroom import hardware
 from darkroom.bill import Bill
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
+from darkroom.hardware import accelerator
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
 from darkroom.recipe.sections import ADAPTER_TASKS, PhaseSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
@@ -473,8 +472,7 @@ def attempted(training: Callable[[], TrainResult]) -> tuple[TrainResult | None, 
         if not failure:
             raise
     gc.collect()  # here, where the error no longer holds the run's tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    accelerator.empty_cache()
     return None, failure
 
 
