@@ -328,6 +328,21 @@ def test_only_one_file_names_makes_of_accelerators(tmp_path):
         assert of_one_make(tmp_path / f"{len(line)}.py")
 
 
+DELETES = re.compile(r"shutil\.rmtree|os\.(unlink|remove|rmdir)|.*\.(unlink|rmdir)$")
+
+
+def test_only_one_file_deletes(tmp_path):
+    """On Windows what is open cannot be deleted: system.remove_file and remove_tree wait for it."""
+
+    def deletes(path: Path) -> set[str]:
+        calls = (ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        return {name for name in calls if DELETES.match(name)}
+
+    assert {str(path) for path in FILES if deletes(path)} == {str(SOURCE / "hardware/system.py")}
+    (tmp_path / "one.py").write_text("path.unlink(); shutil.rmtree(path)\n")
+    assert deletes(tmp_path / "one.py") == {"path.unlink", "shutil.rmtree"}
+
+
 def without_encoding(path: Path) -> list[str]:
     """Calls that read or write text in the system's own encoding; ruff finds those of known paths alone."""
     calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]

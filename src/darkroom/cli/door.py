@@ -17,6 +17,7 @@ import typer
 import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError
+from darkroom.hardware.system import is_unicode, print_anything
 from darkroom.hush import hush
 
 app = typer.Typer(
@@ -48,6 +49,8 @@ RECIPE_HELP = "the recipe: a YAML file, or recipes:NAME for one that comes with 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
     hush()
+    for stream in (sys.stdout, sys.stderr):
+        print_anything(stream)
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:
@@ -141,7 +144,7 @@ def _recipe_folders() -> Iterator[Path]:
 def show(result: Any, as_json: bool, lines: Callable[[], Any]) -> None:
     """Print a result: one JSON object, or what `lines` gives, line by line."""
     if as_json:
-        print(json.dumps(plain(result), ensure_ascii=False))
+        print(json.dumps(plain(result), ensure_ascii=not is_unicode(sys.stdout)))
         return
     for line in lines():
         print(line)

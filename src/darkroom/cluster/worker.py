@@ -16,6 +16,7 @@ from darkroom.cluster.encoders import last_line
 from darkroom.cluster.seen import check_here
 from darkroom.errors import DarkroomError, InputError, Stopped
 from darkroom.hardware import accelerator
+from darkroom.hardware.system import remove_file
 
 if TYPE_CHECKING:
     from darkroom.train.trainer import TrainResult
@@ -161,7 +162,7 @@ def _check_shared(job: dict[str, Any], out: Path, rank: int) -> None:
     missing = torch.tensor([0 if mark.exists() else 1])
     dist.all_reduce(missing)
     if rank == 0:
-        mark.unlink(missing_ok=True)
+        remove_file(mark)
     if int(missing):
         mend = "a phase starts from the model that the one before left there: choose a folder that they share"
         raise InputError(

@@ -49,6 +49,7 @@ from darkroom.data.purging import (
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.texts import readable
 from darkroom.errors import StoreError
+from darkroom.hardware.system import file_name
 
 T = TypeVar("T")
 
@@ -624,9 +625,11 @@ def _quoted(text: str) -> str:
 
 def _tag(name: str) -> str:
     """A name as Lance allows it: letters, digits, '.', '-' and '_'; two names never share one."""
-    if re.fullmatch(r"[A-Za-z0-9_-]+", name):
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name) and file_name(name) == name:
         return name
-    return re.sub(r"[^A-Za-z0-9_-]", "_", name) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return (
+        re.sub(r"[^A-Za-z0-9_-]", "_", file_name(name)) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
+    )
 
 
 def _make_room(path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from darkroom.errors import install_extra
 from darkroom.hardware import cpu
 from darkroom.hardware.machine import GIB, Machine, machine
-from darkroom.hardware.system import NVIDIA_DRIVER
+from darkroom.hardware.system import NVIDIA_DRIVER, allows_long_paths
 
 DISTRIBUTION = "darkroom-sd"
 """What pip calls the package that is imported as darkroom."""
@@ -46,7 +46,16 @@ class Check:
 def doctor() -> list[Check]:
     """Look at this machine and installation; takes a second or two."""
     here = machine()
-    basics = [_python(), _torch(here), *_devices(here), _memory(here), *_cpu(here), _disk(here), _spin()]
+    basics = [
+        _python(),
+        _torch(here),
+        *_devices(here),
+        _memory(here),
+        *_cpu(here),
+        _disk(here),
+        *_paths(),
+        _spin(),
+    ]
     return [*basics, *_extras(), _tokenizer()]
 
 
@@ -122,6 +131,17 @@ def _disk(here: Machine) -> Check:
     ok = here.disk_free_bytes >= _MIN_DISK_BYTES
     detail = f"{here.disk_free_bytes / GIB:.0f} GiB free in the working directory"
     return Check("disk", ok, detail, "" if ok else "free at least 10 GiB for stores and checkpoints")
+
+
+def _paths() -> Iterator[Check]:
+    """On Windows alone: a run in a deep folder fails where paths may not be longer than 260 characters."""
+    if not allows_long_paths():
+        detail = "at most 260 characters: stores and checkpoints in deep folders cannot be written"
+        mend = (
+            "as administrator: Set-ItemProperty HKLM:\\SYSTEM\\CurrentControlSet\\Control\\FileSystem "
+            "LongPathsEnabled 1"
+        )
+        yield Check("long paths", False, detail, mend, optional=True)
 
 
 def _spin() -> Check:

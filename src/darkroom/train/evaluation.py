@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from darkroom.bill import Meter, format_seconds
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.recipe.sections import SampleSettings
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import Checkpoint
@@ -241,7 +241,7 @@ class Looking:
             except Abandoned:
                 return
         if not self._ranks.first:
-            path.unlink(missing_ok=True)
+            remove_file(path)
         elif path.exists():
             self._tracker.picture(k, "samples", path)
 

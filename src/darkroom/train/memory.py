@@ -6,6 +6,7 @@ more rows while they find memory, of fewer where they do not. What is learned is
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -248,16 +249,17 @@ def _frozen(part: nn.Module) -> list[Tensor]:
 
 
 def _written(tensors: list[Tensor], folder: Path) -> tuple[Tensor, list[int]]:
-    """The file mapped as bytes, and where each tensor starts in it. It has no name once this returns."""
+    """The file mapped as bytes, and where each tensor starts in it. It has no name, and goes with the map."""
     places = []
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".resting-") as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))
             places.append(file.tell())
             file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
-        return torch.from_file(file.name, shared=True, size=file.tell(), dtype=torch.uint8), places
+        # By its handle: on Windows such a file cannot be opened by a name.
+        return torch.frombuffer(mmap.mmap(file.fileno(), file.tell()), dtype=torch.uint8), places
 
 
 def _what_runs(part: nn.Module) -> list[nn.Module]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from darkroom.errors import CheckpointError, MissingExtra, RecipeError
+from darkroom.hardware.system import remove_tree
 from darkroom.train.checkpoint import format as local
 from darkroom.train.checkpoint.format import Checkpoint, Parts, Say, Tensors
 from darkroom.train.distributed.ranks import Ranks
@@ -252,14 +253,14 @@ class RemotePlace:
             damaged = local.check_manifest(manifest, kept.step)
             folder = self._folder(kept)
             if not damaged and not _holds(folder, raw):
-                shutil.rmtree(folder.parent, ignore_errors=True)
+                remove_tree(folder.parent)
                 folder.mkdir(parents=True)
                 told = (self._copy(kept.name, file, said, folder) for file, said in manifest["files"].items())
                 damaged = [*filter(None, told)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"checkpoint '{self._told(kept)}' is damaged: {_line(error)}") from error
         if damaged:
-            shutil.rmtree(folder.parent, ignore_errors=True)
+            remove_tree(folder.parent)
             raise CheckpointError(f"checkpoint '{self._told(kept)}' is damaged: {', '.join(damaged)}")
         (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
         return local.open_checkpoint(folder)
@@ -277,7 +278,7 @@ class RemotePlace:
 
     def forget(self) -> None:
         for copy in (self._run / "checkpoints").glob(".read-*"):
-            shutil.rmtree(copy, ignore_errors=True)
+            remove_tree(copy)
 
     def _folder(self, kept: Kept) -> Path:
         """Where a copy to read from lies, while it is read."""
