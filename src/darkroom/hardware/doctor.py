@@ -12,12 +12,19 @@ from importlib import metadata
 from pathlib import Path
 
 from darkroom.errors import install_extra
-from darkroom.hardware import cpu
+from darkroom.hardware import accelerator, cpu
 from darkroom.hardware.machine import GIB, Machine, machine
 from darkroom.hardware.system import NVIDIA_DRIVER, allows_long_paths
 
 DISTRIBUTION = "darkroom-sd"
 """What pip calls the package that is imported as darkroom."""
+
+SYSTEMS = {
+    "Linux x86_64": accelerator.RUN,
+    "Windows x86_64": accelerator.SUBSTITUTED,
+    "Darwin arm64": accelerator.SUBSTITUTED,
+}
+"""How darkroom is known to work on a system; docs/installation.md says it in detail. Others: believed."""
 
 _MIN_DISK_BYTES = 10 * GIB
 
@@ -47,6 +54,7 @@ def doctor() -> list[Check]:
     """Look at this machine and installation; takes a second or two."""
     here = machine()
     basics = [
+        _system(here),
         _python(),
         _torch(here),
         *_devices(here),
@@ -57,6 +65,11 @@ def doctor() -> list[Check]:
         _spin(),
     ]
     return [*basics, *_extras(), _tokenizer()]
+
+
+def _system(here: Machine) -> Check:
+    kind = here.system.replace("AMD64", "x86_64").replace("aarch64", "arm64")
+    return Check("system", True, f"{here.system}: {SYSTEMS.get(kind, accelerator.BELIEVED)}")
 
 
 def _python() -> Check:
@@ -75,9 +88,9 @@ def _torch(here: Machine) -> Check:
 
 def _devices(here: Machine) -> Iterator[Check]:
     for device in here.devices:
-        yield Check(
-            f"device {device.torch_name}", True, f"{device.name}, {device.memory_bytes / GIB:.0f} GiB"
-        )
+        proof = accelerator.kind_of(device.torch_name).proof
+        detail = f"{device.name}, {device.memory_bytes / GIB:.0f} GiB; {device.kind}: {proof}"
+        yield Check(f"device {device.torch_name}", True, detail)
     if not here.devices:
         cuda = NVIDIA_DRIVER.exists()
         mend = "TORCH=cuda python make.py setup" if cuda else ""
