@@ -1,19 +1,19 @@
-"""Devices that this machine lacks, out of fake tensors: shapes, types and places without numbers.
+"""A device that this machine lacks, out of fake tensors: shapes, types and places without numbers.
 
-`python tests/fake_device.py FOLDER` trains a step of every task and takes a draw with every solver there,
-with float64 and complex128 refused as on Apple's and some of Intel's GPUs, and prints a line of JSON a
-case. It proves which types and devices each operation is asked for; not numbers, and not speed.
+`python tests/fake_device.py FOLDER [WORD]` trains a step of every task and draws with every solver there (the
+cases with the word in their names), with float64 and complex128 refused as on Apple's and some of Intel's
+GPUs. A case is a line of JSON. It proves which types and devices each operation is asked for; not numbers,
+and not speed.
 
-torch's autograd works on the machine's own accelerator alone, and this build has none: backward passes run on
-an accelerator that is registered from Python, forward passes on `mps` and `xpu` themselves. Both change the
-process, which is why it is one of its own.
+torch's autograd works on the machine's own accelerator alone, and a build for CPUs has none: this one is
+registered from Python, which changes the process and why it is one of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 REFUSED = (torch.float64, torch.complex128)
 OTHER = "other"
 """The accelerator that is registered from Python."""
-ATTENTION = "scaled_dot_product_attention"
 
 
 class Refused(AssertionError):
@@ -89,28 +87,19 @@ def watched(kind: str) -> Iterator[Watch]:
     mode = Mode(allow_non_fake_inputs=True)
     watch = Watch(torch.device(kind, 0), mode)
 
-    def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, *more: Any, **named: Any) -> Any:
-        """torch picks a kernel by the driver, which is not here."""
-        return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, attn_mask, *more, **named)[0]
-
     def put(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         watch.put(module, device=device or next(module.parameters()).device, dtype=dtype)
         return module
 
-    with mode, watch, patch.object(nn.Module, "to", put), patch.object(F, ATTENTION, attention):
+    with mode, watch, patch.object(nn.Module, "to", put):
         yield watch
 
 
 def register() -> None:
-    """An accelerator from Python; and as much of a driver for mps and xpu as fake tensors ask for."""
     from torch.utils import backend_registration
 
     backend_registration._setup_privateuseone_for_python_backend(OTHER)
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    for kind in ("XPU", "MPS"):
-        guards[int(getattr(torch._C._autograd.DeviceType, kind))] = guards[20]
 
 
 # ---- drawing
@@ -138,8 +127,8 @@ def draw(model: Any, solver: str, kind: str, **more: Any) -> int:
 # ---- training
 
 
-def train_a_step(recipe: Any, folder: Path, kind: str, *, backward: bool, spoil: bool = False) -> int:
-    """Batch to updated weights, or to losses alone; how many results lay on the device."""
+def train_a_step(recipe: Any, folder: Path, kind: str, *, spoil: bool = False) -> int:
+    """Batch to updated weights and held-out losses; how many results lay on the device."""
     from darkroom.data.order import Rows
     from darkroom.models import precision
     from darkroom.train.data.feed import read_once
@@ -160,27 +149,19 @@ def train_a_step(recipe: Any, folder: Path, kind: str, *, backward: bool, spoil:
         if recipe.task == "extractor"
         else build_model(recipe, lambda: iter(captions), folder)
     )
-    read = (
-        make_task(recipe, model, store, torch.device("cpu")).read
-        if recipe.task != "textual-inversion"
-        else None
-    )
     with watched(kind) as watch:
         watch.put(*model.modules.values())
         task = make_task(recipe, model, store, watch.place)
         watch.put(*task.modules.values())
-        columns: Mapping[str, Any] = outside(lambda: read_once(store, rows, 2, read or task.read))
+        columns: Mapping[str, Any] = outside(lambda: read_once(store, rows, 2, task.read))
         step = bare_step(task, recipe, 2, precision(recipe.train.precision))
         inputs = task.inputs({name: watch.fake(value) for name, value in columns.items()}, watch.place)
         assert {value.device for value in inputs.values()} == {watch.place}
         if spoil:
             inputs["t"] = inputs["t"].double()
-        if backward:
-            losses = step(0, inputs).losses
-        else:
-            with torch.no_grad():
-                losses = {name: loss.mean() for name, loss in task.losses(inputs).items()}
-                task.heldout(inputs)
+        losses = step(0, inputs).losses
+        with torch.no_grad():
+            task.heldout(inputs)
         assert losses["loss"].device == watch.place
         return watch.results
 
@@ -197,13 +178,16 @@ def main() -> None:
     from cases_of_devices import drawings, trainings
 
     register()
-    folder = Path(sys.argv[1])
-    for kind, name, call in [*drawings(folder), *trainings(folder)]:
-        try:
-            line: dict[str, Any] = {"results": call()}
-        except Exception as error:
-            line = {"error": f"{type(error).__name__}: {error}"[:500]}
-        print(json.dumps({"kind": kind, "case": name, **line}), flush=True)
+    folder, word = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+    for name, call in [*drawings(), *trainings(folder)]:
+        if word in name:
+            try:
+                line: dict[str, Any] = {"results": call()}
+            except Exception as error:
+                line = {"error": f"{type(error).__name__}: {error}"[:500]}
+                if "-v" in sys.argv:
+                    traceback.print_exc(limit=-6)
+            print(json.dumps({"case": name, **line}), flush=True)
 
 
 if __name__ == "__main__":
