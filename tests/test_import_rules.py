@@ -302,6 +302,41 @@ def test_the_rule_lets_through_what_every_system_has(tmp_path):
     assert of_one_system(tmp_path / "one.py") == set()
 
 
+OF_ONE_MAKE = re.compile(r"torch\.(cuda|xpu|mps|backends\.mps)\b|\w+\.is_cuda$")
+CUDA_GRAPHS = {SOURCE / "sample/ladder/compiled.py"}
+"""What captures CUDA graphs, which no other make has."""
+
+
+def of_one_make(path: Path) -> set[str]:
+    """What a file names that only one make of accelerator has."""
+    names = {ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    return {name for name in names if OF_ONE_MAKE.match(name)}
+
+
+def test_only_one_file_names_makes_of_accelerators(tmp_path):
+    allowed = {SOURCE / "hardware/accelerator.py", *CUDA_GRAPHS}
+    assert {str(path): found for path in FILES if path not in allowed and (found := of_one_make(path))} == {}
+    assert all(of_one_make(path) for path in allowed)  # else the exception is not needed any more
+    for line in ("torch.cuda.synchronize()", "if x.is_cuda: pass", "torch.backends.mps.is_available()"):
+        (tmp_path / f"{len(line)}.py").write_text(line + "\n")
+        assert of_one_make(tmp_path / f"{len(line)}.py")
+
+
+DELETES = re.compile(r"shutil\.rmtree|os\.(unlink|remove)|.*\.unlink$")
+
+
+def test_only_one_file_deletes(tmp_path):
+    """On Windows what is open cannot be deleted: system.remove_file and remove_tree wait for it."""
+
+    def deletes(path: Path) -> set[str]:
+        calls = (ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        return {name for name in calls if DELETES.match(name)}
+
+    assert {str(path) for path in FILES if deletes(path)} == {str(SOURCE / "hardware/system.py")}
+    (tmp_path / "one.py").write_text("path.unlink(); shutil.rmtree(path)\n")
+    assert deletes(tmp_path / "one.py") == {"path.unlink", "shutil.rmtree"}
+
+
 def without_encoding(path: Path) -> list[str]:
     """Calls that read or write text in the system's own encoding; ruff finds those of known paths alone."""
     calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]

@@ -17,6 +17,7 @@ import typer
 import darkroom
 from darkroom import options
 from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
+from darkroom.hardware.system import is_unicode, print_anything
 from darkroom.hush import hush, limit_spinning
 
 app = typer.Typer(
@@ -48,6 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
     limit_spinning()
     hush()
+    for stream in (sys.stdout, sys.stderr):
+        print_anything(stream)
     try:
         code = app(args=arguments, prog_name="darkroom", standalone_mode=False)
     except typer.Abort:
@@ -151,7 +154,7 @@ def _recipe_folders() -> Iterator[Path]:
 def show(result: Any, as_json: bool, lines: Callable[[], Any]) -> None:
     """Print a result: one JSON object, or what `lines` gives, line by line."""
     if as_json:
-        print(json.dumps(plain(result), ensure_ascii=False))
+        print(json.dumps(plain(result), ensure_ascii=not is_unicode(sys.stdout)))
         return
     for line in lines():
         print(line)

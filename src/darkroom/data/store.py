@@ -50,6 +50,7 @@ from darkroom.data.purging import (
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.texts import readable
 from darkroom.errors import StoreError, is_system_failure
+from darkroom.hardware.system import file_name
 
 T = TypeVar("T")
 
@@ -630,9 +631,11 @@ def _quoted(text: str) -> str:
 
 def _tag(name: str) -> str:
     """A name as Lance allows it: letters, digits, '.', '-' and '_'; two names never share one."""
-    if re.fullmatch(r"[A-Za-z0-9_-]+", name):
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name) and file_name(name) == name:
         return name
-    return re.sub(r"[^A-Za-z0-9_-]", "_", name) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return (
+        re.sub(r"[^A-Za-z0-9_-]", "_", file_name(name)) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
+    )
 
 
 def _make_room(path: Path) -> None:

@@ -75,7 +75,7 @@ class Extractor:
         """Features float64 [N, D] of pictures; `progress(done)` counts them."""
         found, done = [], 0
         for x_B3HW in self._batches(images):
-            found.append(self.embed(x_B3HW).double().cpu().numpy())
+            found.append(self.embed(x_B3HW).cpu().double().numpy())
             done += len(x_B3HW)
             if progress is not None:
                 progress(done)
@@ -91,7 +91,7 @@ class Extractor:
                 f"extractor '{self.name}' ({self.kind}) reads no text",
                 mend="give a CLIP, or an extractor of darkroom that learned captions",
             )
-        return np.concatenate([self.read(some).double().cpu().numpy() for some in in_batches(prompts, BATCH)])
+        return np.concatenate([self.read(some).cpu().double().numpy() for some in in_batches(prompts, BATCH)])
 
     @torch.no_grad()
     def distance(self, images: Sequence[Image.Image]) -> float:
@@ -105,7 +105,7 @@ class Extractor:
         if len(images) < 2:
             raise InputError("one picture of a prompt has no pairs", allowed="2 or more", mend="raise --num")
         parts = [self.maps(x_B3HW) for x_B3HW in self._batches(images)]
-        layers = [torch.cat(layer).double() for layer in zip(*parts, strict=True)]
+        layers = [torch.cat(layer).cpu().double() for layer in zip(*parts, strict=True)]
         return float(np.mean([_pair_distance(layer_NChw) for layer_NChw in layers]))
 
     def _batches(self, images: Iterable[Image.Image]) -> Iterator[Tensor]:

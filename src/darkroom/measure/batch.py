@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from darkroom.errors import DarkroomError, InputError, is_out_of_memory
 from darkroom.hardware import machine
+from darkroom.hardware.memory import has_statistics
 from darkroom.measure.drawing import Drawing, Metered, Watch, memory_available
 from darkroom.measure.ladder import let_go
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
@@ -136,7 +137,7 @@ def _row(
     rates = sorted(watch.rates)
     joules = run.median_j(timing.repeats)
     memory = (
-        "allocator's peak" if drawing.device.startswith("cuda") else "resident peak, all kinds' weights in it"
+        "allocator's peak" if has_statistics(drawing.device) else "resident peak, all kinds' weights in it"
     )
     return measurement(
         "batch",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from darkroom.errors import DarkroomError, InputError, is_out_of_memory
+from darkroom.hardware import accelerator
 from darkroom.measure.drawing import Drawing, Metered, Watch
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory, synchronise
 from darkroom.sample import ladder
@@ -220,5 +221,4 @@ def _precision(names: str, drawing: Drawing) -> str:
 def let_go(device: str) -> None:
     """Free what is not held any more, on the card too."""
     gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
+    accelerator.empty_cache()

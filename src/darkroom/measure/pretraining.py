@@ -18,6 +18,7 @@ from torch import Tensor
 from darkroom import models
 from darkroom.counting import counting
 from darkroom.errors import InputError
+from darkroom.hardware import accelerator
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe.sections import OptimSettings, TrainSettings
@@ -43,7 +44,7 @@ class _Loss:
     objective: Objective | FlowObjective
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        t_b = self.objective.timesteps(inputs["u"])
+        t_b = inputs["t"]
         latents, noise, dtype = inputs["latents"], inputs["noise"], self.unet.dtype
         added = {key: inputs[name] for key, name in _ADDED.items() if name in inputs}
         out = self.unet(
@@ -110,7 +111,7 @@ class Rung:
         found = {
             "latents": normal(config.in_channels, side, side),
             "noise": normal(config.in_channels, side, side),
-            "u": torch.rand(rows, device=self.device, generator=made, dtype=torch.float64),
+            "t": self.task.objective.timesteps(torch.rand(rows, dtype=torch.float64)).to(self.device),
             "text": normal(TOKENS, width if isinstance(width, int) else width[0]),
         }
         if config.get("addition_embed_type") == "text_time":
@@ -209,8 +210,7 @@ def _largest(bench: Rung) -> int:
 
 def _forget() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    accelerator.empty_cache()
 
 
 def flops_per_image(bench: Rung) -> int:

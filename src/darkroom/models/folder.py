@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from darkroom.errors import InputError, ModelError, is_system_failure
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
@@ -416,7 +415,7 @@ def save(model: Model, path: str | Path) -> None:
         _readable(beside)
         _swap(beside, path)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        remove_tree(beside)
         raise
 
 
@@ -456,7 +455,7 @@ def _swap(beside: Path, path: Path) -> None:
     if path.exists():
         atomic_replace(path, old)
     atomic_replace(beside, path)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_tree(old)
 
 
 def _readable(folder: Path) -> None:

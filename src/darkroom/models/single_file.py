@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import ModelError, is_system_failure
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model, noted_guidance
@@ -352,7 +352,7 @@ def save_single_file(model: Model, path: str | Path) -> Path:
         write_tensors(beside, weights, _metadata(model))
         atomic_replace(beside, path)
     finally:
-        beside.unlink(missing_ok=True)
+        remove_file(beside)
     return path
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from darkroom.counting import counting
 from darkroom.errors import InputError
+from darkroom.hardware.accelerator import kind_of
 from darkroom.hardware.memory import file_mappings, resident_bytes
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.mapped import are_mapped, is_mapped, let_go
@@ -208,7 +209,7 @@ def plan_memory(
     for offload in _offloads(device, fixed, streamed_base_bytes is not None):
         held_bytes = base_bytes if offload != "offload_mmap" else streamed_base_bytes or 0
         bases = _bases(needs, offload, device, held_bytes)
-        margin = MARGIN if device.startswith("cuda") else CPU_MARGIN
+        margin = MARGIN if kind_of(device).own_memory else CPU_MARGIN
         plan = _within(needs, limit_bytes, offload, min(pictures, most_a_call), guided, bases, pixels, margin)
         if plan.peak_bytes <= limit_bytes:
             return plan
@@ -221,14 +222,14 @@ def plan_memory(
 
 
 def _less(device: str, in_files: bool) -> str:
-    if device.startswith("cuda") or in_files:
+    if kind_of(device).own_memory or in_files:
         return "a smaller size takes less"
     return "a smaller size takes less, and so does a model in files: darkroom export MODEL --to FOLDER"
 
 
 def _offloads(device: str, fixed: Sequence[str], in_files: bool) -> list[str]:
     """Ways of offloading to try, from the fastest; the one that was asked for alone."""
-    ways = OFFLOADS if device.startswith("cuda") else ON_CPU if in_files else ("",)
+    ways = OFFLOADS if kind_of(device).own_memory else ON_CPU if in_files else ("",)
     asked = [name for name in fixed if name and name in ways]
     return asked or [way for way in ways if not way or not any(conflict(way, name) for name in fixed)]
 
@@ -242,7 +243,7 @@ def _bases(needs: Needs, offload: str, device: str, base_bytes: int) -> dict[str
         "decoding": needs.weights.get("vae", 0),
     }
     more = {"decoding": parts["decoding"] if needs.upcasts_vae else 0}
-    if not device.startswith("cuda"):
+    if not kind_of(device).own_memory:
         layers = IN_FLIGHT.get(offload, 0) * needs.largest_layer
         held = dict.fromkeys(parts, base_bytes + CPU_ALLOWANCE + layers)
     elif not offload:

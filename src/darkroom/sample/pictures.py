@@ -22,7 +22,7 @@ import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.latents import LatentScaling
 from darkroom.options import A1111_NAMES, find_solver
 
@@ -189,7 +189,7 @@ def _place(
                 _link(beside, path)
                 return path, index
     finally:
-        beside.unlink(missing_ok=True)
+        remove_file(beside)
 
 
 def _link(beside: Path, path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from darkroom.bill import Meter, format_seconds
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.recipe.sections import SampleSettings
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import Checkpoint
@@ -38,7 +38,7 @@ def heldout_metrics(task: Task, inputs: Mapping[str, Tensor], micro_batch: int) 
     parts = [task.heldout(micro) for micro in micro_batches(inputs, micro_batch)]
     found: dict[str, Any] = {}
     for name in parts[0]:
-        mean = torch.cat([part[name] for part in parts]).double().mean(dim=0).tolist()
+        mean = torch.cat([part[name] for part in parts]).cpu().double().mean(dim=0).tolist()
         found[name] = dict(zip(map(str, task.points), mean, strict=True)) if isinstance(mean, list) else mean
     return found
 
@@ -241,7 +241,7 @@ class Looking:
             except Abandoned:
                 return
         if not self._ranks.first:
-            path.unlink(missing_ok=True)
+            remove_file(path)
         elif path.exists():
             self._tracker.picture(k, "samples", path)
 

@@ -50,7 +50,7 @@ class Job:
     def num_devices(self) -> int:
         """Devices that train together, a machine's whole CPU counting as one."""
         ranks = self.ranks
-        return max(1, ranks.size if self.device.type == "cuda" else ranks.size // ranks.local_size)
+        return max(1, ranks.size if self.device.type != "cpu" else ranks.size // ranks.local_size)
 
 
 @dataclass(frozen=True)

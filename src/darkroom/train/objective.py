@@ -166,9 +166,9 @@ class Objective:
         """Timesteps [B] of uniform draws in [0, 1), each of the T equally likely."""
         return (u_B * self.num_timesteps).long().clamp_(0, self.num_timesteps - 1)
 
-    def at(self, point: int, u_B: Tensor) -> Tensor:
+    def at(self, point: int, t_B: Tensor) -> Tensor:
         """One timestep for all rows [B], in the form in which `timesteps` gives them."""
-        return torch.full_like(u_B, point, dtype=torch.long)
+        return torch.full_like(t_B, point, dtype=torch.long)
 
     def add_noise(self, x_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """The U-Net's input: the picture and the noise, mixed as timestep t says."""
@@ -223,9 +223,9 @@ class FlowObjective:
         t_B = self.shift * t_B / (1 + (self.shift - 1) * t_B)
         return (self.num_timesteps * t_B).float()
 
-    def at(self, point: int, u_B: Tensor) -> Tensor:
+    def at(self, point: int, t_B: Tensor) -> Tensor:
         """One timestep for all rows [B]."""
-        return torch.full_like(u_B, point, dtype=torch.float32)
+        return torch.full_like(t_B, point, dtype=torch.float32)
 
     def add_noise(self, x_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """The model's input: so far along the line from the picture to the noise as timestep t says."""

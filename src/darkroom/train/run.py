@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from darkroom import hardware
 from darkroom.bill import Bill
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
+from darkroom.hardware import accelerator
+from darkroom.hardware.system import file_name
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
 from darkroom.recipe.sections import ADAPTER_TASKS, PhaseSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
@@ -406,9 +406,6 @@ def train_phases(
     return result
 
 
-LONGEST_NAME = 100
-
-
 @dataclass(frozen=True)
 class Tried:
     """One run of a sweep: what sets it apart, and what it made, or why it did not get to its end."""
@@ -473,8 +470,7 @@ def attempted(training: Callable[[], TrainResult]) -> tuple[TrainResult | None, 
         if not failure:
             raise
     gc.collect()  # here, where the error no longer holds the run's tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    accelerator.empty_cache()
     return None, failure
 
 
@@ -498,13 +494,7 @@ def run_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     names = ["_".join(f"{short[key]}-{_value(value)}" for key, value in one.items()) for one in settings]
     if (double := next(_doubles(names), None)) is not None:
         raise InputError(f"the sweep has {double} twice", mend="say each value once")
-    return [_cut(name) for name in names]
-
-
-def _cut(name: str) -> str:
-    """A name that a file system takes; of a longer one the end is a hash."""
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest}"
+    return [file_name(name, longest=100) for name in names]
 
 
 def _value(value: Any) -> str:

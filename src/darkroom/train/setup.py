@@ -17,6 +17,7 @@ from darkroom.data.mixing import versions_of
 from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
+from darkroom.hardware import accelerator
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
@@ -132,7 +133,7 @@ def make_job(
     one_row = partial(_one_row, task, store, train_rows, device)
     micro, told = _micro_batch(recipe, task, store, train_rows, device, pinned, ranks)
     step = bare_step(task, recipe, micro, models.precision(precision), ranks)
-    if told.startswith(ESTIMATED) and device.type == "cuda" and not ranks.sharded:
+    if told.startswith(ESTIMATED) and accelerator.kind_of(device).own_memory and not ranks.sharded:
         micro, told = try_micro_batches(step, task, recipe, one_row(), ranks)
     notes.append(f"micro-batch {micro} of {recipe.train.global_batch}: {told}")
     if ranks.size > 1:
@@ -144,7 +145,7 @@ def make_job(
         online = recipe.data.encode == "online"
         feed = feed.bound(recipe, task, stores, order, device, ranks) if online else None
     flops = None
-    if ranks.sharded and device.type == "cuda":  # cut weights cannot be counted with
+    if ranks.sharded and device.type != "cpu":  # cut weights cannot be counted with
         flops = flops_per_image(task, one_row())
     return Job(
         recipe=recipe,
@@ -214,8 +215,8 @@ def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict
 def _device(recipe: Recipe, ranks: Ranks) -> torch.device:
     """The recipe's device; of several ranks each has the GPU of its number."""
     device = models.device(recipe.train.device)
-    if ranks.size > 1 and device.type == "cuda":
-        return torch.device("cuda", ranks.local_rank)
+    if ranks.size > 1 and device.type != "cpu":
+        return torch.device(device.type, ranks.local_rank)
     return device
 
 

@@ -31,7 +31,7 @@ def utilisation(
 ) -> float | None:
     """Model FLOPs utilisation of all devices together; None for hardware that is not known."""
     here = machine()
-    if device.type == "cuda":
+    if device.type != "cpu":
         name, units = here.devices[device.index or 0].name, num_devices
     else:
         name, units = here.cpu_class, max(1, round(here.cores * num_devices))

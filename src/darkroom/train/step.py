@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from darkroom import models
 from darkroom.errors import RecipeError, is_out_of_memory
+from darkroom.hardware import accelerator
 from darkroom.recipe.sections import OptimSettings, Precision, TrainSettings
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.distributed.weights import Weights, make_weights
@@ -173,8 +174,10 @@ class Step:
         """
         masters = list(self.weights.masters.values())
         try:
-            state = 2 * sum(master.nbytes for master in masters) if masters[0].is_cuda else 0
-            held = torch.empty(state, dtype=torch.uint8, device=masters[0].device)
+            device = masters[0].device
+            state = 2 * sum(master.nbytes for master in masters)
+            limited = accelerator.kind_of(device).own_memory
+            held = torch.empty(state if limited else 0, dtype=torch.uint8, device=device)
             self.weights.expect(last=False)
             self.task.losses(inputs)["loss"].sum().backward()  # type: ignore[no-untyped-call]
             self.weights.collect(first=True)
@@ -191,8 +194,7 @@ class Step:
         self.weights.clear_gradients()
         for computing in self.weights.computing.values():
             computing.grad = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        accelerator.empty_cache()
 
     def _fitting_gradients(self, inputs: Inputs) -> dict[str, Tensor]:
         """The gradients; where `train.micro_batch` is ours to choose, with fewer rows at a time once memory

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from darkroom.errors import ModelError, is_system_failure
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.tensor_file import write_tensors
 
 MAX_HEADER_BYTES = 32 * 1024**2
@@ -149,5 +149,5 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
             raise
         raise ModelError(f"'{path}' cannot be written: {error.strerror or error}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        remove_file(beside)
     return path

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from darkroom.errors import InputError
+from darkroom.hardware.accelerator import kind_of
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.image_prompt import ImageAttention
 from darkroom.sample.ladder.applied import Applied, Choice
@@ -87,7 +88,7 @@ def loading(
     choices = parse(names)
     types = {"fp16": torch.float16, "bf16": torch.bfloat16}
     dtype = next((types[choice.name] for choice in choices if choice.name in types), None)
-    waits = device.type == "cuda" and (limited or offloads(choices))
+    waits = kind_of(device).own_memory and (limited or offloads(choices))
     return dtype, torch.device("cpu") if waits else device
 
 

@@ -11,11 +11,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from darkroom.hardware import accelerator
 
 Task = Callable[[], None]
 
@@ -180,30 +181,12 @@ class Beside:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        stream = _stream(self._device)
+        stream = accelerator.new_stream(self._device)
         while (task := self._tasks.get()) is not None:
-            with _on(stream):
+            with accelerator.on_stream(stream):
                 task()
             with self._lock:
                 self._waiting -= 1
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """On a stream that has seen what the steps' stream did, and whose own work is done at the end."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.default_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
 
 
 def places_for(device: torch.device, lanes: int, threads: int) -> tuple[Steps, Aside]:

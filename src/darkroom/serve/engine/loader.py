@@ -15,6 +15,7 @@ from PIL import Image
 from darkroom import models, options, sample
 from darkroom.counting import count
 from darkroom.errors import InputError
+from darkroom.hardware import accelerator
 from darkroom.hardware.machine import usable_cores
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
@@ -218,16 +219,16 @@ def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
 
 def used_bytes(device: torch.device) -> int:
     """Memory in use on a device: allocated on CUDA, resident on a CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
+    if accelerator.kind_of(device).own_memory:
+        return accelerator.allocated_bytes(device)
     from darkroom.hardware.memory import resident_bytes
 
     return resident_bytes()
 
 
 def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if accelerator.kind_of(device).own_memory:
+        return accelerator.free_bytes(device)
     from darkroom.hardware.machine import cgroup_memory_limit
     from darkroom.hardware.memory import resident_bytes
 

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import sqlalchemy as sql
 
 from darkroom.errors import InputError, is_system_failure
-from darkroom.hardware.system import atomic_replace, lock_file, sync_folder
+from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
 from darkroom.serve.engine.tickets import Work
 from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.jobs.store import METADATA, StorageError, Store
@@ -101,9 +100,9 @@ class Results:
     def delete(self, uid: str, names: Collection[str] | None = None) -> None:
         """Drop all files of a job, or those of these names."""
         if names is None:
-            shutil.rmtree(self._folder(uid), ignore_errors=True)
+            remove_tree(self._folder(uid))
         for name in names or ():
-            (self._folder(uid) / name).unlink(missing_ok=True)
+            remove_file(self._folder(uid) / name)
 
     def uids(self) -> list[str]:
         """All jobs that have files."""

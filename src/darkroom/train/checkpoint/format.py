@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from torch import Tensor
 
 import darkroom
 from darkroom.errors import CheckpointError, DamagedCheckpoint, DarkroomError
-from darkroom.hardware.system import atomic_replace, sync_folder
+from darkroom.hardware.system import atomic_replace, remove_file, remove_tree, sync_folder
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
@@ -154,7 +153,7 @@ def complete(
     files["state.json"] = _write_hashed(beside / "state.json", as_json(scalars))
     _write_hashed(beside / "manifest.json", as_json(manifest_of(step, files)))
     for rank in range(size):
-        (beside / index_name(rank)).unlink()
+        remove_file(beside / index_name(rank))
     sync_folder(beside)
     folder = beside.parent
     final = folder / f"step-{step:08d}"
@@ -163,9 +162,12 @@ def complete(
     sync_folder(folder)
     _verify(final)
     for old in checkpoints(folder)[:-keep]:
-        _set_aside(old)
+        with suppress(
+            PermissionError
+        ):  # somebody has a file of it open, on Windows: the next save tries again
+            _set_aside(old)
     for gone in folder.glob(".gone-*"):
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_tree(gone)
     return final
 
 
@@ -354,7 +356,7 @@ def clear_leftovers(folder: Path) -> None:
     """Remove what killed processes left; only for who holds the run, while nothing is being saved."""
     for pattern in (".beside-*", ".gone-*"):
         for path in folder.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
 
 
 def _flush(stream: BinaryIO) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from darkroom.errors import CheckpointError, DamagedCheckpoint, MissingExtra, RecipeError
+from darkroom.hardware.system import remove_tree
 from darkroom.train.checkpoint import format as local
 from darkroom.train.checkpoint.format import Checkpoint, Parts, Say, Tensors
 from darkroom.train.distributed.ranks import Ranks
@@ -254,12 +255,12 @@ class RemotePlace:
             raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))
             files = local.read_manifest(raw, kept.step, told)["files"]
             if not _holds(folder, raw):
-                shutil.rmtree(folder.parent, ignore_errors=True)
+                remove_tree(folder.parent)
                 folder.mkdir(parents=True)
                 copied = (self._copy(kept.name, file, said, folder) for file, said in files.items())
                 damaged = [*filter(None, copied)]
         if damaged:
-            shutil.rmtree(folder.parent, ignore_errors=True)
+            remove_tree(folder.parent)
             raise DamagedCheckpoint(f"{told} is damaged: {', '.join(damaged)}")
         with local.reading(told):
             (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
@@ -278,7 +279,7 @@ class RemotePlace:
 
     def forget(self) -> None:
         for copy in (self._run / "checkpoints").glob(".read-*"):
-            shutil.rmtree(copy, ignore_errors=True)
+            remove_tree(copy)
 
     def _folder(self, kept: Kept) -> Path:
         """Where a copy to read from lies, while it is read."""

@@ -18,6 +18,7 @@ from darkroom.data.mixing import MixedBucketOrder, MixedOrder, MixedRows, MixedS
 from darkroom.data.order import BucketOrder, Ints, Order, OrderSettings, Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
+from darkroom.hardware import accelerator
 from darkroom.models.model import Model
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.model import size_unit
@@ -128,7 +129,7 @@ def make_feed(
                         world_size=ranks.size,
                         workers=data.workers,
                         ahead=data.ahead,
-                        pin_memory=device.type == "cuda",
+                        pin_memory=accelerator.kind_of(device).streams,
                     )
                 )
                 for source, order, read in sources

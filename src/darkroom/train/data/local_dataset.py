@@ -7,7 +7,6 @@ run that goes on reads what was gathered when it started.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from darkroom.data.importers.source import pictures_below
 from darkroom.data.mixing import MixedStore
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.run import write_whole
 from darkroom.train.data.feed import check_repeats
 from darkroom.train.data.masks import COLUMN, alpha_of
@@ -88,14 +87,14 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
 def forget(run: Path) -> None:
     """Let go of what was gathered for a run that cannot be; class pictures, which took time, stay."""
     for store in (run / DATA).glob("*.lance"):
-        shutil.rmtree(store, ignore_errors=True)
+        remove_tree(store)
     for folder in (run / DATA, run):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
 
 def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder") -> ImportReport:
-    shutil.rmtree(path, ignore_errors=True)
+    remove_tree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
         raise RecipeError(key, f"no folder '{folder}'")

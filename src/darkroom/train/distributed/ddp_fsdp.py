@@ -292,5 +292,5 @@ def channels_last(asked: bool | Literal["auto"], device_type: str, *, sharded: b
     """Whether a step's convolutions lie channels last: as asked, of itself on GPUs, never where weights are
     cut, which are cut in their plain layout.
     """
-    wanted = device_type == "cuda" if asked == "auto" else asked
+    wanted = device_type in ("cuda", "xpu") if asked == "auto" else asked
     return wanted and not sharded

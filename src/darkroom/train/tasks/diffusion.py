@@ -22,7 +22,7 @@ from darkroom.models.model import Model
 from darkroom.prepare.encoders import sample_latents, text_states, tokenize
 from darkroom.train.data.masks import Masks
 from darkroom.train.objective import FlowObjective, Objective, offset_noise, square_error
-from darkroom.train.tasks.repa import Extras
+from darkroom.train.tasks.repa import Extras, draw_bits
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor
@@ -133,14 +133,21 @@ class Diffusion:
         return [name for name in names if name not in self.modules] if stored else []
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
-        drawn = {name: _to(columns[name], device) for name in self.read.draws}
+        drawn = {name: _to(columns[name], device) for name in self.read.draws if name != "u"}
         moments_B2Chw = _to(self._moments(columns), device)
         assert self.model.vae is not None
         latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.latent_scaling)
         noise_BChw = drawn["noise"]
         if self._offset:
             noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._offset)
-        inputs = {"latents": latents_BChw, "noise": noise_BChw, "u": drawn["u"]}
+        u_B = columns["u"]  # float64, which not every accelerator takes: it stays where it was drawn
+        inputs = {
+            "latents": latents_BChw,
+            "noise": noise_BChw,
+            "t": _to(self.objective.timesteps(u_B), device),
+        }
+        if self._extras is not None and self._extras.routes:
+            inputs["draw_bits"] = _to(draw_bits(u_B), device)
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
             target = (
@@ -166,7 +173,7 @@ class Diffusion:
         return torch.cat([self._encode(some) for some in torch.split(pixels_B3HW, rows)])
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        t_b = self.objective.timesteps(inputs["u"])
+        t_b = inputs["t"]
         if self._extras is not None:
             return self._losses_with(self._extras, inputs, t_b)
         out_bChw, target_bChw = self._predict(inputs, t_b)
@@ -185,7 +192,7 @@ class Diffusion:
     def _losses_with(self, extras: Extras, inputs: Mapping[str, Tensor], t_b: Tensor) -> dict[str, Tensor]:
         """With tokens routed past blocks, and a block's tokens aligned."""
         tokens = self._tokens_of(inputs["latents"])
-        keep_bK = extras.keep(inputs["u"], tokens[0] * tokens[1])
+        keep_bK = extras.keep(inputs.get("draw_bits"), tokens[0] * tokens[1])
         (out_bChw, *tapped), target_bChw = self._answer(inputs, t_b, **extras.arguments(keep_bK))
         masks = [m for m in (inputs.get("mask"), extras.mask(keep_bK, tokens)) if m is not None]
         mask = masks[0] * masks[-1] if len(masks) > 1 else next(iter(masks), None)
@@ -208,7 +215,7 @@ class Diffusion:
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         errors = []
         for point in self._points:
-            t_b = self.objective.at(point, inputs["u"])
+            t_b = self.objective.at(point, inputs["t"])
             errors.append(square_error(*self._predict(inputs, t_b), inputs.get("mask")))
         errors_bn = torch.stack(errors, dim=1)
         return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
