@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,9 @@ from torch import Tensor
 from darkroom import models
 from darkroom.counting import counting
 from darkroom.errors import InputError
+from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
+from darkroom.measure.ladder import DEVICE_LOST, why_not
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.objective import FlowObjective, Objective, make_objective
@@ -140,11 +142,12 @@ def bench_pretraining(
     device: str = "auto",
     unet: Mapping[str, Any] | None = None,
     say: Say = lambda _: None,
-) -> list[Measurement]:
-    """A row for each case: images/s, MFU, peak memory, and the time against the first case's.
+) -> Iterator[Measurement]:
+    """A row for each case, as they come: images/s, MFU, peak memory, and the time against the first case's.
 
     A case is `plain` or switches with commas. `batch` auto: doubled until memory ends or it brings nothing.
-    `unet` changes the family's U-Net. InputError names what is unknown.
+    `unet` changes the family's U-Net. A case that finds no memory or fails is a row that says so.
+    InputError names what is unknown.
     """
     if family not in models.FAMILIES:
         raise InputError(f"--model {family}", allowed=", ".join(models.FAMILIES))
@@ -154,26 +157,57 @@ def bench_pretraining(
         raise InputError(f"case '{unknown[0]}'", allowed=f"plain, or of {', '.join(SWITCHES)} with commas")
     place = str(models.device(device))
     side = resolution or models.FAMILIES[family].vae.get("sample_size", 512)
-    rows: list[Measurement] = []
+    asked = _Asked(family, side, place, unet or {}, batch, repeats, warmup)
+    return _pretraining_rows(asked, cases, say)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What every case of a benchmark shares."""
+
+    family: str
+    resolution: int
+    device: str
+    unet: Mapping[str, Any]
+    batch: int | Literal["auto"]
+    repeats: int
+    warmup: int
+
+
+def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator[Measurement]:
     first: Timing | None = None
     for case in cases:
-        bench = Rung(family, side, case, place, unet or {})
         try:
-            found, taken, peak = _time(bench, case, batch, repeats, warmup)
-        except torch.OutOfMemoryError:
-            say(f"{case}: out of memory")
-            continue
-        finally:
-            _forget()
-        per_image = Timing(case, tuple(s / taken for s in found.seconds), found.warmup_s, found.load_average)
-        first = first or per_image
-        rows.append(_row(bench, per_image, first, family, taken, peak))
-        del bench
+            row, timing = _case(asked, case, first)
+        except DEVICE_LOST:
+            raise
+        except Exception as error:
+            settings = {"model": asked.family, "resolution": asked.resolution}
+            here = machine().name
+            row = Measurement(
+                benchmark="pretrain", case=case, settings=settings, machine=here, note=why_not(error)
+            )
+            timing = None
         _forget()
-        rate = rows[-1].images_per_s or 0.0
-        share = "" if rows[-1].mfu is None else f", MFU {100 * rows[-1].mfu:.1f} %"
-        say(f"{case}: {rate:,.2f} images/s at {taken} a step{share}, {peak / 2**30:.1f} GiB")
-    return rows
+        first = first or timing
+        say(_line(row))
+        yield row
+
+
+def _case(asked: _Asked, case: str, first: Timing | None) -> tuple[Measurement, Timing]:
+    bench = Rung(asked.family, asked.resolution, case, asked.device, asked.unet)
+    found, taken, peak = _time(bench, case, asked.batch, asked.repeats, asked.warmup)
+    timing = Timing(case, tuple(s / taken for s in found.seconds), found.warmup_s, found.load_average)
+    return _row(bench, timing, first or timing, asked.family, taken, peak), timing
+
+
+def _line(row: Measurement) -> str:
+    if row.median_s is None:
+        return f"{row.case}: {row.note}"
+    share = "" if row.mfu is None else f", MFU {100 * row.mfu:.1f} %"
+    peak = (row.peak_memory_bytes or 0) / 2**30
+    batch = row.settings["batch"]
+    return f"{row.case}: {row.images_per_s:,.2f} images/s at {batch} a step{share}, {peak:.1f} GiB"
 
 
 def _time(
