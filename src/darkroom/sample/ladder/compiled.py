@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import InputError
+from darkroom.models.compiling import Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.applied import Applied, CallOf
 from darkroom.sample.ladder.rung import Place
@@ -26,14 +27,13 @@ Key = tuple[Any, ...]
 
 
 def compile_whole(applied: Applied, argument: str) -> None:
-    """The whole U-Net by torch.compile, with sizes left open: another resolution does not compile anew."""
-    applied.callee = torch.compile(applied.own("unet"), dynamic=True, mode=_mode("compile", argument))
+    """The whole U-Net by torch.compile, a graph for each size."""
+    applied.callee = Compiled(applied.own("unet"), _mode("compile", argument))
 
 
 def compile_regional(applied: Applied, argument: str) -> None:
     """Each kind of repeated block once by torch.compile: a fraction of the compile time of the whole."""
-    mode = _mode("compile_regional", argument)
-    applied.own("unet").compile_repeated_blocks(fullgraph=True, dynamic=True, mode=mode)
+    applied.callee = CompiledBlocks(applied.own("unet"), _mode("compile_regional", argument))
 
 
 def _mode(name: str, argument: str) -> str | None:
