@@ -197,9 +197,7 @@ def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
         f"draw {name}": lambda name=name: draw(name)  # type: ignore[misc]
         for name in names
     }
-    paths |= {
-        f"draw {solver}": lambda solver=solver: draw("auto", solver=solver) for solver in SOLVERS
-    }  # type: ignore[misc]
+    paths |= {f"draw {solver}": lambda solver=solver: draw("auto", solver=solver) for solver in SOLVERS}  # type: ignore[misc]
     paths["draw float32"] = lambda: draw("auto", "float32")
     paths["draw bf16"] = lambda: draw("auto", "bf16")
     paths["serve mixed rounds"] = lambda: _rounds(lab)

@@ -1,10 +1,10 @@
 """A card without a card: shapes, types and places are real, numbers are not.
 
-`fake_cuda` lets torch.device("cuda") make tensors of torch's FakeTensorMode in a build without CUDA; it cannot
-go backward, for autograd asks for CUDA's streams. `fake_card` makes a device of its own kind, which can, and
-stays for the rest of the process: use it in one of its own. With both, mixing devices raises as on a card, and
-so does whatever needs a number on the host. `Watched` sees each operation on the way: copies between devices
-that the host waits for, what reads a result back, and how many kernels are launched.
+`fake_cuda` lets torch.device("cuda") make tensors of torch's FakeTensorMode in a build without CUDA; it
+cannot go backward, for autograd asks for CUDA's streams. `fake_card` makes a device of its own kind, which
+can, and stays for the rest of the process: use it in one of its own. With both, mixing devices raises as on a
+card, and so does whatever needs a number on the host. `Watched` sees each operation: copies between
+devices that the host waits for, what reads a result back, and how many kernels are launched.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA = torch.device("cuda", 0)
 aten = torch.ops.aten
 NO_KERNEL = {
     "aten::detach", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
-    "aten::new_empty_strided", "aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::alias",
-    "aten::is_pinned", "aten::resize_", "aten::set_", "prim::device", "aten::sym_size", "aten::is_same_size",
+    "aten::new_empty_strided", "aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias",
+    "aten::alias", "aten::is_pinned", "aten::resize_", "aten::set_", "prim::device", "aten::sym_size",
 }  # fmt: skip
 """Of what is no view, what launches nothing."""
 READS = {
@@ -61,7 +60,7 @@ class Watched(TorchDispatchMode):
         crosses = name in ("aten::copy_", "aten::_to_copy") and to is not None and places
         if crosses and {torch.device(to).type} != places and blocks:
             self.waits.append(f"{name} {'/'.join(places)} to {torch.device(to).type} at {_where()}")
-        if away and (name in READS or str(func) == "aten.index.Tensor" and _by_mask(args)):
+        if away and (name in READS or (str(func) == "aten.index.Tensor" and _by_mask(args))):
             self.waits.append(f"{name} at {_where()}")
         if away and not func.is_view and name not in NO_KERNEL:
             self.kernels[name] += 1
@@ -82,7 +81,8 @@ def _where() -> str:
     return " < ".join(f"{f.filename.rpartition('/darkroom/')[2]}:{f.lineno}" for f in frames[:-4:-1]) or "?"
 
 
-CARD = torch.device("privateuseone", 0)
+CARD = "fakecard"
+"""A kind of device of its own; torch knows it once `fake_card` has been entered."""
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 META = 14
 
@@ -107,7 +107,7 @@ def fake_card() -> Iterator[FakeTensorMode]:
     """Within, new tensors are fake and may be put on `CARD`. Once in a process, before any backward pass."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    _setup_privateuseone_for_python_backend()
+    _setup_privateuseone_for_python_backend(CARD)
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     with FakeTensorMode() as mode, _Made():
         yield mode
@@ -139,10 +139,10 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
     return self
 
 
-def elsewhere(tensors: Any, device: torch.device) -> list[str]:
+def elsewhere(tensors: Any, device: str) -> list[str]:
     """What of some tensors (modules' or a tree's) is not on the device."""
     if isinstance(tensors, torch.nn.Module):
         named = [*tensors.named_parameters(), *tensors.named_buffers()]
     else:
         named = [(str(i), leaf) for i, leaf in enumerate(tree_leaves(tensors)) if isinstance(leaf, Tensor)]
-    return [name for name, tensor in named if tensor.device.type != device.type]
+    return [name for name, tensor in named if tensor.device.type != device]

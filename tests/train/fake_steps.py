@@ -27,7 +27,8 @@ TINY_XL = {
     "base": "sdxl",
     "unet": {
         "block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": [2, 2],
-        "cross_attention_dim": 32, "projection_class_embeddings_input_dim": 112, "addition_time_embed_dim": 16,
+        "cross_attention_dim": 32, "addition_time_embed_dim": 16,
+        "projection_class_embeddings_input_dim": 112,
         "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
         "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
         "transformer_layers_per_block": [1, 1], "layers_per_block": 1,
@@ -54,8 +55,8 @@ class Made:
         if recipe.model.base == "sdxl":
             tokenizer = models.train_tokenizer(["a picture of a dog"], vocab_size=640)
         self.model = models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
-        setup._move(self.model, CARD)
-        self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), CARD)
+        setup._move(self.model, torch.device(CARD))
+        self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), torch.device(CARD))
         setup.halve_text(recipe, self.model, self.dtype)
         self.step = setup.bare_step(self.task, recipe, recipe.train.micro_batch, self.dtype, ranks)
 
@@ -75,10 +76,10 @@ class Made:
 def steady(made: Made) -> Watched:
     """The third step, watched: by then the optimiser has its state and captions are encoded."""
     for k in range(2):
-        made.step(k, made.task.inputs(made.columns(), CARD))
+        made.step(k, made.task.inputs(made.columns(), torch.device(CARD)))
     columns, watched = made.columns(), Watched()
     with watched:
-        result = made.step(2, made.task.inputs(columns, CARD))
+        result = made.step(2, made.task.inputs(columns, torch.device(CARD)))
     assert not elsewhere([*result.losses.values(), result.grad_norm], CARD)
     return watched
 
@@ -91,7 +92,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "finetune": {"task": "finetune", "model": TINY},
     "autoencoder": {"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}},
     "lora": {"task": "lora", "model": TINY, "adapter": {"rank": 2}},
-    "lora conv dora": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "targets": "conv", "dora": True}},
+    "lora conv dora": {
+        "task": "lora", "model": TINY, "adapter": {"rank": 2, "targets": "conv", "dora": True},
+    },
     "lora text": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "text_encoder": True}},
     "dreambooth": {
         "task": "dreambooth", "model": TINY,
@@ -102,7 +105,9 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": {"folder": "x", "resolution": 32},
     },
     "routing": {"task": "pretrain", "model": TINY_DIT, "train": {"routing": {"keep": 0.5, "before": 1}}},
-    "inline": {"task": "pretrain", "model": TINY, "data": {"store": "x", "resolution": 32, "encode": "inline"}},
+    "inline": {
+        "task": "pretrain", "model": TINY, "data": {"store": "x", "resolution": 32, "encode": "inline"},
+    },
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"train": {"precision": "float32"}},
@@ -116,7 +121,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},
     "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
-    **{name: {"optim": {"name": name}} for name in ("adafactor", "schedule-free", "muon", "adamw8bit", "prodigy")},
+    **{name: {"optim": {"name": name}} for name in ("adafactor", "schedule-free", "muon", "adamw8bit")},
+    "prodigy": {"optim": {"name": "prodigy"}},
 }  # fmt: skip
 
 
