@@ -28,7 +28,7 @@ from darkroom.plan.jobs import (
     plan_training,
     step_seconds,
 )
-from darkroom.plan.roofline import ARITHMETIC, Roofline, Software, efficiency, family, units_rate
+from darkroom.plan.roofline import ARITHMETIC, Roofline, Software, efficiency, graphics, units_rate
 from darkroom.plan.scale import Cluster, all_reduce_s, default_cluster
 from darkroom.plan.trace import Request, plan_rate
 from darkroom.proof import peers as shipped
@@ -92,7 +92,7 @@ def test_a_card_that_is_better_in_all_is_not_slower(pictures, training):
     better = [
         (one, other)
         for one, other in itertools.permutations(GPUS, 2)
-        if family(one) == family(other)
+        if (one.architecture, graphics(one)) == (other.architecture, graphics(other))
         and one.year >= other.year
         and one.bandwidth_bytes_s >= other.bandwidth_bytes_s
         and one.cache_bytes >= other.cache_bytes
