@@ -26,7 +26,7 @@ from darkroom.proof import published
 from darkroom.proof.rows import Row, Table
 
 PULL = 0.03
-ROWS = 16  # of each table, evenly taken
+ROWS = 8  # of each table, evenly taken
 SCALE = 0.1  # errors far beyond count less
 Key = tuple[str, str]
 ROOT = Path(__file__).parents[2]

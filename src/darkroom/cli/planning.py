@@ -308,7 +308,8 @@ def _fits(card: str, model: str, as_json: bool) -> None:
     from darkroom.plan.fits import what_fits
 
     found = what_fits(card, model, console(as_json))
-    show(found.to_dict(), as_json, found.lines)
+    rows = [fit.row() for fit in found.found]
+    show(found.to_dict(), as_json, lambda: [found.head(), *columns(rows), *found.foot()])
 
 
 def _one_of(name: str, given: str, allowed: tuple[str, ...]) -> str:

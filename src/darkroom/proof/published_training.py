@@ -61,7 +61,8 @@ def images_s(run: Pretraining, known: Efficiency) -> float:
     return run.global_batch / seconds
 
 
-def _micro_that_fits(name: str, side: int, mode: str, count: int) -> int:
+def micro_that_fits(name: str, side: int, mode: str, count: int) -> int:
+    """The largest power of two of pictures that a card holds of SD 2's training step."""
     profile = others_profile(OthersStep("sd2", side, encodes=False))
     return max(1, power_of_two(largest_rows(profile, Where(card(name), Cluster(count, mode=mode)))))
 
@@ -73,7 +74,7 @@ def anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
         name,
         count,
         side,
-        t.ANYSCALE_MICRO[side] if count == 32 else _micro_that_fits(name, side, mode, count),
+        t.ANYSCALE_MICRO[side] if count == 32 else micro_that_fits(name, side, mode, count),
         4096,
         "TCP 100 Gbit" if rung == "DDP TCP" else "EFA 400 Gbit",
         mode,
