@@ -39,7 +39,9 @@ def main(sources: list[str]) -> None:
             own = [_numbers(cell) for cell in cells if cell["system"] == name]
             body = html.section(title, KEY, html.grid(five_plots(name, own)))
             shot = Path(scratch) / f"{name}.html"
-            shot.write_text(html.page(title, "published, retold, and darkroom today", body, ""), encoding="utf-8")
+            shot.write_text(
+                html.page(title, "published, retold, and darkroom today", body, ""), encoding="utf-8"
+            )
             draw(shot, FOLDER / f"{name.lower()}.png")
 
 

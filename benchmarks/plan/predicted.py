@@ -79,7 +79,9 @@ def draw(tables: list[dict[str, Any]], file: Path) -> None:
     axes.set_xlim(-SHOWN * 1.02, SHOWN * 1.02)
     axes.set_ylim(-0.7, len(shown) - 0.3)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
-    axes.set_xlabel("predicted over published, less one; hollow: read for its own script; band: the tolerance")
+    axes.set_xlabel(
+        "predicted over published, less one; hollow: read for its own script; band: the tolerance"
+    )
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(left=False)

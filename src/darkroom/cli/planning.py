@@ -78,6 +78,15 @@ def plan(
         typer.Option(help="serve: requests as they came, a JSON object a line (docs/plan.md), --rate times"),
     ] = None,
     latency: Annotated[float, typer.Option(help="serve: seconds within which 95 of 100 are done")] = 10.0,
+    autoscale: Annotated[
+        int | None, typer.Option(min=1, help="serve: as few devices as this, more as the queue grows")
+    ] = None,
+    start: Annotated[
+        float, typer.Option(min=0, help="serve: seconds until another device serves: its machine, loading")
+    ] = 120.0,
+    losses: Annotated[
+        float, typer.Option(min=0, help="serve: how often an hour a (spot) device is taken away")
+    ] = 0.0,
     resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
     text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
     advise: Annotated[
@@ -147,7 +156,7 @@ def plan(
     if job == "generate":
         asked = [ask.ask_generate(pictures_asked)]
     elif job == "serve":
-        asked = [_asked_serving(pictures_asked, trace, rate, latency)]
+        asked = [_asked_serving(pictures_asked, trace, rate, latency, _fleet(autoscale, start, losses))]
     elif job == "prepare":
         asked = [ask.ask_prepare(model, resolution, pictures, text=text)]
     else:
@@ -162,14 +171,22 @@ def plan(
     return _show_plans(asked, target, numbers, plot, as_json)
 
 
-def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float) -> Any:
-    from darkroom.plan.trace import ask_rate, ask_trace, read_trace
+def _fleet(autoscale: int | None, start_s: float, losses: float) -> Any:
+    """What becomes of devices while they serve; None where all serve from the beginning to the end."""
+    from darkroom.plan.serving import Fleet
+
+    return Fleet(start_s, losses, autoscale) if autoscale is not None or losses else None
+
+
+def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float, fleet: Any) -> Any:
+    from darkroom.plan.serving import read_trace
+    from darkroom.plan.trace import ask_rate, ask_trace
 
     if trace is None:
-        return ask_rate(pictures, rate, latency)
+        return ask_rate(pictures, rate, latency, fleet)
     if not rate > 0:
         raise InputError(f"--rate {rate}", allowed="a number above 0")
-    return ask_trace(pictures, read_trace(trace, rate), latency)
+    return ask_trace(pictures, read_trace(trace, rate), latency, fleet)
 
 
 def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:

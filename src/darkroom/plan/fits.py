@@ -163,9 +163,7 @@ def _pictures(model: str, target: Target, half: str) -> Fit:
     return _largest("generate", {"--precision": half}, model, ask, replace(target, precision=half))
 
 
-def _training(
-    task: str, model: str, target: Target, half: str, variants: Sequence[Mapping[str, str]]
-) -> Fit:
+def _training(task: str, model: str, target: Target, half: str, variants: Sequence[Mapping[str, str]]) -> Fit:
     """The first of a task's variants that fits at the model's own resolution; else the last."""
     found = None
     for settings in variants:

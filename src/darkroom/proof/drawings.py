@@ -20,7 +20,7 @@ KEY = (
     '<li><span style="display: inline-block; width: 20px; height: 9px; background: var(--muted); '
     'opacity: .55; margin-right: 7px"></span>published then (in lines: dashed, with dots)</li>'
     '<li><span style="display: inline-block; width: 9px; height: 9px; border: 1.6px solid var(--ink); '
-    'transform: rotate(45deg); margin: 0 9px 0 3px"></span>the plan\'s retelling of that run</li>'
+    "transform: rotate(45deg); margin: 0 9px 0 3px\"></span>the plan's retelling of that run</li>"
     '<li><span style="display: inline-block; width: 20px; height: 9px; background: var(--s0); '
     'margin-right: 7px"></span>darkroom today, with its interval (in lines: solid)</li></ul>'
 )

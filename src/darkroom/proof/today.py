@@ -104,9 +104,7 @@ def _mlperf(name: str, batch: str) -> Predict:
 
 
 def _total(unit: str) -> Predict:
-    runs = {
-        side: _own_run("A100-SXM4-80GB", 32, side, 4096, "EFA 400 Gbit") for side in t.ANYSCALE_SAMPLES
-    }
+    runs = {side: _own_run("A100-SXM4-80GB", 32, side, 4096, "EFA 400 Gbit") for side in t.ANYSCALE_SAMPLES}
     each = t.ANYSCALE_TOTAL_USD / t.ANYSCALE_TOTAL_A100_HOURS if unit == "USD" else 1.0
 
     def hours(known: Efficiency) -> float:
