@@ -1,10 +1,12 @@
-"""Fit the efficiencies of src/darkroom/plan/efficiency.csv on the published tables, and say how sure they are.
+"""Fit the efficiencies of src/darkroom/plan/efficiency.csv on the published tables, and say how sure they
+are.
 
     python benchmarks/plan/fit.py      writes efficiency.csv, spread.csv and left_out.json; a line a table
 
-Least squares on the logarithm of predicted over published, with a weak pull towards the guesses (guesses.csv);
-each table weighs alike, however many rows it has. Then once more without each table: what those constants say
-of its rows is the proof, and its errors are what the intervals of a plan are made of. Needs scipy (extra dev).
+Least squares on the logarithm of predicted over published, with a weak pull towards the guesses
+(guesses.csv); each table weighs alike, however many rows it has. Then once more without each table: what
+those constants say of its rows is the proof, and its errors are what the intervals of a plan are made of.
+Needs scipy (extra dev).
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ def measured(row: Row, known: Efficiency) -> tuple[float, dict[str, float]]:
 
 
 def write_spread(errors: Mapping[str, Sequence[tuple[float, dict[str, float]]]]) -> None:
-    """Fit the widths of spread.csv on unseen errors, and say how they do on tables that they have not seen."""
+    """Fit the widths of spread.csv on unseen errors, and say how they do on tables that they have not
+    seen.
+    """
     found = spread_of(errors)
     told = {}
     for name, rows in errors.items():

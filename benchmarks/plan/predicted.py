@@ -2,9 +2,9 @@
 
     python benchmarks/plan/predicted.py
 
-Each table is predicted by constants that saw none of its rows (left_out.json, written by fit.py). Rows that were
-read for a table's own script are hollow and not counted; its heading has the median error of the others, and the
-share of them inside their 80 % interval.
+Each table is predicted by constants that saw none of its rows (left_out.json, written by fit.py). Rows that
+were read for a table's own script are hollow and not counted; its heading has the median error of the others,
+and the share of them inside their 80 % interval.
 """
 
 from __future__ import annotations

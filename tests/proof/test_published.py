@@ -1,4 +1,6 @@
-"""The proof: what is exact is exact, and what rests on fitted constants is judged by those that saw none of it."""
+"""The proof: what is exact is exact, and what rests on fitted constants is judged by those that saw none of
+it.
+"""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def cost(
 
 
 def _sold(card: Card, cores: int, offer: Price) -> int:
-    """What a device is sold as: a table's price is of a virtual CPU, of which a core may be two; the user's own
-    is of the whole device.
+    """What a device is sold as: a table's price is of a virtual CPU, of which a core may be two; the user's
+    own is of the whole device.
     """
     if offer.provider == "given" or card.kind != "cpu":
         return 1

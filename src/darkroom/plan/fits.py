@@ -1,8 +1,8 @@
 """What a card can do with a model: every task, its largest batch and resolution, its time, its best settings.
 
-Each task is tried with the settings that people reach for, from the quickest to those that take the least memory;
-the first that fits is shown. Resolutions are tried from the model's own upwards as long as they fit, and downwards
-where even that does not.
+Each task is tried with the settings that people reach for, from the quickest to those that take the least
+memory; the first that fits is shown. Resolutions are tried from the model's own upwards as long as they fit,
+and downwards where even that does not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """A task on the card: its plan at the largest batch, and the largest resolution; no plan where none fits."""
+    """A task on the card: its plan at the largest batch, and the largest resolution; no plan where none
+    fits.
+    """
 
     task: str
     settings: Mapping[str, str]
@@ -115,7 +117,7 @@ class Card:
 
     def foot(self) -> Iterator[str]:
         """What the columns mean, and what no source tells of the card."""
-        yield "batch: the largest at once; time: of a picture of 30 steps, or of training with one picture a step"
+        yield "batch: the largest at once; time: of a picture of 30 steps, or of steps of one picture"
         yield from self.notes
 
     def to_dict(self) -> dict[str, Any]:

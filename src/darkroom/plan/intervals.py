@@ -1,8 +1,9 @@
 """How sure a plan is: 80 % intervals of time, memory and money.
 
-The widths (spread.csv, by kind of work) are fitted on what the published tables say of constants that saw none
-of their rows, so that four rows of five lie inside. They are independent of each other, so their squares add
-up, each weighed by its kind's share of the time. Money and energy are as wide as the time that they follow from.
+The widths (spread.csv, by kind of work) are fitted on what the published tables say of constants that saw
+none of their rows, so that four rows of five lie inside. They are independent of each other, so their squares
+add up, each weighed by its kind's share of the time. Money and energy are as wide as the time that they
+follow from.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class Seconds:
 
 
 def graphics(card: Card) -> bool:
-    """Whether a card's chip is of the kind that draws too: fewer tensor units beside each float32 unit, half of
-    which are shared with integers.
+    """Whether a card's chip is of the kind that draws too: fewer tensor units beside each float32 unit, half
+    of which are shared with integers.
     """
     return card.flops.get("fp16", 0.0) < 10 * card.flops["float32"] and card.architecture in GRAPHICS
 

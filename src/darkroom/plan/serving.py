@@ -110,7 +110,9 @@ class Served:
 
 
 class Server:
-    """A card that takes steps of many requests at once: those of one size share a step. `slower` by a factor."""
+    """A card that takes steps of many requests at once: those of one size share a step. `slower` by a
+    factor.
+    """
 
     def __init__(
         self, profiles: dict[Size, Profile], where: Where, software: Software, *, slower: float = 1.0

@@ -64,8 +64,8 @@ SOFTWARE = {
     ),
     "tensorrt": (
         "tensorrt",
-        "TensorRT is taken as CUDA graphs of fused kernels: of 8 published rows (A100, H100, H200, B200, 3090, 4080) "
-        "some are 11 % slower than that, some 40 % quicker",
+        "TensorRT is taken as CUDA graphs of fused kernels: of 8 published rows (A100, H100, H200, B200, "
+        "3090, 4080) some are 11 % slower than that, some 40 % quicker",
     ),
 }
 """Whose program runs it: the engine it stands for, and what its figures rest on."""

@@ -33,7 +33,6 @@ from darkroom.plan.serving import (
     Served,
     Server,
     Size,
-    draw,
     fewest_at_rate,
     fewest_devices,
     serve,
@@ -72,7 +71,9 @@ def ask_rate(settings: PictureSettings, rate: float, latency_s: float, fleet: Fl
 
 @dataclass(frozen=True)
 class Goal:
-    """Seconds within which 95 of 100 are done, at how many a second, and what becomes of devices meanwhile."""
+    """Seconds within which 95 of 100 are done, at how many a second, and what becomes of devices
+    meanwhile.
+    """
 
     latency_s: float
     rate: float = 0.0
@@ -122,7 +123,9 @@ def _with_spread(
     at: Callable[[float], tuple[int, Served]],
     found: Drawn | None = None,
 ) -> Plan:
-    """The plan with intervals of its devices and latencies: the same on a card as slow and as quick as may be."""
+    """The plan with intervals of its devices and latencies: the same on a card as slow and as quick as may
+    be.
+    """
     half = time_width(plan.step_s, where, software)
     (few, quick), (many, slow) = at(math.exp(-half)), at(math.exp(half))
     needed = [*(found.needed if found else (plan.extra["devices"],)), few, many]
@@ -216,10 +219,12 @@ def _fleet(fleet: Fleet | None, served: Served) -> Iterator[str]:
     if fleet is None:
         return
     if fleet.losses_per_hour:
-        lost = f"{fleet.losses_per_hour:g} losses an hour and device"
-        yield f"{lost}: {served.losses} in the trace; what a device held begins again, another takes {fleet.start_s:g} s"
+        lost = f"{fleet.losses_per_hour:g} losses an hour and device: {served.losses} in the trace"
+        yield f"{lost}; what a device held begins again, another takes {fleet.start_s:g} s"
     if fleet.least is not None:
-        asked = f"from {fleet.least} devices, a device for {fleet.jobs_each} jobs, {fleet.start_s:g} s to start one"
+        asked = (
+            f"from {fleet.least} devices, one for {fleet.jobs_each} jobs, {fleet.start_s:g} s to start one"
+        )
         yield f"autoscaling {asked}: {served.on:.3g} devices on average, which the cost is of"
 
 

@@ -1,5 +1,5 @@
-"""The plots of the five systems' own reports with three marks: published then, retold, darkroom today. Cells are
-picked by their case.
+"""The plots of the five systems' own reports with three marks: published then, retold, darkroom today. Cells
+are picked by their case.
 """
 
 from __future__ import annotations

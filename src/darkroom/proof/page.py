@@ -1,7 +1,8 @@
 """One page and one CSV: every published cell, the plan's retelling of it, and darkroom today, with prices.
 
-Three figures that must not be taken for each other: what was published then; what the plan says of that very run
-(its error is the plan's); and what darkroom does of the same work on the same card, measured here or planned.
+Three figures that must not be taken for each other: what was published then; what the plan says of that very
+run (its error is the plan's); and what darkroom does of the same work on the same card, measured here or
+planned.
 """
 
 from __future__ import annotations
@@ -211,11 +212,11 @@ def _page(proof: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], paths: S
     body = [
         _figures(proof, cells),
         _note(
-            "Published then: what the system's own report says. Retold: what darkroom's plan says of that very "
-            "run, by constants that saw no row of its table; its error is the plan's, and says nothing of how "
-            "quick darkroom is. darkroom today: the same work with darkroom on the same card, measured where it "
-            "says so, else planned with the interval that holds four of five; empty where the work is another. "
-            "Costs stand at the published price of an hour, and at today's."
+            "Published then: what the system's own report says. Retold: what darkroom's plan says of that "
+            "very run, by constants that saw no row of its table; its error is the plan's, and says nothing "
+            "of how quick darkroom is. darkroom today: the same task with darkroom on the same card, measured "
+            "where it says so, else planned with the interval that holds four of five; empty where the work "
+            "is another. Costs stand at the published price of an hour, and at today's."
         ),
         KEY,
         *(_system(name, proof, cells) for name in SYSTEMS),
@@ -298,7 +299,7 @@ def _bound(found: Mapping[str, Any]) -> str:
 def _line(cell: Mapping[str, Any], priced: bool) -> list[Any]:
     line = [
         cell["case"], number(cell["published"]), number(cell["retold"]), f"{cell['error']:+.1%}",
-        _own(cell), cell["unit"], "; ".join(_remarks(cell)),
+        _own(cell), cell["unit"], unbroken("; ".join(_remarks(cell))),
     ]  # fmt: skip
     if not priced:
         return line
@@ -312,6 +313,11 @@ def _own(cell: Mapping[str, Any]) -> str:
     if cell["today_how"] != PLANNED:
         return html.Marked(f"{number(cell['today'])} {cell['today_how']}")
     return f"{cell['today']:.3g} ({cell['today_low']:.2g} to {cell['today_high']:.2g})"
+
+
+def unbroken(text: str) -> str:
+    """On one line where it is short: a table scrolls sideways, and a word a line reads badly."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}") if len(text) <= 70 else text
 
 
 def _remarks(cell: Mapping[str, Any]) -> Iterator[str]:

@@ -149,7 +149,9 @@ def error(row: Row, known: Efficiency) -> float:
 
 
 def counted(found: Table) -> list[Row]:
-    """The rows that the proof counts: what was neither read for the table's own script nor follows from another."""
+    """The rows that the proof counts: what was neither read for the table's own script nor follows from
+    another.
+    """
     return [row for row in found.rows if not row.derived and not row.fitted]
 
 
@@ -238,8 +240,8 @@ class Validation:
         """For a terminal: how it stands, then every row by name, errors not hidden."""
         timed = self.timed()
         yield (
-            f"{sum(found['holds'] for found in timed)} of the {len(timed)} tables that rest on fitted constants "
-            f"hold where these saw none of their rows; {FITTED} constants are fitted"
+            f"{sum(found['holds'] for found in timed)} of the {len(timed)} tables that rest on fitted "
+            f"constants hold where these saw none of their rows; {FITTED} constants are fitted"
         )
         yield f"{self.holding} of all {len(self.tables)} tables hold"
         yield f"{self.inside:.0%} of unseen rows lie inside their 80 % interval, each table alike"

@@ -236,7 +236,9 @@ def mosaic_costs() -> Iterator[Row]:
 
 
 def mlperf() -> Iterator[Row]:
-    """Images/s of eight cards: half precision throughout, prepared moments and text, CUDA graphs since v4.0."""
+    """Images/s of eight cards: half precision throughout, prepared moments and text, CUDA graphs since
+    v4.0.
+    """
     for device, submitted in t.MLPERF.items():
         for name, batch, rate in submitted:
             run = Pretraining(

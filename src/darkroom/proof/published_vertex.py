@@ -13,9 +13,10 @@ from darkroom.proof.published_pictures import pictures_s
 from darkroom.proof.rows import Predict, Row, card, constant, power_of_two
 
 CONTAINERS = (("plain", 50), ("optimised", 25))  # and their denoising steps
-# What the report's job and script add to the device's work, read of rows that are marked so and never counted:
-# 10 steps cost USD 0.06, so the job starts in 45 s; 800 steps of one picture took 307 s, of which the device's
-# launches fill the half of each; and the thread that polls memory without pause takes 0.3 s a step more.
+# What the report's job and script add to the device's work, read of rows that are marked so and never
+# counted: 10 steps cost USD 0.06, so the job starts in 45 s; 800 steps of one picture took 307 s, of which
+# the device's launches fill the half of each; and the thread that polls memory without pause takes 0.3 s a
+# step more.
 START_S, SCRIPT_S, TRACED_S = 45.0, 0.2, 0.3
 PRIOR = 2  # reading B of the Vertex report: prior preservation doubles each batch
 

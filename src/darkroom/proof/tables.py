@@ -229,8 +229,9 @@ ENGINE_SECONDS = {
     ("A10", "sdxl", 1024, "eager", False, 30): 9.399,
 }
 
-# card, family, side, batch, steps, format: seconds of a batch with TensorRT. fal's benchmarks, Stability's note on
-# SDXL with TensorRT, OneDiff's benchmarks, and MLPerf Inference v4.1 and v5.1 (offline, fp8, one card's share)
+# card, family, side, batch, steps, format: seconds of a batch with TensorRT. fal's benchmarks, Stability's
+# note on SDXL with TensorRT, OneDiff's benchmarks, and MLPerf Inference v4.1 and v5.1 (offline, fp8, one
+# card's share)
 TENSORRT = {
     ("A100-SXM4-80GB", "sd15", 512, 1, 50, ""): 0.819,
     ("A100-SXM4-80GB", "sdxl", 1024, 1, 50, ""): 4.10,

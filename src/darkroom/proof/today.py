@@ -1,8 +1,8 @@
 """The same work with darkroom's own software on the same card, planned with an 80 % interval.
 
 Only where the work is the same: half precision against half precision, a pre-training step on stored latents
-against one, one LoRA step of a U-Net against one. Where the published run did something else (single precision,
-encoders at each step, a job's start) there is no such figure.
+against one, one LoRA step of a U-Net against one. Where the published run did something else (single
+precision, encoders at each step, a job's start) there is no such figure.
 """
 
 from __future__ import annotations

@@ -190,7 +190,9 @@ def bars(rows: Sequence[Bar], *, label: str, xlabel: str = "", mark: float | Non
 
 @dataclass(frozen=True)
 class Marks:
-    """A name's three figures: published, the plan's retelling, one's own with its interval where there is one."""
+    """A name's three figures: published, the plan's retelling, one's own with its interval where there is
+    one.
+    """
 
     name: str
     published: float
