@@ -214,9 +214,9 @@ def _page(proof: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], paths: S
         _note(
             "Published then: what the system's own report says. Retold: what darkroom's plan says of that "
             "very run, by constants that saw no row of its table; its error is the plan's, and says nothing "
-            "of how quick darkroom is. darkroom today: the same task with darkroom on the same card, measured "
-            "where it says so, else planned with the interval that holds four of five; empty where the work "
-            "is another. Costs stand at the published price of an hour, and at today's."
+            "of how quick darkroom is. darkroom today: the same task with darkroom on the same card, "
+            "measured where it says so, else planned with the interval that holds four of five; empty where "
+            "the work is another. Costs stand at the published price of an hour, and at today's."
         ),
         KEY,
         *(_system(name, proof, cells) for name in SYSTEMS),
