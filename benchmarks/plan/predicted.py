@@ -68,7 +68,8 @@ def draw(tables: list[dict[str, Any]], file: Path) -> None:
                     f"{row['error']:+.0%}", (error, place), xytext=(6 if error < 0 else -6, 0), fontsize=7,
                     textcoords="offset points", ha="left" if error < 0 else "right", va="center",
                 )  # fmt: skip
-        stranger = f" unseen, {table['inside']:.0%} inside" if "inside" in table else ""
+        unseen = " unseen" if table["seen_error"] is not None else ""
+        stranger = f"{unseen}, {table['inside']:.0%} inside" if "inside" in table else ""
         verdict = "" if table["holds"] else "  MISSES"
         by = "median" if table["by_median"] else "each"
         allowed = "a power of two" if limit >= 1 else f"{limit:.2g}"

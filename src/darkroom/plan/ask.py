@@ -91,7 +91,11 @@ def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
     # Half precisions move and hold the same bytes: one count serves both.
     profile = asked.profile("bf16" if gpu and precision == "fp16" else precision, gpu)
     plan = asked.plan(profile, where, software, target.usd_per_hour, target.prices)
-    offers = () if target.usd_per_hour is not None else listed(where, plan.cost.device_hours, target.prices)
+    offers = (
+        ()
+        if target.usd_per_hour is not None
+        else listed(where.card, where.cores, plan.cost.device_hours, target.prices)
+    )
     plan = with_intervals(replace(plan, offers=offers), where, software)
     told = (*software_notes(target, where, software), *unsourced(where.card))
     plan = replace(plan, notes=(*plan.notes, *told))

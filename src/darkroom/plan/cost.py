@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from darkroom.hardware.cards import Card, StoragePrice
 from darkroom.hardware.prices import Price, offers_of, price
-
-if TYPE_CHECKING:
-    from darkroom.plan.jobs import Where
 
 PUE = (
     1.3  # power of the building over that of the machines: between hyperscalers' 1.1 and the 1.55 of a survey
@@ -99,12 +96,12 @@ def _sold(card: Card, cores: int, offer: Price) -> int:
 
 
 def listed(
-    where: Where, device_hours: float, table: Sequence[Price] | None = None
+    card: Card, cores: int, device_hours: float, table: Sequence[Price] | None = None
 ) -> tuple[dict[str, Any], ...]:
     """What device-hours cost at every offer of the card, the cheapest first."""
     found = []
-    for one in offers_of(where.card.name, table):
-        sold = _sold(where.card, where.cores, one)
+    for one in offers_of(card.name, table):
+        sold = _sold(card, cores, one)
         spot = one.spot_usd_per_device_hour
         found.append(
             {

@@ -14,7 +14,7 @@ from typing import Any
 from darkroom.errors import InputError
 from darkroom.plan.ask import ask_generate, ask_recipe_object, plans
 from darkroom.plan.generation import PictureSettings
-from darkroom.plan.jobs import Plan
+from darkroom.plan.jobs import MOST_ROWS, Plan
 from darkroom.plan.show import gb, hours, seconds, usd
 from darkroom.plan.targets import Asked, Target, chosen_cards, fast_precision
 from darkroom.recipe.read import make_recipe
@@ -66,7 +66,7 @@ class Fit:
         return {
             "task": f"{self.task}, {self.resolution} px",
             "fits": "yes",
-            "batch": f"{largest:,}",
+            "batch": f"{largest:,}{' or more' if largest >= MOST_ROWS else ''}",
             "up to": f"{self.largest_resolution} px",
             "memory": gb(plan.peak_bytes, plan.intervals.get("peak_bytes")),
             "time": _time(plan),

@@ -235,7 +235,7 @@ def _page(proof: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], paths: S
 def _figures(proof: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
     tables = proof["tables"]
     holding = sum(found["holds"] for found in tables)
-    timed = [found for found in tables if "inside" in found]
+    timed = [found for found in tables if found["seen_error"] is not None]
     taken = [cell for cell in cells if cell.get("today_how", PLANNED) != PLANNED]
     planned = [cell for cell in cells if cell.get("today_how") == PLANNED]
     dates = sorted({cell["price_as_of"] for cell in cells if "price_as_of" in cell})

@@ -124,6 +124,7 @@ RESTS_ON = {
     "phases and total from counts (Anyscale)": ANYSCALE,
     "TensorRT and fp8 (MLPerf and others)": "",
 }
+MEMORY = ("peak VRAM (Vertex)", "memory (Lambda)")
 LEFT_OUT = Path(__file__).with_name("left_out.json")
 
 
@@ -249,6 +250,8 @@ class Validation:
             told = f"median error {found['median_error']:.1%}, {found['inside']:.0%} inside 80 %"
             verdict = "holds" if found["holds"] else "does NOT hold"
             yield f"  {found['table']:<42} {told}, {verdict}; seen {found['seen_error']:.1%}"
+        for found in (one for one in self.tables if one["table"] in MEMORY):
+            yield f"  {found['table']:<42} {found['inside']:.0%} inside 80 %, of memory"
         yield ""
         for found in self.tables:
             verdict = "holds" if found["holds"] else "does NOT hold"
@@ -302,7 +305,7 @@ def validate(known: Efficiency | None = None, say: Callable[[str], None] = lambd
             "seen_error": median_error(one, known or efficiency()) if name in RESTS_ON else None,
             "rows": [as_dict(row, own) for row in one.rows],
         }
-        if name in RESTS_ON:
+        if name in (*RESTS_ON, *MEMORY):
             entry["inside"] = inside(one, own)
         found.append(entry)
     return Validation(tuple(found))
@@ -330,9 +333,15 @@ def shares(row: Row, known: Efficiency) -> dict[str, float]:
 
 
 def inside(found: Table, known: Efficiency) -> float:
-    """Share of a table's counted rows inside their 80 % interval."""
-    rows = counted(found)
+    """Share of a table's counted rows inside their 80 % interval, of time or of memory."""
+    rows = [row for row in counted(found) if row.at_least is None]
     return fmean(
-        abs(math.log(row.predict(known) / row.published)) <= half_width(spread(), shares(row, known))
-        for row in rows
+        abs(math.log(row.predict(known) / row.published)) <= _half(found.name, row, known) for row in rows
     )
+
+
+def _half(table: str, row: Row, known: Efficiency) -> float:
+    if table in MEMORY:
+        return spread()["memory gpu"]
+    own = half_width(spread(), shares(row, known))
+    return math.hypot(own, spread()["untried format"]) if table.startswith("TensorRT") else own
