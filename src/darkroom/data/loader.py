@@ -48,9 +48,9 @@ from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, Purpose, 
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 
-Draw = Literal["noise", "posterior", "u", "offset"]
+Draw = Literal["noise", "posterior", "u", "offset", "multires", "perturbation"]
 """noise float32 [B, C, h, w]; posterior likewise, for mean + std * posterior; u float64 [B] in [0, 1), for
-the timestep; offset float32 [B, C, 1, 1], for offset noise."""
+the timestep; offset float32 [B, C, 1, 1], for offset noise; multires, perturbation float32 [B, C, h, w]."""
 
 
 class ReadSettings(BaseModel):
@@ -74,6 +74,7 @@ class ReadSettings(BaseModel):
     draws: tuple[Draw, ...] = Field((), description="which random numbers come with each row")
     latent_channels: int = Field(4, gt=0, description="shape of the draws where no latents are read")
     latent_factor: int = Field(8, gt=0, description="pixels a latent pixel spans, likewise")
+    multires: tuple[int, float] = Field((0, 0.3), description="iterations and discount of the draw multires")
     seed: int = Field(0, description="of all draws")
 
 
@@ -340,9 +341,10 @@ class Assembler:
                 drawn: Array = draws.uniform(*keys, Purpose.TIMESTEP)
             elif name == "offset":
                 drawn = draws.normal(*keys, (latent[0], 1, 1), Purpose.OFFSET_NOISE)
+            elif name == "multires":
+                drawn = draws.pyramid(*keys, latent, *self._read.multires)
             else:
-                purpose = Purpose.NOISE if name == "noise" else Purpose.POSTERIOR
-                drawn = draws.normal(*keys, latent, purpose)
+                drawn = draws.normal(*keys, latent, Purpose[name.upper()])
             tensor = torch.from_numpy(drawn)
             batch.columns[name] = tensor.pin_memory() if self._pin else tensor
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from darkroom.bill import Bill, format_usd
 from darkroom.evaluate.settings import SmallSettings
+from darkroom.recipe.tuning import LossSettings, TimestepSettings
 
 
 class WordSettings(BaseModel):
@@ -301,6 +302,22 @@ class NoiseSettings(BaseModel):
     offset: float = Field(
         default=0.0, ge=0, le=1, description="offset noise: strength of a shift common to a channel's pixels"
     )
+    multires_iterations: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="multi-resolution noise: how many coarser noises are added; 0: none; 6 is usual",
+    )
+    multires_discount: float = Field(
+        default=0.3, gt=0, le=1, description="each coarser noise's strength as a share of the one before"
+    )
+    perturbation: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="input perturbation (Ning et al. 2023; kohya's ip_noise_gamma): further noise in the "
+        "input that the target lacks; 0.1 is usual",
+    )
 
 
 class AutoencoderLossSettings(BaseModel):
@@ -355,9 +372,15 @@ class ObjectiveSettings(BaseModel):
         gt=0,
         description="min-SNR-gamma loss weights (Hang et al. 2023 use 5); null: equal weights",
     )
+    debiased_estimation: bool = Field(
+        default=False,
+        description="weigh the loss by 1 / sqrt(SNR), of v by 1 / (SNR + 1) (Yu et al. 2023)",
+    )
     unmasked_weight: float = Field(
         default=0.0, ge=0, le=1, description="weight of the loss where a picture's mask is black"
     )
+    loss: LossSettings = Field(default=LossSettings(), description="the distance from the target")
+    timesteps: TimestepSettings = Field(default=TimestepSettings(), description="which are trained")
     noise: NoiseSettings = Field(default=NoiseSettings(), description="the noise schedule")
     flow: FlowSettings = Field(default=FlowSettings(), description="of rectified flow: times and shift")
     autoencoder: AutoencoderLossSettings = Field(
@@ -374,6 +397,8 @@ class ObjectiveSettings(BaseModel):
                 "prediction epsilon with noise.zero_terminal_snr: at the last timestep the input is pure "
                 "noise, so epsilon teaches nothing there; use prediction v or sample"
             )
+        if self.debiased_estimation and self.min_snr_gamma is not None:
+            raise ValueError("debiased_estimation with min_snr_gamma: both weigh timesteps; use one of them")
         return self
 
 

@@ -298,7 +298,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
             "columns": (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,))),
         }
     )
-    objective = make_objective(model.scheduler, recipe.objective.min_snr_gamma, device)
+    objective = make_objective(model.scheduler, recipe.objective, device)
     modules = _trained(recipe, model, device)
     return Diffusion(
         model,
@@ -306,7 +306,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         read,
         modules,
         text_encoder_lr=recipe.optim.text_encoder_lr,
-        noise_offset=recipe.objective.noise.offset,
+        noise=recipe.objective.noise,
         num_points=recipe.evaluate.timesteps,
         encode=encode,
         cache_text=recipe.task in FINE_TUNING,

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 from darkroom.data.loader import Draw, ReadSettings
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import sample_latents, text_states, tokenize
+from darkroom.recipe.sections import NoiseSettings
 from darkroom.train.data.masks import Masks
-from darkroom.train.objective import FlowObjective, Objective, offset_noise, square_error
+from darkroom.train.objective import (
+    FlowObjective,
+    Objective,
+    multires_noise,
+    offset_noise,
+    square_error,
+)
 from darkroom.train.tasks.repa import Extras
 
 if TYPE_CHECKING:
@@ -84,7 +91,7 @@ class Diffusion:
         modules: Mapping[str, nn.Module],
         *,
         text_encoder_lr: float | None = None,
-        noise_offset: float = 0.0,
+        noise: NoiseSettings | None = None,
         num_points: int = 8,
         encode: Callable[[Tensor], Tensor] | None = None,
         cache_text: bool = False,
@@ -99,9 +106,16 @@ class Diffusion:
         a picture of the class, whose loss has this weight. `extras` are what a transformer is trained with.
         """
         assert model.unet is not None
-        draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(("offset",) if noise_offset else ()))
+        self._noise = noise or NoiseSettings()
+        more: dict[Draw, float] = {
+            "offset": self._noise.offset,
+            "multires": self._noise.multires_iterations,
+            "perturbation": self._noise.perturbation,
+        }
+        draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(name for name, used in more.items() if used))
+        multires = self._noise.multires_iterations, self._noise.multires_discount
         self.model, self.objective = model, objective
-        self.read = read.model_copy(update={"draws": draws})
+        self.read = read.model_copy(update={"draws": draws, "multires": multires})
         self.modules: dict[str, nn.Module] = {**modules, **(extras.modules if extras else {})}
         self._extras = extras
         text = [name for name in modules if name != "unet"]
@@ -111,7 +125,7 @@ class Diffusion:
         self._prior_weight, self._masks = prior_weight, masks
         self._state_cache: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._caches_text = cache_text and not text
-        self._offset, self._encode = noise_offset, encode
+        self._encode = encode
         total = objective.num_timesteps
         self._points = [int((i + 0.5) * total / num_points) for i in range(num_points)]
         self._token_cache: dict[str, tuple[Tensor, ...]] = {}
@@ -138,9 +152,13 @@ class Diffusion:
         assert self.model.vae is not None
         latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.latent_scaling)
         noise_BChw = drawn["noise"]
-        if self._offset:
-            noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._offset)
+        if "offset" in drawn:
+            noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._noise.offset)
+        if "multires" in drawn:
+            noise_BChw = multires_noise(noise_BChw, drawn["multires"])
         inputs = {"latents": latents_BChw, "noise": noise_BChw, "u": drawn["u"]}
+        if "perturbation" in drawn:
+            inputs["perturbation"] = drawn["perturbation"]
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
             target = (
@@ -209,7 +227,8 @@ class Diffusion:
         errors = []
         for point in self._points:
             t_b = self.objective.at(point, inputs["u"])
-            errors.append(square_error(*self._predict(inputs, t_b), inputs.get("mask")))
+            plain = {name: tensor for name, tensor in inputs.items() if name != "perturbation"}
+            errors.append(square_error(*self._predict(plain, t_b), inputs.get("mask")))
         errors_bn = torch.stack(errors, dim=1)
         return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
 
@@ -228,7 +247,10 @@ class Diffusion:
         unet: Any = self.model.unet
         text_bLD, pooled_bD = self._states(inputs)
         added = {"text_embeds": pooled_bD, "time_ids": inputs["time_ids"]} if self.model.is_sdxl else None
-        noisy_bChw = self.objective.add_noise(latents_bChw, noise_bChw, t_b)
+        added_bChw = noise_bChw
+        if "perturbation" in inputs:
+            added_bChw = noise_bChw + self._noise.perturbation * inputs["perturbation"]
+        noisy_bChw = self.objective.add_noise(latents_bChw, added_bChw, t_b)
         found: Sequence[Tensor] = unet(
             noisy_bChw.to(unet.dtype),
             t_b,

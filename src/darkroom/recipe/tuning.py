@@ -1,0 +1,63 @@
+"""Sections of a recipe that fine-tuners know from other trainers: losses, timesteps, layers' own rates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class LossSettings(BaseModel):
+    """How far an answer is from its target."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["mse", "l1", "huber", "smooth-l1"] = Field(
+        default="mse",
+        description="huber and smooth-l1 are the smooth forms that kohya's trainers know: square below the "
+        "threshold c, linear above. huber: 2c (sqrt(d^2 + c^2) - c); smooth-l1: 2 (sqrt(d^2 + c^2) - c)",
+    )
+    huber_c: float = Field(default=0.1, gt=0, le=10, description="the threshold c, where the schedule ends")
+    huber_schedule: Literal["constant", "exponential", "snr"] = Field(
+        default="snr",
+        description="c by timestep. constant; exponential: from huber_scale down to huber_c times it; snr: "
+        "(1 - huber_c) / (1 + sigma)^2 + huber_c with sigma = noise / signal",
+    )
+    huber_scale: float = Field(
+        default=1.0, gt=0, le=100, description="factor of c with schedules constant and exponential"
+    )
+
+
+class TimestepSettings(BaseModel):
+    """Which timesteps are trained, and how often."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min: int = Field(default=0, ge=0, description="the first timestep that is trained")
+    max: int | None = Field(
+        default=None, gt=0, description="the first that is not trained any more; null: the schedule's length"
+    )
+    distribution: Literal["uniform", "logit-normal", "mode"] | None = Field(
+        default=None,
+        description="how they are drawn in that range. logit-normal: the logistic of a normal number; mode: "
+        "heavy at both ends or in the middle (both Esser et al. 2024); null: uniform, and logit-normal for "
+        "rectified flow",
+    )
+    mean: float | None = Field(
+        default=None,
+        ge=-10,
+        le=10,
+        description="of logit-normal's normal number; null: 0, for rectified flow objective.flow.mean",
+    )
+    std: float | None = Field(
+        default=None, gt=0, le=10, description="its standard deviation; null: 1, or objective.flow.std"
+    )
+    mode_scale: float = Field(default=1.29, ge=-1, le=1.75, description="of mode: above 0 favours the middle")
+
+    @model_validator(mode="after")
+    def _possible(self) -> TimestepSettings:
+        if self.max is not None and self.min >= self.max:
+            raise ValueError(f"min {self.min} is not below max {self.max}")
+        if (self.mean is not None or self.std is not None) and self.distribution != "logit-normal":
+            raise ValueError("mean and std are given, which distribution logit-normal alone has")
+        return self
