@@ -67,9 +67,16 @@ class ReadSettings(BaseModel):
     background: str = Field("white", description="colour laid under transparent pictures")
     columns: tuple[str, ...] = Field((), description="further columns, under their own names")
     prompts: tuple[str, ...] = Field((), description="one of these is the caption of rows that have none")
+    prompt_column: str | None = Field(None, description="column with the caption of rows that have none")
     prompts_replace: bool = Field(False, description="and of those that have one")
     shuffle_tags: bool = Field(False, description="deal a caption's parts between commas anew each time")
     keep_tokens: int = Field(0, ge=0, description="parts at the start that stay there")
+    tag_dropout: float = Field(0.0, ge=0, lt=1, description="share of a caption's parts that are left out")
+    token_warmup: tuple[int, int] = Field(
+        (0, 1), description="steps in which a caption grows to all of its parts, and with how many it begins"
+    )
+    wildcards: bool = Field(False, description="draw one of {a|b} in a caption, and one of its lines")
+    around: tuple[str, str] = Field(("", ""), description="what is put before and after every caption")
     caption_dropout: float = Field(0.0, ge=0, le=1, description="share of rows that get the empty caption")
     draws: tuple[Draw, ...] = Field((), description="which random numbers come with each row")
     latent_channels: int = Field(4, gt=0, description="shape of the draws where no latents are read")
@@ -305,20 +312,43 @@ class Assembler:
 
     def _say_captions(self, batch: Batch) -> None:
         read = self._read
-        if "caption" not in batch or not (read.prompts or read.shuffle_tags):
+        if "caption" not in batch or not self._changes_captions:
             return
         captions = batch["caption"]
+        if read.prompt_column is not None:
+            own = batch.columns.pop(read.prompt_column)
+            captions = [old or prompt for old, prompt in zip(captions, own, strict=True)]
         if read.prompts:
             drawn = (self._uniform(batch, Purpose.PROMPT) * len(read.prompts)).astype(np.int64).tolist()
             kept = ("" if read.prompts_replace else caption for caption in captions)
             captions = [old or read.prompts[i] for old, i in zip(kept, drawn, strict=True)]
-        if read.shuffle_tags:
-            keys = draws.mix(read.seed, int(Purpose.TAGS), batch.epochs_B, batch.positions_B)
-            captions = [
-                draws.shuffled_tags(caption, key, read.keep_tokens)
-                for caption, key in zip(captions, keys.tolist(), strict=True)
-            ]
+        if read.around != ("", ""):
+            captions = [read.around[0] + caption + read.around[1] for caption in captions]
+        for purpose, used, change in (
+            (Purpose.WILDCARDS, read.wildcards, draws.chosen_wildcards),
+            (Purpose.TAGS, read.shuffle_tags, partial(draws.shuffled_tags, keep=read.keep_tokens)),
+            (
+                Purpose.TAG_DROPOUT,
+                bool(read.tag_dropout or read.token_warmup[0]),
+                partial(self._kept, batch.k),
+            ),
+        ):
+            if used:
+                keys = draws.mix(read.seed, int(purpose), batch.epochs_B, batch.positions_B).tolist()
+                captions = [change(caption, key) for caption, key in zip(captions, keys, strict=True)]
         batch.columns["caption"] = captions
+
+    @property
+    def _changes_captions(self) -> bool:
+        read = self._read
+        tags = read.shuffle_tags or read.tag_dropout or read.token_warmup[0] or read.wildcards
+        return bool(read.prompts or read.prompt_column or tags or read.around != ("", ""))
+
+    def _kept(self, k: int, caption: str, key: int) -> str:
+        """What is left of a caption's tags at step k."""
+        read, (steps, least) = self._read, self._read.token_warmup
+        share = k / steps if k < steps else None
+        return draws.kept_tags(caption, key, read.keep_tokens, read.tag_dropout, least, share)
 
     def _drop_captions(self, batch: Batch) -> None:
         rate = self._read.caption_dropout

@@ -16,6 +16,7 @@ Legend: B rows of a global batch, W rows of a window.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -603,3 +604,36 @@ def shuffled_tags(caption: str, key: int, keep: int) -> str:
     tags = [tag for part in caption.split(",") if (tag := part.strip())]
     order = np.argsort(mix(key, np.arange(max(len(tags) - keep, 0))), kind="stable")
     return ", ".join([*tags[:keep], *(tags[keep + i] for i in order.tolist())])
+
+
+def kept_tags(
+    caption: str, key: int, keep: int, dropout: float = 0.0, least: int = 1, share: float | None = None
+) -> str:
+    """What is left of a caption's parts between commas, the first `keep` always.
+
+    Of the others the first `least` and a `share` of the rest (all, where that is None) are there yet; each of
+    these is left out with probability `dropout`.
+    """
+    tags = [tag for part in caption.split(",") if (tag := part.strip())]
+    fixed, others = tags[:keep], tags[keep:]
+    if share is not None:
+        others = others[: int(share * (len(others) - least)) + least if len(others) > least else len(others)]
+    if dropout:
+        drawn = (mix(key, np.arange(len(others))) >> np.uint64(11)).astype(np.float64) * _UNIT
+        others = [tag for tag, u in zip(others, drawn.tolist(), strict=True) if u >= dropout]
+    return ", ".join([*fixed, *others])
+
+
+WILDCARD = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
+
+
+def chosen_wildcards(caption: str, key: int) -> str:
+    """A caption with one of its lines, and one of every {a|b|c}; the innermost braces first."""
+    lines = [line for line in caption.splitlines() if line.strip()] or [""]
+    caption, n = lines[int(mix(key, np.array([0]))[0]) % len(lines)], 0
+    while found := WILDCARD.search(caption):
+        n += 1
+        options = found[1].split("|")
+        option = options[int(mix(key, np.array([n]))[0]) % len(options)].strip()
+        caption = caption[: found.start()] + option + caption[found.end() :]
+    return caption

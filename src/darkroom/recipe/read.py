@@ -23,7 +23,7 @@ from darkroom.recipe.sections import ADAPTER_TASKS, Recipe
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
 """Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
-SOURCES = ("store", "stores", "folder", "instance")
+SOURCES = ("store", "stores", "folder", "instance", "sets")
 """Where pictures come from, in `data`: one of them."""
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 2**20, 10_000, 32
 """Of a recipe's YAML, aliases counted as what they stand for; recipes here have 100 nodes, 5 levels deep."""
@@ -265,7 +265,7 @@ def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
         if field is None or (inner := _model_in(field.annotation)) is None:
             break
         model = inner
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

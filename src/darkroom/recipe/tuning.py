@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -61,3 +62,52 @@ class TimestepSettings(BaseModel):
         if (self.mean is not None or self.std is not None) and self.distribution != "logit-normal":
             raise ValueError("mean and std are given, which distribution logit-normal alone has")
         return self
+
+
+class LayerRule(BaseModel):
+    """A rate and a time of its own for some weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    match: str = Field(
+        min_length=1,
+        description="names of weights with * and ?, such as 'unet.up_blocks.*', 'unet.*.attn2.*' or "
+        "'text_encoder'; the first entry that matches a weight holds",
+    )
+    lr_scale: float = Field(
+        default=1.0, ge=0, le=1000, description="their rate as a multiple of their part's; 0: they stay"
+    )
+    start_step: int = Field(default=0, ge=0, description="steps before they are trained")
+    stop_step: int | None = Field(default=None, gt=0, description="step after which they stay; null: never")
+
+    @model_validator(mode="after")
+    def _possible(self) -> LayerRule:
+        if self.stop_step is not None and self.stop_step <= self.start_step:
+            raise ValueError(f"stop_step {self.stop_step} is not after start_step {self.start_step}")
+        return self
+
+    def holds_for(self, name: str) -> bool:
+        """Whether a weight's name, `<part>.<path>`, is meant."""
+        return fnmatchcase(name, self.match) or fnmatchcase(name, f"{self.match}.*")
+
+
+class DataSet(BaseModel):
+    """One folder of several."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: str = Field(description="its pictures, with texts beside them or metadata.jsonl")
+    repeats: int = Field(
+        default=1, ge=1, le=10_000, description="how often each of its pictures comes against the others'"
+    )
+    prompt: str | None = Field(
+        default=None, description="caption of its pictures without one; null: data.prompt"
+    )
+    loss_weight: float = Field(default=1.0, gt=0, le=100, description="weight of its pictures' loss")
+    resolution: int | None = Field(
+        default=None,
+        ge=8,
+        le=8192,
+        multiple_of=8,
+        description="side in pixels, at most data.resolution; null: that",
+    )

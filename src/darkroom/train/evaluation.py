@@ -50,8 +50,12 @@ def sample_grid(
     size: int,
     path: Path,
     progress: Callable[[int, int], None] | None = None,
+    **how: Any,
 ) -> Path:
-    """Draw the prompts' pictures, `size` pixels square, and save them as one PNG."""
+    """Draw the prompts' pictures, `size` pixels square, and save them as one PNG.
+
+    `how` is what `generate` takes besides.
+    """
     from darkroom import sample
 
     pictures = sample.generate(
@@ -65,6 +69,7 @@ def sample_grid(
         optimise="none",  # the weights in training stay where and as they are, also where ranks share them
         progress=progress,
         notice=lambda _: None,
+        **how,
     )
     return save_grid([picture.image for picture in pictures], path)
 
@@ -237,7 +242,8 @@ class Looking:
                 elif self._job.prompts:
                     size = self._job.recipe.data.resolution
                     drawing = self._drawing(k)
-                    sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing)
+                    how = self._job.recipe.data.reading
+                    sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing, **how)
             except Abandoned:
                 return
         if not self._ranks.first:

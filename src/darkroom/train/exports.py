@@ -75,6 +75,7 @@ def write_adapter_file(
     told = base or {"family": recipe.model.base if recipe.model.base in models.FAMILIES else None}
     family, prediction = told["family"], told.get("prediction")
     made = trained_adapter(recipe, values, name)
+    kohya = kohya or made.kind not in ("lora", "dora")  # diffusers has no keys for the others
     return write_adapter(made, file, kohya=kohya, family=family, prediction=prediction)
 
 

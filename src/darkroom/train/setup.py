@@ -17,6 +17,7 @@ from darkroom.data.mixing import versions_of
 from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
+from darkroom.models.adapters.read import read_adapter
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
@@ -25,7 +26,16 @@ from darkroom.recipe.sections import ADAPTER_TASKS, TrainSettings
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checkpoint.storage import check_url
 from darkroom.train.contents import base_of, check_base, contents_of
-from darkroom.train.data.feed import Feed, bucket_step, make_feed, make_order, read_once, rows_an_epoch
+from darkroom.train.data.feed import (
+    LOSS_WEIGHT,
+    PROMPT,
+    Feed,
+    bucket_step,
+    make_feed,
+    make_order,
+    read_once,
+    rows_an_epoch,
+)
 from darkroom.train.data.local_dataset import (
     class_store_path,
     gather,
@@ -59,7 +69,7 @@ from darkroom.train.scores import Scores, check_scores
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
-from darkroom.train.tasks.diffusion import SIZES, Diffusion, Task
+from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
 from darkroom.train.tasks.repa import make_extras
@@ -118,6 +128,8 @@ def make_job(
     _move(model, device)
     task = make_task(recipe, model, store, device)
     base |= seen_by(task)
+    if recipe.adapter is not None and recipe.adapter.start is not None:
+        base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
     check_base(base, pinned.base, recipe)
     if device.type != "cpu":
         halve_text(recipe, model, models.precision(precision))
@@ -295,7 +307,16 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
             "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
             "shuffle_tags": data.shuffle_tags,
             "keep_tokens": data.keep_tokens,
-            "columns": (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,))),
+            "tag_dropout": data.tag_dropout,
+            "token_warmup": (data.token_warmup_steps, data.token_warmup_min),
+            "wildcards": data.wildcards,
+            "around": (data.caption_prefix, data.caption_suffix),
+            "columns": (
+                *(SIZES if model.is_sdxl else ()),
+                *(() if masks is None else (masks.column,)),
+                *((PROMPT, LOSS_WEIGHT) if data.sets else ()),
+            ),
+            "prompt_column": PROMPT if data.sets else None,
         }
     )
     objective = make_objective(model.scheduler, recipe.objective, device)
@@ -305,11 +326,12 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         objective,
         read,
         modules,
-        text_encoder_lr=recipe.optim.text_encoder_lr,
+        rates={part: recipe.optim.part_lr(part) for part in modules},
         noise=recipe.objective.noise,
         num_points=recipe.evaluate.timesteps,
         encode=encode,
         cache_text=recipe.task in FINE_TUNING,
+        reading=None if data.reads_text_plainly else Reading.of(data),
         prior_weight=None if data.class_prompt is None else data.prior_weight,
         masks=masks,
         extras=extras,

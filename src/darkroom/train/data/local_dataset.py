@@ -24,7 +24,7 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace
 from darkroom.run import write_whole
-from darkroom.train.data.feed import check_repeats
+from darkroom.train.data.feed import LOSS_WEIGHT, PROMPT, SET, check_repeats
 from darkroom.train.data.masks import COLUMN, alpha_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ def class_store_path(run: Path) -> Path:
 
 def gather(recipe: Recipe, run: Path, say: Say) -> None:
     """Bring a folder's pictures, and masks where there are any, into the run's own store, anew."""
+    if recipe.data.sets:
+        _gather_sets(recipe, run, say)
+        return
     key = "folder" if recipe.data.folder else "instance"
     folder = Path(getattr(recipe.data, key))
     if not folder.exists():
@@ -79,10 +82,34 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
         raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
     _check_captions(recipe, store, key)
     check_repeats(recipe, store.take(range(store.num_rows), ["key"])["key"].to_pylist())
-    masks = _add_masks(recipe, store, folder)
+    masks = _add_masks(recipe, store, [folder] * store.num_rows)
     say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
     if report.rejected:
         say(f"set aside: {report.rejected}; see {report.rejected_file}")
+
+
+def _gather_sets(recipe: Recipe, run: Path, say: Say) -> None:
+    """Bring several folders into the run's own store, each row with its set's number, prompt and weight."""
+    path, sets = Path(store_path(recipe, run)), recipe.data.sets
+    shutil.rmtree(path, ignore_errors=True)  # whose rows would be of no set
+    numbers: list[int] = []
+    for i, one in enumerate(sets):
+        report = _imported(Path(one.folder), path, f"data.sets.{i}.folder", kind="auto")
+        store = Store.open(path)
+        new = store.num_rows - len(numbers)
+        numbers += [i] * new
+        more = f", {report.doubles} are in another set" if report.doubles else ""
+        say(f"{new} pictures from {one.folder}{more}")
+        if not new:
+            raise RecipeError(f"data.sets.{i}.folder", f"'{one.folder}' adds no picture{more}")
+    _check_captions(recipe, store, "sets", [sets[i].prompt for i in numbers])
+    columns = {
+        SET: pa.array(numbers, pa.int32()),
+        PROMPT: pa.array([sets[i].prompt or "" for i in numbers], pa.string()),
+        LOSS_WEIGHT: pa.array([sets[i].loss_weight for i in numbers], pa.float32()),
+    }
+    store.change(lambda dataset: dataset.add_columns(pa.table(columns).to_reader()))
+    _add_masks(recipe, store, [Path(sets[i].folder) for i in numbers])
 
 
 def forget(run: Path) -> None:
@@ -102,10 +129,15 @@ def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder") -> Im
     return import_pictures(folder, path, kind=kind, on_missing_caption="keep", workers=2)
 
 
-def _check_captions(recipe: Recipe, store: Store, key: str) -> None:
+def _check_captions(
+    recipe: Recipe, store: Store, key: str, prompts: Sequence[str | None] | None = None
+) -> None:
+    """RecipeError where a picture has no caption and nothing else is said of it."""
     if recipe.data.prompts or recipe.task == "textual-inversion":
         return
-    bare = len(store.select("caption = ''"))
+    captions = store.take(range(store.num_rows), ["caption"])["caption"].to_pylist()
+    pairs = zip(captions, prompts or [None] * len(captions), strict=True)
+    bare = sum(not caption and not prompt for caption, prompt in pairs)
     if bare:
         raise RecipeError(
             "data.prompt",
@@ -114,19 +146,19 @@ def _check_captions(recipe: Recipe, store: Store, key: str) -> None:
         )
 
 
-def _add_masks(recipe: Recipe, store: Store, folder: Path) -> int:
-    """Give the store a column of masks where the folder or the pictures have some; returns how many."""
+def _add_masks(recipe: Recipe, store: Store, folders: Sequence[Path]) -> int:
+    """Give the store a column of masks where a row's folder or the pictures have some; returns how many."""
     keys: list[str] = store.take(range(store.num_rows), ["key"])["key"].to_pylist()
     masks: list[bytes | None] = []
     for i, key in enumerate(keys):
-        beside = folder / f"{Path(key).with_suffix('')}{MASK_ENDING}"
+        beside = folders[i] / f"{Path(key).with_suffix('')}{MASK_ENDING}"
         if recipe.data.mask == "alpha":
             masks.append(alpha_of(store.take([i], ["picture"])["picture"].to_pylist()[0]))
         else:
             masks.append(beside.read_bytes() if beside.is_file() else None)
     count = sum(mask is not None for mask in masks)
     if recipe.data.mask == "alpha" and not count:
-        raise RecipeError("data.mask", f"alpha, but no picture in '{folder}' is transparent anywhere")
+        raise RecipeError("data.mask", f"alpha, but no picture in '{folders[0]}' is transparent anywhere")
     if count:
         table = pa.table({COLUMN: pa.array(masks, pa.large_binary())})
         store.change(lambda dataset: dataset.add_columns(table.to_reader()))
