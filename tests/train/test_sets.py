@@ -43,7 +43,9 @@ def recipe_of(base: Path, sets: list[dict[str, Any]], *overrides: str, **data: A
 def test_each_set_has_its_repeats_captions_and_weight(
     base: Path, sets: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    job = make_job(recipe_of(base, sets, "train.global_batch=7"), Pinned(tmp_path / "run"))
+    job = make_job(
+        recipe_of(base, sets, "train.global_batch=7", "train.micro_batch=7"), Pinned(tmp_path / "run")
+    )
     assert job.rows == 3 * 4 + 2
     captions: Counter[str] = Counter()
     with job.feed(0) as batches:
@@ -65,7 +67,7 @@ def test_sets_of_several_resolutions_come_in_batches_of_one(
     base: Path, sets: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     mixed = [sets[0], {**sets[1], "resolution": 16, "repeats": 6}]
-    job = make_job(recipe_of(base, mixed), Pinned(tmp_path / "run"))
+    job = make_job(recipe_of(base, mixed, "train.steps=12"), Pinned(tmp_path / "run"))
     shapes: Counter[int] = Counter()
     with job.feed(0) as batches:
         for _ in range(12):

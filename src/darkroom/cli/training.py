@@ -64,6 +64,9 @@ def train(
     grows: Annotated[
         bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
     ] = False,
+    of: Annotated[
+        str | None, typer.Option("--from", help="kohya: the file is a TOML of kohya's sd-scripts")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
     plan_first: Annotated[
         bool,
@@ -83,6 +86,10 @@ def train(
     if plan:
         from darkroom.cli.planning import plan_here
 
+        if of is not None:
+            raise InputError(
+                "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
+            )
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.plan.run_estimate import foretell
     from darkroom.recipe.read import read_sweep
@@ -92,7 +99,7 @@ def train(
     from darkroom.train.run import train as run
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
-    recipes = read_sweep(recipe, overrides or [])
+    recipes = read_sweep(recipe, overrides or [], of=of)
     if engine not in ("auto", "local", "torchrun", "ray"):
         raise InputError(f"--engine {engine}", allowed="auto, local, torchrun, ray")
     if engine == "ray":
@@ -110,6 +117,7 @@ def train(
         raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
+        arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         launch([*arguments, "--engine", "local", *flags], recipes[0][1])
         return None

@@ -91,10 +91,9 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
 def _gather_sets(recipe: Recipe, run: Path, say: Say) -> None:
     """Bring several folders into the run's own store, each row with its set's number, prompt and weight."""
     path, sets = Path(store_path(recipe, run)), recipe.data.sets
-    shutil.rmtree(path, ignore_errors=True)  # whose rows would be of no set
     numbers: list[int] = []
     for i, one in enumerate(sets):
-        report = _imported(Path(one.folder), path, f"data.sets.{i}.folder", kind="auto")
+        report = _imported(Path(one.folder), path, f"data.sets.{i}.folder", kind="auto", anew=not i)
         store = Store.open(path)
         new = store.num_rows - len(numbers)
         numbers += [i] * new
@@ -121,8 +120,9 @@ def forget(run: Path) -> None:
             folder.rmdir()
 
 
-def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder") -> ImportReport:
-    shutil.rmtree(path, ignore_errors=True)
+def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder", anew: bool = True) -> ImportReport:
+    if anew:
+        shutil.rmtree(path, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
         raise RecipeError(key, f"no folder '{folder}'")

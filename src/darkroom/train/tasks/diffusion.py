@@ -112,8 +112,10 @@ class Reading:
             rows, parts, length = ids_BNL.shape
             text, given = part_states(encoder, ids_BNL.flatten(0, 1), model.is_sdxl, self.clip_skip)
             if self.weighted:
-                scaled = text * weights_BNL.flatten(0, 1)[..., None].to(text.dtype)
-                text = scaled * (text.mean(dim=(1, 2), keepdim=True) / scaled.mean(dim=(1, 2), keepdim=True))
+                weights_RL1 = weights_BNL.flatten(0, 1)[..., None].to(text.dtype)
+                scaled, plain = text * weights_RL1, (weights_RL1 == 1).all(dim=1, keepdim=True)
+                kept = text.mean(dim=(1, 2), keepdim=True) / scaled.mean(dim=(1, 2), keepdim=True)
+                text = torch.where(plain, text, scaled * kept)
             states.append(text.reshape(rows, parts * length, -1))
             pooled = given.reshape(rows, parts, *given.shape[1:])[:, 0] if model.is_sdxl else None
         return torch.cat(states, dim=-1), pooled
