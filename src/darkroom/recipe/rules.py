@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import RecipeError
 from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings, ParallelSettings, RoutingSettings
+from darkroom.recipe.tuning import PreferenceSettings
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -38,6 +39,11 @@ _OWN: dict[str, tuple[Default, ...]] = {
         ("optim.lr", 1e-4, "the published best of DreamBooth with LoRA: 500 steps of one picture at 1e-4"),
         ("train.steps", 500, "the published best of DreamBooth with LoRA"),
         ("train.global_batch", 1, "the published best of DreamBooth"),
+    ),
+    "dpo": (
+        ("optim.lr", 1e-5, "preferences shift a model a little"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 4, "pairs"),
     ),
     "textual-inversion": (
         ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
@@ -122,6 +128,7 @@ def check_together(recipe: Recipe) -> None:
     _check_subject(recipe)
     _check_prior(recipe)
     _check_word(recipe)
+    _check_preference(recipe)
     _check_text(recipe)
     _check_masks(recipe)
     _check_optimiser(recipe)
@@ -273,6 +280,30 @@ def _check_prior(recipe: Recipe) -> None:
             "data.buckets",
             "true, but class pictures, which are square, go beside the subject's",
             mend="leave data.class_prompt out, or set data.buckets=false",
+        )
+
+
+def _check_preference(recipe: Recipe) -> None:
+    if recipe.task != "dpo":
+        if recipe.objective.dpo != PreferenceSettings():
+            raise RecipeError("objective.dpo", f"given with the task {recipe.task}", allowed="dpo")
+        return
+    data, adapter, objective = recipe.data, recipe.adapter, recipe.objective
+    if data.folder is None:
+        raise RecipeError("data.folder", "missing", mend="a folder with chosen/ and rejected/")
+    if adapter is not None and adapter.kind in ("oft", "full"):
+        raise RecipeError("adapter.kind", f"{adapter.kind} with the task dpo", allowed="lora, loha, lokr")
+    refused = {
+        "data.buckets": data.buckets,
+        "data.repeats": data.repeats != 1,
+        "data.encode": data.encode == "online",
+        "objective.min_snr_gamma": objective.min_snr_gamma is not None,
+        "objective.debiased_estimation": objective.debiased_estimation,
+        "objective.loss": objective.loss.type != "mse",
+    }
+    if given := next((key for key, is_so in refused.items() if is_so), None):
+        raise RecipeError(
+            given, "given with the task dpo, whose loss has no place for it", mend="leave it out"
         )
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from darkroom.bill import Bill, format_usd
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.recipe.tuning import DataSet, LayerRule, LossSettings, TimestepSettings
+from darkroom.recipe.tuning import DataSet, LayerRule, LossSettings, PreferenceSettings, TimestepSettings
 
 
 class WordSettings(BaseModel):
@@ -102,7 +102,11 @@ class DataSettings(BaseModel):
     stores: tuple[StoreWeight, ...] = Field(
         default=(), max_length=1024, description="or several stores, mixed by weight"
     )
-    folder: str | None = Field(default=None, description="or a folder of pictures, imported into the run")
+    folder: str | None = Field(
+        default=None,
+        description="or a folder of pictures, imported into the run; of the task dpo one with chosen/ and "
+        "rejected/, whose files have the same names",
+    )
     instance: str | None = Field(default=None, description="or a folder of pictures of one subject, likewise")
     sets: tuple[DataSet, ...] = Field(
         default=(), max_length=256, description="or several folders, each with settings of its own"
@@ -286,6 +290,7 @@ Task = Literal[
     "dreambooth",
     "dreambooth-lora",
     "textual-inversion",
+    "dpo",
 ]
 
 
@@ -538,6 +543,7 @@ class ObjectiveSettings(BaseModel):
     timesteps: TimestepSettings = Field(default=TimestepSettings(), description="which are trained")
     noise: NoiseSettings = Field(default=NoiseSettings(), description="the noise schedule")
     flow: FlowSettings = Field(default=FlowSettings(), description="of rectified flow: times and shift")
+    dpo: PreferenceSettings = Field(default=PreferenceSettings(), description="of the task dpo")
     autoencoder: AutoencoderLossSettings = Field(
         default=AutoencoderLossSettings(), description="loss of the task autoencoder"
     )
@@ -837,7 +843,7 @@ class Recipe(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-ADAPTER_TASKS = ("lora", "dreambooth-lora")
+ADAPTER_TASKS = ("lora", "dreambooth-lora", "dpo")
 PROMPTS = (
     "a photo of {}",
     "a close-up photo of {}",

@@ -64,6 +64,19 @@ class TimestepSettings(BaseModel):
         return self
 
 
+class PreferenceSettings(BaseModel):
+    """Diffusion-DPO, the task `dpo`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    beta: float = Field(
+        default=2500.0,
+        gt=0,
+        le=1e6,
+        description="how closely the model keeps to its base (Wallace et al. 2023): larger is closer",
+    )
+
+
 class LayerRule(BaseModel):
     """A rate and a time of its own for some weights."""
 

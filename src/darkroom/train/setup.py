@@ -72,6 +72,7 @@ from darkroom.train.tasks.autoencoder import Autoencoder
 from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
+from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
 from darkroom.train.tracking import check_tracker
@@ -194,6 +195,8 @@ def _made_ready(
             dtype = models.precision(precision)
             _move(model, _device(recipe, ranks))
             ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
+        stores.append(Store.open(class_store_path(pinned.run)))
+    if recipe.task == "dpo":
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
     if own:
@@ -321,7 +324,8 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     )
     objective = make_objective(model.scheduler, recipe.objective, device)
     modules = _trained(recipe, model, device)
-    return Diffusion(
+    made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
+    return made(
         model,
         objective,
         read,

@@ -137,7 +137,10 @@ def make_feed(
     """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
     store, *beside = stores
     sources = [(store, order, task.read)]
-    sources += [(other, *_class_order(recipe, task, other)) for other in beside]
+    if recipe.task == "dpo":  # pairs: the same rows, captions and draws
+        sources += [(other, order, task.read) for other in beside]
+    else:
+        sources += [(other, *_class_order(recipe, task, other)) for other in beside]
     data = recipe.data
 
     @contextmanager

@@ -71,6 +71,9 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
         return
     key = "folder" if recipe.data.folder else "instance"
     folder = Path(getattr(recipe.data, key))
+    if recipe.task == "dpo":
+        _gather_rejected(folder, run)
+        folder = folder / "chosen"
     if not folder.exists():
         raise RecipeError(f"data.{key}", f"no folder '{folder}'")
     path = Path(store_path(recipe, run))
@@ -81,11 +84,34 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
         told = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
         raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
     _check_captions(recipe, store, key)
+    if recipe.task == "dpo":
+        _check_pairs(store, Store.open(class_store_path(run)), folder.parent)
     check_repeats(recipe, store.take(range(store.num_rows), ["key"])["key"].to_pylist())
     masks = _add_masks(recipe, store, [folder] * store.num_rows)
     say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
     if report.rejected:
         say(f"set aside: {report.rejected}; see {report.rejected_file}")
+
+
+def _gather_rejected(folder: Path, run: Path) -> None:
+    """Bring the pictures that were not preferred into a store beside the others'."""
+    _imported(folder / "rejected", class_store_path(run), "data.folder")
+
+
+def _check_pairs(chosen: Store, rejected: Store, folder: Path) -> None:
+    """RecipeError unless each row of one store has its other picture in the same row of the other."""
+    names = [
+        [Path(k).stem for k in s.take(range(s.num_rows), ["key"])["key"].to_pylist()]
+        for s in (chosen, rejected)
+    ]
+    alone = sorted(set(names[0]) ^ set(names[1]))
+    if alone or names[0] != names[1]:
+        told = f"{alone[0]} has no partner" if alone else "chosen/ and rejected/ are in another order"
+        raise RecipeError(
+            "data.folder",
+            f"'{folder}': {told}",
+            allowed="each picture under one name in chosen/ and rejected/",
+        )
 
 
 def _gather_sets(recipe: Recipe, run: Path, say: Say) -> None:
