@@ -321,6 +321,25 @@ def _exported(
 
 
 @app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="a finished run")],
+    repo: Annotated[str, typer.Argument(help="the hub's repository, OWNER/NAME")],
+    license: Annotated[str | None, typer.Option(help="of what was trained, such as openrail++")] = None,
+    private: Annotated[bool, typer.Option("--private", help="a new repository is private")] = False,
+    hub: Annotated[str | None, typer.Option(help="another hub's address; else the usual one")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put a run's adapter or model on the hub, with a model card and its last samples.
+
+    Example: darkroom push runs/dog me/sks-dog --private
+    """
+    from darkroom.train.sharing import push as put
+
+    made = put(run, repo, license=license, private=private, hub=hub)
+    show({"repository": made}, as_json, lambda: [f"repository: {made}"])
+
+
+@app.command()
 def report(
     sources: Annotated[list[Path] | None, typer.Argument(help="run folders and measurement CSVs")] = None,
     out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
