@@ -148,6 +148,24 @@ batch_size = 4
         read(tmp_path, text)
 
 
+def test_sample_prompts_keep_their_own_settings(tmp_path: Path) -> None:
+    lines = ("# mine", "a dog --n blurry, dark --d 7 --s 12 --l 4.5 --w 768", "", "a cat")
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    text = 'pretrained_model_name_or_path = "sd15"\nsample_prompts = "prompts.txt"\n'
+    recipe = read(tmp_path, text, "data.folder=pictures")
+    first, second = recipe.sample.prompts
+    assert second == "a cat"
+    assert not isinstance(first, str)
+    assert first.model_dump(exclude_none=True) == {
+        "prompt": "a dog",
+        "negative": "blurry, dark",
+        "seed": 7,
+        "steps": 12,
+        "guidance": 4.5,
+    }
+    assert any("sample_prompts --w" in line for line in recipe.derived)
+
+
 def test_sd_scripts_own_defaults_hold(tmp_path: Path, folders: dict[str, str]) -> None:
     text = f"""
 pretrained_model_name_or_path = "sd15"

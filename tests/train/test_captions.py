@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from subjects import check_resumes_exactly, recipe_for
 
-from darkroom import models
+from darkroom import models, sample
 from darkroom.data.order import chosen_wildcards, kept_tags, shuffled_tags
 from darkroom.errors import RecipeError
 from darkroom.sample.prompts import encode_prompts
 from darkroom.train.jobs import Pinned
+from darkroom.train.run import export, train
 from darkroom.train.setup import make_job
 from darkroom.train.tasks.diffusion import Reading
 
@@ -134,3 +136,31 @@ def test_prepared_text_is_refused_with_captions_that_change(key: str) -> None:
     )
     with pytest.raises(RecipeError, match=r"data.text: stored, but with data\.\w+ the store's text states"):
         recipe_for("lora", Path("nowhere"), Path("nowhere"), *nowhere)
+
+
+# ---- sample grids
+
+
+def test_sample_prompts_have_settings_of_their_own(base: Path, photos: Path, tmp_path: Path) -> None:
+    """Each picture of the grid is the one that generate draws with those settings."""
+    own = "{prompt: a red dog, seed: 9, steps: 3, guidance: 2, negative: a blue square}"
+    overrides = ("train.steps=1", "sample.steps=2", f"sample.prompts=[a dog, a dog, {own}, a dog]")
+    recipe = recipe_for("lora", base, photos, *overrides)
+    run = train(recipe, out=tmp_path / "run", console=lambda _: None).run
+    grid = np.asarray(Image.open(run / "samples" / "step-00000001.png").convert("RGB"))
+    model = models.load(export(run, tmp_path / "merged"))
+    wanted = [
+        {"seed": 0, "steps": 2},
+        {"seed": 1, "steps": 2},
+        {"seed": 9, "steps": 3, "guidance": 2.0, "negative": "a blue square"},
+        {"seed": 3, "steps": 2},
+    ]
+    prompts = ["a dog", "a dog", "a red dog", "a dog"]
+    cells = [grid[y : y + 32, x : x + 32].astype(int) for y in (0, 32) for x in (0, 32)]
+    drawn = []
+    for prompt, how in zip(prompts, wanted, strict=True):
+        made = sample.generate(model, prompt, size=(32, 32), optimise="none", notice=lambda _: None, **how)
+        drawn.append(np.asarray(made[0].image).astype(int))
+    for i, cell in enumerate(cells):
+        assert abs(cell - drawn[i]).max() <= 2, i
+    assert abs(cells[0] - drawn[1]).max() > 10  # another seed is another picture

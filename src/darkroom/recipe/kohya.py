@@ -161,7 +161,7 @@ SEVERAL: dict[str, str] = {
     "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
     "network_args": "see the next table",
     "network_train_unet_only": "adapter.text_encoder=false",
-    "sample_prompts": "sample.prompts: a text file's lines, their options --w and so on left out",
+    "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l; pictures are of one size",
 }
 """Options that are more than one key, or depend on others."""
 NEEDLESS = frozenset(
@@ -253,7 +253,7 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     _length(read, given)
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
-        read.put("sample.prompts", list(_prompts(file.parent / str(prompts))))
+        read.put("sample.prompts", list(_prompts(read, file.parent / str(prompts))))
     notes = []
     if read.unknown:
         notes.append(f"not known here and left out: {', '.join(sorted(read.unknown))}")
@@ -443,13 +443,30 @@ def _optimiser(read: Read, given: Mapping[str, Any]) -> None:
             read.unknown.append(f"optimizer_args {name}")
 
 
-def _prompts(file: Path) -> Iterator[str]:
-    """The prompts of a text file; sd-scripts' options behind them are left out."""
+PROMPT_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "n": ("negative", str),
+    "d": ("seed", int),
+    "s": ("steps", int),
+    "l": ("guidance", float),
+}
+
+
+def _prompts(read: Read, file: Path) -> Iterator[str | dict[str, Any]]:
+    """The prompts of a text file, with --n, --d, --s and --l behind them; their size is the grid's."""
     if not file.is_file():
         raise RecipeError("sample_prompts", f"no file '{file}'")
     for line in file.read_text(encoding="utf-8").splitlines():
         if (prompt := line.strip()) and not prompt.startswith("#"):
-            yield re.split(r"\s--[a-z]+\s", prompt)[0].strip()
+            first, *options = re.split(r"\s--(?=[a-z]+\s)", prompt)
+            own: dict[str, Any] = {}
+            for option in options:
+                name, _, value = option.partition(" ")
+                if name in PROMPT_OPTIONS:
+                    key, kind = PROMPT_OPTIONS[name]
+                    own[key] = kind(value.strip())
+                elif f"sample_prompts --{name}" not in read.unknown:
+                    read.unknown.append(f"sample_prompts --{name}")
+            yield {"prompt": first.strip(), **own} if own else first.strip()
 
 
 def table() -> str:

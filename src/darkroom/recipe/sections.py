@@ -13,7 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from darkroom.bill import Bill, format_usd
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.recipe.tuning import DataSet, LayerRule, LossSettings, PreferenceSettings, TimestepSettings
+from darkroom.recipe.tuning import (
+    DataSet,
+    LayerRule,
+    LossSettings,
+    PreferenceSettings,
+    SamplePrompt,
+    TimestepSettings,
+)
 
 
 class WordSettings(BaseModel):
@@ -664,10 +671,11 @@ class SampleSettings(BaseModel):
     every: int = Field(
         default=0, ge=0, description="steps between sample grids; 0: one at the end, if prompts"
     )
-    prompts: tuple[str, ...] = Field(
+    prompts: tuple[str | SamplePrompt, ...] = Field(
         default=(),
         max_length=256,
-        description="one picture each; empty: captions of the first held-out pictures",
+        description="one picture each; empty: captions of the first held-out pictures; each a text, or "
+        "{prompt: ..., negative: ..., seed: 7, steps: 20, guidance: 5, solver: euler} with what differs",
     )
     num: int = Field(
         default=8, ge=0, le=256, description="how many held-out captions, where prompts is empty"
@@ -681,6 +689,17 @@ class SampleSettings(BaseModel):
         description="guidance scale, noted with the model; 1 is none; null: the model's own, else 7.5",
     )
     solver: str | None = Field(default=None, description="a solver's name; null: the model's own")
+
+    def of(self, i: int, given: str | SamplePrompt) -> dict[str, Any]:
+        """What `generate` takes for picture i."""
+        own = SamplePrompt(prompt=given) if isinstance(given, str) else given
+        return {
+            "negative": own.negative,
+            "seed": self.seed + i if own.seed is None else own.seed,
+            "steps": own.steps or self.steps,
+            "guidance": self.guidance if own.guidance is None else own.guidance,
+            "solver": own.solver or self.solver,
+        }
 
 
 class BudgetSettings(BaseModel):

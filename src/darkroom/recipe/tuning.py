@@ -124,3 +124,16 @@ class DataSet(BaseModel):
         multiple_of=8,
         description="side in pixels, at most data.resolution; null: that",
     )
+
+
+class SamplePrompt(BaseModel):
+    """One picture of a sample grid with settings of its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt: str = Field(description="what is drawn")
+    negative: str | None = Field(default=None, description="what is not to be in it")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="null: as if it stood alone")
+    steps: int | None = Field(default=None, gt=0, le=1000, description="solver steps; null: sample.steps")
+    guidance: float | None = Field(default=None, ge=0, le=100, description="null: sample.guidance")
+    solver: str | None = Field(default=None, description="null: sample.solver")

@@ -180,8 +180,8 @@ class Objective:
             weight = debiased_weights(alphas_cumprod, prediction)
         c = huber_thresholds(loss, torch.arange(len(alphas_cumprod)), len(alphas_cumprod), alphas_cumprod)
         tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight, c)
-        made = (table.to(device, torch.float32) for table in tables)
-        return cls(prediction, *made, error=loss.type, times=times)
+        alphas, sigmas, weights, thresholds = (table.to(device, torch.float32) for table in tables)
+        return cls(prediction, alphas, sigmas, weights, thresholds, loss.type, times)
 
     @property
     def num_timesteps(self) -> int:

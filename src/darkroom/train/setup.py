@@ -23,6 +23,7 @@ from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
 from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, check_batch, check_together
 from darkroom.recipe.sections import ADAPTER_TASKS, TrainSettings
+from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checkpoint.storage import check_url
 from darkroom.train.contents import base_of, check_base, contents_of
@@ -445,7 +446,7 @@ def _captions_of(recipe: Recipe) -> tuple[str, ...]:
     return recipe.data.prompts
 
 
-def known_prompts(recipe: Recipe) -> tuple[str, ...] | None:
+def known_prompts(recipe: Recipe) -> tuple[str | SamplePrompt, ...] | None:
     """What samples are drawn of, as far as the recipe alone says it; None: of pictures' captions."""
     settings = recipe.sample
     if recipe.task == "extractor":
@@ -458,7 +459,7 @@ def known_prompts(recipe: Recipe) -> tuple[str, ...] | None:
     return None
 
 
-def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
+def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str | SamplePrompt, ...]:
     known = known_prompts(recipe)
     if known is not None:
         return known
