@@ -97,6 +97,8 @@ def _without_store(recipe: Recipe) -> Recipe:
     changes = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
     train = recipe.train.model_copy(update={"align": AlignSettings()})  # its extractor is not opened
     quiet = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
+    if recipe.adapter is not None:  # what it starts from is as large as what it is
+        quiet = quiet.model_copy(update={"adapter": recipe.adapter.model_copy(update={"start": None})})
     word = recipe.model.word
     if word is None:
         return quiet

@@ -24,7 +24,7 @@ from darkroom.recipe.sections import ADAPTER_TASKS, Recipe
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
 """Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
-SOURCES = ("store", "stores", "folder", "instance")
+SOURCES = ("store", "stores", "folder", "instance", "sets")
 """Where pictures come from, in `data`: one of them."""
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 2**20, 10_000, 32
 """Of a recipe's YAML, aliases counted as what they stand for; recipes here have 100 nodes, 5 levels deep."""
@@ -39,21 +39,37 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return make_recipe(_read_yaml(Path(path)), overrides, source=str(path))
 
 
-def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[tuple[dict[str, Any], Recipe]]:
+def read_sweep(
+    path: str | Path, overrides: Sequence[str] = (), *, of: str | None = None
+) -> list[tuple[dict[str, Any], Recipe]]:
     """The recipes that overrides with several values mean, each with what sets it apart; one without any.
 
     `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` beside it, four. A text's commas are its
-    own: `data.prompt='a dog, sitting'` is one value.
+    own: `data.prompt='a dog, sitting'` is one value. `of` is the trainer whose file it is (kohya); None: a
+    recipe.
     """
     choices = [_choices(override) for override in overrides]
-    content = _read_yaml(Path(path))
+    content, notes = _read_content(Path(path), of)
     found = []
     for chosen in itertools.product(*choices):
         apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
         pairs = (one.partition("=") for one in apart)
         settings = {key: _parsed(value) for key, _, value in pairs}
-        found.append((settings, make_recipe(content, chosen, source=str(path))))
+        made = make_recipe(content, chosen, source=str(path))
+        made._derived = (*notes, *made.derived)
+        found.append((settings, made))
     return found
+
+
+def _read_content(path: Path, of: str | None) -> tuple[dict[str, Any], list[str]]:
+    """A file's content as a recipe's, and lines about what of it was left out."""
+    if of is None:
+        return _read_yaml(path), []
+    if of != "kohya":
+        raise RecipeError("--from", f"'{of}'", allowed="kohya")
+    from darkroom.recipe.kohya import read_kohya
+
+    return read_kohya(path)
 
 
 def _choices(override: str) -> list[str]:
@@ -300,7 +316,7 @@ def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
         if field is None or (inner := _model_in(field.annotation)) is None:
             break
         model = inner
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

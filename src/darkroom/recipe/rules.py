@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import RecipeError
 from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings, ParallelSettings, RoutingSettings
+from darkroom.recipe.tuning import PreferenceSettings
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -38,6 +39,11 @@ _OWN: dict[str, tuple[Default, ...]] = {
         ("optim.lr", 1e-4, "the published best of DreamBooth with LoRA: 500 steps of one picture at 1e-4"),
         ("train.steps", 500, "the published best of DreamBooth with LoRA"),
         ("train.global_batch", 1, "the published best of DreamBooth"),
+    ),
+    "dpo": (
+        ("optim.lr", 1e-5, "preferences shift a model a little"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 4, "pairs"),
     ),
     "textual-inversion": (
         ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
@@ -122,6 +128,7 @@ def check_together(recipe: Recipe) -> None:
     _check_subject(recipe)
     _check_prior(recipe)
     _check_word(recipe)
+    _check_preference(recipe)
     _check_text(recipe)
     _check_masks(recipe)
     _check_optimiser(recipe)
@@ -136,7 +143,11 @@ def check_together(recipe: Recipe) -> None:
 
 def _check_sources(recipe: Recipe) -> None:
     data = recipe.data
-    said = {key: value for key in ("store", "stores", "folder", "instance") if (value := getattr(data, key))}
+    said = {
+        key: value
+        for key in ("store", "stores", "folder", "instance", "sets")
+        if (value := getattr(data, key))
+    }
     fine = recipe.task in FINE_TUNING
     wanted = "data.instance" if _is_subject(recipe) else "data.folder" if fine else "data.store"
     if not said:
@@ -144,6 +155,7 @@ def _check_sources(recipe: Recipe) -> None:
     if len(said) > 1:
         raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
     _check_mixture(recipe)
+    _check_sets(recipe)
     if data.repeats == "folders" and said.keys() & {"store", "stores"}:
         mend = "weigh several stores in data.stores"
         raise RecipeError("data.repeats", "folders with a store", allowed="with a folder", mend=mend)
@@ -173,6 +185,35 @@ def _check_mixture(recipe: Recipe) -> None:
         raise RecipeError("data.stores", f"'{double}' is given twice", mend="say it once, with one weight")
 
 
+def _check_sets(recipe: Recipe) -> None:
+    data = recipe.data
+    if not data.sets:
+        return
+    if recipe.task not in ("finetune", "lora"):
+        mend = "a set of class pictures is one with its own prompt and loss_weight"
+        raise RecipeError(
+            "data.sets", f"given with the task {recipe.task}", allowed="finetune, lora", mend=mend
+        )
+    if data.repeats != 1:
+        raise RecipeError("data.repeats", f"{data.repeats} with data.sets", mend="say repeats in each set")
+    folders = [one.folder for one in data.sets]
+    if double := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise RecipeError("data.sets", f"'{double}' is given twice", mend="say it once, with its repeats")
+    larger = next((i for i, side in enumerate(data.sides) if side > data.resolution), None)
+    if larger is not None:
+        raise RecipeError(
+            f"data.sets.{larger}.resolution",
+            f"{data.sides[larger]} is more than data.resolution {data.resolution}",
+            mend=f"set data.resolution={max(data.sides)}",
+        )
+    if set(data.sides) != {data.resolution} and data.encode not in ("auto", "inline"):
+        raise RecipeError(
+            "data.encode", f"{data.encode} with sets of several resolutions", allowed="inline or auto"
+        )
+    if recipe.train.align.extractor is not None:
+        raise RecipeError("train.align", "given with data.sets", allowed="with a store or a folder")
+
+
 def _is_subject(recipe: Recipe) -> bool:
     return recipe.task in (*SUBJECT_TASKS, "textual-inversion")
 
@@ -189,11 +230,24 @@ def _check_adapter(recipe: Recipe) -> None:
             mend="set adapter.text_encoder=true to adapt it too",
         )
     trains_text = recipe.model.train_text_encoder or (recipe.adapter and recipe.adapter.text_encoder)
-    if recipe.optim.text_encoder_lr is not None and not trains_text and recipe.task in FINE_TUNING:
+    of_text = ("text_encoder_lr", "text_encoder_2_lr", "text_encoder_steps")
+    said = next((name for name in of_text if getattr(recipe.optim, name) is not None), None)
+    if said and not trains_text and recipe.task in FINE_TUNING:
         key = "adapter.text_encoder" if recipe.task in ADAPTER_TASKS else "model.train_text_encoder"
         raise RecipeError(
-            "optim.text_encoder_lr", "given, but the text encoder is not trained", mend=f"set {key}=true"
+            f"optim.{said}", "given, but the text encoder is not trained", mend=f"set {key}=true"
         )
+    if recipe.optim.loraplus_lr_ratio is not None and (
+        recipe.adapter is None or recipe.adapter.kind != "lora"
+    ):
+        raise RecipeError(
+            "optim.loraplus_lr_ratio",
+            "given, but there is no second matrix",
+            allowed="with adapter.kind=lora",
+        )
+    kind = None if recipe.adapter is None else recipe.adapter.kind
+    if recipe.parallel.mode == "fsdp" and kind in ("oft", "full"):
+        raise RecipeError("parallel.mode", f"fsdp with adapter.kind={kind}", allowed="none or ddp")
 
 
 def _check_subject(recipe: Recipe) -> None:
@@ -226,6 +280,30 @@ def _check_prior(recipe: Recipe) -> None:
             "data.buckets",
             "true, but class pictures, which are square, go beside the subject's",
             mend="leave data.class_prompt out, or set data.buckets=false",
+        )
+
+
+def _check_preference(recipe: Recipe) -> None:
+    if recipe.task != "dpo":
+        if recipe.objective.dpo != PreferenceSettings():
+            raise RecipeError("objective.dpo", f"given with the task {recipe.task}", allowed="dpo")
+        return
+    data, adapter, objective = recipe.data, recipe.adapter, recipe.objective
+    if data.folder is None:
+        raise RecipeError("data.folder", "missing", mend="a folder with chosen/ and rejected/")
+    if adapter is not None and adapter.kind in ("oft", "full"):
+        raise RecipeError("adapter.kind", f"{adapter.kind} with the task dpo", allowed="lora, loha, lokr")
+    refused = {
+        "data.buckets": data.buckets,
+        "data.repeats": data.repeats != 1,
+        "data.encode": data.encode == "online",
+        "objective.min_snr_gamma": objective.min_snr_gamma is not None,
+        "objective.debiased_estimation": objective.debiased_estimation,
+        "objective.loss": objective.loss.type != "mse",
+    }
+    if given := next((key for key, is_so in refused.items() if is_so), None):
+        raise RecipeError(
+            given, "given with the task dpo, whose loss has no place for it", mend="leave it out"
         )
 
 
@@ -268,9 +346,20 @@ def _check_word(recipe: Recipe) -> None:
         )
 
 
+CAPTIONS = (
+    *("shuffle_tags", "tag_dropout", "token_warmup_steps", "wildcards", "caption_prefix", "caption_suffix"),
+    *("weighted_captions", "clip_skip"),
+)
+"""Settings of `data` with which a caption is not read as it stands in the store."""
+
+
 def _check_text(recipe: Recipe) -> None:
     """Stored text states are of the store's captions, by an encoder that stays as it is."""
     data = recipe.data
+    if recipe.task in ("autoencoder", "extractor") and (
+        said := next((name for name in CAPTIONS if getattr(data, name)), None)
+    ):
+        raise RecipeError(f"data.{said}", f"given with the task {recipe.task}, which reads no captions")
     if data.text != "stored":
         return
     against = {
@@ -278,9 +367,11 @@ def _check_text(recipe: Recipe) -> None:
         "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
         "model.word": recipe.model.word is not None,
         "data.prompt": bool(data.prompts),
-        "data.shuffle_tags": data.shuffle_tags,
+        **{f"data.{name}": bool(getattr(data, name)) for name in CAPTIONS},
+        "data.max_token_length": data.max_token_length != 75,
         "data.folder": data.folder is not None,
         "data.instance": data.instance is not None,
+        "data.sets": bool(data.sets),
     }
     if given := next((key for key, is_so in against.items() if is_so), None):
         raise RecipeError(
@@ -296,16 +387,25 @@ def _check_masks(recipe: Recipe) -> None:
         raise RecipeError(
             "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"
         )
-    if recipe.objective.unmasked_weight and data.mask is None and not (data.folder or data.instance):
+    if (
+        recipe.objective.unmasked_weight
+        and data.mask is None
+        and not (data.folder or data.instance or data.sets)
+    ):
         raise RecipeError("objective.unmasked_weight", "given, but there are no masks", mend="say data.mask")
+
+
+OWN_RATES = (
+    *("text_encoder_lr", "text_encoder_2_lr", "unet_lr"),
+    *("text_encoder_steps", "loraplus_lr_ratio", "layers"),
+)
+"""Settings of `optim` that give some weights another rate than others."""
 
 
 def _check_optimiser(recipe: Recipe) -> None:
     optim, train = recipe.optim, recipe.train
-    if optim.name == "prodigy" and optim.text_encoder_lr is not None:
-        raise RecipeError(
-            "optim.text_encoder_lr", "given, but Prodigy has one rate for all", mend="leave it out"
-        )
+    if optim.name == "prodigy" and (said := next((name for name in OWN_RATES if getattr(optim, name)), None)):
+        raise RecipeError(f"optim.{said}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
         if optim.decay != "constant":
             raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")
@@ -352,7 +452,8 @@ def _check_rates(recipe: Recipe) -> None:
     own = own_rate(recipe.task, recipe.optim.name)
     if own is None:
         return
-    rates = {"optim.lr": recipe.optim.lr, "optim.text_encoder_lr": recipe.optim.text_encoder_lr}
+    names = ("lr", "unet_lr", "text_encoder_lr", "text_encoder_2_lr")
+    rates = {f"optim.{name}": getattr(recipe.optim, name) for name in names}
     rates |= {f"phases.{i}.lr": phase.lr for i, phase in enumerate(recipe.phases)}
     _, usual, why = own
     for key, rate in rates.items():

@@ -297,8 +297,10 @@ def export(
     state = _state(source, recipe, checkpoint, say)
     values, measured = _exported(recipe, state, newest=checkpoint is None, ema=ema, say=say)
     if as_file:
-        base = source.environment.get("base", {})
-        return write_adapter_file(recipe, values, target, name=target.stem, base=base, kohya=kohya)
+        base, run_path = source.environment.get("base", {}), source.path
+        return write_adapter_file(
+            recipe, values, target, name=target.stem, base=base, kohya=kohya, run=run_path
+        )
     write_whole_model(recipe, values, measured, source.path, target)
     return target
 

@@ -18,16 +18,27 @@ from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
+from darkroom.models.adapters.read import read_adapter
 from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
 from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, check_batch, check_together
 from darkroom.recipe.sections import ADAPTER_TASKS, TrainSettings
+from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checkpoint.storage import check_url
 from darkroom.train.contents import base_of, check_base, contents_of
-from darkroom.train.data.feed import Feed, bucket_step, make_feed, make_order, read_once, rows_an_epoch
+from darkroom.train.data.feed import (
+    LOSS_WEIGHT,
+    PROMPT,
+    Feed,
+    bucket_step,
+    make_feed,
+    make_order,
+    read_once,
+    rows_an_epoch,
+)
 from darkroom.train.data.local_dataset import (
     class_store_path,
     gather,
@@ -61,9 +72,10 @@ from darkroom.train.scores import Scores, check_scores
 from darkroom.train.speed import flops_per_image, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
-from darkroom.train.tasks.diffusion import SIZES, Diffusion, Task
+from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
+from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
 from darkroom.train.tracking import check_tracker
@@ -121,6 +133,8 @@ def make_job(
     _move(model, device)
     task = make_task(recipe, model, store, device)
     base |= seen_by(task)
+    if recipe.adapter is not None and recipe.adapter.start is not None:
+        base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
     check_base(base, pinned.base, recipe)
     if device.type != "cpu":
         halve_text(recipe, model, models.precision(precision))
@@ -185,6 +199,8 @@ def _made_ready(
             dtype = models.precision(precision)
             _move(model, _device(recipe, ranks))
             ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
+        stores.append(Store.open(class_store_path(pinned.run)))
+    if recipe.task == "dpo":
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
     if own:
@@ -308,21 +324,32 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
             "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
             "shuffle_tags": data.shuffle_tags,
             "keep_tokens": data.keep_tokens,
-            "columns": (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,))),
+            "tag_dropout": data.tag_dropout,
+            "token_warmup": (data.token_warmup_steps, data.token_warmup_min),
+            "wildcards": data.wildcards,
+            "around": (data.caption_prefix, data.caption_suffix),
+            "columns": (
+                *(SIZES if model.is_sdxl else ()),
+                *(() if masks is None else (masks.column,)),
+                *((PROMPT, LOSS_WEIGHT) if data.sets else ()),
+            ),
+            "prompt_column": PROMPT if data.sets else None,
         }
     )
-    objective = make_objective(model.scheduler, recipe.objective.min_snr_gamma, device)
+    objective = make_objective(model.scheduler, recipe.objective, device)
     modules = _trained(recipe, model, device)
-    return Diffusion(
+    made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
+    return made(
         model,
         objective,
         read,
         modules,
-        text_encoder_lr=recipe.optim.text_encoder_lr,
-        noise_offset=recipe.objective.noise.offset,
+        rates={part: recipe.optim.part_lr(part) for part in modules},
+        noise=recipe.objective.noise,
         num_points=recipe.evaluate.timesteps,
         encode=encode,
         cache_text=recipe.task in FINE_TUNING,
+        reading=None if data.reads_text_plainly else Reading.of(data),
         prior_weight=None if data.class_prompt is None else data.prior_weight,
         masks=masks,
         extras=extras,
@@ -432,7 +459,7 @@ def _captions_of(recipe: Recipe) -> tuple[str, ...]:
     return recipe.data.prompts
 
 
-def known_prompts(recipe: Recipe) -> tuple[str, ...] | None:
+def known_prompts(recipe: Recipe) -> tuple[str | SamplePrompt, ...] | None:
     """What samples are drawn of, as far as the recipe alone says it; None: of pictures' captions."""
     settings = recipe.sample
     if recipe.task == "extractor":
@@ -445,7 +472,7 @@ def known_prompts(recipe: Recipe) -> tuple[str, ...] | None:
     return None
 
 
-def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
+def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str | SamplePrompt, ...]:
     known = known_prompts(recipe)
     if known is not None:
         return known

@@ -94,7 +94,7 @@ class Step:
 
             self.weights = share_weights(modules, dtype, ranks, shard, reduce)
         peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
-        groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay)
+        groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay, optim)
         if optim.fused_backward:
             self._fuse(make_each(groups, optim))
         else:
@@ -111,7 +111,7 @@ class Step:
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
         torch.manual_seed(step_seed(self._train.seed, k))  # dropout, where a model has any
         factor = lr_factor(k, self._train.steps, self._optim)
-        set_lr(self.optimiser, factor)
+        set_lr(self.optimiser, factor, k)
         losses = self._fitting_gradients(inputs)
         norm = self._square_norm.sqrt() if self._optim.fused_backward else self._update()
         self.weights.clear_gradients()
