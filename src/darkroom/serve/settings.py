@@ -17,6 +17,17 @@ class VertexRoutes(BaseModel):
     port: int
 
 
+class KeyLimits(BaseModel):
+    """The bounds of one key; None: as `Limits` has it for every key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate_per_minute: float | None = Field(None, gt=0, description="new jobs")
+    queue: int | None = Field(None, ge=1, description="pictures waiting")
+    pictures_per_day: int | None = Field(None, ge=0, description="accepted from 0:00 to 24:00 UTC")
+    share: int = Field(1, ge=1, le=100, description="of the work, while others wait: so many times another's")
+
+
 class Limits(BaseModel):
     """The bounds of a server. What is over one is refused at once, with the field's name."""
 
@@ -53,11 +64,30 @@ class Limits(BaseModel):
     keep_s: float = Field(86_400.0, gt=0, description="how long a finished job and its pictures are kept")
     keep_bytes: int = Field(10 * 2**30, ge=1, description="of pictures kept; the oldest go first")
     attempts: int = Field(20, ge=1, description="times a job is begun again after the server was killed")
+    pictures_per_day: int | None = Field(
+        None, ge=0, description="of one key, accepted from 0:00 to 24:00 UTC; None: as many as it asks for"
+    )
+    keys: dict[str, KeyLimits] = Field({}, description="by a key's name, what is different for it")
+
+    def of_key(self, key: str) -> KeyLimits:
+        """The bounds of one key, all of them said."""
+        own = self.keys.get(key, KeyLimits())
+        usual = {
+            "rate_per_minute": self.rate_per_minute,
+            "queue": self.queue_per_key,
+            "pictures_per_day": self.pictures_per_day,
+        }
+        missing = {name: value for name, value in usual.items() if getattr(own, name) is None}
+        return own.model_copy(update=missing)
 
     @property
-    def share_of_a_key(self) -> float:
-        """Of what may wait."""
-        return min(1.0, self.queue_per_key / self.queue)
+    def shares(self) -> dict[str, int]:
+        """Of the keys that have another than the usual one."""
+        return {name: own.share for name, own in self.keys.items() if own.share != 1}
+
+    def queue_share_of(self, key: str) -> float:
+        """The part of what may wait that may be a key's."""
+        return min(1.0, (self.of_key(key).queue or self.queue_per_key) / self.queue)
 
 
 class ServeSettings(BaseModel):
@@ -110,6 +140,11 @@ class ServeSettings(BaseModel):
     )
     usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of a job")
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="metrics alone, without a key, on a port of their own"
+    )
+    metrics_host: str = "0.0.0.0"
+    prefix: str = Field("", description="the path under which a proxy has the server, such as /pictures")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")
     limits: Limits = Limits()
 

@@ -17,7 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from darkroom.errors import InputError
 from darkroom.options import MAX_SIDE, parse_size
 from darkroom.serve.api.guard import error_object
-from darkroom.serve.api.shared import all_made, caller, checked, route_in, sign, sse, with_heartbeat
+from darkroom.serve.api.shared import (
+    all_made,
+    caller,
+    checked,
+    repeatable_ids,
+    route_in,
+    sign,
+    sse,
+    with_heartbeat,
+)
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MAX_SEED, AdapterChoice, Event, Job, PictureRequest, Uploads
@@ -182,8 +191,9 @@ async def _answer(
     if wanted.model is not None and wanted.model != core.model.name:
         raise Refused(404, "model_not_found", f"this server has '{core.model.name}'", param="model")
     if wanted.stream:
-        job = await core.submit(wanted.request(), key=caller(request), uploads=uploads)
-        stream = with_heartbeat(_stream(core, job, wanted, kind))
+        [job_id] = repeatable_ids(request, 1) or [None]
+        job = await core.submit(wanted.request(), key=caller(request), job_id=job_id, uploads=uploads)
+        stream = with_heartbeat(_stream(core, job, wanted, kind, goes_on=job_id is not None))
         return StreamingResponse(
             stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
@@ -198,13 +208,15 @@ async def _answer(
 
 async def _data(core: Core, job: Job, wanted: ImagesRequest, request: Request) -> list[dict[str, Any]]:
     if wanted.response_format == "url":
-        here = core.settings.public_url or request.state.address
+        here = core.settings.public_url or request.state.address + core.settings.prefix
         return [{"url": here + sign(core, job.uid, i)} for i in range(len(job.pictures))]
     pictures = await core.pictures(job.id, key=job.key)
     return [{"b64_json": await asyncio.to_thread(_encoded, picture.png, wanted)} for picture in pictures]
 
 
-async def _stream(core: Core, job: Job, wanted: ImagesRequest, kind: str) -> AsyncGenerator[str]:
+async def _stream(
+    core: Core, job: Job, wanted: ImagesRequest, kind: str, *, goes_on: bool
+) -> AsyncGenerator[str]:
     """Partial pictures as they come, then each picture; what fails is told in the stream."""
     try:
         with core.attended(job):
@@ -219,7 +231,8 @@ async def _stream(core: Core, job: Job, wanted: ImagesRequest, kind: str) -> Asy
     except Refused as refused:
         yield sse(error_object(refused), event="error")
     finally:
-        await core.cancel(job.id, key=job.key)  # of no effect on a job that is over
+        if not goes_on:
+            await core.cancel(job.id, key=job.key)  # of no effect on a job that is over
 
 
 async def _partial(event: Event, wanted: ImagesRequest) -> dict[str, Any]:

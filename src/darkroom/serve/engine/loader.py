@@ -90,6 +90,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         library=library,
         pad_to=PAD_TO if settings.pad else (),
         places=places_for(backend.device, lanes, _threads_each(lanes)),
+        shares=settings.limits.shares,
     )
     engine.studio.get_ready()
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -277,6 +278,7 @@ class Keeper:
     def _store_pictures(self, work: Work) -> None:
         # Those were asked for before this was, so a thread has them already.
         files = {picture_name(i): file.result() for i, file in work.files.items()}
+        work.hashes = [hashlib.sha256(content).hexdigest() for content in files.values()]
         num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
         self._end(work, "done", self._result(work), num_bytes)
 
