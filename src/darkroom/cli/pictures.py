@@ -10,7 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from darkroom import options
-from darkroom.cli.door import PRECISION_HELP, SIZE_HELP, SOLVER_HELP, Json, app, progress_bar, show, size_of
+from darkroom.cli.door import (
+    CREDENTIALS_HELP,
+    PRECISION_HELP,
+    PROVENANCE_HELP,
+    SIGN_HELP,
+    SIZE_HELP,
+    SOLVER_HELP,
+    Json,
+    app,
+    progress_bar,
+    show,
+    size_of,
+)
+from darkroom.errors import InputError
 
 
 @app.command()
@@ -58,6 +71,9 @@ def generate(
     variant: Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
     out: Annotated[Path, typer.Option(help="the folder for the pictures")] = Path("out"),
+    provenance: Annotated[bool, typer.Option(envvar="DARKROOM_PROVENANCE", help=PROVENANCE_HELP)] = True,
+    sign: Annotated[Path | None, typer.Option(help=SIGN_HELP)] = None,
+    credentials: Annotated[str, typer.Option(help=CREDENTIALS_HELP)] = "settings",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="say why what was chosen")] = False,
     as_json: Json = False,
 ) -> None:
@@ -83,11 +99,19 @@ def generate(
         "spacing": spacing,
     }
     options.check_names(backend, precision)
+    options.check_credentials(credentials)
+    if sign is not None and not provenance:
+        raise InputError("--sign with --no-provenance", mend="leave one of them out")
     if solver is not None:
         options.parse_solver(solver)
     limit = None if memory is None else options.parse_bytes(memory)
     # From here on torch is needed.
     from darkroom import models, sample
+    from darkroom.sample import provenance as proving
+
+    marks = None
+    if provenance:
+        marks = proving.Provenance.opened(sign, proving.local_certificate(), say=credentials)
 
     place = models.device(device)
     name = _precision(precision, place, backend)
@@ -124,7 +148,8 @@ def generate(
             explain=_note if verbose else _short,
             **asked,
         )
-    files = sample.save_pictures(pictures, out)
+    inputs = [Path(one).read_bytes() for one in (image, mask) if one is not None]
+    files = proving.save_pictures(pictures, out, marks, inputs)
     show({"pictures": files}, as_json, lambda: files)
 
 

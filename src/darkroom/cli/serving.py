@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from darkroom import options
-from darkroom.cli.door import PRECISION_HELP, app
+from darkroom.cli.door import CREDENTIALS_HELP, PRECISION_HELP, PROVENANCE_HELP, SIGN_HELP, app
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=L
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
 HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be given again"
 Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
+Sign = Annotated[Path | None, typer.Option(help=SIGN_HELP)]
+Credentials = Annotated[str, typer.Option(help=CREDENTIALS_HELP)]
+ProvenanceFlag = Annotated[bool, typer.Option(envvar="DARKROOM_PROVENANCE", help=PROVENANCE_HELP)]
 UsdPerHour = Annotated[float | None, typer.Option(min=0, help="price of the device, for the cost of jobs")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
 Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
@@ -126,6 +129,9 @@ def serve(
     lanes: LaneCount = None,
     pad: Pad = False,
     hook: Hooks = None,
+    provenance: ProvenanceFlag = True,
+    sign: Sign = None,
+    credentials: Credentials = "settings",
     usd_per_hour: UsdPerHour = None,
     device: Device = "auto",
     precision: Precision = "float32",
@@ -175,6 +181,7 @@ def _check(said: dict[str, Any]) -> None:
     if said["model"] is None and not said["vertex"]:
         raise InputError("no model", mend="darkroom serve MODEL; see --help")
     options.check_names(said["backend"], said["precision"])
+    options.check_credentials(said["credentials"])
     if said["engine"] not in ("local", "ray"):
         raise InputError(f"--engine {said['engine']}", allowed="local, ray")
     given = [name for name in OF_RAY if said[name] is not None]

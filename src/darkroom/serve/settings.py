@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.options import provenance_wanted
 
 
 class VertexRoutes(BaseModel):
@@ -137,6 +140,16 @@ class ServeSettings(BaseModel):
     drain_s: float = Field(30.0, ge=0, description="time to finish what is on its way when told to stop")
     hooks: tuple[str, ...] = Field(
         (), description="MODULE:FUNCTION: each sees every picture before it is kept"
+    )
+    provenance: bool = Field(
+        default_factory=provenance_wanted, description="mark and sign pictures: watermark and credentials"
+    )
+    sign: Path | None = Field(
+        None,
+        description="PEM of certificates and key to sign with; None: a self-made one in the state folder",
+    )
+    credentials: Literal["model", "settings", "all"] = Field(
+        "settings", description="what credentials say: the model, the settings too, or the prompts as well"
     )
     usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of a job")
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")

@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 
+from darkroom.sample.provenance import Provenance, save_with_metadata
 from darkroom.serve import logs
 from darkroom.serve.api.guard import check_values
 from darkroom.serve.errors import Refused
@@ -245,14 +246,13 @@ async def pngs_of(core: Core, jobs: Sequence[Job]) -> list[bytes]:
     return [picture.png for job in jobs for picture in await core.pictures(job.id, key=job.key)]
 
 
-def converted(png: bytes, kind: str, quality: int = 92) -> bytes:
-    """A PNG of the server's as JPEG or WEBP; PNG stays as it is, with its parameters."""
+def converted(png: bytes, kind: str, quality: int = 92, provenance: Provenance | None = None) -> bytes:
+    """A PNG of the server's as JPEG or WEBP, with credentials of its own; PNG stays as it is."""
     if kind == "PNG":
         return png
-    buffer = io.BytesIO()
     with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
-        image.convert("RGB").save(buffer, kind, quality=quality)
-    return buffer.getvalue()
+        content = save_with_metadata(image, kind, quality)
+    return content if provenance is None else provenance.converted(content, kind, png)
 
 
 def encoded(content: bytes) -> str:

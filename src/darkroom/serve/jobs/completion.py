@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, install_extra
+from darkroom.sample.provenance import EXTRA, Provenance
 from darkroom.serve import logs
 from darkroom.serve.engine.tickets import Work
 from darkroom.serve.errors import Refused, say
@@ -31,6 +32,19 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("darkroom.serve")
 
 
+def opened_provenance(settings: ServeSettings) -> Provenance | None:
+    """What marks and signs the server's pictures: with the operator's certificate, else with one of its own
+    in the state folder."""
+    if not settings.provenance:
+        if settings.sign is not None:
+            raise InputError("--sign with --no-provenance", mend="leave one of them out")
+        return None
+    made = Provenance.opened(settings.sign, settings.state / "certificate.pem", say=settings.credentials)
+    if not made.signs:
+        LOG.info("pictures get a watermark and no credentials: %s brings them", install_extra(EXTRA))
+    return made
+
+
 class Endings:
     """The `Listener` of all works; `began`, `made` and `failed` come on the engine's threads."""
 
@@ -45,7 +59,8 @@ class Endings:
     ) -> None:
         self._loop, self._lives, self._store, self._results = loop, lives, store, results
         self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
-        hooks = Hooks.named(settings.hooks)
+        self.provenance = opened_provenance(settings)
+        hooks = Hooks.named(settings.hooks, self.provenance)
         self.keeper = Keeper(results, store, self._over_soon, settings.usd_per_hour, hooks)
         self.engine: Engine | None = None
 

@@ -70,7 +70,7 @@ class Core:
         self._lives = Lives(self._loop, self.metrics)
         self._intake = Intake(self.limits)
         self._endings = Endings(self._loop, self._lives, self.store, self.results, self.metrics, settings)
-        self._keeper = self._endings.keeper
+        self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
         self._house = House(self._loop, self.results, self.store, self._keeper)
         self.sharing = open_sharing(settings, self.store, self._lives)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner

@@ -21,6 +21,7 @@ import sqlalchemy as sql
 
 from darkroom.errors import InputError
 from darkroom.hardware.system import atomic_replace, lock_file, sync_folder
+from darkroom.sample.provenance import Origin
 from darkroom.serve.engine.tickets import Work
 from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.jobs.store import METADATA, StorageError, Store
@@ -250,7 +251,9 @@ class Keeper:
 
     def check(self, work: Work, index: int) -> None:
         """Have the hooks see a finished picture, while others of its work may still be drawn."""
-        work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index])
+        given = () if work.uploads is None else (work.uploads.image, work.uploads.mask)
+        origin = Origin(int(work.uid[:8], 16), tuple(one for one in given if one is not None))
+        work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index], origin)
         work.files[index].add_done_callback(lambda file: self._checked(work, file))
 
     def _checked(self, work: Work, file: Future[bytes]) -> None:
