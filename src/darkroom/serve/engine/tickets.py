@@ -188,7 +188,7 @@ class Work:
     uploads: Uploads | None = None
     alone: bool = False
     """It was begun again and again and never finished: nothing else is computed beside it."""
-    accepted_s: float = field(default_factory=time.monotonic)
+    accepted_s: float = field(default_factory=lambda: time.monotonic())
     started_s: float | None = None
     prepared_s: float | None = None
     """When its first row joined the batch, with its texts encoded."""
