@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -31,7 +32,9 @@ from darkroom.data.importers.source import Columns
 from darkroom.data.importers.webdataset import WebdatasetSource
 from darkroom.data.importers.zip import ZipReader
 from darkroom.errors import DarkroomError
-from darkroom.models.adapters.read import read_adapter
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.read import read_adapter, write_adapter
 from darkroom.recipe import read_recipe
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.pictures import parse_a1111, read_parameters
@@ -59,19 +62,14 @@ def _adapter(content: bytes, folder: Path) -> object:
 
 
 def _adapters() -> list[bytes]:
-    found = []
-    for names in (("down.weight", "up.weight"), ("A.weight", "B.weight")):
-        name = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q.lora"
-        shapes = {f"{name}_{names[0]}": [2, 8], f"{name}_{names[1]}": [8, 2], f"{name}.alpha": []}
-        header, at = {"__metadata__": {"ss_network_dim": "2", "ss_network_alpha": "1"}}, 0
-        for key, shape in shapes.items():
-            size = 4
-            for side in shape:
-                size *= side
-            header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}  # type: ignore[dict-item]
-            at += size
-        told = json.dumps(header).encode()
-        found.append(struct.pack("<Q", len(told)) + told + bytes(at))
+    path = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "style.safetensors"
+        layer = Layer(torch.ones(2, 8), torch.ones(8, 2))
+        found = []
+        for kohya in (False, True):
+            write_adapter(Adapter("style", {path: layer}), file, kohya=kohya)
+            found.append(file.read_bytes())
     return found
 
 
@@ -122,7 +120,7 @@ def _override(content: bytes, folder: Path) -> object:
     return read_recipe(file, _text(content).split("\n"))
 
 
-RECIPE = b"task: diffusion\ndata:\n  store: a.lance\n  resolution: 64\nmodel:\n  family: tiny\ntrain:\n  steps: 10\n"
+RECIPE = (Path(__file__).parents[2] / "recipes" / "emoji.yaml").read_bytes()
 
 
 def _zip(content: bytes, folder: Path) -> object:

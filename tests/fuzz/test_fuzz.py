@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 from targets import TARGETS, Target, check, corpus, inputs
@@ -12,10 +13,14 @@ SHORT = {"recipe": 60, "override": 60, "credentials": 40}
 NIGHTLY = int(os.environ.get("FUZZ_INPUTS", "20000"))
 
 
+def check_some(name: str, seed: int, count: int, folder: Path) -> None:
+    for content in itertools.islice(inputs(name, seed), count):
+        check(name, content, folder)
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutations_are_read_or_refused(name, tmp_path):
-    for content in itertools.islice(inputs(name, 0), SHORT.get(name, 200)):
-        check(name, content, tmp_path)
+    check_some(name, 0, SHORT.get(name, 200), tmp_path)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -36,12 +41,10 @@ def test_a_reader_that_crashes_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setitem(TARGETS, "a1111", Target(read, lambda: [b"a cat"], ()))
     with pytest.raises(ValueError, match="not found"):
-        for content in itertools.islice(inputs("a1111", 0), 200):
-            check("a1111", content, tmp_path)
+        check_some("a1111", 0, 200, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TARGETS)
 def test_many_mutations(name, tmp_path):
-    for content in itertools.islice(inputs(name, 1), NIGHTLY):
-        check(name, content, tmp_path)
+    check_some(name, 1, NIGHTLY, tmp_path)

@@ -8,11 +8,15 @@ from unittest import mock
 import pytest
 
 from darkroom.serve.jobs import store
-from serve import simulation
 from serve.simulation import Violation, run
 
 SHORT = 8
 NIGHTLY = int(os.environ.get("SIMULATION_SEEDS", "3000"))
+
+
+def run_all(seeds: range) -> None:
+    for seed in seeds:
+        run(seed)
 
 
 @pytest.mark.parametrize("seed", range(SHORT))
@@ -31,12 +35,9 @@ def test_a_store_that_forgets_is_found_out():
         mock.patch.object(store.Store, "start", lambda self, uid, _: self.forget([uid])),
         pytest.raises(Violation, match="unknown|waiting|are there"),
     ):
-        for seed in range(20):
-            run(seed)
+        run_all(range(20))
 
 
 @pytest.mark.nightly
 def test_many_schedules():
-    for seed in range(SHORT, NIGHTLY):
-        run(seed)
-    assert simulation.WORLD is not None
+    run_all(range(SHORT, NIGHTLY))

@@ -43,6 +43,8 @@ SUSPECT = 3
 """A job that was begun so often and never finished is drawn alone: should it be what ends the process, the
 others are not begun with it, and the kills of a bad day do not count against jobs that only stood by."""
 LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
+AGAIN_S = 1.0
+"""Between tries to read jobs from a store that fails."""
 CANCEL_S = 5.0
 """So long a client waits until its cancellation is written down; it is tried on after that."""
 
@@ -105,7 +107,7 @@ class Core:
         )
         self.engine.start()
         try:
-            await self._begin_with_what_is_there(opened)
+            await self._take_up_all(opened)
         except Exception as error:
             self._broken("the jobs that were kept cannot be taken up", error)
             return
@@ -118,6 +120,17 @@ class Core:
         if not isinstance(error, InputError):  # a mistake is told by who runs this, in one line
             LOG.error("%s: %s", why, type(error).__name__, exc_info=not isinstance(error, DarkroomError))
 
+    async def _take_up_all(self, opened: opening.Opened) -> None:
+        """A database or disk that cannot be read just now is waited for."""
+        while True:
+            try:
+                await self._begin_with_what_is_there(opened)
+                return
+            except (StorageError, OSError) as error:
+                LOG.warning("jobs that were kept cannot be read just now: %s", error)
+                self.why = "the jobs that were kept cannot be read just now"
+                await asyncio.sleep(AGAIN_S)
+
     async def _begin_with_what_is_there(self, opened: opening.Opened) -> None:
         if self.sharing is not None:
             self.sharing.begin(opened.engine, opened.library, self._take_up, self._set_aside)
@@ -125,7 +138,8 @@ class Core:
             return
         await self._house.tidy()
         for record in await asyncio.wrap_future(self.store.live()):
-            await self._take_up(record)
+            if self._lives.get(record.uid) is None:
+                await self._take_up(record)
 
     async def _take_up(self, record: Record) -> None:
         """A job that an earlier process accepted and did not finish."""
@@ -272,7 +286,21 @@ class Core:
                     await self._loop.in_thread(self.results.delete, record.uid)
             raise admission.over_quota(error, record.key) from error
         except (StorageError, OSError) as error:
+            if self.sharing is None:
+                self._loop.spawn(self._adopt(record.uid))
             raise self._no_storage() from error
+
+    async def _adopt(self, uid: str) -> None:
+        """Take a job up whose acceptance was not confirmed, should it be in the store all the same: only the
+        answer was lost. Its client was told to ask again, and finds it there."""
+        while True:
+            try:
+                record: Record | None = await asyncio.wrap_future(self.store.find_uid(uid))
+                break
+            except (StorageError, OSError):
+                await asyncio.sleep(AGAIN_S)
+        if record is not None and record.state in LIVE and self._lives.get(uid) is None:
+            await self._take_up(record)
 
     def _no_storage(self, message: str = "jobs cannot be kept just now") -> Refused:
         return Refused(507, "storage", message, retry_after_s=STORAGE_RETRY_S)
