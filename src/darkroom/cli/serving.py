@@ -68,6 +68,8 @@ Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told t
 LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
 LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
+DETERMINISTIC_HELP = "calls of one fixed shape: a picture has the same bits whoever shares them"
+Deterministic = Annotated[bool, typer.Option(help=DETERMINISTIC_HELP)]
 HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be given again"
 Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
 Sign = Annotated[Path | None, typer.Option(help=SIGN_HELP)]
@@ -128,6 +130,7 @@ def serve(
     drain: Drain = 30.0,
     lanes: LaneCount = None,
     pad: Pad = False,
+    deterministic: Deterministic = False,
     hook: Hooks = None,
     provenance: ProvenanceFlag = True,
     sign: Sign = None,
@@ -184,6 +187,8 @@ def _check(said: dict[str, Any]) -> None:
     options.check_credentials(said["credentials"])
     if said["engine"] not in ("local", "ray"):
         raise InputError(f"--engine {said['engine']}", allowed="local, ray")
+    if said["pad"] and said["deterministic"]:
+        raise InputError("--pad with --deterministic", mend="leave --pad out: --deterministic pads too")
     given = [name for name in OF_RAY if said[name] is not None]
     if said["engine"] == "local" and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)

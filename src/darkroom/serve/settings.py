@@ -131,6 +131,9 @@ class ServeSettings(BaseModel):
         None, ge=1, le=256, description="on a CPU, sizes stepped at once; None: 2 for a small model, else 1"
     )
     pad: bool = Field(False, description="only batches of 1, 2, 4, 8, 12, 16, 24, ... rows")
+    deterministic: bool = Field(
+        False, description="calls of one fixed shape: the same bits whoever shares them"
+    )
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"

@@ -22,7 +22,7 @@ import torch
 
 from darkroom.errors import DarkroomError
 from darkroom.sample.backends.backend import Backend
-from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
+from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, fixed, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
 from darkroom.serve.engine.fairness import Admits, Drawing, Entry, FairQueue, admitted_after
 from darkroom.serve.engine.runner import Studio
@@ -73,13 +73,17 @@ class Engine:
         pad_to: Sequence[int] = (),
         places: tuple[Steps, Aside] | None = None,
         shares: Mapping[str, int] | None = None,
+        fixed_rows: int = 0,
     ) -> None:
         self.capacity = float(capacity)
         self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
         self.library = library
         self.own_pixels = model.sample_size**2
-        self.studio = Studio(model, backend)
+        self.studio = Studio(model, backend, one_by_one=bool(fixed_rows))
         self.unet = padded(backend.unet, pad_to) if pad_to else backend.unet
+        if fixed_rows:
+            most = 0 if library is None else library.bank.most_a_row
+            self.unet = fixed(backend.unet, fixed_rows, most)
         self.steps, self.aside = places or (Between(), Between())
         self.steps.on_free = self.wake
         self.trouble: str | None = None
