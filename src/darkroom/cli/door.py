@@ -33,6 +33,9 @@ app.add_typer(bench, name="bench")
 
 FIRST_TELLS_S = 10.0  # what rank 0 has to tell what all ranks know
 
+SIGN_HELP = "PEM file of certificates and key that sign the pictures; default: a self-made one"
+CREDENTIALS_HELP = "what the signed credentials say: model, settings, or all (the prompts too)"
+PROVENANCE_HELP = "mark pictures (watermark) and sign them (C2PA)"
 SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; default: the model's own"
 PRECISION_HELP = "float32, bf16, fp16, or auto: bf16 where it is quick"
 SOLVER_HELP = (

@@ -10,7 +10,19 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from darkroom import options
-from darkroom.cli.door import PRECISION_HELP, SIZE_HELP, SOLVER_HELP, Json, app, progress_bar, show, size_of
+from darkroom.cli.door import (
+    CREDENTIALS_HELP,
+    PRECISION_HELP,
+    PROVENANCE_HELP,
+    SIGN_HELP,
+    SIZE_HELP,
+    SOLVER_HELP,
+    Json,
+    app,
+    progress_bar,
+    show,
+    size_of,
+)
 from darkroom.errors import InputError
 
 
@@ -83,6 +95,9 @@ def generate(
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit on the hub")] = None,
     out: Annotated[Path, typer.Option(help="the folder for the pictures")] = Path("out"),
     kind: Annotated[str, typer.Option("--format", help="png, jpeg or webp")] = "png",
+    provenance: Annotated[bool, typer.Option(envvar="DARKROOM_PROVENANCE", help=PROVENANCE_HELP)] = True,
+    sign: Annotated[Path | None, typer.Option(help=SIGN_HELP)] = None,
+    credentials: Annotated[str, typer.Option(help=CREDENTIALS_HELP)] = "settings",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="say why what was chosen")] = False,
     as_json: Json = False,
 ) -> None:
@@ -110,11 +125,19 @@ def generate(
         "spacing": spacing,
     }
     options.check_names(backend, precision)
+    options.check_credentials(credentials)
+    if sign is not None and not provenance:
+        raise InputError("--sign with --no-provenance", mend="leave one of them out")
     if solver is not None:
         options.parse_solver(solver)
     limit = None if memory is None else options.parse_bytes(memory)
     # From here on torch is needed.
     from darkroom import models, sample
+    from darkroom.sample import provenance as proving
+
+    marks = None
+    if provenance:
+        marks = proving.Provenance.opened(sign, proving.local_certificate(), say=credentials)
 
     place = models.device(device)
     name = _precision(precision, place, backend)
@@ -167,7 +190,9 @@ def generate(
                 explain=_silent if number > 1 else _note if verbose else _short,
                 **call.settings,
             )
-    files = sample.save_pictures(pictures, out, kind=kind, grid=not axes)
+    shown = [Path(one.image) for one in controls if isinstance(one.image, (str, Path))]
+    inputs = [Path(one).read_bytes() for one in (image, mask, *shown) if one is not None]
+    files = proving.save_pictures(pictures, out, marks, inputs, kind=kind, grid=not axes)
     if axes:
         files.append(sample.save_sheet([picture.image for picture in pictures], axes, out))
     show({"pictures": files}, as_json, lambda: files)

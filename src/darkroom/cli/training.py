@@ -266,6 +266,9 @@ def export(
     single_file: Annotated[
         bool, typer.Option("--single-file", help="a model as one .safetensors for ComfyUI and A1111")
     ] = False,
+    sign: Annotated[
+        Path | None, typer.Option(help="a private key (PEM; see `keys make-signing-key`) to sign it with")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a run's weights as a model or adapter.
@@ -293,7 +296,12 @@ def export(
             )
             made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
     kind = "adapter" if models.is_adapter(made) else "model"
-    show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
+    told = {kind: made}
+    if sign is not None:
+        from darkroom.models.signing import sign as signed
+
+        told["signature"] = signed(Path(made), sign)
+    show(told, as_json, lambda: [f"{name}: {path}" for name, path in told.items()])
 
 
 def _precision(name: str | None) -> Any:

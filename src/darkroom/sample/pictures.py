@@ -6,6 +6,7 @@ under `darkroom`, which says everything. Shapes: B C H W latents.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -36,6 +37,14 @@ EXIF_IFD, EXIF_DESCRIPTION, EXIF_COMMENT, EXIF_UNICODE = 0x8769, 0x010E, 0x9286,
 # What decoding at once may take of a card's free memory, and a pixel of it in float32, kernels' own included.
 DECODE_SHARE, DECODER_BYTES_A_PIXEL = 0.25, 1500
 
+XMP = (
+    '<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?><x:xmpmeta xmlns:x="adobe:ns:meta/">'
+    '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description rdf:about="" '
+    'xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/" Iptc4xmpExt:DigitalSourceType='
+    '"http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"/></rdf:RDF></x:xmpmeta>'
+    '<?xpacket end="r"?>'
+)
+"""What every picture says of itself, in IPTC's words: made by a trained model."""
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
 _WANTED: ContextVar[Callable[[], bool] | None] = ContextVar("wanted", default=None)
 
@@ -145,12 +154,21 @@ def _to_images(pixels_B3HW: torch.Tensor) -> list[Image.Image]:
     return [Image.fromarray(picture) for picture in array]
 
 
+Sign = Callable[[bytes, dict[str, Any]], bytes]
+
+
 def save_pictures(
-    pictures: Sequence[Picture], out_dir: str | Path, *, grid: bool = True, kind: str = "png"
+    pictures: Sequence[Picture],
+    out_dir: str | Path,
+    *,
+    grid: bool = True,
+    kind: str = "png",
+    sign: Sign | None = None,
 ) -> list[Path]:
     """Write `00000-<seed>.png` and on, counting up from what is there, and `grid-00000.png` for two or more.
 
-    `kind` is png, jpeg or webp; all carry the pictures' parameters. Returns the pictures' paths in order,
+    `kind` is png, jpeg or webp; all carry the pictures' parameters. `sign` gives the bytes of a file with
+    credentials, from its bytes and what the picture was made with. Returns the pictures' paths in order,
     then the grid's. No existing file is overwritten, and a file is there whole or not at all. Raises
     InputError where the folder cannot be written.
     """
@@ -162,12 +180,20 @@ def save_pictures(
         paths = []
         for picture in pictures:
             path, index = _place(
-                picture.image, folder, index, f"-{int(picture.parameters.get('seed', 0))}", picture, kind
+                picture.image,
+                folder,
+                index,
+                f"-{int(picture.parameters.get('seed', 0))}",
+                picture,
+                kind,
+                sign,
             )
             paths.append(path)
         if grid and len(pictures) > 1:
             sheet = make_grid([picture.image for picture in pictures])
-            paths.append(_place(sheet, folder, _next_index(folder, r"grid-(\d{5,})\."), "", None)[0])
+            paths.append(
+                _place(sheet, folder, _next_index(folder, r"grid-(\d{5,})\."), "", None, kind, sign)[0]
+            )
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"pictures cannot be saved in '{folder}': {error.strerror}") from error
     return paths
@@ -185,16 +211,19 @@ def _next_index(folder: Path, pattern: str) -> int:
 
 
 def _place(
-    image: Image.Image, folder: Path, index: int, suffix: str, picture: Picture | None, kind: str = "png"
+    image: Image.Image,
+    folder: Path,
+    index: int,
+    suffix: str,
+    picture: Picture | None,
+    kind: str,
+    sign: Sign | None,
 ) -> tuple[Path, int]:
     """Write beside, then link to the first free number: linking fails where another got there first."""
     beside = folder / f".{uuid.uuid4().hex}.{kind}"
     try:
         with open(beside, "xb") as file:
-            if kind == "png":
-                image.save(file, "PNG", pnginfo=png_text(picture))
-            else:
-                image.save(file, kind.upper(), exif=exif_of(picture), **KINDS[kind])
+            file.write(_file_of(image, picture, kind, sign))
         while True:
             stem = f"{index:05d}{suffix}" if picture is not None else f"grid-{index:05d}"
             path = folder / f"{stem}.{'jpg' if kind == 'jpeg' else kind}"
@@ -204,6 +233,16 @@ def _place(
                 return path, index
     finally:
         remove_file(beside)
+
+
+def _file_of(image: Image.Image, picture: Picture | None, kind: str, sign: Sign | None) -> bytes:
+    buffer = io.BytesIO()
+    if kind == "png":
+        image.save(buffer, "PNG", pnginfo=png_text(picture))
+    else:
+        image.save(buffer, kind.upper(), exif=exif_of(picture), xmp=XMP.encode(), **KINDS[kind])
+    content = buffer.getvalue()
+    return content if sign is None else sign(content, {} if picture is None else picture.parameters)
 
 
 def _link(beside: Path, path: Path) -> None:
@@ -217,12 +256,13 @@ def _link(beside: Path, path: Path) -> None:
 
 
 def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
-    """A picture's parameters as the text chunks of a PNG file."""
+    """A picture's parameters as the text chunks of a PNG file, and that a model made it."""
     if picture is None:
         return None
     info = PngImagePlugin.PngInfo()
     info.add_text(A1111_KEY, a1111_text(picture.parameters))
     info.add_text(JSON_KEY, json.dumps(picture.parameters, ensure_ascii=True))
+    info.add_itxt("XML:com.adobe.xmp", XMP)
     return info
 
 
@@ -326,14 +366,19 @@ def _parameters_in(png: str | Path) -> dict[str, Any] | None:
     try:
         with Image.open(png) as image:
             image.load()
-            texts = {key: str(value) for key, value in image.info.items() if key in (JSON_KEY, A1111_KEY)}
-            texts = texts or _exif_texts(image)
+            return parameters_in(image)
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
         if is_system_failure(error):
             raise
         raise InputError(f"'{png}' is no picture that can be read: {error}") from error
+
+
+def parameters_in(image: Image.Image) -> dict[str, Any] | None:
+    """What an opened picture's text says that it was made with, None where it says nothing."""
+    texts = {key: str(value) for key, value in image.info.items() if key in (JSON_KEY, A1111_KEY)}
+    texts = texts or _exif_texts(image)
     if JSON_KEY in texts:
         with suppress(json.JSONDecodeError):
             told = json.loads(texts[JSON_KEY])

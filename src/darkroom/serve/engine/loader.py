@@ -40,6 +40,9 @@ SMALL_ROW_BYTES = 2**20
 SHARE = 0.6
 # Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
 PLAIN = {"none", "auto", "lean", "fused_attention"}
+# Of each call where pictures are to have the same bits whoever shares it: as many as fill the device, few
+# enough that what is added to the last call is little.
+FIXED_ROWS = {"cpu": 4, "cuda": 8}
 PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -94,6 +97,8 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         library=library,
         pad_to=PAD_TO if settings.pad else (),
         places=places_for(backend.device, lanes, _threads_each(lanes)),
+        shares=settings.limits.shares,
+        fixed_rows=FIXED_ROWS.get(device.type, FIXED_ROWS["cpu"]) if settings.deterministic else 0,
     )
     engine.studio.get_ready()
     _warm_sizes(settings, model, backend, engine)

@@ -54,6 +54,15 @@ JOBS = sql.Table(
     sql.Column("due_s", sql.Double),
     sql.UniqueConstraint("key", "id"),
 )
+USAGE = sql.Table(
+    "darkroom_usage",
+    METADATA,
+    sql.Column("key", sql.String(100), primary_key=True),
+    sql.Column("day", sql.String(10), primary_key=True),
+    sql.Column("pictures", sql.BigInteger, nullable=False),
+)
+"""Pictures accepted of each key on each day (UTC); kept for `USAGE_DAYS`."""
+USAGE_DAYS = 40
 ADDED = ("num", "priority", "work", "due_s")
 """Columns that databases made before do not have; they get them when they are opened."""
 LIVE = ("queued", "running")
@@ -61,6 +70,14 @@ LIVE = ("queued", "running")
 
 class StorageError(DarkroomError):
     """The database or the disk does not take what must be kept."""
+
+
+class OverQuota(DarkroomError):
+    """A key has had its pictures of the day."""
+
+    def __init__(self, per_day: int, used: int) -> None:
+        self.per_day, self.used = per_day, used
+        super().__init__(f"{used} of {per_day} pictures of this day are used")
 
 
 @dataclass(frozen=True)
@@ -108,7 +125,7 @@ class Store:
         self._engine = _open(url)
         self._actions: queue.SimpleQueue[tuple[Action, Future[Any]] | None] = queue.SimpleQueue()
         self._lock_connection = None if shared else _lock(self._engine, server)
-        _create_tables(self._engine, [*METADATA.tables.values()] if shared else [JOBS])
+        _create_tables(self._engine, [*METADATA.tables.values()] if shared else [JOBS, USAGE])
         self._thread = threading.Thread(target=self._run, name="darkroom-store", daemon=True)
         self._thread.start()
 
@@ -122,16 +139,20 @@ class Store:
 
     # ---- what can be done; each gives a future
 
-    def accept(self, record: Record) -> Future[Record]:
-        """Keep a new job; gives the one already there of the same key and id, if any."""
+    def accept(self, record: Record, per_day: int | None = None) -> Future[Record]:
+        """Keep a new job; gives the one already there of the same key and id, if any.
 
-        return self.do(lambda connection: self.keep(connection, record))
+        OverQuota where the key would have more than `per_day` pictures on this day.
+        """
 
-    def keep(self, connection: sql.Connection, record: Record) -> Record:
+        return self.do(lambda connection: self.keep(connection, record, per_day))
+
+    def keep(self, connection: sql.Connection, record: Record, per_day: int | None = None) -> Record:
         """`accept`, within a transaction."""
         there = _find(connection, record.key, record.id)
         if there is not None:
             return there
+        _use(connection, record, per_day)
         values = {**record.__dict__, "result": json.dumps(record.result)}
         try:
             with connection.begin_nested():
@@ -220,6 +241,10 @@ class Store:
 
         return self.do(action)
 
+    def usage(self, key: str) -> Future[int]:
+        """Pictures of a key accepted today (UTC)."""
+        return self.do(lambda connection: _used(connection, key, day_of(time.time())))
+
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
         return self.do(lambda c: c.execute(sql.update(JOBS).where(JOBS.c.uid == "").values(attempts=0)))
@@ -268,6 +293,35 @@ class Store:
             self.trouble = _told(error)
             LOG.error("the jobs' database: %s", self.trouble)
         future.set_exception(StorageError(_told(error)) if isinstance(error, SQLAlchemyError) else error)
+
+
+def day_of(at_s: float) -> str:
+    """The day of a time, in UTC, such as 2026-11-23."""
+    return time.strftime("%Y-%m-%d", time.gmtime(at_s))
+
+
+def _used(connection: sql.Connection, key: str, day: str) -> int:
+    query = sql.select(USAGE.c.pictures).where(USAGE.c.key == key, USAGE.c.day == day)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def _use(connection: sql.Connection, record: Record, per_day: int | None) -> None:
+    """Count a job's pictures among its key's of the day, in the transaction that accepts it."""
+    day = day_of(record.created_s)
+    of_day = sql.and_(USAGE.c.key == record.key, USAGE.c.day == day)
+    more = sql.update(USAGE).where(of_day).values(pictures=USAGE.c.pictures + record.num)
+    if not connection.execute(more).rowcount:
+        try:
+            with connection.begin_nested():
+                row = {"key": record.key, "day": day, "pictures": record.num}
+                connection.execute(sql.insert(USAGE).values(row))
+                old = day_of(record.created_s - USAGE_DAYS * 86400)
+                connection.execute(sql.delete(USAGE).where(USAGE.c.day < old))
+        except IntegrityError:  # another server was quicker
+            connection.execute(more)
+    used = _used(connection, record.key, day)
+    if per_day is not None and used > per_day:
+        raise OverQuota(per_day, used - record.num)
 
 
 def _open(url: str) -> sql.Engine:
