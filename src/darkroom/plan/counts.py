@@ -565,5 +565,7 @@ def outline(recipe: Recipe) -> Model:
             raise RecipeError("model.base", f"'{settings.base}' has no unet")
         latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
         model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
+        if recipe.task == "distill":
+            model.scheduler = build.lcm_scheduler(model.scheduler, recipe.objective.distill)
         build.check_resolution(recipe.data.resolution, model)
     return model
