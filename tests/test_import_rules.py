@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
-    {"errors", "hush"},
+    {"errors", "hush", "late_imports"},
     {"hardware", "counting", "progress"},
     {"bill", "tables", "options"},
     {"run"},

@@ -378,6 +378,7 @@ TASKS = {
     "dreambooth-lora": "model: {base: tiny}\ndata: {instance: x, prompt: a photo of sks dog, resolution: 64}",
     "textual-inversion": "model: {base: tiny, word: {token: <dog>, initial: dog}}\n"
     "data: {instance: x, resolution: 64}",
+    "distill": "model: {base: tiny}\ndata: {folder: x, resolution: 64}",
 }
 
 

@@ -52,7 +52,7 @@ def test_the_recipes_are_found():
     }
     assert {path.stem for path in FINE} == {
         *("sd15-dreambooth", "sd15-dreambooth-lora", "sd15-lora", "sd15-textual-inversion"),
-        *("sdxl-dreambooth-lora", "sd2-finetune"),
+        *("sdxl-dreambooth-lora", "sd2-finetune", "sd15-lcm-lora"),
     }
 
 
@@ -143,7 +143,7 @@ def test_a_fine_tuning_recipe_runs_at_toy_size(path, bases, photos, tmp_path, ca
     assert result["steps"] == 2
     made = [Path(name).name for name in result["outputs"]]
     expected = {"textual-inversion": ["model", "learned_embeds.safetensors"]}
-    adapter = recipe.task in ("lora", "dreambooth-lora")
+    adapter = recipe.task in ("lora", "dreambooth-lora", "distill")
     assert made == expected.get(recipe.task, ["adapter.safetensors"] if adapter else ["model"])
     assert (tmp_path / "run" / "samples" / "step-00000002.png").is_file()
     if adapter:

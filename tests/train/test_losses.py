@@ -187,7 +187,7 @@ def test_perturbation_is_in_the_input_and_not_in_the_target(base: Path, photos: 
         inputs = job.task.inputs(next(batches), job.device)
     more = {**inputs, "noise": inputs["noise"] + 0.5 * inputs["perturbation"]}
     plain = {key: value for key, value in more.items() if key != "perturbation"}
-    t = job.task.objective.timesteps(inputs["u"])  # type: ignore[attr-defined]
+    t = inputs["t"]
     (out, target), (same, moved) = (job.task._predict(one, t) for one in (inputs, plain))  # type: ignore[attr-defined]
     assert torch.equal(out, same)
     assert torch.equal(target, inputs["noise"])

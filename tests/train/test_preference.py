@@ -57,7 +57,7 @@ def test_pairs_share_caption_noise_and_timestep(base: Path, pairs: Path, tmp_pat
     job = make_job(recipe_of(base, pairs), Pinned(tmp_path / "run"))
     with job.feed(0) as batches:
         inputs = job.task.inputs(next(batches), job.device)
-    for name in ("noise", "u", "text"):
+    for name in ("noise", "t", "text"):
         assert torch.equal(inputs[name][0::2], inputs[name][1::2]), name
     assert not torch.equal(inputs["latents"][0::2], inputs["latents"][1::2])
     told = job.task.losses(inputs)

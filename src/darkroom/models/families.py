@@ -17,6 +17,7 @@ import torch
 
 from darkroom.errors import ModelError
 from darkroom.models.model import PARTS, TRANSFORMER, Model, numbered
+from darkroom.models.quick_open import without_start
 from darkroom.models.tokenizer import find_tokenizer, train_tokenizer, with_padding
 
 if TYPE_CHECKING:
@@ -272,7 +273,8 @@ def create(
     model = Model(family=family, scheduler={**spec.scheduler, **changes.get("scheduler", {})})
     if {"tokenizer", "text_encoder"} & set(parts) and (spec.tiny or "tokenizer" in parts):
         model.tokenizers = _tokenizers(spec, tokenizer)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    without_values = without_start(device) if device == "meta" else torch.device(device)
+    with torch.random.fork_rng(devices=[]), without_values:
         torch.manual_seed(seed)
         if "unet" in parts:
             model.unet = _unet({**spec.unet, **changes.get(spec.denoiser, {})})
@@ -346,7 +348,7 @@ def _tokenizers(spec: Family, given: CLIPTokenizer | str | Path | None) -> list[
 
 
 def _unet(config: Config) -> Any:
-    from diffusers import UNet2DConditionModel
+    from darkroom.models.parts import UNet2DConditionModel
 
     if "patch_size" in config:
         from darkroom.models.dit import DiT
@@ -356,7 +358,7 @@ def _unet(config: Config) -> Any:
 
 
 def _vae(config: Config) -> Any:
-    from diffusers import AutoencoderKL
+    from darkroom.models.parts import AutoencoderKL
 
     config = dict(config)
     config["down_block_types"] = ["DownEncoderBlock2D"] * len(config["block_out_channels"])
@@ -377,7 +379,7 @@ def _fitted(config: Config) -> Config:
 
 
 def _text_encoder(model: Model, config: Config, changes: Config, *, last: bool) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+    from darkroom.models.parts import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = dict(config)
     if FAMILIES[model.family].tiny:

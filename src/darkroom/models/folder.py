@@ -32,6 +32,7 @@ from darkroom.models.families import FAMILIES, check_fit, create
 from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.latents import LatentScaling
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered, slow_bf16
+from darkroom.models.quick_open import opened_exactly
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
 from darkroom.models.tokenizer import read_tokenizer, tokenizer_or_stand_in
@@ -220,7 +221,7 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_store
         folder = path / denoiser_of(path)
         model.unet = read_part(denoiser_class(folder), folder, variant, as_stored)
     if "vae" in wanted:
-        from diffusers import AutoencoderKL
+        from darkroom.models.parts import AutoencoderKL
 
         model.vae = read_part(AutoencoderKL, path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
@@ -259,7 +260,7 @@ def denoiser_of(path: Path) -> str:
 def denoiser_class(folder: Path) -> Any:
     """The class of the denoiser in a folder; ModelError for a transformer that is not darkroom's."""
     if folder.name != TRANSFORMER:
-        from diffusers import UNet2DConditionModel
+        from darkroom.models.parts import UNet2DConditionModel
 
         return UNet2DConditionModel
     from darkroom.models.dit import DiT
@@ -272,7 +273,7 @@ def denoiser_class(folder: Path) -> Any:
 
 
 def _text_class(folder: Path) -> Any:
-    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+    from darkroom.models.parts import CLIPTextModel, CLIPTextModelWithProjection
 
     config = read_json(folder / "config.json")
     if (kind := config.get("model_type", "clip_text_model")) not in ("clip_text_model", "clip"):
@@ -292,13 +293,16 @@ def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: boo
         raise ModelError(f"'{folder}' holds no weights of variant '{variant}'", mend="leave the variant out")
     of_transformers = cls.__module__.startswith("transformers")
     _check_kind(cls, folder, of_transformers)
-    types = tensor_types(weight_files(folder, variant))
+    files = weight_files(folder, variant)
+    types = tensor_types(files)
     # transformers then says which tensors have another shape; diffusers says it in its error.
     stored = _stored_type(folder, variant) if as_stored else torch.float32
     named = {"dtype": stored, "ignore_mismatched_sizes": True}
     from huggingface_hub.errors import StrictDataclassError
 
     try:
+        if not as_stored and (exact := opened_exactly(cls, folder, files, stored)) is not None:
+            return exact
         opened, told = cls.from_pretrained(
             str(folder),
             variant=variant,

@@ -222,7 +222,7 @@ def _tokenizer(told: dict[str, Any] | None) -> CLIPTokenizer | None:
     written = (told or {}).get("tokenizer")
     if not written:
         return None
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     return CLIPTokenizer(
         vocab=written["vocab"],

@@ -34,7 +34,8 @@ def train_tokenizer(
     special tokens. Raises InputError where `vocab_size` leaves no room for them.
     """
     from tokenizers import pre_tokenizers, trainers
-    from transformers import CLIPTokenizer
+
+    from darkroom.models.parts import CLIPTokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = alphabet + [letter + "</w>" for letter in alphabet]
@@ -65,7 +66,7 @@ def train_tokenizer(
 
 def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPTokenizer:
     """CLIP's own tokenizer: as given, a folder, the folder in $DARKROOM_CLIP_TOKENIZER, or from the hub."""
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     if isinstance(where, CLIPTokenizer):
         return where
@@ -95,7 +96,7 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
 
 def read_tokenizer(folder: Path) -> CLIPTokenizer:
     """The tokenizer of a folder; ModelError names the file that is damaged."""
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     check_tokenizer(folder)
     try:
@@ -139,7 +140,7 @@ def spelled(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> list[str]:
 
 def with_padding(tokenizer: CLIPTokenizer, pad_token: str) -> CLIPTokenizer:
     """The same tokenizer with another padding: SD 2's and SDXL's second pad with '!', which has id 0."""
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     # Built anew: a deep copy decodes wrongly, its decoder being bound to the original.
     learned = json.loads(tokenizer.backend_tokenizer.to_str())["model"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
 
 SUBJECT_TASKS = ("dreambooth", "dreambooth-lora")
-FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion")
+FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion", "distill")
 
 Default = tuple[str, Any, str]
 """A key, its value, and why."""
@@ -51,6 +51,13 @@ _OWN: dict[str, tuple[Default, ...]] = {
         ("train.global_batch", 4, "as the paper's authors advise"),
         ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
     ),
+    "distill": (
+        ("optim.lr", 8e-6, "all weights of a U-Net, as LCM's paper has it; 1e-4 with an adapter"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 16, ""),
+        ("sample.steps", 4, "what is distilled is drawn in few steps"),
+        ("sample.guidance", 1.0, "guidance is distilled too"),
+    ),
 }
 _EXTRACTOR: tuple[Default, ...] = (
     ("model.base", "extractor", "darkroom's own small network"),
@@ -78,6 +85,8 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
         yield _SCHEDULE_FREE
     if optim_fused(content):
         yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
+    if task == "distill" and content.get("adapter") is not None:
+        yield "optim.lr", 1e-4, "an adapter starts at nothing"
     if isinstance(task, str) and task in FINE_TUNING:
         yield from _OWN[task]
         yield from _ALL_FINE_TUNING
@@ -136,6 +145,7 @@ def check_together(recipe: Recipe) -> None:
     check_parallel(recipe)
     check_online(recipe)
     check_extras(recipe)
+    _check_distill(recipe)
     if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
         key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
         raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")
@@ -219,11 +229,12 @@ def _is_subject(recipe: Recipe) -> bool:
 
 
 def _check_adapter(recipe: Recipe) -> None:
-    if recipe.adapter is not None and recipe.task not in ADAPTER_TASKS:
+    if recipe.adapter is not None and not recipe.adapts:
+        able = (*ADAPTER_TASKS, "distill")
         raise RecipeError(
-            "adapter", f"given with the task {recipe.task}", allowed=f"with {' or '.join(ADAPTER_TASKS)}"
+            "adapter", f"given with the task {recipe.task}", allowed=f"with {' or '.join(able)}"
         )
-    if recipe.task in ADAPTER_TASKS and recipe.model.train_text_encoder:
+    if recipe.adapts and recipe.model.train_text_encoder:
         raise RecipeError(
             "model.train_text_encoder",
             f"true with the task {recipe.task}, which leaves the model's own weights alone",
@@ -233,7 +244,7 @@ def _check_adapter(recipe: Recipe) -> None:
     of_text = ("text_encoder_lr", "text_encoder_2_lr", "text_encoder_steps")
     said = next((name for name in of_text if getattr(recipe.optim, name) is not None), None)
     if said and not trains_text and recipe.task in FINE_TUNING:
-        key = "adapter.text_encoder" if recipe.task in ADAPTER_TASKS else "model.train_text_encoder"
+        key = "adapter.text_encoder" if recipe.adapts else "model.train_text_encoder"
         raise RecipeError(
             f"optim.{said}", "given, but the text encoder is not trained", mend=f"set {key}=true"
         )
@@ -494,6 +505,22 @@ def check_extras(recipe: Recipe) -> None:
             f"{_value(recipe, named)} with train.align, which sees whole pictures cut at the centre",
             mend="leave one of them out",
         )
+
+
+def _check_distill(recipe: Recipe) -> None:
+    if recipe.task != "distill":
+        return
+    said = {
+        "objective.min_snr_gamma": recipe.objective.min_snr_gamma,
+        "objective.noise.offset": recipe.objective.noise.offset,
+        "objective.prediction": recipe.objective.prediction,
+        "model.train_text_encoder": recipe.model.train_text_encoder,
+        "model.fresh_unet": recipe.model.fresh_unet,
+        "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
+    }
+    for key, value in said.items():
+        if value:
+            raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")
 
 
 def _value(recipe: Recipe, key: str) -> str:

@@ -298,6 +298,7 @@ Task = Literal[
     "dreambooth-lora",
     "textual-inversion",
     "dpo",
+    "distill",
 ]
 
 
@@ -524,6 +525,29 @@ class ExtractorSettings(BaseModel):
     network: SmallSettings = Field(default=SmallSettings(), description="the network's shape")
 
 
+class DistillSettings(BaseModel):
+    """Of the task distill: what the few-step model (LCM, Luo et al. 2023) learns from its teacher."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ddim_steps: int = Field(
+        default=50, ge=2, le=1000, description="the teacher's steps; few steps are drawn at some of theirs"
+    )
+    guidance_min: float | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="the teacher's guidance scale, drawn evenly from here; null: the model's own, else 7.5",
+    )
+    guidance_max: float | None = Field(
+        default=None, ge=1, le=100, description="to here; null: the model's own, else 7.5, or guidance_min"
+    )
+    huber_c: float = Field(default=0.001, gt=0, description="of the pseudo-Huber loss: where it turns linear")
+    timestep_scaling: float = Field(
+        default=10.0, gt=0, description="how quickly answers count more than inputs as timesteps rise"
+    )
+
+
 class ObjectiveSettings(BaseModel):
     """What is predicted, from how much noise, and how timesteps are weighed."""
 
@@ -557,6 +581,7 @@ class ObjectiveSettings(BaseModel):
     extractor: ExtractorSettings = Field(
         default=ExtractorSettings(), description="loss and network of the task extractor"
     )
+    distill: DistillSettings = Field(default=DistillSettings(), description="of the task distill")
 
     @model_validator(mode="after")
     def _possible(self) -> ObjectiveSettings:
@@ -871,6 +896,11 @@ class Recipe(BaseModel):
     track: TrackSettings = TrackSettings()
     budget: BudgetSettings = BudgetSettings()
     _derived: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def adapts(self) -> bool:
+        """Whether low-rank additions are trained instead of the model's own weights."""
+        return self.task in ADAPTER_TASKS or (self.task == "distill" and self.adapter is not None)
 
     @property
     def derived(self) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from darkroom import models
 from darkroom.data.store import Store
 from darkroom.errors import CheckpointError, InputError
 from darkroom.models.model import Model
-from darkroom.recipe.sections import ADAPTER_TASKS
 from darkroom.train.data.rows import select_rows
 from darkroom.train.distributed.weights import cast
 from darkroom.train.model import build_model, no_captions
@@ -39,7 +38,7 @@ def write_results(
     """Leave what a task makes in the run: `adapter.safetensors`; `learned_embeds.safetensors` and a model; or
     a model. `model` is the one that was trained.
     """
-    if recipe.task in ADAPTER_TASKS:
+    if recipe.adapts:
         base = described_base(model)
         write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name, base=base, run=run)
     elif recipe.model.word is not None:
@@ -72,7 +71,7 @@ def write_adapter_file(
     """
     from darkroom.models.adapters.read import write_adapter
 
-    if recipe.task not in ADAPTER_TASKS:
+    if not recipe.adapts:
         raise InputError(
             f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
         )
@@ -113,7 +112,7 @@ def write_whole_model(
 ) -> None:
     """Write the model of a run, made anew from its base: adapter merged, word taught, or weights put in."""
     model = _extractor(recipe) if recipe.task == "extractor" else build_model(recipe, no_captions, run)
-    if recipe.task in ADAPTER_TASKS:
+    if recipe.adapts:
         from darkroom.models.adapters.read import merge
 
         merge(model, trained_adapter(recipe, values, target.name))

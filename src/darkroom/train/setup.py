@@ -24,7 +24,7 @@ from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
 from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, check_batch, check_together
-from darkroom.recipe.sections import ADAPTER_TASKS, TrainSettings
+from darkroom.recipe.sections import TrainSettings
 from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checkpoint.storage import check_url
@@ -67,12 +67,13 @@ from darkroom.train.memory import (
     try_micro_batches,
 )
 from darkroom.train.model import build_model
-from darkroom.train.objective import make_objective
+from darkroom.train.objective import Objective, make_objective
 from darkroom.train.scores import Scores, check_scores
 from darkroom.train.speed import flops_per_image, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
 from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
+from darkroom.train.tasks.distill import Distillation
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
 from darkroom.train.tasks.preference import Preference
@@ -85,7 +86,6 @@ if TYPE_CHECKING:
 
 CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
-FROZEN_UNET = (*ADAPTER_TASKS, "textual-inversion")
 SCENES = ("{} in the snow", "{} on the beach")
 
 
@@ -127,7 +127,7 @@ def make_job(
     )
     base = base_of(recipe, model)
     check_base(base, pinned.base, recipe)
-    if recipe.task in FROZEN_UNET and model.unet is not None:
+    if frozen_unet(recipe) and model.unet is not None:
         cast_opened(model.unet, models.precision(precision))  # never trained: no float32 copy is needed
     stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
     _move(model, device)
@@ -184,6 +184,11 @@ def make_job(
     )
 
 
+def frozen_unet(recipe: Recipe) -> bool:
+    """Whether the U-Net's own weights stay as they are."""
+    return recipe.adapts or recipe.task == "textual-inversion"
+
+
 def _made_ready(
     recipe: Recipe, model: Model, store: Store, pinned: Pinned, precision: str, say: Say, ranks: Ranks
 ) -> list[Store]:
@@ -220,7 +225,7 @@ def halve_text(recipe: Recipe, model: Model, dtype: torch.dtype) -> None:
 
     Call it when the task is made: a store's column is known by the identity of float32 weights.
     """
-    if recipe.task in ADAPTER_TASKS and recipe.adapter is not None and not recipe.adapter.text_encoder:
+    if recipe.adapts and recipe.adapter is not None and not recipe.adapter.text_encoder:
         for encoder in model.text_encoders:
             nn.Module.to(encoder, dtype)
 
@@ -338,6 +343,18 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     )
     objective = make_objective(model.scheduler, recipe.objective, device)
     modules = _trained(recipe, model, device)
+    if recipe.task == "distill":
+        assert isinstance(objective, Objective)
+        return Distillation(
+            model,
+            objective,
+            read,
+            modules,
+            recipe.objective.distill,
+            adapts=recipe.adapts,
+            encode=encode,
+            cache_text=True,
+        )
     made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
     return made(
         model,
@@ -374,7 +391,7 @@ def _trained(recipe: Recipe, model: Model, device: torch.device) -> dict[str, nn
     """The parts that gradients go through, by name; what is trained of them requires gradients."""
     assert model.unet is not None
     parts: dict[str, nn.Module] = {"unet": model.unet}
-    if recipe.task in ADAPTER_TASKS:
+    if recipe.adapts:
         assert recipe.adapter is not None
         parts |= add_adapters(model, recipe.adapter, seed=recipe.train.seed)
     elif recipe.task == "textual-inversion":

@@ -71,9 +71,8 @@ def load_tiny(source: str, factor: int) -> TinyFront:
     config = read_json(about) if about.is_file() else {}
     if "blocks_per_stage_decoder" in config:
         return _numbered(Path(source), config)
-    from diffusers import AutoencoderTiny
-
     from darkroom.models.hub import fetch, is_hub_id
+    from darkroom.models.parts import AutoencoderTiny
     from darkroom.models.quiet import quiet
 
     if not Path(source).is_dir() and is_hub_id(source):

@@ -36,15 +36,15 @@ JOBS = sql.Table(
     "darkroom_jobs",
     METADATA,
     sql.Column("uid", sql.String(32), primary_key=True),
-    sql.Column("server", sql.String(64), nullable=False, index=True),
+    sql.Column("server", sql.String(64), nullable=False),
     sql.Column("key", sql.String(100), nullable=False),
     sql.Column("id", sql.String(64), nullable=False),
     sql.Column("digest", sql.String(64), nullable=False),
     sql.Column("state", sql.String(12), nullable=False, index=True),
     sql.Column("request", sql.Text, nullable=False),
-    sql.Column("created_s", sql.Double, nullable=False, index=True),
+    sql.Column("created_s", sql.Double, nullable=False),
     sql.Column("started_s", sql.Double),
-    sql.Column("finished_s", sql.Double, index=True),
+    sql.Column("finished_s", sql.Double),
     sql.Column("attempts", sql.Integer, nullable=False, default=0),
     sql.Column("bytes", sql.BigInteger, nullable=False, default=0),
     sql.Column("result", sql.Text, nullable=False, default="{}"),
@@ -63,6 +63,16 @@ USAGE = sql.Table(
 )
 """Pictures accepted of each key on each day (UTC); kept for `USAGE_DAYS`."""
 USAGE_DAYS = 40
+INDICES = (
+    # Each for a query of its own: a key's jobs, newest first; the same in one state; a server's jobs that
+    # are not over, oldest first; what is kept, with its bytes, by age.
+    sql.Index("darkroom_jobs_of_key", JOBS.c.key, JOBS.c.created_s.desc(), JOBS.c.uid),
+    sql.Index("darkroom_jobs_in_state", JOBS.c.key, JOBS.c.state, JOBS.c.created_s.desc(), JOBS.c.uid),
+    sql.Index("darkroom_jobs_live", JOBS.c.server, JOBS.c.state, JOBS.c.created_s, JOBS.c.uid),
+    sql.Index("darkroom_jobs_kept", JOBS.c.server, JOBS.c.finished_s, JOBS.c.bytes, JOBS.c.uid),
+)
+FORMER_INDICES = ("ix_darkroom_jobs_server", "ix_darkroom_jobs_created_s", "ix_darkroom_jobs_finished_s")
+"""Of databases made before: each is a worse choice than one of `INDICES`, which planners may take."""
 ADDED = ("num", "priority", "work", "due_s")
 """Columns that databases made before do not have; they get them when they are opened."""
 LIVE = ("queued", "running")
@@ -205,16 +215,20 @@ class Store:
 
     def expired(self, before_s: float, keep_bytes: int) -> Future[list[str]]:
         """Uids of this server's finished jobs that are too old, and of the oldest beyond so many bytes."""
-        query = sql.select(JOBS.c.uid, JOBS.c.finished_s, JOBS.c.bytes).where(
-            JOBS.c.server == self.server, JOBS.c.state.in_(FINAL)
-        )
+        mine = JOBS.c.server == self.server
+        too_old = sql.select(JOBS.c.uid).where(mine, JOBS.c.finished_s < before_s)
+        kept = (mine, JOBS.c.finished_s >= before_s)
+        oldest = sql.select(JOBS.c.uid, JOBS.c.bytes).where(*kept).order_by(JOBS.c.finished_s)
 
         def action(connection: sql.Connection) -> list[str]:
-            found, total = [], 0
-            for uid, finished_s, num_bytes in connection.execute(query.order_by(JOBS.c.finished_s.desc())):
-                total += num_bytes
-                if finished_s < before_s or total > keep_bytes:
+            found = [uid for (uid,) in connection.execute(too_old)]
+            total = connection.execute(sql.select(sql.func.sum(JOBS.c.bytes)).where(*kept)).scalar() or 0
+            if total > keep_bytes:
+                for uid, num_bytes in connection.execute(oldest).yield_per(UIDS_AT_ONCE):
+                    if total <= keep_bytes:
+                        break
                     found.append(uid)
+                    total -= num_bytes
             return found
 
         return self.do(action)
@@ -344,6 +358,7 @@ def _create_tables(engine: sql.Engine, tables: list[sql.Table]) -> None:
         try:
             METADATA.create_all(engine, tables=tables)
             _add_columns(engine)
+            _add_indices(engine)
             return
         except SQLAlchemyError as error:
             if not more_tries:
@@ -365,6 +380,17 @@ def _add_columns(engine: sql.Engine) -> None:
         for uid, request, created_s in connection.execute(live).all():
             found = _read_again(request, created_s)
             connection.execute(sql.update(JOBS).where(JOBS.c.uid == uid).values(found))
+
+
+def _add_indices(engine: sql.Engine) -> None:
+    """Give a table of an earlier version the indices of this one."""
+    there = {index["name"] for index in sql.inspect(engine).get_indexes(JOBS.name)}
+    with engine.begin() as connection:
+        for index in INDICES:
+            if index.name not in there:
+                index.create(connection, checkfirst=True)
+        for name in there.intersection(FORMER_INDICES):
+            connection.execute(sql.text(f"DROP INDEX IF EXISTS {name}"))
 
 
 def _read_again(request: str, created_s: float) -> dict[str, Any]:
