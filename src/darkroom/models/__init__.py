@@ -13,7 +13,7 @@ from darkroom.models.adapters.export import describe_adapter, export_adapter, ex
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
-from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_fit, create
+from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_text_width, create
 from darkroom.models.folder import (
     base_family,
     describe,
@@ -45,7 +45,7 @@ __all__ = [
     "Model",
     "about",
     "base_family",
-    "check_fit",
+    "check_text_width",
     "choose_precision",
     "create",
     "describe",
