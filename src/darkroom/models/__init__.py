@@ -15,7 +15,7 @@ from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
 from darkroom.models.control import ControlNet, read_control
 from darkroom.models.embeddings import Embedding, add_embeddings, find_embeddings, read_embedding
-from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_fit, create
+from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_text_width, create
 from darkroom.models.folder import (
     base_family,
     describe,
@@ -50,7 +50,7 @@ __all__ = [
     "about",
     "add_embeddings",
     "base_family",
-    "check_fit",
+    "check_text_width",
     "choose_precision",
     "create",
     "describe",

@@ -286,14 +286,14 @@ def create(
                 model.text_encoders.append(_text_encoder(model, config, changed, last=i > 0))
     if "tokenizer" not in parts:
         model.tokenizers = []
-    check_fit(model, f"family '{family}' with these overrides")
+    check_text_width(model, f"family '{family}' with these overrides")
     for module in model.modules.values():
         module.eval()
     return model
 
 
-def check_fit(model: Model, told: str) -> None:
-    """ModelError where parts do not go together: the first step would fail far from here."""
+def check_text_width(model: Model, told: str) -> None:
+    """ModelError where the text encoders give another width than the denoiser takes."""
     encoders: list[Any] = [*model.text_encoders]
     given = sum(encoder.config.hidden_size for encoder in encoders)
     takes = None if model.unet is None else model.unet.config.cross_attention_dim
@@ -302,6 +302,11 @@ def check_fit(model: Model, told: str) -> None:
             f"{told}: its {model.denoiser} takes text of width {takes}, its text encoders give {given}",
             mend="a part is of another model",
         )
+
+
+def check_fit(model: Model, told: str) -> None:
+    """ModelError where parts do not go together: the first step would fail far from here."""
+    check_text_width(model, told)
     if model.unet is not None and model.vae is not None:
         made, read = int(model.unet.config.out_channels), int(model.vae.config.latent_channels)
         if made not in (read, 2 * read):
@@ -309,6 +314,7 @@ def check_fit(model: Model, told: str) -> None:
                 f"{told}: its {model.denoiser} makes latents of {made} channels, its VAE reads {read}",
                 mend="a part is of another model",
             )
+    encoders: list[Any] = [*model.text_encoders]
     for encoder, tokenizer in zip(encoders, model.tokenizers, strict=False):
         most = max(tokenizer.get_vocab().values(), default=0)
         if most >= encoder.config.vocab_size:

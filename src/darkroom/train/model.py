@@ -52,7 +52,7 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
         model.vae = vae
     if text is not None:
         model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
-    models.check_fit(model, f"model.base {settings.base} with the recipe's parts")
+    models.check_text_width(model, f"model.base {settings.base} with the recipe's parts")
     if recipe.task != "autoencoder":
         latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
         model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
