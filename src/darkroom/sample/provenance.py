@@ -250,7 +250,7 @@ class Provenance:
 
     def converted(self, content: bytes, kind: str, original: bytes) -> bytes:
         """The credentials of a file that is another one in a new format: that one is its ingredient."""
-        actions = [
+        actions: list[dict[str, Any]] = [
             {"action": "c2pa.opened", "parameters": {"ingredientIds": ["input-0"]}},
             {"action": "c2pa.transcoded"},
         ]
