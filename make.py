@@ -37,6 +37,7 @@ PYTHON = VENV / ("Scripts/python.exe" if WINDOWS else "bin/python")
 READY = VENV / ".ready"
 LOCK = ROOT / "requirements.lock"
 UV = "uv==0.13.9"
+CYCLONEDX = "cyclonedx-bom>=7.2,<8"
 
 # What each command runs -----------------------------------------------------------------------------------
 
@@ -70,6 +71,7 @@ HELP = """python make.py COMMAND, or make COMMAND:
   lint         lint and types
   format       mend the formatting
   lock         resolve requirements.lock again; `lock --upgrade` takes newer versions
+  sbom         what is installed, with licences and hashes, as CycloneDX in build/sbom.json
   clean        remove .venv and caches
 What follows `quickstart`, `test` or `docs` goes to darkroom, pytest or mkdocs.
 --dry-run prints the commands alone.
@@ -451,6 +453,19 @@ def lock(machine: Machine, more: tuple[str, ...]) -> None:
         LOCK.write_text(LOCK_HEAD + "\n".join(kept) + "\n", encoding="utf-8")
 
 
+def sbom(machine: Machine) -> None:
+    """The bill of materials of .venv, by CycloneDX's own tool in an environment of its own."""
+    setup(machine, ("all",))
+    installer = Installer(machine)
+    out = ROOT / "build" / "sbom.json"
+    if not machine.dry:
+        out.parent.mkdir(exist_ok=True)
+    tool = ("tool", "run", *uv_options(installer.settings), "--from", CYCLONEDX, "cyclonedx-py")
+    told = ("--pyproject", "pyproject.toml", "--output-reproducible", "--output-file", str(out))
+    machine.run(str(PYTHON), "-m", "uv", *tool, "environment", str(PYTHON), *told)
+    say(f"{out}: what is installed in .venv")
+
+
 def clean(machine: Machine) -> None:
     for name in LEFT_BY_RUNS:
         say(f"removing {name}")
@@ -463,7 +478,7 @@ def main(words: list[str]) -> int:
     command, *more = [word for word in words if word != "--dry-run"] or ["help"]
     machine = Machine(dry)
     rest = tuple(more)
-    if command in ("lint", "check", "nightly", "format", "clean", "help") and rest:
+    if command in ("lint", "check", "nightly", "format", "sbom", "clean", "help") and rest:
         raise Refused(f"{command} takes nothing more, and was given {' '.join(rest)}")
     if command == "setup":
         setup(machine, rest)
@@ -488,8 +503,8 @@ def main(words: list[str]) -> int:
         machine.run(str(PYTHON), "-m", "ruff", "format", ".")
     elif command == "lock":
         lock(machine, rest)
-    elif command in ("lint", "check", "clean"):
-        {"lint": lint, "check": check, "clean": clean}[command](machine)
+    elif command in ("lint", "check", "sbom", "clean"):
+        {"lint": lint, "check": check, "sbom": sbom, "clean": clean}[command](machine)
     elif command == "help":
         print(HELP)
     else:

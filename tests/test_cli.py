@@ -95,6 +95,30 @@ def test_nothing_said_shows_the_help(capsys):
     assert "Usage: darkroom" in out
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "no memory left"),
+        (OSError(28, "No space left on device", "a/b"), "No space left on device: a/b"),
+        (
+            OSError("LanceError(IO): No space left on device (os error 28)"),
+            "the machine failed: LanceError(IO): ",
+        ),
+    ],
+)
+def test_a_machine_that_fails_is_one_line_and_exit_code_1(capsys, monkeypatch, error, told):
+    from importlib import import_module
+
+    def fails():
+        raise error
+
+    monkeypatch.setattr(import_module("darkroom.hardware.doctor"), "machine", fails)
+    code, _, said = run(capsys, "doctor")
+    assert code == 1
+    assert said.startswith(f"darkroom: {told}")
+    assert said.count("\n") == 1
+
+
 def test_doctor_says_the_same_as_json(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     assert code == 0
@@ -102,6 +126,16 @@ def test_doctor_says_the_same_as_json(capsys):
     assert {"python", "torch", "memory", "disk"} <= set(names)
     _, told, _ = run(capsys, "doctor")
     assert all(name in told for name in names)
+
+
+def test_doctor_fails_where_something_lacks_that_is_needed(capsys, monkeypatch):
+    from importlib import import_module
+
+    monkeypatch.setattr(import_module("darkroom.hardware.doctor"), "_MIN_DISK_BYTES", 2**80)
+    code, out, error = run(capsys, "doctor")
+    assert code == 1
+    assert "!!  disk " in out
+    assert error == "darkroom: not in order: disk\n"
 
 
 def test_generate_writes_pictures_that_say_how_they_were_made(capsys, tmp_path):

@@ -190,7 +190,7 @@ class Meter:
 
 def _describe(device: str, here: Machine) -> tuple[str, float, str]:
     """Name to look up, how many of its units a device is (cores of a CPU class), name to show."""
-    if device.startswith(("cuda", "mps")) and here.devices:
+    if device.partition(":")[0] != "cpu" and here.devices:
         found = here.devices[int(device.partition(":")[2] or 0)]
         return found.name, 1, found.name
     return here.cpu_class, here.usable_cores, f"{here.cpu} ({here.usable_cores:g} cores)"

@@ -6,6 +6,7 @@ own parameters: each name stands here once. Imports nothing heavy.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple
 
@@ -155,3 +156,18 @@ def cpu_precision() -> tuple[str, str]:
     if found is None:
         return "float32", "this processor has no bfloat16 instructions"
     return "bf16", f"this processor has {found}"
+
+
+CREDENTIALS = ("model", "settings", "all")
+"""What credentials say: the model alone; the settings too; the prompts as well."""
+
+
+def check_credentials(given: str) -> None:
+    """InputError for what credentials cannot be told to say."""
+    if given not in CREDENTIALS:
+        raise InputError(f"--credentials {given}", allowed=", ".join(CREDENTIALS))
+
+
+def provenance_wanted() -> bool:
+    """Whether pictures are marked and signed unless said otherwise: `DARKROOM_PROVENANCE=0` says no."""
+    return os.environ.get("DARKROOM_PROVENANCE", "1").lower() not in ("0", "no", "off", "false")

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import yaml
 
 from darkroom.bill import Bill
 from darkroom.errors import InputError
-from darkroom.hardware.system import atomic_replace, lock_file
+from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree
 
 RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
 ENDED, PLAN = "ended.json", "plan.json"
@@ -126,9 +125,9 @@ class Run:
         """Clear away what a killed process left half-written; only for who holds the lock."""
         for path in self.path.glob(".*"):
             if path.name.startswith((f".{self.model.name}-", ".tokenizer")):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_tree(path)
             elif path.name != _LOCK and path.is_file():
-                path.unlink(missing_ok=True)
+                remove_file(path)
 
     # ---- metrics
 

@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import importlib
 import importlib.util
+import io
 import os
 import pkgutil
 import signal
@@ -219,3 +220,88 @@ def test_a_stop_signal_is_noted_once_or_always() -> None:
             assert signal.getsignal(signal.SIGTERM) is old
     finally:
         signal.signal(signal.SIGTERM, kept)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "CON",
+            "nul.txt",
+            "aux.tar.gz",
+            "com1",
+            "LPT³.x",
+            "con .txt",
+            "a:b",
+            'say "hi" <now>?',
+            "a/b\\c",
+            "tail. ",
+        ),
+        *("..", ".", "", "a\nb", "question?", "x" * 300, "猫" * 100 + ".png", "pipe|star*"),
+    ],
+)
+def test_a_name_from_elsewhere_is_a_file_name_on_all_systems(text: str, tmp_path: Path) -> None:
+    name = system.file_name(text)
+    assert name != text
+    assert not set(name) & set('<>:"/\\|?*\n')
+    assert name == name.rstrip(". ")
+    assert name.partition(".")[0].rstrip(" ").lower() not in {"con", "nul", "aux", "com1", "lpt³"}
+    assert len(os.fsencode(name)) <= system.LONGEST_NAME
+    assert system.file_name(name) == name
+    (tmp_path / name).write_text("x", "utf-8")
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_good_names_stay_and_bad_ones_never_meet() -> None:
+    for good in ("a dog, 3 cats.png", "console", "com", "lr-1e-4_rank-8", ".hidden", "猫.png", "a..b"):
+        assert system.file_name(good) == good
+    near = ["a:b", "a?b", "a_b", "A:b", "CON", "con", "_CON", "a_b.", "a_b "]
+    assert len({system.file_name(text) for text in near}) == len(near)
+    assert system.file_name("what?.png").endswith(".png")
+
+
+def test_on_windows_a_delete_waits_for_who_has_the_file_open(
+    tmp_path: Path, windows: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.unlink, [0]
+
+    def busy(*names: Any, **named: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise PermissionError(13, "in use")
+        real(*names, **named)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    for _ in range(2):
+        (tmp_path / "one").mkdir()
+        (tmp_path / "one" / "file").write_text("x", "utf-8")
+        left[0] = 2
+        assert windows.remove_tree(tmp_path / "one", must=True)
+    (tmp_path / "file").write_text("x", "utf-8")
+    left[0] = 2
+    windows.remove_file(tmp_path / "file")
+    windows.remove_file(tmp_path / "file")  # gone already
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(windows, "REPLACE_TRIES_S", (0.0, 0.0))
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "file").write_text("x", "utf-8")
+    left[0] = 99
+    assert not windows.remove_tree(tmp_path / "one")
+    with pytest.raises(PermissionError):
+        windows.remove_tree(tmp_path / "one", must=True)
+    left[0] = 1
+    with pytest.raises(PermissionError):  # elsewhere nobody waits
+        system.remove_file(tmp_path / "one" / "file")
+
+
+def test_a_console_of_eight_bits_takes_every_character() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, "cp1252")
+    with pytest.raises(UnicodeEncodeError):
+        stream.write("猫 é\n")
+    system.print_anything(stream)
+    stream.write("猫 é\n")
+    stream.flush()
+    assert raw.getvalue() == b"\\u732b \xe9" + os.linesep.encode()
+    assert not system.is_unicode(stream)
+    assert system.is_unicode(io.TextIOWrapper(raw, "utf-8"))

@@ -193,6 +193,13 @@ def test_pictures_do_not_depend_on_the_batch(tiny: Model) -> None:
     assert (fourth.latents - whole[3].latents).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("told", [{"prompts": "caf\udce9"}, {"prompts": "a", "negative": "\ud800"}])
+def test_a_prompt_that_is_no_unicode_is_refused(tiny: Model, told: dict[str, Any]) -> None:
+    """A command line in another encoding, or JSON with half a surrogate pair."""
+    with pytest.raises(InputError, match=r"a prompt whose character \d is no Unicode; give it in UTF-8"):
+        generate(tiny, steps=1, **told)
+
+
 def test_progress_and_parameters(tiny: Model) -> None:
     seen: list[tuple[int, int]] = []
     pictures = generate(

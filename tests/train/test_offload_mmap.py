@@ -27,9 +27,9 @@ def run(module: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 def resident() -> int:
-    """Bytes of mapped `.resting-` files that are in memory."""
+    """Bytes of mapped files without a name that are in memory."""
     text = Path("/proc/self/smaps").read_text()
-    found = re.findall(r"\.resting-\S* \(deleted\)\nSize:.*?\nRss:\s+(\d+) kB", text, re.S)
+    found = re.findall(r"/#\d+ \(deleted\)\nSize:.*?\nRss:\s+(\d+) kB", text, re.S)
     return 1024 * sum(map(int, found))
 
 

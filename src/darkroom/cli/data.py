@@ -130,27 +130,58 @@ def delete(
 
 @app.command()
 def verify(
-    store: Annotated[Path, typer.Argument(help="the picture store")],
+    paths: Annotated[list[Path], typer.Argument(help="picture stores; pictures; signed models or files")],
     purge: Annotated[
         bool, typer.Option("--purge", help="first remove what was deleted and what belongs to no version")
     ] = False,
+    trust: Annotated[
+        Path | None, typer.Option(help="pictures: PEM of authorities; models: PEM of the signer's public key")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a store: every file, count and hash.
+    """Whether a store is whole, what a picture proves of itself, or whether a model is as it was signed.
 
-    Reads every picture; names what is wrong and what is left over.
+    A store: reads every picture, compares hashes and counts, names what is left over. A picture: credentials
+    and their chain, watermark, parameters. A model folder, adapter or recipe: the signature beside it.
 
     Exit code 0: nothing is wrong. 1: something is, told in a line each.
 
     Example: darkroom verify pictures.lance
-    """
-    from darkroom import data
 
-    with progress_bar("verify", as_json) as progress:
-        found = data.verify(store, purge=purge, progress=progress)
-    show(found.to_dict(), as_json, found.lines)
-    if not found.ok:
+    Example: darkroom verify out/00000-0.png
+
+    Example: darkroom verify model/ --trust signer.pub.pem
+    """
+    found = [_verified(path, purge, trust, as_json) for path in paths]
+    told = [one.to_dict() for one in found]
+    show(
+        told[0] if len(told) == 1 else {"files": told},
+        as_json,
+        lambda: [x for one in found for x in one.lines()],
+    )
+    if not all(one.ok for one in found):
         raise typer.Exit(1)
+
+
+def _verified(path: Path, purge: bool, trust: Path | None, as_json: bool) -> Any:
+    """What was found in a store, a picture, or what is signed."""
+    from darkroom import data
+    from darkroom.models.signing import signature_of, verify_signature
+
+    signed = signature_of(path).is_file()
+    if path.is_dir() and not signed and not (path / "model_index.json").is_file():
+        with progress_bar("verify", as_json) as progress:
+            return data.verify(path, purge=purge, progress=progress)
+    if purge:
+        raise InputError(f"--purge with '{path}'", allowed="a picture store")
+    if signed or path.is_dir() or path.suffix.lower() in (".safetensors", ".yaml", ".yml"):
+        return verify_signature(path, trust)
+    if not path.exists():
+        with progress_bar("verify", as_json) as progress:  # says what a store's path may be
+            return data.verify(path, purge=purge, progress=progress)
+    from darkroom.sample.provenance import verify_picture
+
+    return verify_picture(path, trust=trust)
 
 
 @app.command()

@@ -66,6 +66,9 @@ def train(
     grows: Annotated[
         bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
     ] = False,
+    of: Annotated[
+        str | None, typer.Option("--from", help="kohya: the file is a TOML of kohya's sd-scripts")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
     plan_first: Annotated[
         bool,
@@ -87,6 +90,10 @@ def train(
     if plan:
         from darkroom.cli.planning import plan_here
 
+        if of is not None:
+            raise InputError(
+                "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
+            )
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.plan.run_estimate import foretell
     from darkroom.recipe.read import read_sweep
@@ -96,7 +103,7 @@ def train(
     from darkroom.train.run import train as run
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
-    recipes = read_sweep(recipe, overrides or [])
+    recipes = read_sweep(recipe, overrides or [], of=of)
     if engine not in ("auto", "local", "torchrun", "ray"):
         raise InputError(f"--engine {engine}", allowed="auto, local, torchrun, ray")
     if engine == "ray":
@@ -114,6 +121,7 @@ def train(
         raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
+        arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         launch([*arguments, "--engine", "local", *flags], recipes[0][1])
         return None
@@ -258,6 +266,9 @@ def export(
     single_file: Annotated[
         bool, typer.Option("--single-file", help="a model as one .safetensors for ComfyUI and A1111")
     ] = False,
+    sign: Annotated[
+        Path | None, typer.Option(help="a private key (PEM; see `keys make-signing-key`) to sign it with")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a run's weights as a model or adapter.
@@ -285,7 +296,12 @@ def export(
             )
             made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
     kind = "adapter" if models.is_adapter(made) else "model"
-    show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
+    told = {kind: made}
+    if sign is not None:
+        from darkroom.models.signing import sign as signed
+
+        told["signature"] = signed(Path(made), sign)
+    show(told, as_json, lambda: [f"{name}: {path}" for name, path in told.items()])
 
 
 def _precision(name: str | None) -> Any:
@@ -318,6 +334,25 @@ def _exported(
     if precision is not None:
         raise InputError("--precision with a run", allowed="with --merge, --single-file, or an adapter")
     return train.export(source, to, checkpoint=checkpoint, ema=ema, kohya=kohya, say=say)
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="a finished run")],
+    repo: Annotated[str, typer.Argument(help="the hub's repository, OWNER/NAME")],
+    license: Annotated[str | None, typer.Option(help="of what was trained, such as openrail++")] = None,
+    private: Annotated[bool, typer.Option("--private", help="a new repository is private")] = False,
+    hub: Annotated[str | None, typer.Option(help="another hub's address; else the usual one")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put a run's adapter or model on the hub, with a model card and its last samples.
+
+    Example: darkroom push runs/dog me/sks-dog --private
+    """
+    from darkroom.train.sharing import push as put
+
+    made = put(run, repo, license=license, private=private, hub=hub)
+    show({"repository": made}, as_json, lambda: [f"repository: {made}"])
 
 
 @app.command()

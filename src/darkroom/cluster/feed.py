@@ -34,6 +34,7 @@ from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import ONLINE, Use
 from darkroom.data.loader import Assembler, Batch
 from darkroom.errors import InputError, LoaderError
+from darkroom.hardware import accelerator
 
 if TYPE_CHECKING:
     from darkroom.data.order import BatchRows, SampleOrder
@@ -167,7 +168,7 @@ class OnlineFeed:
         parts = _parts(recipe, task)
         ranks.in_turn(lambda: self._hold(parts))
         source = Source(str(store.path), store.version, task.read)
-        pin = device.type == "cuda"
+        pin = accelerator.kind_of(device).streams
         job = _Job(self.keeper, self.cpus, self.shares, recipe, source, order, ranks, parts.tokenizers, pin)
 
         @contextmanager

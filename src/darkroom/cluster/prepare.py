@@ -15,7 +15,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ from darkroom.cluster.seen import check_here, check_nodes
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import Seconds, Use
 from darkroom.errors import DarkroomError, StoreError
-from darkroom.hardware.system import atomic_replace, sync_file
+from darkroom.hardware.system import atomic_replace, remove_tree, sync_file
 from darkroom.prepare.columns import Layout
 from darkroom.prepare.fragments import Encoded, FragmentFile, encode_piece, read_pieces
 from darkroom.prepare.job import PrepareReport, Progress, Work, prepare
@@ -118,7 +117,7 @@ def prepare_on_ray(
         engine = _Engine(bounds, sized, say)
         report = prepare(place, model, progress=progress, engine=engine, device="cpu", **options)
         for column in report.columns:
-            shutil.rmtree(place / "_prepare" / f"{column}.{PARTS}", ignore_errors=True)
+            remove_tree(place / "_prepare" / f"{column}.{PARTS}")
         return ClusterReport(**vars(report), cluster=cluster.line(), **engine.told())
 
 
@@ -259,7 +258,7 @@ class _Run:
                 ) from error
             fragment = self._joining.pop(done[0])
             yield note
-            shutil.rmtree(fragment.folder, ignore_errors=True)  # after it was noted
+            remove_tree(fragment.folder)  # after it was noted
 
     def _look(self) -> None:
         """Fit the CPU stage to the nodes, and say how it goes, each from time to time."""
@@ -301,7 +300,7 @@ class _Fragments:
             number = path.name.partition("-")[0]
             fragment = self.find(int(number)) if number.isdecimal() and int(number) in wanted else None
             if fragment is None or Path(fragment.folder) != path:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_tree(path)
 
     def find(self, number: int) -> Fragment | None:
         """A fragment by number, cut anew each time; None where it is gone."""

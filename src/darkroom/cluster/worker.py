@@ -15,6 +15,8 @@ from darkroom.cluster.elastic import Paused, why_leave
 from darkroom.cluster.encoders import last_line
 from darkroom.cluster.seen import check_here
 from darkroom.errors import DarkroomError, InputError, Stopped
+from darkroom.hardware import accelerator
+from darkroom.hardware.system import remove_file
 
 if TYPE_CHECKING:
     from darkroom.train.trainer import TrainResult
@@ -75,15 +77,14 @@ def _together() -> None:
 
 def _trained(job: dict[str, Any], rank: int, mail: Any, say: Say) -> TrainResult:
     import ray
-    import torch
 
     from darkroom.train.run import train as train_here
 
     out, recipe = Path(job["out"]), job["recipe"]
     _go_to(job["folder"])
     _check_stores(job["stores"])
-    if torch.cuda.is_available() and recipe.train.device != "cpu":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if recipe.train.device != "cpu":
+        accelerator.use(int(os.environ["LOCAL_RANK"]))
     starts = 0
     if rank == 0:
         starts, _ = ray.get(mail.begin.remote())
@@ -161,7 +162,7 @@ def _check_shared(job: dict[str, Any], out: Path, rank: int) -> None:
     missing = torch.tensor([0 if mark.exists() else 1])
     dist.all_reduce(missing)
     if rank == 0:
-        mark.unlink(missing_ok=True)
+        remove_file(mark)
     if int(missing):
         mend = "a phase starts from the model that the one before left there: choose a folder that they share"
         raise InputError(

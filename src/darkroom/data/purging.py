@@ -19,7 +19,7 @@ from typing import Any
 import lance
 
 from darkroom.data.sidecars import PREPARING, write_atomically
-from darkroom.hardware.system import lock_file
+from darkroom.hardware.system import lock_file, remove_file
 
 PURGE = "_purge"
 LANCE_FOLDERS = ("data", "_deletions", "_transactions", "_versions")
@@ -95,7 +95,7 @@ class Journal:
     def settle(self, note: PendingPurge, left: list[str], pins: dict[str, int]) -> None:
         """Note what is left of a deletion, or that nothing is."""
         if not left:
-            note.path.unlink(missing_ok=True)
+            remove_file(note.path)
         elif (left, pins) != (note.files, note.pins):
             self._write(PendingPurge(note.path, note.source, left, pins))
 
@@ -148,7 +148,7 @@ def remove_counts(root: Path) -> None:
     files = {path.stem for path in (root / "data").glob("*.lance")}
     for path in (root / "_shapes").glob("*.json"):
         if path.stem not in files:
-            path.unlink(missing_ok=True)
+            remove_file(path)
 
 
 def remove_files(root: Path, dataset: lance.LanceDataset, *, alone: bool, pins: dict[str, int]) -> Purged:
@@ -164,7 +164,7 @@ def remove_files(root: Path, dataset: lance.LanceDataset, *, alone: bool, pins: 
     for path in sorted(gone):
         purged.bytes += path.stat().st_size if path.is_file() else 0
         purged.files += path.is_file()
-        path.unlink(missing_ok=True)
+        remove_file(path)
     remove_counts(root)
     left = (noted & named.all) - named.newest
     purged.left_files, purged.left_bytes = len(left), sum((root / file).stat().st_size for file in left)

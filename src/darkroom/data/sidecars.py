@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from darkroom.data.seen import Seen, short_id
 from darkroom.errors import StoreError
-from darkroom.hardware.system import atomic_replace, lock_file, sync_folder
+from darkroom.hardware.system import atomic_replace, lock_file, remove_file, sync_folder
 
 REJECTED = "rejected.jsonl"
 PARTS = "_parts.jsonl"
@@ -157,7 +157,7 @@ class Sidecars:
         if self.root is not None and any(groups):
             write_atomically(self.root / UNJOINED, json.dumps(groups))
         elif self.root is not None:
-            (self.root / UNJOINED).unlink(missing_ok=True)
+            remove_file(self.root / UNJOINED)
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
         """The entries of a file of JSON lines; one torn by a kill is no entry."""
@@ -180,9 +180,14 @@ class Sidecars:
         with (self.root / "_import.lock").open("wb") as file:
             try:
                 lock_file(file)
-            except OSError:
+            except BlockingIOError:
                 raise StoreError(
                     f"another import into {self.root} is running", mend="wait until it is done"
+                ) from None
+            except OSError as error:
+                raise StoreError(
+                    f"the file system of {self.root} has no file locks ({error.strerror})",
+                    mend="mount it with them (Lustre: -o flock), or keep the store on another",
                 ) from None
             yield
 

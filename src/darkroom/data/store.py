@@ -32,6 +32,7 @@ from darkroom.data.commit_retry import (
     look,
     no_column,
     not_opened,
+    plain,
     sole_writer,
     vanished,
     wait,
@@ -48,7 +49,8 @@ from darkroom.data.purging import (
 )
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.texts import readable
-from darkroom.errors import StoreError
+from darkroom.errors import StoreError, is_system_failure
+from darkroom.hardware.system import file_name
 
 T = TypeVar("T")
 
@@ -136,7 +138,12 @@ class Store:
         """A new store without rows; StoreError where something is there already."""
         if "://" not in str(path):
             _make_room(Path(path))
-        dataset = lance.write_dataset(SCHEMA.empty_table(), str(path), data_storage_version="2.1")
+        try:
+            dataset = lance.write_dataset(SCHEMA.empty_table(), str(path), data_storage_version="2.1")
+        except (OSError, ValueError) as error:  # of Lance: without a number, and of many lines
+            if is_system_failure(error):
+                raise
+            raise StoreError(f"no store can be made at {path}: {plain(error)}") from error
         return cls(dataset, str(path))
 
     @classmethod
@@ -624,9 +631,11 @@ def _quoted(text: str) -> str:
 
 def _tag(name: str) -> str:
     """A name as Lance allows it: letters, digits, '.', '-' and '_'; two names never share one."""
-    if re.fullmatch(r"[A-Za-z0-9_-]+", name):
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name) and file_name(name) == name:
         return name
-    return re.sub(r"[^A-Za-z0-9_-]", "_", name) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return (
+        re.sub(r"[^A-Za-z0-9_-]", "_", file_name(name)) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
+    )
 
 
 def _make_room(path: Path) -> None:

@@ -18,7 +18,7 @@ from PIL import Image, PngImagePlugin
 
 from darkroom.errors import InputError
 from darkroom.evaluate.pictures import FolderPictures, in_batches
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.model import Model
 
 NOTE_FILE = "drawn.json"
@@ -139,4 +139,4 @@ def _save(picture: Any, file: Path) -> None:
         image.save(beside, "PNG", pnginfo=info)
         atomic_replace(beside, file)
     finally:
-        beside.unlink(missing_ok=True)
+        remove_file(beside)

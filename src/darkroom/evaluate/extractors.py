@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from darkroom import models
-from darkroom.errors import InputError, ModelError, is_out_of_memory
+from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.evaluate.pictures import Preprocess, in_batches
 from darkroom.evaluate.small import KIND, Seen, open_small, word_ids
 from darkroom.evaluate.statistics import Array
@@ -75,7 +75,7 @@ class Extractor:
         """Features float64 [N, D] of pictures; `progress(done)` counts them."""
         found, done = [], 0
         for x_B3HW in self._batches(images):
-            found.append(self.embed(x_B3HW).double().cpu().numpy())
+            found.append(self.embed(x_B3HW).cpu().double().numpy())
             done += len(x_B3HW)
             if progress is not None:
                 progress(done)
@@ -91,7 +91,7 @@ class Extractor:
                 f"extractor '{self.name}' ({self.kind}) reads no text",
                 mend="give a CLIP, or an extractor of darkroom that learned captions",
             )
-        return np.concatenate([self.read(some).double().cpu().numpy() for some in in_batches(prompts, BATCH)])
+        return np.concatenate([self.read(some).cpu().double().numpy() for some in in_batches(prompts, BATCH)])
 
     @torch.no_grad()
     def distance(self, images: Sequence[Image.Image]) -> float:
@@ -105,7 +105,7 @@ class Extractor:
         if len(images) < 2:
             raise InputError("one picture of a prompt has no pairs", allowed="2 or more", mend="raise --num")
         parts = [self.maps(x_B3HW) for x_B3HW in self._batches(images)]
-        layers = [torch.cat(layer).double() for layer in zip(*parts, strict=True)]
+        layers = [torch.cat(layer).cpu().double() for layer in zip(*parts, strict=True)]
         return float(np.mean([_pair_distance(layer_NChw) for layer_NChw in layers]))
 
     def _batches(self, images: Iterable[Image.Image]) -> Iterator[Tensor]:
@@ -159,6 +159,8 @@ def _kind(folder: Path) -> str:
     try:
         told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{folder}' is no extractor", allowed=f"a folder of {KINDS}") from error
     kind = told.get("kind") or told.get("model_type")
     if kind not in (KIND, INCEPTION, "clip", *VISION):
@@ -181,7 +183,7 @@ def _pretrained(cls: Any, folder: Path, **more: Any) -> Any:
             **more,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if is_out_of_memory(error):
+        if is_system_failure(error):
             raise
         raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
     # transformers fills what a file lacks with random numbers, which would give a score all the same.
@@ -233,6 +235,8 @@ def _clip(name: str, folder: Path, device: str | torch.device) -> Extractor:
     try:
         tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{folder}' has no tokenizer that can be read") from error
 
     def embed(x_B3HW: Tensor) -> Tensor:
@@ -490,6 +494,8 @@ def open_inception(folder: Path) -> Inception:
     try:
         state = load_file(str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{folder}' has no {WEIGHTS_FILE} that can be read") from error
     network = Inception()
     told = network.load_state_dict(state, strict=False)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,11 +29,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from darkroom.data.images import PictureError, examine
-from darkroom.errors import ModelError, is_out_of_memory
+from darkroom.errors import ModelError, is_system_failure
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.models.tensor_file import write_tensors
 
 KIND = "darkroom-extractor"
@@ -167,10 +166,10 @@ def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -
             json.dumps(_preprocess(network.resolution), indent=2) + "\n", "utf-8"
         )
         if folder.exists():
-            shutil.rmtree(folder)
+            remove_tree(folder, must=True)
         atomic_replace(beside, folder)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        remove_tree(beside)
         raise
 
 
@@ -204,7 +203,7 @@ def open_small(folder: Path) -> SmallExtractor:
         )
         network.load_state_dict(load_file(str(folder / WEIGHTS_FILE)))
     except (OSError, ValueError, KeyError, RuntimeError, ValidationError, SafetensorError) as error:
-        if is_out_of_memory(error):
+        if is_system_failure(error):
             raise
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"'{folder}' is no whole extractor of darkroom: {reason}") from error

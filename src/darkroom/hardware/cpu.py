@@ -93,7 +93,7 @@ def _apple() -> tuple[str, ...]:
     for name, key in keys.items():
         command = ["sysctl", "-n", f"hw.optional.{key}"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+            done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5, check=False)
         except (OSError, subprocess.SubprocessError):
             continue
         if done.stdout.strip() == "1":

@@ -12,12 +12,19 @@ from importlib import metadata
 from pathlib import Path
 
 from darkroom.errors import install_extra
-from darkroom.hardware import cpu
+from darkroom.hardware import accelerator, cpu
 from darkroom.hardware.machine import GIB, Machine, machine
-from darkroom.hardware.system import NVIDIA_DRIVER
+from darkroom.hardware.system import NVIDIA_DRIVER, allows_long_paths
 
 DISTRIBUTION = "darkroom-sd"
 """What pip calls the package that is imported as darkroom."""
+
+SYSTEMS = {
+    "Linux x86_64": accelerator.RUN,
+    "Windows x86_64": accelerator.SUBSTITUTED,
+    "Darwin arm64": accelerator.SUBSTITUTED,
+}
+"""How darkroom is known to work on a system; docs/installation.md says it in detail. Others: believed."""
 
 _MIN_DISK_BYTES = 10 * GIB
 
@@ -46,8 +53,23 @@ class Check:
 def doctor() -> list[Check]:
     """Look at this machine and installation; takes a second or two."""
     here = machine()
-    basics = [_python(), _torch(here), *_devices(here), _memory(here), *_cpu(here), _disk(here), _spin()]
+    basics = [
+        _system(here),
+        _python(),
+        _torch(here),
+        *_devices(here),
+        _memory(here),
+        *_cpu(here),
+        _disk(here),
+        *_paths(),
+        _spin(),
+    ]
     return [*basics, *_extras(), _tokenizer()]
+
+
+def _system(here: Machine) -> Check:
+    kind = here.system.replace("AMD64", "x86_64").replace("aarch64", "arm64")
+    return Check("system", True, f"{here.system}: {SYSTEMS.get(kind, accelerator.BELIEVED)}")
 
 
 def _python() -> Check:
@@ -66,9 +88,9 @@ def _torch(here: Machine) -> Check:
 
 def _devices(here: Machine) -> Iterator[Check]:
     for device in here.devices:
-        yield Check(
-            f"device {device.torch_name}", True, f"{device.name}, {device.memory_bytes / GIB:.0f} GiB"
-        )
+        proof = accelerator.kind_of(device.torch_name).proof
+        detail = f"{device.name}, {device.memory_bytes / GIB:.0f} GiB; {device.kind}: {proof}"
+        yield Check(f"device {device.torch_name}", True, detail)
     if not here.devices:
         cuda = NVIDIA_DRIVER.exists()
         mend = "TORCH=cuda python make.py setup" if cuda else ""
@@ -122,6 +144,17 @@ def _disk(here: Machine) -> Check:
     ok = here.disk_free_bytes >= _MIN_DISK_BYTES
     detail = f"{here.disk_free_bytes / GIB:.0f} GiB free in the working directory"
     return Check("disk", ok, detail, "" if ok else "free at least 10 GiB for stores and checkpoints")
+
+
+def _paths() -> Iterator[Check]:
+    """On Windows alone: a run in a deep folder fails where paths may not be longer than 260 characters."""
+    if not allows_long_paths():
+        detail = "at most 260 characters: stores and checkpoints in deep folders cannot be written"
+        mend = (
+            "as administrator: Set-ItemProperty HKLM:\\SYSTEM\\CurrentControlSet\\Control\\FileSystem "
+            "LongPathsEnabled 1"
+        )
+        yield Check("long paths", False, detail, mend, optional=True)
 
 
 def _spin() -> Check:

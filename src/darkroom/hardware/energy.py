@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from darkroom.hardware import accelerator
 from darkroom.hardware.system import RAPL
 
 JOULES_PER_KWH = 3.6e6
@@ -30,9 +31,10 @@ class EnergyMeter:
 
 
 def _reader(device: str, power_w: float | None, num_devices: int) -> tuple[str, Reader]:
-    counter = _nvml(device, num_devices) if device.startswith("cuda") else rapl()
+    on_nvml = accelerator.kind_of(device).energy == "nvml" if device.startswith("cuda") else False
+    counter = _nvml(device, num_devices) if on_nvml else rapl() if device == "cpu" else None
     if counter is not None:
-        return ("NVML (GPU only)" if device.startswith("cuda") else "RAPL (CPU packages)"), counter
+        return ("NVML (GPU only)" if on_nvml else "RAPL (CPU packages)"), counter
     if power_w is None:
         return "unknown", lambda: 0.0
     total_w = power_w * num_devices

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from darkroom.hardware import cpu
+from darkroom.hardware import accelerator, cpu
 from darkroom.hardware.system import CGROUP, CGROUP_MEMBERSHIP, CPUINFO, allowed_cores
 
 GIB = 1024**3
@@ -38,7 +38,7 @@ _PACKAGES = (
 class Device:
     """An accelerator."""
 
-    kind: str  # cuda | rocm | mps
+    kind: str  # as in accelerator.KINDS, or what torch calls another
     index: int
     name: str
     memory_bytes: int
@@ -46,7 +46,7 @@ class Device:
     @property
     def torch_name(self) -> str:
         """As torch.device takes it (ROCm's devices are called cuda there)."""
-        return self.kind if self.kind == "mps" else f"cuda:{self.index}"
+        return "mps" if self.kind == "mps" else f"{'cuda' if self.kind == 'rocm' else self.kind}:{self.index}"
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,17 @@ def _cpu_name() -> str:
 def _devices() -> tuple[Device, ...]:
     import torch
 
-    if torch.cuda.is_available():
-        kind = "rocm" if torch.version.hip else "cuda"
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return tuple(Device(kind, i, card.name, card.total_memory) for i, card in enumerate(found))
-    if torch.backends.mps.is_available():
-        return (Device("mps", 0, _cpu_name(), int(torch.mps.recommended_max_memory())),)
-    return ()
+    here = accelerator.current()
+    if here is None:
+        return ()
+    kind = accelerator.kind_of(here).name
+    if kind == "mps":
+        return (Device(kind, 0, _cpu_name(), accelerator.total_bytes(here)),)
+    places = [torch.device(here.type, i) for i in range(accelerator.count())]
+    return tuple(
+        Device(kind, i, accelerator.name_of(place), accelerator.total_bytes(place))
+        for i, place in enumerate(places)
+    )
 
 
 def _git(arguments: list[str], folder: Path | None) -> str | None:
@@ -228,7 +232,9 @@ def _git(arguments: list[str], folder: Path | None) -> str | None:
 
 def _run(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Peak memory: the resident set's high-water mark on a CPU, the allocator's peak on CUDA."""
+"""Peak memory: the resident set's high-water mark on a CPU, the allocator's peak on a card."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import weakref
 
 import psutil
 
+from darkroom.hardware import accelerator
 from darkroom.hardware.system import MAPS, peak_resident_bytes, reset_peak_resident
 
 _DONTNEED = 4  # of madvise: drop the pages; those of a mapped file stay in it
@@ -18,7 +19,7 @@ _watching: weakref.WeakSet[PeakMemory] = weakref.WeakSet()
 class PeakMemory:
     """The highest memory use since it was made or last reset.
 
-    The operating system and the CUDA allocator keep one high-water mark a process. Every reset first tells
+    The operating system and a card's allocator keep one high-water mark a process. Every reset first tells
     the others that watch it what it was, so a benchmark inside a metered job spoils neither.
     """
 
@@ -82,22 +83,23 @@ def drop_file_pages(start: int, length: int) -> None:
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _DONTNEED)
 
 
+def has_statistics(device: str) -> bool:
+    """Whether memory is counted by the device's allocator, and not as what the process holds."""
+    return _kind(device) != "cpu" and accelerator.kind_of(device).statistics
+
+
 def _kind(device: str) -> str:
     return device.split(":")[0]
 
 
 def _high_water(device: str) -> int:
-    if _kind(device) == "cuda":
-        import torch
-
-        return int(torch.cuda.max_memory_allocated(device))
+    if has_statistics(device):
+        return accelerator.peak_allocated_bytes(device)
     return peak_resident_bytes()
 
 
 def _reset_high_water(device: str) -> None:
-    if _kind(device) == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(device)
+    if has_statistics(device):
+        accelerator.reset_peak(device)
         return
     reset_peak_resident()

@@ -7,10 +7,14 @@ system. From the top: files, signals, processors, memory.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
+import hashlib
+import io
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -19,12 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
 
 import psutil
 
 if TYPE_CHECKING:
     import asyncio
+
+T = TypeVar("T")
 
 CPUINFO = Path("/proc/cpuinfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -93,18 +99,87 @@ if sys.platform == "win32":
 
 
 REPLACE_TRIES_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""On Windows a file that somebody has open cannot be renamed over: what is waited for them between tries."""
+"""On Windows a file that somebody has open or mapped can be neither renamed over nor deleted, and a folder
+with such a file cannot be renamed: what is waited for them between tries."""
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    if sys.platform == "win32":
+        for pause_s in REPLACE_TRIES_S:
+            try:
+                return call()
+            except PermissionError:
+                time.sleep(pause_s)
+    return call()
 
 
 def atomic_replace(source: Path, target: Path | str) -> Path:
     """Rename a file or folder, over a file that is there, in one step."""
-    if sys.platform == "win32":
-        for pause_s in REPLACE_TRIES_S:
-            try:
-                return source.replace(target)
-            except PermissionError:
-                time.sleep(pause_s)
-    return source.replace(target)
+    return _patiently(lambda: source.replace(target))
+
+
+def remove_file(path: Path | str) -> None:
+    """Delete a file; one that is not there is gone already. OSError where it cannot be."""
+    _patiently(lambda: Path(path).unlink(missing_ok=True))
+
+
+def remove_tree(folder: Path | str, *, must: bool = False) -> bool:
+    """Delete a folder with all in it; whether it is gone. What cannot be deleted stays, unless it `must` go:
+    then OSError.
+    """
+    if sys.platform == "win32":  # where what is read-only cannot be deleted
+        for at, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.chmod(os.path.join(at, name), 0o600)
+    try:
+        _patiently(lambda: shutil.rmtree(folder))
+    except OSError:
+        if must:
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+    return not os.path.lexists(folder)
+
+
+_RESERVED = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3])", re.IGNORECASE)
+_FORBIDDEN = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
+LONGEST_NAME = 200
+"""In bytes of UTF-8: file systems allow 255, and the name of a file that is being written is longer."""
+
+
+def file_name(text: str, longest: int = LONGEST_NAME) -> str:
+    """A text that somebody else chose (a prompt, a source, an adapter) as a file name that all systems take.
+
+    A good name stays as it is; two names that do not never meet: what was changed carries a hash of its text.
+    """
+    plain = _FORBIDDEN.sub("_", text).rstrip(". ")
+    if _RESERVED.fullmatch(plain.partition(".")[0].rstrip(" ")):
+        plain = f"_{plain}"
+    if plain == text and text not in ("", ".", "..") and len(os.fsencode(text)) <= longest:
+        return text
+    stem, dot, ending = plain.rpartition(".")
+    if not stem or len(os.fsencode(ending)) > 16:
+        stem, dot, ending = plain, "", ""
+    stem = (
+        stem.encode("utf-8", "ignore")[: longest - 9 - len(os.fsencode(dot + ending))]
+        .decode("utf-8", "ignore")
+        .rstrip(". ")
+    )
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{stem}-{digest}{dot}{ending}"
+
+
+def allows_long_paths() -> bool:
+    """Whether programs may use paths of more than 260 characters; Windows has to be told to let them."""
+    if sys.platform != "win32":
+        return True
+    import winreg
+
+    try:
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"SYSTEM\CurrentControlSet\Control\FileSystem") as key:
+            return bool(winreg.QueryValueEx(key, "LongPathsEnabled")[0])
+    except OSError:
+        return False
 
 
 def sync_file(path: Path) -> None:
@@ -152,6 +227,23 @@ def allow_open_files(wanted: int) -> int | None:
         soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+# ---- console
+
+
+def is_unicode(stream: TextIO) -> bool:
+    """Whether a stream takes every character: a Windows console or pipe may have 8 bits each (cp1252)."""
+    try:
+        return codecs.lookup(stream.encoding or "utf-8").name.startswith("utf")
+    except LookupError:
+        return False
+
+
+def print_anything(stream: TextIO) -> None:
+    """Have a stream write \\u4e09 for a character that it lacks; without it printing one is an error."""
+    if isinstance(stream, io.TextIOWrapper) and not is_unicode(stream):
+        stream.reconfigure(errors="backslashreplace")
 
 
 # ---- signals

@@ -12,6 +12,7 @@ import torch
 from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware import machine
+from darkroom.hardware.accelerator import free_bytes, kind_of
 from darkroom.hardware.cards import find_card
 from darkroom.hardware.energy import EnergyMeter
 from darkroom.measure.timing import synchronise
@@ -19,7 +20,7 @@ from darkroom.options import parse_bytes
 from darkroom.sample import generate
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
-from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS, Picture
+from darkroom.sample.pictures import DECODE_PICTURES, Picture, decode_pixels, free_on_card
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -57,7 +58,8 @@ class Drawing:
     def settings(self, **more: Any) -> dict[str, Any]:
         """What a row says of the job."""
         width, height = self.size
-        at_once = max(1, min(DECODE_PICTURES, DECODE_PIXELS // (width * height)))
+        pixels = decode_pixels(free_on_card(torch.device(self.device)))
+        at_once = max(1, min(DECODE_PICTURES, pixels // (width * height)))
         return {
             "model": self.model.family,
             "size": f"{width}x{height}",
@@ -179,8 +181,8 @@ class Metered:
 
 def memory_available(device: str) -> int:
     """What may still be taken: on a card what its driver has free, elsewhere what the system says."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
+    if kind_of(device).own_memory:
+        return free_bytes(device)
     return machine().memory_available_bytes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from darkroom import models
 from darkroom.bill import Bill
 from darkroom.evaluate.job import Score, append_scores, evaluate, open_extractors
 from darkroom.evaluate.prompts import Prompts, read_prompts
+from darkroom.hardware.system import remove_tree
 from darkroom.measure.finetuning import BEST, FIDELITY, RATES, Case, Finetuning, Growing, Planner, Say, row
 from darkroom.measure.timing import Measurement
 from darkroom.sample import generate
@@ -143,7 +143,7 @@ def _judged(bench: Finetuning, run: Path, step: int) -> Path:
 def _judge(bench: Finetuning, run: Path, step: int, judging: Judging) -> list[Score]:
     """Scores of a run's checkpoint, kept; of the base at step 0. Its pictures are drawn once."""
     folder = run / "model-of-a-step"
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
     where = Path(bench.base) if step == 0 else export(run, folder, checkpoint=step, say=lambda _: None)
     try:
         scores = evaluate(
@@ -160,7 +160,7 @@ def _judge(bench: Finetuning, run: Path, step: int, judging: Judging) -> list[Sc
             say=lambda _: None,
         )
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
     named = f"{run.name}@{step}" if step else "base"
     scores = [score.model_copy(update={"model": named}) for score in scores]
     if judging.keep is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from darkroom.data.importers.job import import_pictures
 from darkroom.data.importers.zip import ZipReader
 from darkroom.errors import InputError
 from darkroom.hardware.memory import PeakMemory, resident_bytes
-from darkroom.hardware.system import allowed_cores
+from darkroom.hardware.system import allowed_cores, remove_tree
 from darkroom.measure.timing import Measurement, interleave, measurement
 
 DISTINCT = 512
@@ -84,7 +83,7 @@ class _Runs:
         self._store, self._workers = place / "pictures.lance", workers
 
     def imported(self, source: Path) -> int:
-        shutil.rmtree(self._store, ignore_errors=True)
+        remove_tree(self._store)
         return import_pictures(source, self._store, workers=self._workers).added
 
     def decoded(self, source: Path) -> int:

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.hardware.memory import resident_bytes
+from darkroom.hardware.accelerator import allocated_bytes
+from darkroom.hardware.memory import has_statistics, resident_bytes
 from darkroom.measure.pretraining import LADDER, Rung
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe.sections import Recipe
@@ -152,7 +152,7 @@ class _Watched:
 
 
 def _in_use(device: str) -> int:
-    return torch.cuda.memory_allocated(device) if device.startswith("cuda") else resident_bytes()
+    return allocated_bytes(device) if has_statistics(device) else resident_bytes()
 
 
 @contextmanager

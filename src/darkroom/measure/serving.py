@@ -211,7 +211,9 @@ class _Run:
             "trace": [asked.plain() for asked in trace],
         }
         command = [sys.executable, "-m", "darkroom.measure.pipeline_server"]
-        done = subprocess.run(command, input=json.dumps(task), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, input=json.dumps(task), capture_output=True, encoding="utf-8", check=False
+        )
         if done.returncode:
             raise DarkroomError(f"the plain pipeline failed: {done.stderr.strip().splitlines()[-1:]}")
         told = json.loads(done.stdout.splitlines()[-1])

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
-from darkroom.hardware import machine
+from darkroom.hardware import accelerator, machine
 from darkroom.hardware.cards import mfu
 from darkroom.hardware.machine import git_commit, versions
 from darkroom.hardware.memory import PeakMemory
@@ -120,14 +120,8 @@ def interleave(
 
 def synchronise(device: str = "cpu") -> None:
     """Wait until a device has done what it was given; nothing to wait for on a CPU."""
-    if device.startswith("cuda"):
-        import torch
-
-        torch.cuda.synchronize(device)
-    elif device.startswith("mps"):
-        import torch
-
-        torch.mps.synchronize()
+    if device != "cpu":
+        accelerator.synchronize(device)
 
 
 def peak_memory(call: Callable[[], T], device: str = "cpu") -> tuple[T, int]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from darkroom import options
 from darkroom.errors import InputError
-from darkroom.hardware import cpu
+from darkroom.hardware import accelerator, cpu
 from darkroom.models.latents import LatentScaling
 
 if TYPE_CHECKING:
@@ -186,8 +186,8 @@ def choose_precision(asked: str, device: torch.device) -> tuple[str, str]:
     if asked != options.AUTO:
         emulated = slow_bf16(precision(asked), device)
         return asked, f"asked for{', but emulated here: float32 is many times as fast' if emulated else ''}"
-    if device.type == "cuda":
-        has = torch.cuda.is_bf16_supported()
+    if device.type in ("cuda", "xpu"):
+        has = accelerator.has_bf16(device)
         return ("bf16", "the GPU has it") if has else ("fp16", "the GPU has no bf16")
     if device.type == "cpu":
         return options.cpu_precision()
@@ -200,9 +200,10 @@ def slow_bf16(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def device(name: str) -> torch.device:
-    """A device by name; 'auto' is the first CUDA (or ROCm) device, else Apple's, else the CPU."""
+    """A device by name; 'auto' is the accelerator that is here, else the CPU."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        here = accelerator.current()
+        name = "cpu" if here is None else here.type
     try:
         found = torch.device(name)
         torch.empty(0, device=found)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from darkroom.errors import ModelError
-from darkroom.hardware.system import atomic_replace
+from darkroom.errors import ModelError, is_system_failure
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
 from darkroom.models.model import PARTS, Model, noted_guidance
@@ -85,6 +85,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{path}' could not be opened: {str(error).splitlines()[0]}") from error
 
 
@@ -220,7 +222,7 @@ def _tokenizer(told: dict[str, Any] | None) -> CLIPTokenizer | None:
     written = (told or {}).get("tokenizer")
     if not written:
         return None
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     return CLIPTokenizer(
         vocab=written["vocab"],
@@ -350,7 +352,7 @@ def save_single_file(model: Model, path: str | Path) -> Path:
         write_tensors(beside, weights, _metadata(model))
         atomic_replace(beside, path)
     finally:
-        beside.unlink(missing_ok=True)
+        remove_file(beside)
     return path
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
-from darkroom.hardware import machine
+from darkroom.hardware import accelerator, machine
 from darkroom.hardware.cards import find_card
 from darkroom.models.families import FAMILIES
 from darkroom.options import parse_size
@@ -50,9 +50,9 @@ def calibrate(say: Say = lambda _: None, rows: Sequence[Row] = ()) -> list[Measu
     from darkroom.plan.targets import Target, here
 
     where = here(Target())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.current() or torch.device("cpu")
     found = [*_arithmetic(where, device, say), *_moving(where, device, say), *_links(where.card, device, say)]
-    if device.type == "cuda":
+    if device.type != "cpu":
         found.append(_launching(where.card, device, efficiency()))
     if rows:
         known = efficiency().with_values(_constants(found))
@@ -118,12 +118,12 @@ def _products(device: torch.device, precision: str) -> dict[str, tuple[Call, flo
 
     from darkroom.models.model import precision as dtype_of
 
-    dtype, batch = dtype_of(precision), 16 if device.type == "cuda" else 1
+    dtype, batch = dtype_of(precision), 16 if device.type != "cpu" else 1
     a = torch.randn(4096 * batch, 320, device=device, dtype=dtype)
     b = torch.randn(2560, 320, device=device, dtype=dtype)
     x = torch.randn(batch, 640, 32, 32, device=device, dtype=dtype)
     w = torch.randn(640, 640, 3, 3, device=device, dtype=dtype)
-    if device.type == "cuda":
+    if device.type != "cpu":
         x, w = x.to(memory_format=torch.channels_last), w.to(memory_format=torch.channels_last)
     q = torch.randn(batch, 8, 1024, 80, device=device, dtype=dtype)
     return {
@@ -138,12 +138,12 @@ def _moving(where: Where, device: torch.device, say: Say) -> Iterator[Measured]:
     import torch
 
     card = where.card
-    big = torch.randn(2**26 if device.type == "cuda" else 2**24, device=device)
+    big = torch.randn(2**26 if device.type != "cpu" else 2**24, device=device)
     rate = 8.0 * big.numel() / _seconds(lambda: big * 2.0, device)
     say(f"bandwidth: {rate:.3g} bytes/s")
     share = rate / (card.bandwidth_bytes_s * where.units)
     yield Measured("bandwidth", rate, "bytes/s", share, ("bandwidth", card.name, share))
-    if device.type == "cuda":
+    if accelerator.kind_of(device).streams:
         pinned = torch.empty(2**28, dtype=torch.uint8).pin_memory()
         rate = pinned.numel() / _seconds(lambda: pinned.to(device, non_blocking=True), device)
         say(f"host to device: {rate:.3g} bytes/s")
@@ -156,10 +156,12 @@ def _moving(where: Where, device: torch.device, say: Say) -> Iterator[Measured]:
 
 def _links(card: Card, device: torch.device, say: Say) -> Iterator[Measured]:
     """What processes of this machine send each other while they sum gradients."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     try:
         found = link_bytes_s(device.type, BUDGET_S)
-    except Exception as error:  # whatever keeps processes of this machine apart
+    except (OSError, RuntimeError, ProcessExitedException, ProcessRaisedException) as error:
+        # what keeps processes of this machine apart
         say(f"link: not measured ({str(error).strip().splitlines()[-1]})")
         return
     if found is not None:
@@ -233,18 +235,13 @@ def _speed(where: Where, rows: Sequence[Row], say: Say) -> Measured:
 
 def _seconds(call: Call, device: torch.device, *, wait: bool = True) -> float:
     """The median of several calls, after two that are left out; `wait`: until the device is done."""
-    import torch
-
-    def synchronise() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
     def once() -> float:
-        synchronise()
+        accelerator.synchronize(device)
         start = time.perf_counter()
         call()
         if wait:
-            synchronise()
+            accelerator.synchronize(device)
         return time.perf_counter() - start
 
     once()
@@ -327,7 +324,7 @@ def link_bytes_s(kind: str, budget_s: float) -> tuple[int, float] | None:
     """
     import torch
 
-    number = torch.cuda.device_count() if kind == "cuda" else 2
+    number = 2 if kind == "cpu" else accelerator.count()
     if number < 2:
         return None
     with tempfile.TemporaryDirectory(prefix="darkroom-links-") as folder:
@@ -342,21 +339,19 @@ def _rank(rank: int, number: int, folder: str, kind: str, budget_s: float) -> No
     import torch.distributed as dist
 
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
+        accelerator.kind_of(kind).collectives,
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=number,
     )
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, rank)
     held = torch.zeros(SIZE_BYTES[kind] // 4, device=device)
     taken = []
     for _ in range(2 + max(3, min(50, int(10 * budget_s)))):  # as many in all processes
-        if kind == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(held)
-        if kind == "cuda":
-            torch.cuda.synchronize(device)
+        accelerator.synchronize(device)
         taken.append(time.perf_counter() - start)
     if rank == 0:
         (Path(folder) / "seconds").write_text(str(median(taken[2:])), encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import IO
 
 from darkroom.data.sidecars import PREPARING, write_atomically
 from darkroom.errors import StoreError
-from darkroom.hardware.system import atomic_replace, lock_file, sync_file
+from darkroom.hardware.system import atomic_replace, lock_file, remove_file, sync_file
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Notes:
         kept = {"lock"} | {note.file for note in notes} | {f"{note.fragment}.json" for note in notes}
         for path in self.folder.iterdir():
             if path.name not in kept:
-                path.unlink()
+                remove_file(path)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,5 +89,5 @@ class Notes:
 
     def drop(self, note: Note) -> None:
         """Forget a fragment. A file that waits here goes too; one in the dataset may be in use by now."""
-        (self.folder / f"{note.fragment}.json").unlink(missing_ok=True)
-        (self.folder / note.file).unlink(missing_ok=True)
+        remove_file(self.folder / f"{note.fragment}.json")
+        remove_file(self.folder / note.file)

@@ -7,7 +7,6 @@ done is found done, so the same call goes on after it was stopped.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 from darkroom import __version__
 from darkroom.bill import Bill, Meter, format_seconds
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.quickstart.score import Scores, score
 from darkroom.quickstart.shapes import (
     COLORS,
@@ -244,9 +243,9 @@ class Journey:
         )
         self.meter.images += len(pictures)
         beside = self.out / ".pictures"
-        shutil.rmtree(beside, ignore_errors=True)
+        remove_tree(beside)
         sample.save_pictures(pictures, beside, grid=False)
-        shutil.rmtree(self.pictures, ignore_errors=True)
+        remove_tree(self.pictures)
         atomic_replace(beside, self.pictures)
         images = [picture.image for picture in pictures]
         scores = score(images, self.wanted)

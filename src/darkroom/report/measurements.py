@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from darkroom.bill import format_bytes, format_number
+from darkroom.hardware.memory import has_statistics
 from darkroom.measure.profiling import PARTS, Profile, shares
 from darkroom.measure.timing import Measurement, read_csv
 from darkroom.report import html, plots
@@ -259,7 +260,7 @@ def draw_iteration(profile: Profile, path: Path) -> Path:
     below.plot(seconds, [value / GIB for value in used], color="#2f6690", linewidth=1.2)
     for span in one.spans:
         below.axvspan(span.start_s, span.end_s, color=COLOURS[span.part], alpha=0.10, linewidth=0)
-    kind = "allocated on the card" if profile.device.startswith("cuda") else "resident"
+    kind = "allocated on the card" if has_statistics(profile.device) else "resident"
     below.set(xlim=(0, one.seconds), ylim=(0, None), xlabel="seconds", ylabel="GiB")
     below.set_title(f"memory, {kind}; peak {format_bytes(one.peak_bytes)}", loc="left", fontsize=9)
     figure.suptitle(f"{profile.name}: {profile.images} pictures in {one.seconds:.3g} s", x=0.01, ha="left")

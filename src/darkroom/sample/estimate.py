@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError
+from darkroom.hardware import accelerator
 from darkroom.hardware.cards import peak_flops
 from darkroom.hardware.machine import GIB, cgroup_memory_limit
 from darkroom.hardware.memory import resident_bytes
@@ -131,7 +132,7 @@ def estimated(
     needs: Needs, taken: Pass, pictures: int, guided: bool, tiled: bool, device: torch.device
 ) -> Estimate:
     """Memory and FLOPs of the larger pass of a job."""
-    margin = MARGIN if device.type == "cuda" else CPU_MARGIN
+    margin = MARGIN if accelerator.kind_of(device).own_memory else CPU_MARGIN
     weights = sum(needs.weights.values())
     rows = min(pictures, taken.rows_a_call) * (2 if guided else 1)
     ways = [bytes_ for names, bytes_ in decode_ways(needs, 1) if bool(names) == tiled] or [needs.vae[None]]
@@ -143,8 +144,8 @@ def estimated(
 
 def flops_a_second(device: torch.device, dtype: torch.dtype) -> float:
     """What this device can do at best: a card's rate by its data sheet, a CPU's by a measured product."""
-    if device.type == "cuda":
-        known = peak_flops(torch.cuda.get_device_name(device), NAMES[dtype])
+    if accelerator.kind_of(device).own_memory:
+        known = peak_flops(accelerator.name_of(device), NAMES[dtype])
         if known is not None:
             return known
     side, best = 1024, math.inf
@@ -200,10 +201,8 @@ def _refuse_too_much(
 
 def memory_of(device: torch.device) -> int | None:
     """All the memory that a job can have on a device; None where that is not known."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type != "cpu":
-        return None
+        return accelerator.total_bytes(device)
     import psutil
 
     total = int(psutil.virtual_memory().total)

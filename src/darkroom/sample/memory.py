@@ -20,6 +20,7 @@ from torch import nn
 
 from darkroom.counting import counting
 from darkroom.errors import InputError
+from darkroom.hardware.accelerator import kind_of
 from darkroom.hardware.memory import file_mappings, resident_bytes
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.mapped import are_mapped, is_mapped, let_go
@@ -99,6 +100,10 @@ class MemoryPlan:
         return f"memory: {how}; {self.pictures_a_call} pictures a U-Net call{apart}; {peak}{read}"
 
 
+SHARE_OF_FREE = 0.6
+"""Of a card's free memory: kernels take some, and what else is on the card may grow."""
+
+
 def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Needs:
     """Count what a model's phases need for pictures of `size` (width, height). Takes seconds; no memory."""
     width, height = size
@@ -118,6 +123,12 @@ def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Nee
         upcasts_vae=upcasts,
         unet_flops=(three_flops - one_flops) // 2,
     )
+
+
+def pictures_that_fit(needs: Needs, free_bytes: int, *, guided: bool, most: int) -> int:
+    """How many pictures may share a U-Net call in free memory: `most`, its half and so on; at least one."""
+    rows, usable = 2 if guided else 1, SHARE_OF_FREE * free_bytes
+    return next(count for count in _halves(most) if count == 1 or MARGIN * needs.unet(count * rows) <= usable)
 
 
 def _weight_bytes(module: nn.Module) -> int:
@@ -208,7 +219,7 @@ def plan_memory(
     for offload in _offloads(device, fixed, streamed_base_bytes is not None):
         held_bytes = base_bytes if offload != "offload_mmap" else streamed_base_bytes or 0
         bases = _bases(needs, offload, device, held_bytes)
-        margin = MARGIN if device.startswith("cuda") else CPU_MARGIN
+        margin = MARGIN if kind_of(device).own_memory else CPU_MARGIN
         plan = _within(needs, limit_bytes, offload, min(pictures, most_a_call), guided, bases, pixels, margin)
         if plan.peak_bytes <= limit_bytes:
             return plan
@@ -221,14 +232,14 @@ def plan_memory(
 
 
 def _less(device: str, in_files: bool) -> str:
-    if device.startswith("cuda") or in_files:
+    if kind_of(device).own_memory or in_files:
         return "a smaller size takes less"
     return "a smaller size takes less, and so does a model in files: darkroom export MODEL --to FOLDER"
 
 
 def _offloads(device: str, fixed: Sequence[str], in_files: bool) -> list[str]:
     """Ways of offloading to try, from the fastest; the one that was asked for alone."""
-    ways = OFFLOADS if device.startswith("cuda") else ON_CPU if in_files else ("",)
+    ways = OFFLOADS if kind_of(device).own_memory else ON_CPU if in_files else ("",)
     asked = [name for name in fixed if name and name in ways]
     return asked or [way for way in ways if not way or not any(conflict(way, name) for name in fixed)]
 
@@ -242,7 +253,7 @@ def _bases(needs: Needs, offload: str, device: str, base_bytes: int) -> dict[str
         "decoding": needs.weights.get("vae", 0),
     }
     more = {"decoding": parts["decoding"] if needs.upcasts_vae else 0}
-    if not device.startswith("cuda"):
+    if not kind_of(device).own_memory:
         layers = IN_FLIGHT.get(offload, 0) * needs.largest_layer
         held = dict.fromkeys(parts, base_bytes + CPU_ALLOWANCE + layers)
     elif not offload:
@@ -347,6 +358,7 @@ def optimise_within(
         more = [text for name, text in taken.items() if not any(conflict(name, c.name) for c in kept)]
         applied = optimise(model, [*map(str, kept), *more], device, dtype)
     applied.rows_a_call = plan.rows_a_call
+    applied.max_decode_pixels = applied.max_decode_pixels or DECODE_PIXELS  # as the plan has it
     return applied, replace(plan, price_s=applied.times_s.get(READ))
 
 

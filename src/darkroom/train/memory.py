@@ -6,6 +6,7 @@ more rows while they find memory, of fewer where they do not. What is learned is
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
+from darkroom.hardware import accelerator
 from darkroom.hardware.memory import drop_file_pages, give_back
 from darkroom.recipe.sections import TrainSettings
 from darkroom.train.distributed.ranks import Ranks
@@ -108,7 +110,8 @@ def try_micro_batches(
         raise NotOneFits(
             "train.micro_batch",
             "auto, but not one picture's forward and backward pass finds memory",
-            mend="set train.gradient_checkpointing=true, or a smaller data.resolution",
+            mend="set train.gradient_checkpointing=true, a smaller data.resolution, or in the environment "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
         )
     step.set_micro_batch(micro)
     return micro, told if micro == found else "what fits on every rank, found by trial"
@@ -141,8 +144,8 @@ def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
 
 def free_memory_bytes(device: torch.device) -> int:
     """Memory that is free now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if accelerator.kind_of(device).own_memory:
+        return accelerator.free_bytes(device)
     return int(psutil.virtual_memory().available)
 
 
@@ -247,16 +250,17 @@ def _frozen(part: nn.Module) -> list[Tensor]:
 
 
 def _written(tensors: list[Tensor], folder: Path) -> tuple[Tensor, list[int]]:
-    """The file mapped as bytes, and where each tensor starts in it. It has no name once this returns."""
+    """The file mapped as bytes, and where each tensor starts in it. It has no name, and goes with the map."""
     places = []
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".resting-") as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))
             places.append(file.tell())
             file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
-        return torch.from_file(file.name, shared=True, size=file.tell(), dtype=torch.uint8), places
+        # By its handle: on Windows such a file cannot be opened by a name.
+        return torch.frombuffer(mmap.mmap(file.fileno(), file.tell()), dtype=torch.uint8), places
 
 
 def _what_runs(part: nn.Module) -> list[nn.Module]:

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from darkroom import hardware
 from darkroom.bill import Bill
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
+from darkroom.hardware import accelerator
+from darkroom.hardware.system import file_name
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
-from darkroom.recipe.sections import ADAPTER_TASKS, PhaseSettings
+from darkroom.recipe.sections import PhaseSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
@@ -258,8 +258,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
 def _environment(job: Job) -> dict[str, Any]:
     """Where a session runs, the store it reads, and of an adapter what it is trained on."""
     told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
-    adapts = job.recipe.task in ADAPTER_TASKS
-    return told | ({"base": described_base(job.task.model)} if adapts else {})
+    return told | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
 
 
 def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
@@ -297,8 +296,10 @@ def export(
     state = _state(source, recipe, checkpoint, say)
     values, measured = _exported(recipe, state, newest=checkpoint is None, ema=ema, say=say)
     if as_file:
-        base = source.environment.get("base", {})
-        return write_adapter_file(recipe, values, target, name=target.stem, base=base, kohya=kohya)
+        base, run_path = source.environment.get("base", {}), source.path
+        return write_adapter_file(
+            recipe, values, target, name=target.stem, base=base, kohya=kohya, run=run_path
+        )
     write_whole_model(recipe, values, measured, source.path, target)
     return target
 
@@ -406,9 +407,6 @@ def train_phases(
     return result
 
 
-LONGEST_NAME = 100
-
-
 @dataclass(frozen=True)
 class Tried:
     """One run of a sweep: what sets it apart, and what it made, or why it did not get to its end."""
@@ -473,8 +471,7 @@ def attempted(training: Callable[[], TrainResult]) -> tuple[TrainResult | None, 
         if not failure:
             raise
     gc.collect()  # here, where the error no longer holds the run's tensors
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    accelerator.empty_cache()
     return None, failure
 
 
@@ -498,13 +495,7 @@ def run_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     names = ["_".join(f"{short[key]}-{_value(value)}" for key, value in one.items()) for one in settings]
     if (double := next(_doubles(names), None)) is not None:
         raise InputError(f"the sweep has {double} twice", mend="say each value once")
-    return [_cut(name) for name in names]
-
-
-def _cut(name: str) -> str:
-    """A name that a file system takes; of a longer one the end is a hash."""
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 9]}-{digest}"
+    return [file_name(name, longest=100) for name in names]
 
 
 def _value(value: Any) -> str:

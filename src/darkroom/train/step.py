@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from darkroom import models
 from darkroom.errors import RecipeError, is_out_of_memory
+from darkroom.hardware import accelerator
 from darkroom.recipe.sections import OptimSettings, Precision, TrainSettings
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.distributed.weights import Weights, make_weights
@@ -78,6 +79,7 @@ class Step:
         rows_a_picture: int = 1,
         ranks: Ranks = ALONE,
         shard: str = "grads",
+        reduce: torch.dtype = torch.float32,
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
         self._rows_a_picture = rows_a_picture
@@ -90,9 +92,9 @@ class Step:
         else:
             from darkroom.train.distributed.ddp_fsdp import share_weights
 
-            self.weights = share_weights(modules, dtype, ranks, shard)
+            self.weights = share_weights(modules, dtype, ranks, shard, reduce)
         peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
-        groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay)
+        groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay, optim)
         if optim.fused_backward:
             self._fuse(make_each(groups, optim))
         else:
@@ -109,7 +111,7 @@ class Step:
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
         torch.manual_seed(step_seed(self._train.seed, k))  # dropout, where a model has any
         factor = lr_factor(k, self._train.steps, self._optim)
-        set_lr(self.optimiser, factor)
+        set_lr(self.optimiser, factor, k)
         losses = self._fitting_gradients(inputs)
         norm = self._square_norm.sqrt() if self._optim.fused_backward else self._update()
         self.weights.clear_gradients()
@@ -173,8 +175,10 @@ class Step:
         """
         masters = list(self.weights.masters.values())
         try:
-            state = 2 * sum(master.nbytes for master in masters) if masters[0].is_cuda else 0
-            held = torch.empty(state, dtype=torch.uint8, device=masters[0].device)
+            device = masters[0].device
+            state = 2 * sum(master.nbytes for master in masters)
+            limited = accelerator.kind_of(device).own_memory
+            held = torch.empty(state if limited else 0, dtype=torch.uint8, device=device)
             self.weights.expect(last=False)
             self.task.losses(inputs)["loss"].sum().backward()  # type: ignore[no-untyped-call]
             self.weights.collect(first=True)
@@ -191,8 +195,7 @@ class Step:
         self.weights.clear_gradients()
         for computing in self.weights.computing.values():
             computing.grad = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        accelerator.empty_cache()
 
     def _fitting_gradients(self, inputs: Inputs) -> dict[str, Tensor]:
         """The gradients; where `train.micro_batch` is ours to choose, with fewer rows at a time once memory

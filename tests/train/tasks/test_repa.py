@@ -21,7 +21,7 @@ from darkroom.recipe import Recipe
 from darkroom.recipe.sections import AlignSettings, RoutingSettings
 from darkroom.run import Run
 from darkroom.train.run import train
-from darkroom.train.tasks.repa import Extras, Projector, kept_tokens, make_extras, seen
+from darkroom.train.tasks.repa import Extras, Projector, draw_bits, kept_tokens, make_extras, seen
 from train.conftest import SIDE, TEXT, VAE, MakeRecipe
 
 DIT = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 8}
@@ -54,10 +54,10 @@ def extras(**routing: Any) -> Extras:
 
 def test_tokens_are_kept_by_the_rows_own_draw() -> None:
     u = torch.rand(4000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    kept = kept_tokens(u, 16, 6)
+    kept = kept_tokens(draw_bits(u), 16, 6)
     assert kept.shape == (4000, 6)
     assert (kept.diff(dim=1) > 0).all()  # rising, none twice
-    alone = torch.cat([kept_tokens(one[None], 16, 6) for one in u[:50]])
+    alone = torch.cat([kept_tokens(draw_bits(one[None]), 16, 6) for one in u[:50]])
     assert torch.equal(kept[:50], alone)
     share = torch.bincount(kept.flatten(), minlength=16) / 4000
     assert (share - 6 / 16).abs().max() < 0.03  # 4 standard deviations
@@ -94,7 +94,7 @@ def by_hand(made: Any, keep_BK: Tensor, first: int, last: int) -> Tensor:
 @pytest.mark.parametrize(("first", "last"), [(1, 3), (0, 4), (2, 4)])
 def test_routing_and_its_gradient_are_the_definitions(first: int, last: int) -> None:
     made = network()
-    keep = kept_tokens(torch.tensor([0.3, 0.6, 0.9]).double(), 16, 7)
+    keep = kept_tokens(draw_bits(torch.tensor([0.3, 0.6, 0.9])), 16, 7)
     x, t, text = given()
     out = made(x, t, text, keep_BK=keep, route=(first, last), return_dict=False)[0]
     expected = by_hand(made, keep, first, last)
@@ -109,7 +109,7 @@ def test_routing_and_its_gradient_are_the_definitions(first: int, last: int) -> 
 
 def test_a_loss_of_kept_tokens_counts_no_other() -> None:
     some = extras(keep=0.25, after=0, loss="kept")
-    keep = some.keep(torch.tensor([0.1, 0.7]).double(), 16)
+    keep = some.keep(draw_bits(torch.tensor([0.1, 0.7])), 16)
     assert keep is not None
     assert keep.shape == (2, 4)
     mask = some.mask(keep, (4, 4))
@@ -120,7 +120,7 @@ def test_a_loss_of_kept_tokens_counts_no_other() -> None:
     row, column = 2 * (first // 4), 2 * (first % 4)
     assert mask[0, 0, row : row + 2, column : column + 2].tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert extras(keep=0.25).mask(keep, (4, 4)) is None
-    assert extras().keep(torch.tensor([0.1]), 16) is None
+    assert extras().keep(None, 16) is None
 
 
 # ---- alignment

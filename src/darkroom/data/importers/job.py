@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 import time
 import warnings
@@ -33,7 +32,7 @@ from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store, exists
 from darkroom.data.texts import flaw_of, readable
 from darkroom.errors import InputError, Stopped
-from darkroom.hardware.system import allowed_cores, on_stop_signal
+from darkroom.hardware.system import allowed_cores, on_stop_signal, remove_tree
 
 Kind = Literal["auto", "folder", "webdataset", "parquet", "mds"]
 KINDS: dict[str, Callable[[Path, Columns], Source]] = {
@@ -135,7 +134,7 @@ def import_pictures(
         run = _Import(target, path, kind, reader, filter_, json.dumps(settings), rows_per_fragment)
         report = run(workers or min(MAX_WORKERS, allowed_cores()), progress)
         if made and not report.num_rows and not report.rejected:
-            shutil.rmtree(target.path)
+            remove_tree(target.path, must=True)
             raise InputError(f"no pictures in {path}", mend="no store was made")
         return report
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from darkroom.errors import ModelError
+from darkroom.hardware import accelerator
 from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.layers import Layer
 from darkroom.models.adapters.read import adaptable, check_untouched, fit
@@ -152,7 +153,7 @@ def _recorded() -> bool:
     """Whether operations are recorded now, to be run again with other rows."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return accelerator.capturing()
 
 
 def rows_of(module: Any) -> Rows:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from darkroom.errors import ModelError
-from darkroom.hardware.system import atomic_replace
+from darkroom.errors import ModelError, is_system_failure
+from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.tensor_file import write_tensors
 
 MAX_HEADER_BYTES = 32 * 1024**2
@@ -145,7 +145,9 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
         write_tensors(beside, tensors, metadata)
         atomic_replace(beside, path)
     except OSError as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{path}' cannot be written: {error.strerror or error}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        remove_file(beside)
     return path

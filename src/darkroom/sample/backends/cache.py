@@ -10,14 +10,13 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.system import atomic_replace, lock_file
+from darkroom.errors import DarkroomError, InputError, is_disk_full
+from darkroom.hardware.system import atomic_replace, lock_file, remove_tree
 
 ABOUT = "export.json"
 LIMIT = "DARKROOM_CACHE_GB"
@@ -100,7 +99,7 @@ def _let_go(base: Path, keep: Path, limit_bytes: float) -> None:
         if sum(sizes.values()) <= limit_bytes:
             return
         if place != keep:
-            shutil.rmtree(place, ignore_errors=True)
+            remove_tree(place)
             sizes.pop(place)
 
 
@@ -123,7 +122,7 @@ def _plain(key: Key) -> object:
 
 def _make(place: Path, key: Key, make: Callable[[Path], None]) -> None:
     for left in place.parent.glob(f".{key.name}-*"):  # of exports that were killed; the lock is ours
-        shutil.rmtree(left, ignore_errors=True)
+        remove_tree(left)
     beside = Path(tempfile.mkdtemp(prefix=f".{key.name}-", dir=place.parent))
     try:
         make(beside)
@@ -132,11 +131,11 @@ def _make(place: Path, key: Key, make: Callable[[Path], None]) -> None:
         (beside / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
         beside.chmod(0o755)
         if place.exists():  # not whole, or another key's
-            shutil.rmtree(place)
+            remove_tree(place, must=True)
         atomic_replace(beside, place)
     except BaseException as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (28, 122):  # no space, over quota
+        remove_tree(beside)
+        if is_disk_full(error):
             raise DarkroomError(
                 f"no room left in '{place.parent}' for the export of the {key.part}"
             ) from error

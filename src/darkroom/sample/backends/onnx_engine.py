@@ -106,7 +106,7 @@ class _Bound:
         out = torch.empty(self._shell.out_shape(next(iter(inputs.values()))), device=self._device)
         binding.bind_output(self._output, place, index, np.float32, tuple(out.shape), out.data_ptr())
         if place == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.accelerator.current_stream(self._device).synchronize()
         self._session.run_with_iobinding(binding)
         return out
 

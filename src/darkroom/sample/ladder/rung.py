@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from darkroom.hardware.accelerator import capability
 from darkroom.sample.ladder.applied import Applied
 
 LOSSLESS, STATED, LOSSY, OTHER = "lossless", "stated", "lossy", "another model"
@@ -36,7 +37,7 @@ class Place:
     @property
     def capability(self) -> tuple[int, int]:
         """Of the CUDA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere."""
-        return torch.cuda.get_device_capability(self.device) if self.on_cuda else (0, 0)
+        return capability(self.device)
 
 
 @dataclass(frozen=True)

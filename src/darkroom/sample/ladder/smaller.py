@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import InputError, MissingExtra
+from darkroom.hardware.accelerator import kind_of
 from darkroom.sample.ladder.applied import Applied
 from darkroom.sample.ladder.rung import Place
 from darkroom.sample.ladder.vae import TILE_PIXELS
@@ -66,7 +67,7 @@ def offload_group(applied: Applied, argument: str) -> None:
             onload_device=applied.device,
             offload_device=torch.device("cpu"),
             offload_type="leaf_level",
-            use_stream=applied.device.type == "cuda",
+            use_stream=kind_of(applied.device).streams,
         )
 
 

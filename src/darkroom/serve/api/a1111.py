@@ -255,8 +255,8 @@ def _add_lists(router: APIRouter, core: Core) -> None:
             {
                 "title": name,
                 "model_name": name,
-                "hash": None,
-                "sha256": None,
+                "hash": core.model.sha256 and core.model.sha256[:10],
+                "sha256": core.model.sha256,
                 "filename": name,
                 "config": None,
             }
@@ -333,7 +333,7 @@ def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
         "batch_size": num,
         "restore_faces": False,
         "sd_model_name": core.model.name,
-        "sd_model_hash": None,
+        "sd_model_hash": str(first.get("model_sha256", ""))[:10] or None,
         "denoising_strength": job.request.strength,
         "extra_generation_params": {},
         "index_of_first_image": 0,

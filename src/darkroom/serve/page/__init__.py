@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from darkroom.options import A1111_NAMES, SAMPLERS
+from darkroom import options
 from darkroom.serve.jobs.core import Core
 
 PAGES = {"/": "index.html", "/server": "server.html"}
@@ -32,10 +32,10 @@ FILES = (
     "server.js",
     "theme.js",
     "form.js",
-    "solvers.js",
 )
 PATHS = {**PAGES, "/favicon.ico": "icon.svg", **{f"/page/{name}": name for name in FILES}}
-PAGE_PATHS = tuple(PATHS)
+SOLVERS_PATH = "/page/solvers.js"
+PAGE_PATHS = (*PATHS, SOLVERS_PATH)
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -48,20 +48,25 @@ def page_router(_: Core) -> APIRouter:
     """The page's files, each at its path."""
     router = APIRouter(include_in_schema=False)
     for path, name in PATHS.items():
-        router.add_api_route(path, _sender(name), methods=["GET", "HEAD"])
+        content = files(__name__).joinpath(name).read_bytes()
+        router.add_api_route(path, _sender(name, content), methods=["GET", "HEAD"])
+    router.add_api_route(SOLVERS_PATH, _sender("solvers.js", _solvers()), methods=["GET", "HEAD"])
     return router
 
 
 def _solvers() -> bytes:
-    """The table of solvers as a module: each by A1111's name in small letters, and the name of each."""
-    solver_of = {name.lower(): solver for name, (solver, karras) in SAMPLERS.items() if not karras}
-    tables = {"SOLVER_OF": solver_of, "SAMPLER_OF": A1111_NAMES}
-    return "".join(f"export const {name} = {json.dumps(table)};\n" for name, table in tables.items()).encode()
+    """The solvers' names, as `options` has them, for the page's own code."""
+    solvers = {name.lower(): solver for solver, name in options.A1111_NAMES.items()}
+    lines = [
+        "// Made by the server. A1111's names in small letters: darkroom's, and the other way round.",
+        f"export const SOLVERS = {json.dumps(solvers)};",
+        f"export const SOLVER_NAMES = {json.dumps(options.A1111_NAMES)};",
+    ]
+    return "\n".join(lines).encode()
 
 
-def _sender(name: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _sender(name: str, content: bytes) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """A handler that sends a file, or says that the reader has it already."""
-    content = _solvers() if name == "solvers.js" else files(__name__).joinpath(name).read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
 

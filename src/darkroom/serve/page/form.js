@@ -2,7 +2,7 @@
 import { Also } from "./also.js";
 import { $, kept, make, say } from "./common.js";
 import { Painter } from "./mask.js";
-import { SAMPLER_OF } from "./solvers.js";
+import { SOLVER_NAMES } from "./solvers.js";
 import { adaptersOf } from "./view.js";
 
 const SHAPES = [["1:1", 1, 1], ["3:2", 3, 2], ["2:3", 2, 3], ["16:9", 16, 9], ["9:16", 9, 16]];
@@ -239,4 +239,4 @@ const dataUrl = (blob) => new Promise((resolve, reject) => {
   reader.readAsDataURL(blob);
 });
 
-const solverName = (name) => SAMPLER_OF[name] ?? name;
+const solverName = (name) => SOLVER_NAMES[name] ?? name;

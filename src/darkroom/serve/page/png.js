@@ -1,5 +1,6 @@
 // The settings that a PNG carries in its text chunks: darkroom's own, or A1111's.
-import { SOLVER_OF } from "./solvers.js";
+
+import { SOLVERS } from "./solvers.js";
 
 const UPSCALERS = { "latent": "latent", "latent (bilinear)": "latent", "lanczos": "lanczos" };
 // What A1111's text says that is restored, or that says nothing of the settings.
@@ -99,7 +100,7 @@ function sampled(facts, number, lost) {
   const plain = name.replace(/ karras$/, "");
   const type = (facts["schedule type"] ?? "").toLowerCase();
   if (type && !["automatic", "uniform", "karras"].includes(type)) lost.push(`schedule ${type}`);
-  const solver = SOLVER_OF[plain] ?? (plain || undefined);
+  const solver = SOLVERS[plain] ?? (plain || undefined);
   const skip = number("clip skip");
   if (solver !== "ddim" && facts.eta !== undefined) lost.push(`eta ${facts.eta}`);
   return {

@@ -83,6 +83,6 @@ def exactness(device: torch.device, precision: str, micro_batch: int, ranks: Ran
         "precision": precision,
         "micro_batch": micro_batch,
         "processes": ranks.size,
-        "device": here.devices[device.index or 0].name if device.type == "cuda" else here.cpu,
+        "device": here.cpu if device.type == "cpu" else here.devices[device.index or 0].name,
         **versions,
     }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from darkroom.errors import CheckpointError
+from darkroom.hardware import accelerator
 from darkroom.train.checkpoint.format import Parts, Tensors
 from darkroom.train.checkpoint.storage import Kept, LocalPlace, Place
 from darkroom.train.distributed.ranks import Ranks
@@ -52,8 +53,8 @@ class Saver:
         self._settle()
         mine = {kind: self._own(named, parts) for kind, named in tensors.items()}
         copied = {kind: self._copied(kind, named) for kind, named in mine.items()}
-        if any(tensor.is_cuda for named in mine.values() for tensor in named.values()):
-            torch.cuda.synchronize()
+        for device in {tensor.device for named in mine.values() for tensor in named.values()}:
+            accelerator.synchronize(device)
         self._tried = True
         if not self._background:
             self._write(step, copied, scalars, parts)
@@ -111,8 +112,8 @@ class Saver:
         return {name: self._copy(f"{kind}:{name}", tensor.detach()) for name, tensor in named.items()}
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor.clone()
+        if not accelerator.kind_of(tensor.device).streams:
+            return tensor.to("cpu", copy=True)
         held = self._pinned.get(key)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
             held = self._pinned[key] = torch.empty_like(tensor, device="cpu", pin_memory=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, RecipeError, Stopped
-from darkroom.hardware import machine
+from darkroom.hardware import accelerator, machine
 from darkroom.recipe.rules import check_batch
 from darkroom.recipe.sections import ParallelSettings
 from darkroom.train.distributed.ranks import LOST, started_together
@@ -39,9 +39,7 @@ def starts_processes(settings: ParallelSettings) -> bool:
 
 def num_processes(settings: ParallelSettings) -> int:
     """Processes on this machine; RecipeError where there are too few GPUs, or several machines."""
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = accelerator.count()
     wanted = settings.devices if settings.devices != "auto" else max(1, gpus)
     if gpus and wanted > gpus:
         raise RecipeError("parallel.devices", f"{wanted}, but this machine has {gpus} GPUs")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from darkroom.errors import DarkroomError, InputError, RecipeError
+from darkroom.hardware import accelerator
 from darkroom.recipe.sections import ParallelSettings
 
 LOST = 75  # the exit code of a process that ends because another one hangs
@@ -140,12 +141,13 @@ def joined(settings: ParallelSettings) -> Iterator[Ranks]:
 
     ours = not dist.is_initialized()  # Ray has made the group already; so has an earlier phase
     if ours:
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        here = accelerator.current()
+        theirs = here and accelerator.kind_of(here).collectives
+        if theirs:
+            accelerator.use(int(os.environ["LOCAL_RANK"]))
         # Beyond the watch's own limit: it names who hangs, which a collective that gives up cannot.
         limit = timedelta(seconds=2 * settings.timeout_s + 60)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit)
+        dist.init_process_group(f"cpu:gloo,{here}:{theirs}" if theirs else "gloo", timeout=limit)
     local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), *local, sharded=settings.mode == "fsdp")

@@ -71,7 +71,7 @@ class Autoencoder:
         total, count = np.zeros(2), 0
         for some in inputs:
             mean_bChw, logvar_bChw = self._encode(some["pixels"])
-            latents = scaling.seen(mean_bChw + (0.5 * logvar_bChw).exp() * some["posterior"]).double()
+            latents = scaling.seen(mean_bChw + (0.5 * logvar_bChw).exp() * some["posterior"]).cpu().double()
             total += np.array([latents.sum().item(), latents.square().sum().item()])
             count += latents.numel()
         mean, square = total / max(count, 1)

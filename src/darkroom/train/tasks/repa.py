@@ -79,11 +79,17 @@ class Extras:
             found = [seen(self.extractor, some, tokens) for some in torch.split(pixels_B3HW, rows)]
         return torch.cat(found)
 
-    def keep(self, u_B: Tensor, tokens: int) -> Tensor | None:
+    @property
+    def routes(self) -> bool:
+        """Whether some tokens pass blocks by."""
+        return self.routing.keep < 1
+
+    def keep(self, bits_B: Tensor | None, tokens: int) -> Tensor | None:
         """The tokens [B, K] that are kept of each row, rising; None where all are."""
-        if self.routing.keep == 1:
+        if not self.routes:
             return None
-        return kept_tokens(u_B, tokens, max(1, round(self.routing.keep * tokens)))
+        assert bits_B is not None
+        return kept_tokens(bits_B, tokens, max(1, round(self.routing.keep * tokens)))
 
     def arguments(self, keep_BK: Tensor | None) -> dict[str, Any]:
         """What the transformer is told beside its inputs."""
@@ -112,15 +118,19 @@ class Extras:
         return 1 - F.cosine_similarity(out_BNF.float(), features_BNF.float(), dim=-1).mean(dim=1)
 
 
-def kept_tokens(u_B: Tensor, tokens: int, count: int) -> Tensor:
+def draw_bits(u_B: Tensor) -> Tensor:
+    """The bits of each row's draw, int64 [B]: accelerators that take no float64 take them."""
+    return u_B.double().view(torch.int64)
+
+
+def kept_tokens(bits_B: Tensor, tokens: int, count: int) -> Tensor:
     """`count` of so many tokens [B, K] by chance, rising: a pure function of each row's draw.
 
     The tokens with the smallest hashes of (the draw's bits, the token's number) are kept, so that neither
     batch nor rank nor the noise decides.
     """
-    bits_B1 = u_B.double().view(torch.int64)[:, None]
-    numbers_N = torch.arange(tokens, device=u_B.device)
-    hashes_BN = _mixed(_mixed(bits_B1) ^ numbers_N)
+    numbers_N = torch.arange(tokens, device=bits_B.device)
+    hashes_BN = _mixed(_mixed(bits_B[:, None]) ^ numbers_N)
     return hashes_BN.topk(count, dim=1, largest=False).indices.sort(dim=1).values
 
 

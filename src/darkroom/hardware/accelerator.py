@@ -1,0 +1,220 @@
+"""The accelerator of this machine, whatever its make: device, streams, waiting and memory.
+
+`torch.accelerator` answers for all of them; `KINDS` has what it does not say. The one file that names
+`torch.cuda`, `torch.xpu` and `torch.mps`, besides the CUDA graphs of `sample.ladder.compiled`;
+tests/test_import_rules.py holds the others to that. torch is imported inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+RUN, SUBSTITUTED, BELIEVED = "run by us", "proven by substitution", "believed"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a kind of accelerator can do, as far as darkroom's work depends on it."""
+
+    name: str
+    makes: str
+    """Whose cards they are, in a few words."""
+    proof: str
+    """How darkroom is known to work there: RUN, SUBSTITUTED or BELIEVED."""
+    energy: str | None = None
+    """The library that reads its energy counter."""
+    tf32: bool = False
+    graphs: bool = False
+    """Whether calls are captured and replayed (CUDA graphs)."""
+    autocast: tuple[str, ...] = ("bf16", "fp16")
+    float64: bool = True
+    """Whether it takes float64 and complex128 at all."""
+    own_memory: bool = True
+    """Whether its memory is its own, not the processor's too."""
+    statistics: bool = True
+    """Whether its allocator keeps the peak."""
+    streams: bool = True
+    """Whether work goes on beside other work, and pinned memory is copied meanwhile."""
+    collectives: str | None = None
+    """torch.distributed's backend."""
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("cuda", "NVIDIA", RUN, energy="nvml", tf32=True, graphs=True, collectives="nccl"),
+        Kind("rocm", "AMD", BELIEVED, graphs=True, collectives="nccl"),
+        Kind("xpu", "Intel", SUBSTITUTED, float64=False, collectives="xccl"),
+        Kind("mps", "Apple", SUBSTITUTED, float64=False, own_memory=False, statistics=False, streams=False),
+    )
+}
+"""ROCm's devices are called cuda in torch, and answer to the same calls."""
+CPU = Kind("cpu", "any", RUN, own_memory=False, statistics=False, streams=False, collectives="gloo")
+UNPROVEN = "unproven: no one has told us of it"
+
+
+def kind_of(device: torch.device | str) -> Kind:
+    """What is known of a device's kind; of one that is not in the table the least that any has."""
+    import torch
+
+    name = device.partition(":")[0] if isinstance(device, str) else device.type
+    if name == "cuda" and torch.version.hip:
+        name = "rocm"
+    if name in ("cpu", "meta"):
+        return CPU
+    return KINDS.get(name) or Kind(name, UNPROVEN, BELIEVED, float64=False, statistics=False, streams=False)
+
+
+def current() -> torch.device | None:
+    """The accelerator that is here and works; None where there is none."""
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def count() -> int:
+    """How many of them there are."""
+    import torch
+
+    return torch.accelerator.device_count() if current() is not None else 0
+
+
+def use(index: int) -> None:
+    """Make the accelerator of a number the one that this process works on, where there are any."""
+    import torch
+
+    if current() is not None:
+        torch.accelerator.set_device_index(index)
+
+
+def name_of(device: torch.device | str) -> str:
+    """The card's name, as its maker gives it; the kind's where the driver gives none."""
+    import torch
+
+    where = torch.device(device)
+    module: Any = torch.get_device_module(where)
+    if hasattr(module, "get_device_name"):
+        return str(module.get_device_name(where))
+    return kind_of(where).name
+
+
+def capability(device: torch.device | str) -> tuple[int, int]:
+    """Of a CUDA card: (8, 0) is Ampere, (8, 9) Ada, (9, 0) Hopper; (0, 0) elsewhere."""
+    import torch
+
+    where = torch.device(device)
+    return torch.cuda.get_device_capability(where) if where.type == "cuda" else (0, 0)
+
+
+def has_bf16(device: torch.device | str) -> bool:
+    """Whether an accelerator computes in bfloat16, as its own module says; False where it does not say."""
+    import torch
+
+    module: Any = torch.get_device_module(torch.device(device))
+    return bool(module.is_bf16_supported()) if hasattr(module, "is_bf16_supported") else False
+
+
+def capturing() -> bool:
+    """Whether calls are being recorded into a CUDA graph now."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+# ---- waiting
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until a device has done what it was given; nothing to wait for on a CPU."""
+    import torch
+
+    where = torch.device(device)
+    if where.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(where)
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """A stream beside the one that a device works on; None where it has only one."""
+    import torch
+
+    return torch.Stream(device) if kind_of(device).streams else None
+
+
+@contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """On a stream that has seen what this thread's own did, and whose work is done at the end."""
+    if stream is None:
+        yield
+        return
+    import torch
+
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    with stream:
+        yield
+    stream.synchronize()
+
+
+# ---- memory
+
+
+def allocated_bytes(device: torch.device | str) -> int:
+    """Memory that tensors hold on an accelerator."""
+    import torch
+
+    where = torch.device(device)
+    if where.type == "mps":  # torch.accelerator asks Apple's allocator only since torch 2.14
+        return int(torch.mps.current_allocated_memory())
+    return int(torch.accelerator.memory_allocated(where))
+
+
+def peak_allocated_bytes(device: torch.device | str) -> int:
+    """The most that tensors held since `reset_peak`, where a kind has `statistics`."""
+    import torch
+
+    return int(torch.accelerator.max_memory_allocated(torch.device(device)))
+
+
+def reset_peak(device: torch.device | str) -> None:
+    """Start the peak again from what is held now."""
+    import torch
+
+    torch.accelerator.reset_peak_memory_stats(torch.device(device))
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Memory of an accelerator that nobody holds; of Apple's what is left of what Metal recommends."""
+    import torch
+
+    where = torch.device(device)
+    if where.type == "mps":
+        return max(0, total_bytes(where) - int(torch.mps.driver_allocated_memory()))
+    return int(torch.accelerator.get_memory_info(where)[0])
+
+
+def total_bytes(device: torch.device | str) -> int:
+    """All the memory that a job can have on an accelerator."""
+    import torch
+
+    where = torch.device(device)
+    if where.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return int(torch.accelerator.get_memory_info(where)[1])
+
+
+def empty_cache() -> None:
+    """Give memory that the accelerator's allocator keeps and no tensor holds back to the driver."""
+    import torch
+
+    here = current()
+    if here is None:
+        return
+    if here.type == "mps":
+        torch.mps.empty_cache()
+    else:
+        torch.accelerator.empty_cache()

@@ -1,0 +1,108 @@
+"""What `fake_device` runs: a step of every task, a draw with every solver, all of them small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fake_device import OTHER, draw, train_a_step
+from train.conftest import BASE_WORDS, SIDE, TEXT, UNET, VAE, paint
+
+Case = tuple[str, Callable[[], int]]
+DIT = {"num_layers": 5, "num_attention_heads": 2, "attention_head_dim": 8}
+NETWORK = {"width": 8, "levels": 2, "embedding": 32, "buckets": 128}
+
+
+def drawings() -> Iterator[Case]:
+    from darkroom import models
+    from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS
+    from sample.conftest import CAPTIONS, SMALL_XL
+
+    for family, solvers in (("tiny", SOLVERS), ("tiny-dit", FLOW_SOLVERS)):
+        for solver in solvers:
+            yield f"draw {family} {solver}", lambda f=family, s=solver: draw(models.create(f), s, OTHER)  # type: ignore[misc]
+
+    def of_sdxl() -> int:
+        tokenizer = models.train_tokenizer(CAPTIONS, vocab_size=600)
+        return draw(models.create("sdxl", tokenizer=tokenizer, overrides=SMALL_XL), "euler", OTHER)
+
+    def of_doubles() -> int:
+        model = models.create("tiny-dit")
+        model.modules["unet"].register_buffer("places", torch.zeros(3, dtype=torch.float64))
+        return draw(model, "flow_euler", OTHER)
+
+    yield "draw sdxl euler", of_sdxl
+    yield "draw control", of_doubles
+
+
+def trainings(folder: Path) -> Iterator[Case]:
+    from darkroom import models
+    from darkroom.data.importers import import_pictures
+    from darkroom.recipe import make_recipe
+
+    pictures, store, base = folder / "pictures", folder / "pictures.lance", folder / "base"
+    paint(pictures, 8)
+    import_pictures(pictures, store)
+    models.save(
+        models.create("tiny", tokenizer=models.train_tokenizer([BASE_WORDS] * 3, vocab_size=640)), base
+    )
+    stored = {"store": str(store), "resolution": SIDE, "encode": "inline"}
+    subject = {
+        "folder": str(pictures),
+        "prompt": "a photo of sks square",
+        "resolution": SIDE,
+        "encode": "inline",
+    }
+    train = {"steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "float32"}
+    fresh = {"base": "tiny", "vae": VAE, "unet": UNET, "text_encoder": TEXT}
+    cases: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+        "pretrain": ({"task": "pretrain", "model": fresh, "data": stored}, ("objective.noise.offset=0.1",)),
+        "pretrain v, bf16": (
+            {"task": "pretrain", "model": fresh, "data": stored},
+            ("objective.prediction=v", "train.precision=bf16", "objective.min_snr_gamma=5"),
+        ),
+        "pretrain, transformer, routed": (
+            {"task": "pretrain", "model": fresh | {"base": "tiny-dit", "unet": DIT}, "data": stored},
+            ("train.routing.keep=0.5",),
+        ),
+        "autoencoder": ({"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}, "data": stored}, ()),
+        "extractor": (
+            {
+                "task": "extractor",
+                "data": {"store": str(store), "resolution": SIDE, "crop": "random"},
+                "objective": {"extractor": {"network": NETWORK}},
+            },
+            ("train.micro_batch=auto",),
+        ),
+        "finetune": (
+            {"task": "finetune", "model": {"base": str(base)}, "data": stored},
+            ("model.train_text_encoder=true",),
+        ),
+        "lora": ({"task": "lora", "model": {"base": str(base)}, "data": stored}, ()),
+        "dreambooth": ({"task": "dreambooth", "model": {"base": str(base)}, "data": subject}, ()),
+        "dreambooth-lora": ({"task": "dreambooth-lora", "model": {"base": str(base)}, "data": subject}, ()),
+        "textual-inversion": (
+            {
+                "task": "textual-inversion",
+                "model": {"base": str(base), "word": {"token": "<sks>", "initial": "square"}},
+                "data": {name: value for name, value in subject.items() if name != "prompt"},
+            },
+            (),
+        ),
+    }
+    for name, (content, overrides) in cases.items():
+        yield (
+            f"train {name}",
+            lambda n=name, c=content, o=overrides: train_a_step(  # type: ignore[misc]
+                make_recipe(c | {"train": train}, o), folder / "runs" / n.partition(",")[0], OTHER
+            ),
+        )
+    yield (
+        "train control",
+        lambda: train_a_step(
+            make_recipe(cases["pretrain"][0] | {"train": train}, ()), folder / "control", OTHER, spoil=True
+        ),
+    )

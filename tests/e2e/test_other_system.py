@@ -1,0 +1,190 @@
+"""The verbs where POSIX is taken away (`other_system`): each does what it does on Linux, to the end."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+import warm
+from darkroom import models
+from serve.conftest import free_port
+from train.conftest import BASE_WORDS, SIDE, TEXT, UNET, VAE, paint
+
+PROGRAM = Path(__file__).parents[1] / "other_system.py"
+ODD = "三 squares: “red” on blue? 100 %"
+"""A caption that cp1252 cannot hold, with what no file name may hold."""
+
+
+def start(*words: object) -> warm.Popen:
+    command = [sys.executable, str(PROGRAM), *map(str, words)]
+    return warm.Popen(command, stdout=warm.PIPE, stderr=warm.STDOUT)
+
+
+def darkroom(*words: object, code: int = 0) -> str:
+    process = start(*words)
+    out, _ = process.communicate()
+    said = out.decode("cp1252")
+    assert process.returncode == code, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures, a store of them and a small model."""
+    folder = tmp_path_factory.mktemp("other") / "Bücher 三"
+    folder.mkdir()
+    paint(folder / "pictures", 20)
+    lines = (folder / "pictures" / "metadata.jsonl").read_text("utf-8").splitlines()
+    first = json.loads(lines[0]) | {"text": ODD}
+    lines[0] = json.dumps(first, ensure_ascii=False)
+    (folder / "pictures" / "metadata.jsonl").write_text("\n".join(lines), "utf-8")
+    darkroom("import", folder / "pictures", folder / "store.lance")
+    tokenizer = models.train_tokenizer([BASE_WORDS] * 3, vocab_size=640)
+    models.save(models.create("tiny", seed=3, tokenizer=tokenizer), folder / "base")
+    return folder
+
+
+def recipe(folder: Path, name: str, **content: Any) -> Path:
+    told = {
+        "data": {"store": str(folder / "store.lance"), "resolution": SIDE, "encode": "inline"},
+        "optim": {"lr": 2e-3},
+        "train": {"steps": 6, "global_batch": 4, "precision": "float32", "log_every": 1},
+        "checkpoint": {"every": 2, "keep": 1},
+        "sample": {"every": 6, "prompts": [ODD], "steps": 2},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(told | content, allow_unicode=True), "utf-8")
+    return path
+
+
+@pytest.mark.nightly
+def test_what_is_taken_away_is_away(folder: Path) -> None:
+    """The control of all others."""
+    code = f"""
+        import sys, os, tempfile, pathlib; sys.path.insert(0, {str(PROGRAM.parent)!r})
+        import other_system; other_system.take_away()
+        def fails(call):
+            try:
+                call()
+            except (AttributeError, UnicodeError, OSError) as error:
+                return type(error).__name__
+        here = pathlib.Path({str(folder)!r}); a, b = here / "a", here / "b"
+        a.write_text("x", encoding="utf-8"); b.write_text("y", encoding="utf-8")
+        with a.open(encoding="utf-8"):
+            print(fails(lambda: b.replace(a)), fails(a.unlink), fails(lambda: a.rename(here / "c")))
+        print(fails(lambda: os.sched_getaffinity(0)), fails(lambda: os.fork()))
+        print(fails(lambda: (here / "nul.txt").write_bytes(b"")))
+        print(fails(lambda: (here / "d").write_text("三")), fails(lambda: print("三")))
+        b.replace(a); a.unlink(); print("done")
+    """
+    lines = "\n".join(line[8:] for line in code.splitlines())
+    done = warm.run([sys.executable, "-c", lines], stdout=warm.PIPE, stderr=warm.STDOUT, text=True)
+    away, gone, name, unwritten, last = done.stdout.splitlines()
+    assert away.split() == ["PermissionError"] * 3
+    assert gone.split() == ["AttributeError"] * 2
+    assert name == "OSError"
+    assert unwritten.split() == ["UnicodeEncodeError"] * 2
+    assert last == "done"
+
+
+@pytest.mark.nightly
+def test_quickstart(tmp_path: Path) -> None:
+    darkroom("quickstart", tmp_path / "quick")
+    assert (tmp_path / "quick" / "report.html").is_file()
+    assert (tmp_path / "quick" / "gallery.png").is_file()
+
+
+@pytest.mark.nightly
+def test_data(folder: Path) -> None:
+    darkroom("inspect", folder / "store.lance")
+    darkroom("verify", folder / "store.lance")
+    darkroom("prepare", folder / "store.lance", "--model", folder / "base", "--resolution", 16)
+    assert "0 were done before" not in darkroom(
+        "prepare", folder / "store.lance", "--model", folder / "base", "--resolution", 16
+    )
+
+
+@pytest.mark.nightly
+def test_a_killed_training_goes_on(folder: Path) -> None:
+    model = {"base": "tiny", "vae": VAE, "unet": UNET, "text_encoder": TEXT}
+    path, run = recipe(folder, "pretrain", task="pretrain", model=model), folder / "pretrain"
+    process = start("train", path, "--out", run)
+    while not list(run.glob("checkpoints/step-*")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    said = darkroom("train", path, "--out", run)
+    assert re.search(r"going on after step \d of 6|nothing left", said)
+    assert [found.name for found in run.glob("checkpoints/*")] == ["step-00000006"]
+    assert list(run.glob("samples/*.png"))
+    darkroom("report", run, "--out", folder / "report.html")
+    assert (folder / "report.html").is_file()
+
+
+@pytest.mark.nightly
+def test_lora_and_generate(folder: Path) -> None:
+    path, run = recipe(folder, "lora", task="lora", model={"base": str(folder / "base")}), folder / "lora"
+    darkroom("train", path, "--out", run)
+    adapter = run / "adapter.safetensors"
+    told = ["--steps", 2, "--size", "32", "--out", folder / "drawn"]
+    darkroom("generate", folder / "base", ODD, *told)
+    darkroom("generate", folder / "base", ODD, "--adapter", f"mine={adapter}", *told)
+    one, other = (np.asarray(Image.open(file)) for file in sorted((folder / "drawn").glob("*.png"))[:2])
+    assert one.shape == other.shape == (32, 32, 3)
+
+
+@pytest.mark.nightly
+def test_plan_and_doctor(folder: Path) -> None:
+    assert "long paths" in darkroom("doctor", code=0)
+    assert json.loads(darkroom("plan", folder / "pretrain.yaml", "--json"))
+
+
+ASKED: dict[str, tuple[str, dict[str, Any], Callable[[Any], str]]] = {
+    "openai": ("/v1/images/generations", {"prompt": ODD}, lambda told: told["data"][0]["b64_json"]),
+    "a1111": ("/sdapi/v1/txt2img", {"prompt": ODD, "steps": 2}, lambda told: told["images"][0]),
+}
+
+
+@pytest.mark.nightly
+def test_serve(folder: Path, tmp_path: Path) -> None:
+    port = free_port()
+    process = start("serve", folder / "base", "--port", port, "--state", tmp_path / "state")
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            until = time.monotonic() + 60
+            while time.monotonic() < until and process.poll() is None:
+                try:
+                    if http.get("/ready").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.1)
+            assert http.put("/jobs/one", json={"prompt": ODD, "steps": 2}).status_code == 202
+            while (state := http.get("/jobs/one").json()["state"]) not in ("done", "failed"):
+                time.sleep(0.05)
+            assert state == "done"
+            assert http.get("/jobs/one/pictures/0").content[:4] == b"\x89PNG"
+            for path, body, picture in ASKED.values():
+                answer = http.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+                assert base64.b64decode(picture(answer.json()))[:4] == b"\x89PNG"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert os.listdir(tmp_path / "state")

@@ -1,0 +1,117 @@
+"""The one file for accelerators: what the table says, and calls that reach torch.accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from darkroom import models
+from darkroom.hardware import accelerator, machine
+from darkroom.hardware.machine import Device
+
+
+def test_every_kind_says_how_it_is_known() -> None:
+    proofs = {accelerator.RUN, accelerator.SUBSTITUTED, accelerator.BELIEVED}
+    assert set(accelerator.KINDS) == {"cuda", "rocm", "xpu", "mps"}
+    assert {kind.proof for kind in accelerator.KINDS.values()} == proofs
+    assert [kind.name for kind in accelerator.KINDS.values() if not kind.float64] == ["xpu", "mps"]
+    other = accelerator.kind_of("hpu:1")
+    assert (other.name, other.proof, other.makes) == ("hpu", accelerator.BELIEVED, accelerator.UNPROVEN)
+    assert not other.float64
+    assert accelerator.kind_of(torch.device("cpu")) is accelerator.CPU
+
+
+def test_an_amd_card_is_called_cuda_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accelerator.kind_of("cuda:0").name == "cuda"
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert accelerator.kind_of("cuda:0").name == "rocm"
+    assert Device("rocm", 1, "MI300X", 1).torch_name == "cuda:1"
+    assert [Device(kind, 0, "", 1).torch_name for kind in ("mps", "xpu", "cuda")] == [
+        "mps",
+        "xpu:0",
+        "cuda:0",
+    ]
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[Any, ...]]]:
+    """Puts a card of a kind under torch.accelerator; the calls that it gets come back."""
+
+    def put(kind: str) -> list[tuple[Any, ...]]:
+        calls: list[tuple[Any, ...]] = []
+
+        def answer(name: str, value: Any) -> Callable[..., Any]:
+            return lambda *given: (calls.append((name, *map(str, given))), value)[1]
+
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind)
+        )
+        answers = {"device_count": 2, "memory_allocated": 7, "max_memory_allocated": 9, "synchronize": None}
+        answers |= {"get_memory_info": (3, 8), "empty_cache": None, "reset_peak_memory_stats": None}
+        answers |= {"set_device_index": None}
+        for name, value in answers.items():
+            monkeypatch.setattr(torch.accelerator, name, answer(name, value))
+        answers = {"current_allocated_memory": 5, "driver_allocated_memory": 6, "recommended_max_memory": 8}
+        for name, value in (answers | {"empty_cache": None}).items():
+            monkeypatch.setattr(torch.mps, name, answer(f"mps.{name}", value))
+        for module in (torch.xpu, torch.cuda):
+            monkeypatch.setattr(module, "get_device_name", lambda device: f"Card {device.index}")
+        return calls
+
+    return put
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_a_card_with_memory_of_its_own(kind: str, card: Callable[[str], list[tuple[Any, ...]]]) -> None:
+    calls = card(kind)
+    assert [(device.kind, device.name, device.memory_bytes) for device in machine().devices] == [
+        (kind, "Card 0", 8),
+        (kind, "Card 1", 8),
+    ]
+    place = f"{kind}:1"
+    assert accelerator.allocated_bytes(place) == 7
+    assert accelerator.peak_allocated_bytes(place) == 9
+    assert (accelerator.free_bytes(place), accelerator.total_bytes(place)) == (3, 8)
+    calls.clear()
+    accelerator.synchronize(place)
+    accelerator.reset_peak(place)
+    accelerator.empty_cache()
+    accelerator.use(1)
+    accelerator.synchronize("cpu")
+    assert calls == [
+        ("synchronize", place),
+        ("reset_peak_memory_stats", place),
+        ("empty_cache",),
+        ("set_device_index", "1"),
+    ]
+
+
+def test_apples_memory_is_asked_by_its_own_calls(card: Callable[[str], list[tuple[Any, ...]]]) -> None:
+    """torch.accelerator fails on them before torch 2.14."""
+    calls = card("mps")
+    [found] = machine().devices
+    assert (found.kind, found.torch_name, found.memory_bytes) == ("mps", "mps", 8)
+    assert accelerator.allocated_bytes("mps") == 5
+    assert accelerator.free_bytes("mps") == 2
+    accelerator.empty_cache()
+    assert {name for name, *_ in calls} == {
+        *("mps.recommended_max_memory", "mps.current_allocated_memory", "mps.driver_allocated_memory"),
+        "mps.empty_cache",
+    }
+    assert models.model.choose_precision("auto", torch.device("mps"))[0] == "float32"
+
+
+def test_without_one_nothing_is_asked() -> None:
+    if accelerator.current() is not None:
+        pytest.skip("this machine has an accelerator")
+    assert accelerator.count() == 0
+    accelerator.empty_cache()
+    accelerator.use(3)
+    assert not accelerator.capturing()
+    assert accelerator.new_stream(torch.device("cpu")) is None
+    with accelerator.on_stream(None):
+        pass
+    assert str(models.device("auto")) == "cpu"

@@ -1,0 +1,54 @@
+"""Devices that take no float64: every task's step and every solver's draw, on fake tensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import warm
+from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS
+from darkroom.train.setup import FINE_TUNING
+
+PROGRAM = Path(__file__).parents[1] / "fake_device.py"
+OTHERS = {"pretrain", "autoencoder", "extractor"}
+
+
+def results(folder: Path, word: str) -> dict[str, dict[str, str | int]]:
+    """By case: how many tensors were made on the device, or the error."""
+    command = [sys.executable, str(PROGRAM), str(folder), word]
+    done = warm.run(command, stdout=warm.PIPE, stderr=warm.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    return {line.pop("case"): line for line in map(json.loads, done.stdout.splitlines())}
+
+
+def check(found: dict[str, dict[str, str | int]]) -> None:
+    """The control, which has float64 on the device, is refused; nothing else is."""
+    [control] = [name for name in found if name.endswith("control")]
+    assert "torch.float64 on other:0" in str(found.pop(control)["error"])
+    assert {name: line["error"] for name, line in found.items() if "error" in line} == {}
+    assert all(int(line["results"]) > 500 for line in found.values())
+
+
+@pytest.mark.nightly
+def test_every_solver_draws_without_float64(tmp_path: Path) -> None:
+    found = results(tmp_path, "draw")
+    names = {f"draw tiny {name}" for name in SOLVERS} | {f"draw tiny-dit {name}" for name in FLOW_SOLVERS}
+    assert names <= set(found)
+    check(found)
+
+
+def test_a_draw_needs_no_float64(tmp_path: Path) -> None:
+    found = results(tmp_path, "draw control") | results(tmp_path, "flow_euler")
+    assert len(found) == 2
+    check(found)
+
+
+@pytest.mark.nightly
+def test_every_task_trains_without_float64(tmp_path: Path) -> None:
+    found = results(tmp_path, "train")
+    tasks = {name.split()[1].rstrip(",") for name in found}
+    assert tasks == {*OTHERS, *FINE_TUNING, "control"}
+    check(found)
