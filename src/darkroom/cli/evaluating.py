@@ -263,6 +263,8 @@ def likeness(
             raise InputError(f"no folder '{folder}'")
         return [] if folder is None else [Image.open(path).convert("RGB") for path in pictures_below(folder)]
 
-    photographs, others, more = opened(subject), opened(other), {"base": opened(base), "drawn": opened(drawn)}
-    found = likeness_controls(open_extractor(extractor), photographs, others, **more)
+    photographs, others = opened(subject), opened(other)
+    found = likeness_controls(
+        open_extractor(extractor), photographs, others, base=opened(base), drawn=opened(drawn)
+    )
     show({"values": found.values, "holds": found.holds, "extractor": found.extractor}, as_json, found.lines)
