@@ -166,6 +166,12 @@ def test_sample_prompts_keep_their_own_settings(tmp_path: Path) -> None:
     assert any("sample_prompts --w" in line for line in recipe.derived)
 
 
+def test_a_json_of_captions_is_a_sets(tmp_path: Path) -> None:
+    text = 'pretrained_model_name_or_path = "sd15"\ntrain_data_dir = "pictures"\nin_json = "meta.json"\n'
+    (one,) = read(tmp_path, text).data.sets
+    assert one.model_dump(exclude_defaults=True) == {"folder": "pictures", "captions": "meta.json"}
+
+
 def test_sd_scripts_own_defaults_hold(tmp_path: Path, folders: dict[str, str]) -> None:
     text = f"""
 pretrained_model_name_or_path = "sd15"

@@ -12,6 +12,7 @@ from PIL import Image
 from subjects import check_resumes_exactly, recipe_for
 
 from darkroom.errors import RecipeError
+from darkroom.plan.training import profile_recipe
 from darkroom.recipe import Recipe
 from darkroom.run import Run
 from darkroom.train.jobs import Pinned
@@ -68,6 +69,18 @@ def test_pairs_share_caption_noise_and_timestep(base: Path, pairs: Path, tmp_pat
     with without_adapters(job.task.modules):
         base_again = job.task.losses(inputs)["loss"]
     torch.testing.assert_close(base_again.detach(), torch.full((4,), 2.0).log())
+
+
+def test_a_plan_and_the_largest_micro_batch_count_pairs(base: Path, pairs: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(base, pairs, "train.micro_batch=auto", "train.global_batch=4")
+    job = make_job(recipe, Pinned(tmp_path / "run"))
+    assert 4 % job.step.micro_batch == 0
+    dpo = profile_recipe(recipe, "float32", gpu=True)
+    lora = recipe_for("lora", base, pairs, "train.micro_batch=1")
+    plain = profile_recipe(lora, "float32", gpu=True)
+    assert dpo.trained == plain.trained
+    ratio = dpo.flops(1) / plain.flops(1)
+    assert 2 < ratio < 3.5  # two pictures and their reference, whose pass has no backward
 
 
 def test_a_run_learns_what_is_preferred_and_resumes(base: Path, pairs: Path, tmp_path: Path) -> None:

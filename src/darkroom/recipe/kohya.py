@@ -153,6 +153,7 @@ SEVERAL: dict[str, str] = {
     "reg_data_dir": "data.sets likewise, with loss_weight",
     "prior_loss_weight": "loss_weight of the sets of reg_data_dir, or with is_reg",
     "dataset_config": "a TOML of [[datasets]] with [[datasets.subsets]], read as data.sets",
+    "in_json": "data.sets[].captions, of the pictures in train_data_dir",
     "gradient_accumulation_steps": "train.global_batch",
     "max_train_epochs": "train.steps, by the pictures in the folders",
     "lr_warmup_steps": "optim.warmup_steps; below 1 a share of the steps",
@@ -319,6 +320,7 @@ SUBSET = {
     "image_dir": "folder",
     "num_repeats": "repeats",
     "class_tokens": "prompt",
+    "metadata_file": "captions",
 }
 SHARED = frozenset(
     (
@@ -345,7 +347,10 @@ def _sets(read: Read, given: Mapping[str, Any], folder: Path) -> None:
     if config := given.get("dataset_config"):
         made = list(_configured(read, _toml(folder / str(config)), prior))
     else:
-        made = list(_named_folders(given.get("train_data_dir"), "train_data_dir", {}))
+        if given.get("in_json"):
+            made = [{"folder": str(given.get("train_data_dir", "")), "captions": str(given["in_json"])}]
+        else:
+            made = list(_named_folders(given.get("train_data_dir"), "train_data_dir", {}))
         made += _named_folders(given.get("reg_data_dir"), "reg_data_dir", {"loss_weight": prior})
     if made:
         read.put("data.sets", made)

@@ -110,6 +110,9 @@ class DataSet(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: str = Field(description="its pictures, with texts beside them or metadata.jsonl")
+    captions: str | None = Field(
+        default=None, description="a JSON file of kohya's fine-tuning: {picture: {caption: ..., tags: ...}}"
+    )
     repeats: int = Field(
         default=1, ge=1, le=10_000, description="how often each of its pictures comes against the others'"
     )

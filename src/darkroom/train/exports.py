@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from darkroom import models
 from darkroom.data.store import Store
-from darkroom.errors import CheckpointError, InputError
+from darkroom.errors import CheckpointError, InputError, StoreError
 from darkroom.models.model import Model
 from darkroom.train.data.rows import select_rows
 from darkroom.train.distributed.weights import cast
@@ -78,8 +79,9 @@ def write_adapter_file(
     told = base or {"family": recipe.model.base if recipe.model.base in models.FAMILIES else None}
     family, prediction = told["family"], told.get("prediction")
     made = trained_adapter(recipe, values, name)
-    if run is not None:
-        made = replace(made, metadata={**made.metadata, **dataset_metadata(recipe, run)})
+    with suppress(StoreError):  # pictures that are gone are told nothing of
+        pictures = {} if run is None else dataset_metadata(recipe, run)
+        made = replace(made, metadata={**made.metadata, **pictures})
     kohya = kohya or made.kind not in ("lora", "dora")  # diffusers has no keys for the others
     return write_adapter(made, file, kohya=kohya, family=family, prediction=prediction)
 

@@ -92,6 +92,36 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
         say(f"rejected: {report.rejected}; see {report.rejected_file}")
 
 
+def _take_captions(recipe: Recipe, store: Store, numbers: Sequence[int]) -> None:
+    """Give pictures the captions of their set's JSON file, found by name with or without its ending."""
+    told = {i: _json_captions(i, one.captions) for i, one in enumerate(recipe.data.sets) if one.captions}
+    rows = store.take(range(store.num_rows), ["id", "key", "caption"]).to_pylist()
+    values = {}
+    for i, row in zip(numbers, rows, strict=True):
+        name = Path(row["key"]).name
+        own = told.get(i, {})
+        values[row["id"]] = own.get(name) or own.get(Path(name).stem) or row["caption"]
+    store.set_by_id("caption", values)
+
+
+def _json_captions(number: int, file: str) -> dict[str, str]:
+    """Captions by picture's name, tags behind them."""
+    key = f"data.sets.{number}.captions"
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(key, f"no file '{file}'") from error
+    except ValueError as error:
+        raise RecipeError(key, f"'{file}' is no JSON: {error}") from error
+    if not isinstance(content, dict) or not all(isinstance(one, dict) for one in content.values()):
+        raise RecipeError(key, f"'{file}'", allowed="{picture: {caption: ..., tags: ...}}")
+    found = {}
+    for name, one in content.items():
+        parts = [str(one[part]) for part in ("caption", "tags") if one.get(part)]
+        found[Path(name).name] = ", ".join(parts)
+    return found
+
+
 def _gather_rejected(folder: Path, run: Path) -> None:
     """Bring the pictures that were not preferred into a store beside the others'."""
     _imported(folder / "rejected", class_store_path(run), "data.folder")
@@ -126,6 +156,8 @@ def _gather_sets(recipe: Recipe, run: Path, say: Say) -> None:
         say(f"{new} pictures from {one.folder}{more}")
         if not new:
             raise RecipeError(f"data.sets.{i}.folder", f"'{one.folder}' adds no picture{more}")
+    if any(one.captions for one in sets):
+        _take_captions(recipe, store, numbers)
     _check_captions(recipe, store, "sets", [sets[i].prompt for i in numbers])
     columns = {
         SET: pa.array(numbers, pa.int32()),

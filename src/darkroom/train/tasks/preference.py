@@ -28,6 +28,8 @@ class Preference(Diffusion):
         self.rows_a_picture = 2
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if len(inputs["t"]) % 2:  # one picture, to try a step with, stands for both of its pair
+            inputs = {name: tensor.repeat_interleave(2, dim=0) for name, tensor in inputs.items()}
         t_b = inputs["t"]
         own_b = square_error(*self._predict(inputs, t_b), inputs.get("mask"))
         with torch.no_grad(), without_adapters(self.modules):
