@@ -227,7 +227,8 @@ class FairQueue:
 
     def __init__(self, shares: Mapping[str, int] | None = None) -> None:
         self._quantum = [0.0]
-        self._ring = _Ring(self._quantum, dict(shares or {}))
+        told: dict[Hashable, int] = {**(shares or {})}
+        self._ring = _Ring(self._quantum, told)
         self._counts: Counter[str] = Counter()
         self._costs: defaultdict[str, float] = defaultdict(float)
         self._there: set[Entry] = set()

@@ -161,7 +161,7 @@ class Core:
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
         await asyncio.wrap_future(self.store.end(record.uid, "failed", time.time(), result))
-        told = {"job": record.uid, "id": record.id, "key": record.key}
+        told: dict[str, Any] = {"job": record.uid, "id": record.id, "key": record.key}
         logs.event("job", **told, state="failed", error=code, why=message)
 
     async def drain(self, seconds: float) -> None:
