@@ -4,7 +4,7 @@
     python benchmarks/chaos.py --work chaos/ --only import     # one group
 
 `import`, `prepare`, `delete` and `export` are run under strace, which sends SIGKILL at the n-th system call
-that writes, renames, flushes or removes, for n spread over all such calls; the same command is then run again,
+that writes, renames, flushes or removes, for n spread over all such calls; the same command then runs again,
 and its result has to be that of an undisturbed run. `disk-full` and `read-only` run them on a small tmpfs.
 Training, servers and simulated servers are the affair of kill_matrix.py, serve_kills.py and simulation.py,
 which are called with their share of points. `--work` keeps what was done (`points.json`).

@@ -107,7 +107,7 @@ def drawn(model: Any, requests: list[PictureRequest], fixed_rows: int) -> tuple[
     return spent, [work.pictures[0] for work in works]
 
 
-def cost_of_bits(name: str, count: int, rounds: int) -> dict[str, Any]:
+def cost_of_bits(name: str, count: int, rounds: int, rows: int) -> dict[str, Any]:
     """Medians over rounds in turns."""
     model, draw = models.load(name), random.Random(3)
     requests = [
@@ -120,8 +120,6 @@ def cost_of_bits(name: str, count: int, rounds: int) -> dict[str, Any]:
         )
         for i in range(count)
     ]
-    kind = model.unet.device.type if model.unet is not None else "cpu"
-    rows = FIXED_ROWS.get(kind, FIXED_ROWS["cpu"])
     spent: dict[int, list[float]] = {0: [], rows: []}
     seen: list[list[Picture]] = []
     for turn in range(rounds):
@@ -158,11 +156,12 @@ def main() -> None:
     other.add_argument("model")
     other.add_argument("--requests", type=int, default=64)
     other.add_argument("--rounds", type=int, default=3)
+    other.add_argument("--rows", type=int, default=FIXED_ROWS["cpu"], help="of every call")
     told = parser.parse_args()
     if told.which == "provenance":
         print(json.dumps(cost_of_provenance(told.side, told.pictures)))
     else:
-        print(json.dumps(cost_of_bits(told.model, told.requests, told.rounds)))
+        print(json.dumps(cost_of_bits(told.model, told.requests, told.rounds, told.rows)))
 
 
 if __name__ == "__main__":
