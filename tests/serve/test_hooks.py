@@ -178,7 +178,7 @@ def test_pictures_of_every_api_are_marked_with_their_job_and_signed(run_http, tm
         (tmp_path / "b.png").write_bytes((await http.get("/jobs/b/pictures/0")).content)
         return str(uid)
 
-    uid = run_http(scenario, provenance=True)
+    uid = run_http(scenario, provenance=True, capacity=128)
     png, jpeg, edited = (provenance.verify_picture(tmp_path / name) for name in ("a.png", "a.jpg", "b.png"))
     assert png.watermark == uid[:8]
     assert png.credentials == jpeg.credentials == edited.credentials == "valid"
