@@ -71,6 +71,7 @@ HELP = """python make.py COMMAND, or make COMMAND:
   lint         lint and types
   format       mend the formatting
   lock         resolve requirements.lock again; `lock --upgrade` takes newer versions
+  chaos        kill, fill up and lock out whatever writes; resumable, see benchmarks/chaos.py
   sbom         what is installed, with licences and hashes, as CycloneDX in build/sbom.json
   clean        remove .venv and caches
 What follows `quickstart`, `test` or `docs` goes to darkroom, pytest or mkdocs.
@@ -503,6 +504,9 @@ def main(words: list[str]) -> int:
         machine.run(str(PYTHON), "-m", "ruff", "format", ".")
     elif command == "lock":
         lock(machine, rest)
+    elif command == "chaos":
+        setup(machine, TEST_EXTRAS)
+        machine.run(str(PYTHON), "benchmarks/chaos.py", "--work", "build/chaos", *rest)
     elif command in ("lint", "check", "sbom", "clean"):
         {"lint": lint, "check": check, "sbom": sbom, "clean": clean}[command](machine)
     elif command == "help":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,9 @@ def import_(
         int, typer.Option(min=1, help="most pixels taken, checked before decoding")
     ] = 178_000_000,
     missing_caption: Annotated[str, typer.Option(help="reject, or keep with an empty caption")] = "reject",
+    licence: Annotated[
+        str | None, typer.Option(help="of these pictures, such as CC-BY-4.0; model cards say it")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Import pictures and captions into a store.
@@ -47,6 +51,12 @@ def import_(
             on_missing_caption=missing_caption,
             progress=progress,
         )
+    if licence is not None:
+        from darkroom.data.store import Store
+
+        if not re.fullmatch(r"[ -~]{1,200}", licence):
+            raise InputError(f"--licence {licence!r}", allowed="1 to 200 plain characters on one line")
+        Store.open(store).note_licence(source, licence)
     show(report, as_json, report.lines)
 
 

@@ -80,7 +80,7 @@ COMMIT_S = 600.0
 """Longer than a commit takes: no version younger than this is dropped where commits cannot be locked out."""
 IDS_PER_DELETE = 1_000
 COMPACT_BATCH_ROWS = 64
-SOURCE_KEY = "darkroom.source."
+SOURCE_KEY, LICENCE_KEY = "darkroom.source.", "darkroom.licence."
 DOUBLE_OF = "double_of"
 """The column that names the picture a row is a double of, once doubles were marked."""
 
@@ -463,6 +463,16 @@ class Store:
         if known.get(SOURCE_KEY + name) != told:
             self.change(methodcaller("update_config", {SOURCE_KEY + name: told}))
         return name
+
+    def note_licence(self, path: Path, licence: str) -> None:
+        """Keep under what licence the pictures of a source are; a model card says it."""
+        key = LICENCE_KEY + self.name_source(path)
+        self.change(methodcaller("update_config", {key: licence}))
+
+    def licences(self) -> dict[str, str]:
+        """By the name of a source, the licence that was noted for it."""
+        told = self.dataset.config()
+        return {key[len(LICENCE_KEY) :]: text for key, text in told.items() if key.startswith(LICENCE_KEY)}
 
     def sources(self) -> dict[str, int]:
         """The name of each source and how many rows came from it."""

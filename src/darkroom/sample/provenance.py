@@ -250,10 +250,8 @@ class Provenance:
 
     def converted(self, content: bytes, kind: str, original: bytes) -> bytes:
         """The credentials of a file that is another one in a new format: that one is its ingredient."""
-        actions: list[dict[str, Any]] = [
-            {"action": "c2pa.opened", "parameters": {"ingredientIds": ["input-0"]}},
-            {"action": "c2pa.transcoded"},
-        ]
+        opened = {"action": "c2pa.opened", "parameters": {"ingredientIds": ["input-0"]}}
+        actions: list[dict[str, Any]] = [opened, {"action": "c2pa.transcoded"}]
         return self._sign(content, kind, actions, [], [original])
 
     def _told(self, parameters: dict[str, Any]) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def _read(spectrum: _Spectrum, code: _Code, place: Place, at: tuple[float, float
     return Found(value, scale, float(np.degrees(angle)), payload if right else None)
 
 
-def _decoded(soft: Floats) -> list[int]:
+def _decoded(soft: NDArray[Any]) -> list[int]:
     """The most likely bits behind a convolutional code (Viterbi); `soft` is above zero for a 0."""
     states = 2**MEMORY
     registers = np.arange(2 * states)  # the state before, and the new bit

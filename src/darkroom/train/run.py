@@ -12,13 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import darkroom
 from darkroom import hardware
 from darkroom.bill import Bill
+from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
-from darkroom.recipe.sections import PhaseSettings
+from darkroom.recipe.sections import DataSettings, PhaseSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
@@ -301,7 +303,46 @@ def export(
             recipe, values, target, name=target.stem, base=base, kohya=kohya, run=run_path
         )
     write_whole_model(recipe, values, measured, source.path, target)
+    (target / "README.md").write_text(model_card(target.name, recipe.task, recipe.data), encoding="utf-8")
     return target
+
+
+def model_card(name: str, task: str, data: DataSettings) -> str:
+    """A model card: what trained it, and the sources and licences of the pictures by their stores."""
+    rows, licences = [], set()
+    for place in (data.store, *(one.store for one in data.stores)):
+        if place is None:
+            continue
+        if not Path(place).is_dir():
+            rows.append(f"| {place} | not at hand when this was written | | unknown |")
+            licences.add("unknown")
+            continue
+        store = Store.open(place)
+        noted = store.licences()
+        for source, count in sorted(store.sources().items()):
+            licences.add(noted.get(source, "unknown"))
+            rows.append(f"| {Path(place).name} | {source} | {count} | {noted.get(source, 'unknown')} |")
+    for folder in (data.folder, data.instance):
+        if folder is not None:
+            rows.append(f"| | {Path(folder).name} | | unknown |")
+            licences.add("unknown")
+    one = licences.pop() if len(licences) == 1 else None
+    licence = one.lower() if one not in (None, "unknown") and one else "other"
+    head = [
+        "---",
+        "library_name: diffusers",
+        f"license: {json.dumps(licence)}",
+        "tags: [text-to-image]",
+        "---",
+    ]
+    told = [f"# {name}", "", f"Trained with darkroom {darkroom.__version__} (`task: {task}`).", ""]
+    table = [
+        "## Training data",
+        "| store | source | pictures | licence |",
+        "| --- | --- | --- | --- |",
+        *rows,
+    ]
+    return "\n".join([*head, *told, *table, ""])
 
 
 def _exported(

@@ -85,7 +85,7 @@ def jobs_router(core: Core) -> APIRouter:
     async def submit(body: JobRequest, request: Request) -> dict[str, Any]:
         """A new job under an id of the server's; sent again with the same Idempotency-Key it is that job."""
         wanted, uploads = await asyncio.to_thread(body.apart)
-        job_id = next(iter(repeatable_ids(request, 1) or []), None)
+        job_id = next(iter(repeatable_ids(request, 1)), None)
         return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
 
     @router.put("/jobs/{job_id}", status_code=202)

@@ -191,7 +191,7 @@ async def _answer(
     if wanted.model is not None and wanted.model != core.model.name:
         raise Refused(404, "model_not_found", f"this server has '{core.model.name}'", param="model")
     if wanted.stream:
-        job_id = next(iter(repeatable_ids(request, 1) or []), None)
+        job_id = next(iter(repeatable_ids(request, 1)), None)
         job = await core.submit(wanted.request(), key=caller(request), job_id=job_id, uploads=uploads)
         stream = with_heartbeat(_stream(core, job, wanted, kind, goes_on=job_id is not None))
         return StreamingResponse(

@@ -66,7 +66,7 @@ class _Line:
 class _Ring:
     """Deficit round robin over flows by name; the flow whose turn it is stands first."""
 
-    def __init__(self, quantum: list[float], shares: Mapping[Hashable, int] | None = None) -> None:
+    def __init__(self, quantum: list[float], shares: Mapping[Any, int] | None = None) -> None:
         self.quantum = quantum  # shared by all rings of a queue
         self.shares = shares or {}
         self.flows: dict[Hashable, _Flow] = {}
@@ -227,7 +227,7 @@ class FairQueue:
 
     def __init__(self, shares: Mapping[str, int] | None = None) -> None:
         self._quantum = [0.0]
-        self._ring = _Ring(self._quantum, dict(shares or {}))
+        self._ring = _Ring(self._quantum, shares)
         self._counts: Counter[str] = Counter()
         self._costs: defaultdict[str, float] = defaultdict(float)
         self._there: set[Entry] = set()

@@ -42,7 +42,7 @@ SHARE = 0.6
 PLAIN = {"none", "auto", "lean", "fused_attention"}
 # Of each call where pictures are to have the same bits whoever shares it: as many as fill the device, few
 # enough that what is added to the last call is little.
-FIXED_ROWS = {"cpu": 4, "cuda": 8}
+FIXED_ROWS, FIXED_SMALL_ROWS = {"cpu": 4, "cuda": 8}, 8
 PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -98,7 +98,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         pad_to=PAD_TO if settings.pad else (),
         places=places_for(backend.device, lanes, _threads_each(lanes)),
         shares=settings.limits.shares,
-        fixed_rows=FIXED_ROWS.get(device.type, FIXED_ROWS["cpu"]) if settings.deterministic else 0,
+        fixed_rows=fixed_rows(device.type, row_bytes) if settings.deterministic else 0,
     )
     engine.studio.get_ready()
     _warm_sizes(settings, model, backend, engine)
@@ -122,6 +122,13 @@ def _name_hash(model: Model) -> None:
 
     LOG.info("hashing the model's file: pictures made meanwhile say no model hash")
     threading.Thread(target=hash_file, name="model-hash", daemon=True).start()
+
+
+def fixed_rows(kind: str, row_bytes: int | None) -> int:
+    """The rows of every call where bits are not to depend on who shares it: of the machine and the model
+    alone, so that every start and every replica has the same."""
+    small = row_bytes is not None and row_bytes <= SMALL_ROW_BYTES
+    return FIXED_SMALL_ROWS if small else FIXED_ROWS.get(kind, FIXED_ROWS["cpu"])
 
 
 def _optimisations(settings: ServeSettings, model: Model) -> str:

@@ -173,9 +173,8 @@ class Core:
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
         await asyncio.wrap_future(self.store.end(record.uid, "failed", time.time(), result))
-        logs.event(
-            "job", job=record.uid, id=record.id, key=record.key, state="failed", error=code, why=message
-        )
+        told: dict[str, Any] = {"job": record.uid, "id": record.id, "key": record.key}
+        logs.event("job", **told, state="failed", error=code, why=message)
 
     async def drain(self, seconds: float) -> None:
         """Take no new jobs; finish what is on its way and what somebody waits for; keep the rest."""
