@@ -22,12 +22,13 @@ from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.ladder import DEVICE_LOST, why_not
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
+from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.objective import FlowObjective, Objective, make_objective
 from darkroom.train.optim import Optimiser
 from darkroom.train.step import DTYPES, Step
 
-SWITCHES = ("bf16", "channels_last", "fused_adamw", "compile", "checkpointing")
+SWITCHES = ("bf16", "channels_last", "fused_adamw", "compile", "compile_regional", "checkpointing")
 LADDER: tuple[str, ...] = ("plain", "bf16", "bf16,channels_last", "bf16,channels_last,fused_adamw")
 LADDER += ("bf16,channels_last,fused_adamw,compile", "bf16,channels_last,fused_adamw,checkpointing")
 MOST_ROWS = 512
@@ -98,7 +99,9 @@ class Rung:
                 group["peak_lr"] = group["lr"]
             self.step.optimiser = Optimiser([plain])
         if "compile" in switches:
-            self.unet.compile()
+            compile_whole(self.unet)
+        if "compile_regional" in switches:
+            compile_blocks(self.unet)
 
     def inputs(self, rows: int) -> dict[str, Tensor]:
         """Random latents and text of so many pictures."""
@@ -249,7 +252,8 @@ def _forget() -> None:
 
 def flops_per_image(bench: Rung) -> int:
     """FLOPs of one picture's forward and backward pass, attention included."""
-    with counting(bench.unet) as counter:
+    plainly: Any = torch.compiler.set_stance
+    with plainly("force_eager"), counting(bench.unet) as counter:
         loss = bench.task.losses(counter.fake(bench.inputs(1)))["loss"]
         torch.autograd.backward(loss.sum())
         return counter.result().flops

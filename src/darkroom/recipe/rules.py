@@ -466,6 +466,12 @@ def _check_sharded(recipe: Recipe) -> None:
         )
     if recipe.train.precision == "fp16":
         raise RecipeError("train.precision", "fp16 with parallel.mode=fsdp", allowed="bf16, float32 or auto")
+    if recipe.train.compile != "none":
+        raise RecipeError(
+            "train.compile",
+            f"{recipe.train.compile} with parallel.mode=fsdp, whose hooks gather the weights of each block",
+            allowed="none; or parallel.mode=ddp",
+        )
     if recipe.train.channels_last is True:
         raise RecipeError(
             "train.channels_last",

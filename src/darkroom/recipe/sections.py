@@ -448,6 +448,10 @@ class ParallelSettings(BaseModel):
         description="fsdp. grads: a step's weights stay whole from forward to backward; full: gathered block "
         "by block, twice; hybrid: cut inside each machine and the same on all machines",
     )
+    reduce: Literal["float32", "bf16"] = Field(
+        default="float32",
+        description="what gradients are summed in between processes; bf16 sends half as much and rounds each",
+    )
     timeout_s: float = Field(
         default=600.0,
         gt=0,
@@ -605,6 +609,20 @@ class TrainSettings(BaseModel):
     )
     channels_last: bool | Literal["auto"] = Field(
         default="auto", description="memory layout of convolutions; auto: as is faster on the device"
+    )
+    compile: Literal["none", "blocks", "whole"] = Field(
+        default="none",
+        description="torch.compile of the U-Net or transformer: each kind of block, half a minute at the "
+        "start, or the whole, minutes; a graph for each size of picture and micro-batch; not with fsdp",
+    )
+    tf32: bool = Field(
+        default=False,
+        description="on NVIDIA cards, float32 products and convolutions with factors rounded to 10 bits",
+    )
+    cudnn_benchmark: bool = Field(
+        default=False,
+        description="on NVIDIA cards, time each convolution's algorithms at its first call, keep the best; "
+        "a run that is resumed may then differ in the last bits",
     )
     log_every: int = Field(default=10, gt=0, description="steps between console lines and writes of metrics")
     on_nan: Literal["stop", "skip", "rollback"] = Field(

@@ -17,6 +17,7 @@ from darkroom.data.mixing import versions_of
 from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
+from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
@@ -56,8 +57,8 @@ from darkroom.train.memory import (
 from darkroom.train.model import build_model
 from darkroom.train.objective import make_objective
 from darkroom.train.scores import Scores, check_scores
-from darkroom.train.speed import flops_per_image
-from darkroom.train.step import Step, choose_precision, micro_batches
+from darkroom.train.speed import flops_per_image, set_kernels
+from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
 from darkroom.train.tasks.diffusion import SIZES, Diffusion, Task
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
@@ -103,6 +104,7 @@ def make_job(
     _check_pinned(store, pinned)
     contents = ranks.tell(lambda: contents_of(store, pinned.contents))
     device = _device(recipe, ranks)
+    set_kernels(recipe.train, device)
     precision, why = choose_precision(recipe.train.precision, device)
     notes = [f"precision {precision}: {why}"]
     model = (
@@ -230,6 +232,7 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, 
         if train.gradient_checkpointing:
             _checkpoint_activations(module)
         forget_inputs(module)
+    _compile(task, train)
     return Step(
         task,
         task.modules,
@@ -241,7 +244,16 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, 
         rows_a_picture=task.rows_a_picture,
         ranks=ranks,
         shard=recipe.parallel.shard,
+        reduce=DTYPES[recipe.parallel.reduce],
     )
+
+
+def _compile(task: Task, settings: TrainSettings) -> None:
+    """Compile what most of a step's work is in: the U-Net, transformer or VAE, as the recipe says."""
+    if settings.compile == "none":
+        return
+    denoiser = task.modules.get("unet", next(iter(task.modules.values())))
+    compile_blocks(denoiser) if settings.compile == "blocks" else compile_whole(denoiser)
 
 
 def _check_pinned(store: Store, pinned: Pinned) -> None:

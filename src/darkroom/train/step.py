@@ -78,6 +78,7 @@ class Step:
         rows_a_picture: int = 1,
         ranks: Ranks = ALONE,
         shard: str = "grads",
+        reduce: torch.dtype = torch.float32,
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
         self._rows_a_picture = rows_a_picture
@@ -90,7 +91,7 @@ class Step:
         else:
             from darkroom.train.distributed.ddp_fsdp import share_weights
 
-            self.weights = share_weights(modules, dtype, ranks, shard)
+            self.weights = share_weights(modules, dtype, ranks, shard, reduce)
         peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
         groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay)
         if optim.fused_backward:
