@@ -48,6 +48,10 @@ Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told t
 LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
 LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
+WarmSize = Annotated[
+    list[str] | None,
+    typer.Option(help="a size compiled or captured before the first job: 512x768; again for more"),
+]
 HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be given again"
 Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
 UsdPerHour = Annotated[float | None, typer.Option(min=0, help="price of the device, for the cost of jobs")]
@@ -103,6 +107,7 @@ def serve(
     drain: Drain = 30.0,
     lanes: LaneCount = None,
     pad: Pad = False,
+    warm_size: WarmSize = None,
     hook: Hooks = None,
     usd_per_hour: UsdPerHour = None,
     device: Device = "auto",
@@ -182,6 +187,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
         "drain_s": said["drain"],
         "vertex": routes,
         "hooks": tuple(said["hook"] or ()),
+        "warm_sizes": tuple(said["warm_size"] or ()),
         "limits": limits,
     }
     return ServeSettings(**{**same, **told, **elsewhere})

@@ -98,6 +98,11 @@ class ServeSettings(BaseModel):
         None, ge=1, le=256, description="on a CPU, sizes stepped at once; None: 2 for a small model, else 1"
     )
     pad: bool = Field(False, description="only batches of 1, 2, 4, 8, 12, 16, 24, ... rows")
+    warm_sizes: tuple[str, ...] = Field(
+        (),
+        description="sizes (512x768) that are compiled or captured before the first job; with `pad` all "
+        "of their batches that fit the capacity, else single pictures",
+    )
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -73,12 +73,15 @@ class Bucket:
             self._batch.unpack()
             self._batch = None
 
-    def step(self, unet: Unet) -> Stepped:
-        """One step with every row. A failure is traced to its row by stepping each alone."""
+    def step(self, unet: Unet, pace: Callable[[], None] = lambda: None) -> Stepped:
+        """One step with every row; `pace` waits for what is to be counted as its time. A failure is traced to
+        its row by stepping each alone.
+        """
         start = time.perf_counter()
         stepped = Stepped(0.0, sum(ticket.work.shape.evaluations for ticket in self.tickets))
         try:
             self._together(unet, stepped)
+            pace()
         except DEVICE_LOST as error:
             if not isinstance(error, torch.OutOfMemoryError):
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         places=places_for(backend.device, lanes, _threads_each(lanes)),
     )
     engine.studio.get_ready()
+    _warm_sizes(settings, model, backend, engine)
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
@@ -163,6 +165,20 @@ def _first_step(model: Model, backend: Backend) -> None:
     row = job.row(0)
     sample.advance(backend.unet, [row])
     job.finish(0, [row])
+
+
+def _warm_sizes(settings: ServeSettings, model: Model, backend: Backend, engine: Engine) -> None:
+    """A step of each size that was declared, in each batch that it will be called with."""
+    for text in settings.warm_sizes:
+        size = options.parse_size(text)
+        share = size[0] * size[1] / model.sample_size**2
+        most = max(2, int(engine.capacity / share))
+        job = first_job(model, backend, guidance=2.0, size=size)
+        # A guided picture is two rows.
+        for rows in [rows for rows in PAD_TO if 2 <= rows <= most and rows % 2 == 0] if settings.pad else [2]:
+            start = time.perf_counter()
+            sample.advance(engine.unet, [job.row(0) for _ in range(rows // 2)])
+            LOG.info("ready for %s, %d rows: %.1f s", text, rows, time.perf_counter() - start)
 
 
 def _row_bytes(model: Model, backend: Backend) -> int | None:

@@ -259,7 +259,7 @@ class Engine:
     def _step_aside(self, key: Hashable, bucket: Bucket) -> None:
         stepped: Stepped | Exception
         try:
-            stepped = bucket.step(self.unet)
+            stepped = bucket.step(self.unet, self.steps.pace)
         except Exception as error:
             stepped = error
         with self._condition:
