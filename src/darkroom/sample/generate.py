@@ -25,8 +25,8 @@ from darkroom.sample.denoise import Condition, Known, Row, denoise
 from darkroom.sample.ladder.choose import AUTO
 from darkroom.sample.ladder.choose import parse as parse_optimisations
 from darkroom.sample.ladder.steps import interval_of
-from darkroom.sample.memory import optimise_within
-from darkroom.sample.pictures import Picture
+from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
+from darkroom.sample.pictures import Picture, free_on_card
 from darkroom.sample.prompts import (
     check_text_parts,
     encode_prompts,
@@ -170,11 +170,14 @@ class Pass:
         width, height = size
         self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
         self.most_a_call = CALL_PICTURES
+        self.least_a_call = 1
+        """What a card was found to have memory for."""
 
     @property
     def rows_a_call(self) -> int:
-        """Pictures for one U-Net call: eight of 512 px, more of smaller ones."""
-        return pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
+        """Pictures for one U-Net call: eight of 512 px, more of smaller ones or where memory was counted."""
+        usual = pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
+        return max(usual, self.least_a_call)
 
 
 def pictures_a_call(latent_pixels: int, most: int = CALL_PICTURES) -> int:
@@ -257,9 +260,9 @@ class Job:
     ) -> tuple[Backend, int]:
         """The backend, and how many pictures may share a U-Net call."""
         if memory is None:
-            return open_backend(
-                name, self.model, optimise=optimise, device=device, notice=notice
-            ), CALL_PICTURES
+            backend = open_backend(name, self.model, optimise=optimise, device=device, notice=notice)
+            self._follow_free_memory(backend)
+            return backend, CALL_PICTURES
         if name != "torch":
             raise InputError(f"memory with backend {name}", mend="use backend torch")
         taken = self.hires or self.first
@@ -275,6 +278,21 @@ class Job:
         )
         notice(plan.says())
         return torch_backend(applied), plan.pictures_a_call
+
+    def _follow_free_memory(self, backend: Backend) -> None:
+        """Where more pictures are asked for than a call has, as many as the card has memory for.
+
+        What one takes is counted, in seconds: not for a job that makes but one call.
+        """
+        free = free_on_card(backend.device)
+        if free is None or backend.name not in ("torch", "compile"):
+            return
+        for taken in filter(None, (self.first, self.hires)):
+            if self.num_pictures > taken.rows_a_call:
+                needs = count_needs(backend.model or self.model, taken.size)
+                most = min(CALL_PICTURES, self.num_pictures)
+                fitting = pictures_that_fit(needs, free, guided=self.guidance > 1, most=most)
+                taken.least_a_call = fitting
 
     @property
     def rows_a_call(self) -> int:

@@ -31,6 +31,9 @@ JSON_KEY, A1111_KEY = "darkroom", "parameters"
 DECODE_PIXELS = 1024 * 1024
 DECODE_PICTURES = 32
 
+# What decoding at once may take of a card's free memory, and a pixel of it in float32, kernels' own included.
+DECODE_SHARE, DECODER_BYTES_A_PIXEL = 0.25, 1500
+
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
 _WANTED: ContextVar[Callable[[], bool] | None] = ContextVar("wanted", default=None)
 
@@ -50,6 +53,17 @@ def check_wanted() -> None:
     wanted = _WANTED.get()
     if wanted is not None and not wanted():
         raise Stopped("the picture is no longer wanted")
+
+
+def free_on_card(device: torch.device) -> int | None:
+    """Memory that a card has free now; None of other devices, where a limit is for the user to say."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+
+
+def decode_pixels(free_bytes: int | None) -> int:
+    """How many pixels to decode at a time: a megapixel, on a card more where its memory is free."""
+    fitting = int(DECODE_SHARE * (free_bytes or 0) / DECODER_BYTES_A_PIXEL)
+    return max(DECODE_PIXELS, min(DECODE_PICTURES * DECODE_PIXELS, fitting))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
