@@ -30,7 +30,7 @@ import time
 import tomllib
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -302,6 +302,8 @@ def main() -> None:
         print("\n".join(needs()))
         return
     chosen = [case for case in CASES if not asked.case or case.name in asked.case]
+    if asked.tiny:  # on a CPU that others use too
+        chosen = [replace(case, about_s=5 * case.about_s) for case in chosen]
     over = done_in([*asked.after, *([asked.out] if asked.out else [])])
     left = [case for case in chosen if case.name not in over]
     if asked.plan:

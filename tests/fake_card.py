@@ -31,6 +31,7 @@ NO_KERNEL = {
     "aten::alias", "aten::is_pinned", "aten::resize_", "aten::set_", "prim::device", "aten::sym_size",
 }  # fmt: skip
 """Of what is no view, what launches nothing."""
+COPIES = {"aten::copy_", "aten::_to_copy", "aten::to"}
 READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave.Tensor", "aten::item",
@@ -51,15 +52,17 @@ class Watched(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         places = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        to, away = kwargs.get("device"), bool(places - {"cpu"})
-        if name == "aten::copy_":
-            to, places = args[0].device, {args[1].device.type}
-            blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        else:
-            blocks = not kwargs.get("non_blocking", False)
-        crosses = name in ("aten::copy_", "aten::_to_copy") and to is not None and places
-        if crosses and {torch.device(to).type} != places and blocks:
-            self.waits.append(f"{name} {'/'.join(places)} to {torch.device(to).type} at {_where()}")
+        away = bool(places - {"cpu"})
+        if name in COPIES:
+            # In inference mode `to` comes as it was called, with its arguments in their places.
+            told = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            source = told["src"] if name == "aten::copy_" else told["self"]
+            target = told["self"].device if name == "aten::copy_" else told.get("device")
+            target = told["other"].device if "other" in told else target
+            crosses = target is not None and torch.device(target).type != source.device.type
+            if crosses and not told.get("non_blocking", False):
+                where = f"{source.device.type} to {torch.device(target).type}"
+                self.waits.append(f"{name} {where} at {_where()}")
         if away and (name in READS or (str(func) == "aten.index.Tensor" and _by_mask(args))):
             self.waits.append(f"{name} at {_where()}")
         if away and not func.is_view and name not in NO_KERNEL:
@@ -96,7 +99,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     before, guards[1] = guards[1], guards[1] or guards[META]
     apply, torch.nn.Module._apply = torch.nn.Module._apply, _apply  # type: ignore[method-assign, assignment]
     try:
-        with FakeTensorMode() as mode:
+        with FakeTensorMode() as mode, _Pinned():
             yield mode
     finally:
         guards[1], torch.nn.Module._apply = before, apply  # type: ignore[method-assign]
@@ -111,6 +114,13 @@ def fake_card() -> Iterator[FakeTensorMode]:
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     with FakeTensorMode() as mode, _Made():
         yield mode
+
+
+class _Pinned(TorchDispatchMode):
+    """Memory that a card reads by itself: fake memory is any kind."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func._schema.name == "aten::_pin_memory" else func(*args, **(kwargs or {}))
 
 
 class _Made(TorchFunctionMode):

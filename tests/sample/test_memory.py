@@ -8,7 +8,8 @@ import torch
 from darkroom import models, sample
 from darkroom.errors import InputError
 from darkroom.options import parse_bytes
-from darkroom.sample.memory import count_needs, optimise_within, plan_memory
+from darkroom.sample.memory import Needs, count_needs, optimise_within, pictures_that_fit, plan_memory
+from darkroom.sample.pictures import DECODE_PIXELS, decode_pixels
 
 GB = 10**9
 
@@ -146,3 +147,16 @@ def test_a_plan_is_kept_and_the_pictures_are_the_same(tiny):
 def test_memory_is_for_the_torch_backend(tiny):
     with pytest.raises(InputError, match="backend torch"):
         sample.generate(tiny, "a red circle", memory="3GB", backend="openvino")
+
+
+def test_calls_and_decodes_follow_a_card_s_free_memory():
+    """A plain eight pictures of 512 px and a megapixel where nothing is known; more where a card has room."""
+    needs = Needs({}, 0, 0, unet_fixed=10**9, unet_row=10**8, vae={None: 10**9}, picture=3)
+
+    def fitting(gigabytes: float, *, guided: bool = True) -> int:
+        return pictures_that_fit(needs, int(gigabytes * 1e9), guided=guided, most=64)
+
+    assert [fitting(size) for size in (1, 8, 24, 80)] == [1, 16, 32, 64]
+    assert fitting(8, guided=False) > fitting(8)
+    assert decode_pixels(None) == decode_pixels(2**30) == DECODE_PIXELS
+    assert DECODE_PIXELS < decode_pixels(24 * 2**30) < decode_pixels(80 * 2**30) <= 32 * DECODE_PIXELS

@@ -54,8 +54,8 @@ class Compiled:
     def __init__(self, module: Any, mode: str | None = None, backend: str = "inductor") -> None:
         self._module = module
         self.shapes: set[Shapes] = set()
-        self._static = torch.compile(module, dynamic=False, mode=mode, backend=backend)
-        self._open = torch.compile(module, mode=mode, backend=backend)
+        self._static: Any = torch.compile(module, dynamic=False, mode=mode, backend=backend)
+        self._open: Any = torch.compile(module, mode=mode, backend=backend)
         self._said = False
         _make_room()
 
@@ -90,7 +90,7 @@ class CompiledBlocks:
             if not self._said:
                 self._said = True
                 LOG.warning("more than %d sizes: further ones run uncompiled", MOST_SHAPES)
-            stance = torch.compiler.set_stance("eager_on_recompile")  # type: ignore[no-untyped-call]
+            stance = torch.compiler.set_stance("eager_on_recompile")
         with stance:
             return self._module(*given, **named)
 

@@ -256,21 +256,21 @@ class Batch:
             out = self._call_of(unet)(x_in, timesteps, self._texts[0], self._added)
         else:
             parts = [
-                self._call_of(unet, i)(
+                self._call_of(unet, rows)(
                     x_in[i], timesteps[i], text, {name: value[i] for name, value in self._added.items()}
                 )
-                for i, text in zip(self._members, self._texts, strict=True)
+                for i, rows, text in zip(self._members, self._member_rows, self._texts, strict=True)
             ]
             out = torch.cat(parts)[self._places]
         return out if out.dtype == torch.float32 else out.float()
 
-    def _call_of(self, unet: Unet, places: torch.Tensor | None = None) -> Unet:
+    def _call_of(self, unet: Unet, places: Sequence[int] | None = None) -> Unet:
         """The call for all rows of this step or some: a U-Net with `of_rows` is told whose they are."""
         of_rows: Callable[[Sequence[Owner]], Unet] | None = getattr(unet, "of_rows", None)
         if of_rows is None:
             return unet
         owners = [(row, False) for row in self.rows] + [(self.rows[i], True) for i in self._guided or ()]
-        return of_rows(owners if places is None else [owners[i] for i in places.tolist()])
+        return of_rows(owners if places is None else [owners[i] for i in places])
 
     def _gather_conditions(self, guided: tuple[int, ...]) -> None:
         """Lay out text and timesteps for the U-Net; they hold until others are guided or a prompt changes."""
@@ -298,6 +298,7 @@ class Batch:
         self._texts = [torch.stack([text for text in texts if len(text) == length]) for length in lengths]
         if len(lengths) > 1:
             members = [[i for i, text in enumerate(texts) if len(text) == length] for length in lengths]
+            self._member_rows = members
             self._members = [torch.tensor(some, device=self.device) for some in members]
             self._places = torch.cat(self._members).argsort()
 
@@ -322,10 +323,17 @@ class Batch:
         """A fresh draw for the rows whose solver asks for one, each from its own generator."""
         shape = self._x.shape[1:]
         drawn = [
-            _draw(shape, row.generator).to(self.device) if wanted else torch.zeros(shape, device=self.device)
+            _draw(shape, row.generator) if wanted else None
             for row, wanted in zip(self.rows, draws, strict=True)
         ]
-        return torch.stack(drawn)
+        if any(one is not None and one.device.type != "cpu" for one in drawn):
+            blank = torch.zeros(shape, device=self.device)
+            return torch.stack([blank if one is None else one.to(self.device) for one in drawn])
+        # One copy for all rows, from memory that the card reads by itself: nobody waits for it.
+        blank = torch.zeros(shape)
+        noise = torch.stack([blank if one is None else one for one in drawn])
+        pinned = noise.pin_memory() if self.device.type == "cuda" else noise
+        return pinned.to(self.device, non_blocking=True)
 
     def unpack(self) -> None:
         """Give every row its latents, predicted x0 and history back."""

@@ -1,0 +1,180 @@
+"""benchmarks/gpu.py: rows at once, cases that fail or hang, going on, wheels; and the cases on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from darkroom.measure.timing import read_csv
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+STUB = """
+import json, sys, time
+for name, _ in json.loads(sys.argv[1]):
+    print("BEGIN", name, flush=True)
+    if name == "crash":
+        sys.exit(3)
+    if name == "hang":
+        time.sleep(60)
+    print("END done", flush=True)
+"""
+
+
+def opened(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    return opened("gpu")
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return opened("gpu_cases")
+
+
+def test_a_crash_and_a_hang_end_their_case_alone(gpu, tmp_path):
+    """Each in a worker of its own kind; the next case goes on in a new one."""
+    names = ("crash", "fine", "hang", "last")
+    some = [gpu.Case(name, 1, "") for name in names]
+    workers, noted = [], {}
+
+    class Quick(gpu.Worker):
+        def next_line(self, within_s):
+            return super().next_line(min(within_s, 5.0))
+
+    def start(left):
+        told = json.dumps([(case.name, 1) for case in left])
+        workers.append(Quick([sys.executable, "-S", "-c", STUB, told], {}))
+        return workers[-1]
+
+    def note(case, why):
+        noted[case.name] = why
+
+    found = {case.name: how for case, how in gpu.run(some, gpu.time.monotonic() + 100, start, note)}
+    assert found == {
+        "crash": "failed: the worker ended with 3",
+        "fine": "done",
+        "hang": "failed: no end within its limit",
+        "last": "done",
+    }
+    assert set(noted) == {"crash", "hang"}
+    assert len(workers) == 3
+    assert all(worker.process.poll() is not None for worker in workers)
+
+
+def test_a_worker_that_never_begins_ends_the_call(gpu):
+    def start(left):
+        return gpu.Worker([sys.executable, "-S", "-c", "raise SystemExit(7)"], {})
+
+    with pytest.raises(SystemExit, match="the worker ended with 7"):
+        list(gpu.run([gpu.Case("one", 1, "")], gpu.time.monotonic() + 100, start, lambda c, why: None))
+
+
+def test_half_an_hour_is_two_to_four_calls_with_what_decides_first(gpu):
+    calls = gpu.calls(gpu.CASES, 9)
+    assert 2 <= len(calls) <= 4
+    assert all(sum(case.about_s for case in some) + gpu.START_S <= 9 * 60 for some in calls)
+    first = [case.name for case in calls[0]]
+    assert first[:2] == ["smoke", "card"]
+    assert {"sd15-b1-graphs", "sd2-train", "sdxl-batch"} <= set(first)
+    assert len(gpu.calls(gpu.CASES, 5)) > len(calls)
+
+
+def test_every_case_that_is_planned_can_be_made(gpu, cases):
+    assert {case.name for case in gpu.CASES} == set(cases.CASES)
+
+
+def test_wheels_and_folders_of_packages_go_first(gpu, tmp_path):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "HERE = 'by wheel'\n")
+    environ = gpu.environment(wheels)
+    code = "import carried; print(carried.HERE)"
+    told = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.strip() == "by wheel"
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "carried.py").write_text("HERE = 'by folder'\n")
+    assert gpu.unpacked(folder) == folder
+    with pytest.raises(SystemExit, match="is no folder"):
+        gpu.unpacked(tmp_path / "none")
+
+
+def test_what_lacks_is_named(gpu, monkeypatch):
+    """With nothing installed but Python itself, every package is missing, and none with all."""
+    bare = {"PYTHONPATH": "", "PYTHONNOUSERSITE": "1"}
+    bare_path = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+    monkeypatch.setattr(gpu, "CHECK", bare_path + gpu.CHECK)
+    missing = gpu.lacks(sys.executable, bare, "cpu")
+    assert {line.split(">=")[0] for line in gpu.needs()} <= {line.split(">=")[0] for line in missing}
+    assert "torch with device cpu" in missing
+
+
+def test_a_case_writes_its_rows_and_is_not_made_again(gpu, cases, tmp_path):
+    lab = cases.Lab("cpu", True, tmp_path / "far" / "rows.csv")
+    assert cases.make("card", lab).startswith("done; 5 rows")
+    rows = read_csv(lab.out)
+    assert [row.case for row in rows] == [
+        "product",
+        "convolution",
+        "attention",
+        "bandwidth",
+        "launch",
+        "card",
+    ]
+    assert all(row.settings["rate"] > 0 for row in rows[:5])
+    assert gpu.done_in([lab.out]).keys() == {"card"}
+    assert gpu.done_in([tmp_path / "none.csv"]) == {}
+
+
+def test_a_case_that_fails_is_a_row_that_says_why(gpu, cases, tmp_path, monkeypatch):
+    def failing(lab):
+        yield lab.row("x", "one")
+        raise ValueError("no kernel image")
+
+    monkeypatch.setitem(cases.CASES, "card", failing)
+    lab = cases.Lab("cpu", True, tmp_path / "rows.csv")
+    assert cases.make("card", lab).startswith("failed: ValueError: no kernel image; 1 rows")
+    assert [row.case for row in read_csv(lab.out)] == ["one", "card"]
+    assert gpu.done_in([lab.out])["card"].startswith("failed: ValueError")
+
+
+def test_resuming_is_bit_exact_and_proves_it(cases, tmp_path):
+    rows = list(cases.resume(cases.Lab("cpu", True, tmp_path / "rows.csv")))
+    assert [row.case for row in rows] == ["default kernels", "deterministic kernels"]
+    assert all(row.settings["bit_exact"] and row.settings["moved"] for row in rows)
+
+
+@pytest.mark.nightly
+def test_the_whole_script_on_a_cpu(gpu, tmp_path):
+    """As it is called on a card, at tiny sizes: every case but the ones with a server or a compiler."""
+    out = tmp_path / "rows.csv"
+    left_out = {"serve", "smoke-compile", "sd15-b1-compile", "sd2-train-compile", "sdxl-compile"}
+    names = [case.name for case in gpu.CASES if case.name not in left_out]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "20"]
+    command += ["--out", str(out), *(word for name in names for word in ("--case", name))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1300, check=False)
+    assert done.returncode == 0, done.stderr
+    over = gpu.done_in([out])
+    assert over.keys() == set(names)
+    assert {how.split(";")[0] for how in over.values()} == {"done"}, over
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "nothing is left" in again.stderr

@@ -1,0 +1,111 @@
+"""Compiled denoisers: a graph for each set of shapes, none anew for what came before, and a bound."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from darkroom import models
+from darkroom.models import compiling
+from darkroom.models.adapters.bank import Bank
+from darkroom.models.compiling import Compiled, CompiledBlocks
+from darkroom.sample.backends import unet_call
+
+UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
+DIT = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+class Small(torch.nn.Module):
+    def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
+        return x.mean(-1) + more["t"].sum()
+
+
+def test_shapes_have_a_graph_each_and_past_the_bound_one_for_all(monkeypatch, caplog):
+    monkeypatch.setattr(compiling, "MOST_SHAPES", 2)
+    made = Compiled(Small(), backend="eager")
+
+    def call(rows: int, length: int) -> None:
+        x = torch.ones(rows, length)
+        assert torch.equal(made(x, {"t": x}), Small()(x, {"t": x}))
+
+    for rows in (2, 3, 2, 3):
+        call(rows, 4)
+    assert graphs() == 2
+    assert "compile" not in caplog.text
+    with caplog.at_level(logging.WARNING, "darkroom.models"):
+        for rows in (5, 6, 7, 8):
+            call(rows, 4)
+    assert graphs() == 3  # one with the rows open
+    assert caplog.text.count("share one graph of open sizes") == 1
+    call(2, 4)
+    assert graphs() == 3
+    assert not counters["graph_break"]
+
+
+def test_what_varied_is_open_and_nothing_else():
+    seen = {(("0", (2, 4), torch.float32),), (("0", (3, 4), torch.float32),)}
+    assert compiling._varying(seen) == {"0": {0}}
+    assert compiling._varying({(("0", (2, 4), torch.float32),)}) == {"0": set()}
+
+
+def rounds(family: str, unet: dict) -> tuple[int, int]:
+    """Graphs after each size was met once, and after all of them again, with other adapters."""
+    model = models.create(family, overrides={models.FAMILIES[family].denoiser: unet}, parts=("unet",))
+    bank = Bank(model, slots=2, max_rank=2)
+    bank.reserve([path for path in bank._known if path.endswith("to_q")])
+    bank.seal()
+    call = unet_call(CompiledBlocks(model.unet, backend="eager"))
+    found = []
+    for slot in (1, 2):
+        for rows, side, tokens in ((2, 8, 7), (2, 16, 7), (4, 8, 7), (2, 8, 14)):
+            x, text = torch.zeros(rows, 4, side, side), torch.zeros(rows, tokens, 64)
+            told = bank.lay_out([((slot, 0.5),)] * rows, "cpu")
+            with torch.no_grad():
+                call(x, torch.ones(rows), text, told)
+        found.append(graphs())
+    bank.detach()
+    return found[0], found[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("tiny-dit", DIT)])
+def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, unet):
+    first, again = rounds(family, unet)
+    assert first == again > 0
+    assert not counters["graph_break"]
+
+
+@pytest.mark.nightly
+def test_blocks_past_the_bound_run_as_they_are(monkeypatch, caplog):
+    """And the same model beside it, compiled by nobody, gives the same numbers."""
+    monkeypatch.setattr(compiling, "MOST_SHAPES", 1)
+    model = models.create("tiny", overrides={"unet": UNET}, parts=("unet",))
+    inputs = [
+        (torch.randn(rows, 4, 8, 8), torch.ones(rows), torch.randn(rows, 7, 64), {}) for rows in (1, 2, 3)
+    ]
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "darkroom.models"):
+        plain = [unet_call(model.unet)(*given) for given in inputs]
+        call = unet_call(CompiledBlocks(model.unet, backend="eager"))
+        first, *more = [call(*given) for given in inputs]
+    after = graphs()
+    for found, wanted in zip((first, *more), plain, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert caplog.text.count("further ones run uncompiled") == 1
+    with torch.no_grad():
+        call(*inputs[2])
+    assert graphs() == after
