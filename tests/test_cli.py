@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from darkroom import cli, errors
+from darkroom.cli import door
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = [name for name in (command.name for command in cli.app.registered_commands) if name]
@@ -124,3 +127,18 @@ def test_the_readme_names_only_verbs_and_options_that_exist(capsys):
         assert code == 0, command
         for option in re.findall(r"--[a-z-]+", command):
             assert option in out, command
+
+
+def test_a_console_of_eight_bits_gets_every_message(monkeypatch, tmp_path):
+    """As Windows' own: what it lacks is an escape, in JSON one that JSON knows."""
+    raw = {name: io.BytesIO() for name in ("stdout", "stderr")}
+    for name, stream in raw.items():
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, "cp1252", write_through=True))
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", "三.yaml", "--out", str(tmp_path / "run")])
+    assert left.value.code == 2
+    assert b"\\u4e09.yaml" in raw["stderr"].getvalue()
+    door.show({"name": "三 é 😀"}, True, list)
+    assert json.loads(raw["stdout"].getvalue().decode("cp1252")) == {"name": "三 é 😀"}
+    assert b"\\u00e9" in raw["stdout"].getvalue()
