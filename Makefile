@@ -3,6 +3,6 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: help quickstart setup test check nightly lint format lock clean
-help quickstart setup test check nightly lint format lock clean:
+.PHONY: help quickstart setup test check docs nightly lint format lock sbom clean
+help quickstart setup test check docs nightly lint format lock sbom clean:
 	@$(PYTHON) make.py $@ $(ARGS)

@@ -37,6 +37,7 @@ PYTHON = VENV / ("Scripts/python.exe" if WINDOWS else "bin/python")
 READY = VENV / ".ready"
 LOCK = ROOT / "requirements.lock"
 UV = "uv==0.13.9"
+CYCLONEDX = "cyclonedx-bom>=7.2,<8"
 
 # What each command runs -----------------------------------------------------------------------------------
 
@@ -57,7 +58,7 @@ PYTEST: dict[str, list[Line]] = {
         (("-n", "2", "tests/sample", "tests/measure", "tests/serve", "-m", "not nightly"), AVX2),
     ],
 }
-TEST_EXTRAS = ("all", "dev")  # of pyproject.toml; the quickstart needs none
+TEST_EXTRAS = ("all", "dev", "docs")  # of pyproject.toml; the quickstart needs none
 LEFT_BY_RUNS = (".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build", "dist")
 
 HELP = """python make.py COMMAND, or make COMMAND:
@@ -65,12 +66,15 @@ HELP = """python make.py COMMAND, or make COMMAND:
   setup        the virtual environment .venv with what the quickstart needs; `setup serve onnx` adds extras
   test         lint, types for Linux, macOS and Windows, and the tests
   check        lint, types and the quick tests of what changed against main
+  docs         the documentation's site, in build/site
   nightly      the long proofs, then pictures and serving once more with AVX2 instructions only
   lint         lint and types
   format       mend the formatting
   lock         resolve requirements.lock again; `lock --upgrade` takes newer versions
+  sbom         what is installed, with licences and hashes, as CycloneDX in build/sbom.json
   clean        remove .venv and caches
-What follows `quickstart` or `test` goes to darkroom or pytest. --dry-run prints the commands alone.
+What follows `quickstart`, `test` or `docs` goes to darkroom, pytest or mkdocs.
+--dry-run prints the commands alone.
 TORCH=cpu|cuda|rocm7.2|xpu|...   the build of torch; unset: by what the machine has
 INSTALLER=pip                    without uv"""
 
@@ -449,6 +453,19 @@ def lock(machine: Machine, more: tuple[str, ...]) -> None:
         LOCK.write_text(LOCK_HEAD + "\n".join(kept) + "\n", encoding="utf-8")
 
 
+def sbom(machine: Machine) -> None:
+    """The bill of materials of .venv, by CycloneDX's own tool in an environment of its own."""
+    setup(machine, ("all",))
+    installer = Installer(machine)
+    out = ROOT / "build" / "sbom.json"
+    if not machine.dry:
+        out.parent.mkdir(exist_ok=True)
+    tool = ("tool", "run", *uv_options(installer.settings), "--from", CYCLONEDX, "cyclonedx-py")
+    told = ("--pyproject", "pyproject.toml", "--output-reproducible", "--output-file", str(out))
+    machine.run(str(PYTHON), "-m", "uv", *tool, "environment", str(PYTHON), *told)
+    say(f"{out}: what is installed in .venv")
+
+
 def clean(machine: Machine) -> None:
     for name in LEFT_BY_RUNS:
         say(f"removing {name}")
@@ -461,7 +478,7 @@ def main(words: list[str]) -> int:
     command, *more = [word for word in words if word != "--dry-run"] or ["help"]
     machine = Machine(dry)
     rest = tuple(more)
-    if command in ("lint", "check", "nightly", "format", "clean", "help") and rest:
+    if command in ("lint", "check", "nightly", "format", "sbom", "clean", "help") and rest:
         raise Refused(f"{command} takes nothing more, and was given {' '.join(rest)}")
     if command == "setup":
         setup(machine, rest)
@@ -476,14 +493,18 @@ def main(words: list[str]) -> int:
     elif command == "nightly":
         setup(machine, TEST_EXTRAS)
         tests(machine, "nightly", ())
+    elif command == "docs":
+        setup(machine, ("docs",))
+        machine.run(str(PYTHON), "-m", "mkdocs", "build", "--quiet", *rest, add={"NO_MKDOCS_2_WARNING": "1"})
+        say("the site is in build/site; open build/site/index.html")
     elif command == "format":
         setup(machine, TEST_EXTRAS)
         machine.run(str(PYTHON), "-m", "ruff", "check", "--fix", ".")
         machine.run(str(PYTHON), "-m", "ruff", "format", ".")
     elif command == "lock":
         lock(machine, rest)
-    elif command in ("lint", "check", "clean"):
-        {"lint": lint, "check": check, "clean": clean}[command](machine)
+    elif command in ("lint", "check", "sbom", "clean"):
+        {"lint": lint, "check": check, "sbom": sbom, "clean": clean}[command](machine)
     elif command == "help":
         print(HELP)
     else:

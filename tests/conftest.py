@@ -14,8 +14,10 @@ import pytest
 
 # Before torch is imported: two thread counts differ in last bits, and two tests at once share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Tests of what pictures are made of compare files; those of marks and credentials ask for them.
+os.environ["DARKROOM_PROVENANCE"] = "0"
 
-import darkroom  # noqa: F401 - sets the OpenMP spin count
 import home  # moves HOME before any library looks for its caches and settings
 from needs import missing
 

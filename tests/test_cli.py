@@ -7,8 +7,10 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from darkroom import cli, errors
 from darkroom.cli import door
@@ -96,6 +98,30 @@ def test_nothing_said_shows_the_help(capsys):
     assert "Usage: darkroom" in out
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "no memory left"),
+        (OSError(28, "No space left on device", "a/b"), "No space left on device: a/b"),
+        (
+            OSError("LanceError(IO): No space left on device (os error 28)"),
+            "the machine failed: LanceError(IO): ",
+        ),
+    ],
+)
+def test_a_machine_that_fails_is_one_line_and_exit_code_1(capsys, monkeypatch, error, told):
+    from importlib import import_module
+
+    def fails():
+        raise error
+
+    monkeypatch.setattr(import_module("darkroom.hardware.doctor"), "machine", fails)
+    code, _, said = run(capsys, "doctor")
+    assert code == 1
+    assert said.startswith(f"darkroom: {told}")
+    assert said.count("\n") == 1
+
+
 def test_doctor_says_the_same_as_json(capsys):
     code, out, _ = run(capsys, "doctor", "--json")
     assert code == 0
@@ -103,6 +129,16 @@ def test_doctor_says_the_same_as_json(capsys):
     assert {"python", "torch", "memory", "disk"} <= set(names)
     _, told, _ = run(capsys, "doctor")
     assert all(name in told for name in names)
+
+
+def test_doctor_fails_where_something_lacks_that_is_needed(capsys, monkeypatch):
+    from importlib import import_module
+
+    monkeypatch.setattr(import_module("darkroom.hardware.doctor"), "_MIN_DISK_BYTES", 2**80)
+    code, out, error = run(capsys, "doctor")
+    assert code == 1
+    assert "!!  disk " in out
+    assert error == "darkroom: not in order: disk\n"
 
 
 def test_generate_writes_pictures_that_say_how_they_were_made(capsys, tmp_path):
@@ -127,6 +163,31 @@ def test_the_readme_names_only_verbs_and_options_that_exist(capsys):
         assert code == 0, command
         for option in re.findall(r"--[a-z-]+", command):
             assert option in out, command
+
+
+def commands_of(command: Any, *path: str) -> list[tuple[str, ...]]:
+    """The command line and everything below it."""
+    inner = getattr(command, "commands", {})
+    return [path, *(found for name, one in inner.items() for found in commands_of(one, *path, name))]
+
+
+@pytest.mark.parametrize("path", commands_of(typer.main.get_command(cli.app)), ids=" ".join)
+def test_no_line_of_help_is_cut_or_wider_than_80_columns(path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys, *path, "--help")
+    assert code == 0
+    _, _, listed = out.partition("\nCommands:\n")
+    assert [line for line in listed.splitlines() if line.endswith(("...", "…"))] == []
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_shells_complete_verbs(capsys, monkeypatch):
+    for name, value in {"_DARKROOM_COMPLETE": "complete_bash", "COMP_WORDS": "darkroom ins"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COMP_CWORD", "1")
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert out.split() == ["inspect"]
 
 
 def test_a_console_of_eight_bits_gets_every_message(monkeypatch, tmp_path):

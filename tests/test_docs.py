@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+import yaml
 
+from darkroom import cli
+from darkroom.recipe.reference import find_keys
 from documented import Command, parsed
+from needs import missing
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
 HOP = re.compile(r"^\| (\d+) \| \[\S+\]\((\S+)\) \| ([^|]+) \|", re.M)
 
@@ -67,3 +77,115 @@ def test_every_command_in_the_readmes_tables_parses():
         assert not recipe.startswith("recipes/") or (ROOT / recipe).is_file(), command
     with pytest.raises(typer.TyperException):
         parsed(Command("README.md", "darkroom generate MODEL 'a dog' --strenght 0.7").arguments)
+
+
+# ---- what other tools' users look up
+
+OPTION = re.compile(r"--[a-z][\w-]*")
+
+
+def known_options() -> set[str]:
+    """Every option of every verb."""
+    found: set[str] = set()
+    waiting: list[Any] = [typer.main.get_command(cli.app)]
+    while waiting:
+        command = waiting.pop()
+        waiting += getattr(command, "commands", {}).values()
+        found |= {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+    return found
+
+
+def unknown(text: str, keys: dict[str, Any], options: set[str]) -> str:
+    """Why a name in the middle column is neither key, option nor command; empty where it is one."""
+    if text.startswith("darkroom "):
+        parsed(Command("coming-from.md", text).arguments)
+        return ""
+    if text.startswith("--"):
+        return next((f"no option {one}" for one in OPTION.findall(text) if one not in options), "")
+    key, _, value = text.replace(": ", "=").partition("=")
+    if text.endswith(".yaml"):
+        return "" if (ROOT / text).is_file() else f"no file {text}"
+    if key not in keys:
+        return f"no key {key}"
+    choices = re.split(r"[,;] (?:or )?", keys[key].allowed) if keys[key].type == "choice" else []
+    return f"{key} has no {value}" if value and choices and value not in choices else ""
+
+
+def test_what_other_tools_options_are_here_exists():
+    text = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!---)([^\n]+?) \| ([^\n|]*) \|(?: [^\n]*)?\|$", text, re.M)
+    keys, options = {one.key: one for one in find_keys()}, known_options()
+    named = [name for _, middle in rows for name in re.findall(r"`([^`]+)`", middle)]
+    assert len(rows) > 110
+    assert len(set(named)) > 80
+    assert [why for name in named if (why := unknown(name, keys, options))] == []
+    for wrong in ("optim.learning_rate", "--sampler", "task: hypernetwork", "optim.name=lion"):
+        assert unknown(wrong, keys, options)
+
+
+# ---- the site
+
+
+@pytest.fixture(scope="module")
+def site() -> Any:
+    """docs/site.py, which adds the reference."""
+    spec = importlib.util.spec_from_file_location("darkroom_site", ROOT / "docs" / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_nav(entries: Any) -> list[str]:
+    """The pages that the site's navigation lists."""
+    values = [
+        value for entry in entries for value in (entry.values() if isinstance(entry, dict) else [entry])
+    ]
+    return [page for one in values for page in (in_nav(one) if isinstance(one, list) else [one])]
+
+
+def test_every_page_is_in_the_navigation_once(site):
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = in_nav(yaml.safe_load(text[text.index("\nnav:") :])["nav"])
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in PAGES if (ROOT / "docs") in path.parents}
+    made = {uri for path, uri in site.PAGES.items() if path != "README.md"}
+    reference = {"api/index.md", *(f"api/{name.removeprefix('darkroom.')}.md" for name in site.PACKAGES)}
+    assert sorted(listed) == sorted(pages | made | reference)
+
+
+def test_what_is_public_is_listed_documented_and_there(site):
+    undocumented, untyped = [], []
+    for package in site.PACKAGES:
+        module = importlib.import_module(package)
+        for name in site.public(package):
+            assert hasattr(module, name), f"{package}.{name}"
+            _, node = site.home_of(package, name)
+            members = node.body if isinstance(node, ast.ClassDef) else []
+            shown = [node, *(one for one in members if isinstance(one, site.FUNCTION) and one.name[0] != "_")]
+            for one in filter(None, shown):
+                undocumented += [f"{package}.{name}: {one.name}"] if not ast.get_docstring(one) else []
+                is_function = isinstance(one, site.FUNCTION)
+                untyped += [f"{package}.{name}: {one.name}"] if is_function and one.returns is None else []
+    assert undocumented == untyped == []
+    assert {"generate", "make_table"} <= set(site.public("darkroom.sample"))
+    with pytest.raises(ValueError, match="has no __all__"):
+        site.public("darkroom.bill")
+
+
+def test_the_reference_names_what_is_public(site):
+    page = site.reference("darkroom.train")
+    assert "::: darkroom.train.run.train\n" in page  # by the module that defines it
+    assert page.index("::: darkroom.train.run.train\n") < page.index(
+        "::: darkroom.train.trainer.TrainResult\n"
+    )
+
+
+@pytest.mark.nightly
+def test_the_site_builds_without_a_warning(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None:
+        missing("mkdocs is not installed: make setup ARGS=docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    built = (tmp_path / "site" / "api" / "sample.html").read_text(encoding="utf-8")
+    assert 'id="darkroom.sample.generate.generate"' in built

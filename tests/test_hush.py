@@ -18,6 +18,30 @@ diffusers_logging.get_logger("diffusers.pipelines").warning("a remark of diffuse
 """
 
 
+IMPORTED = """
+import os, sys
+before = dict(os.environ)
+import darkroom, darkroom.recipe, darkroom.hardware, darkroom.errors
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+assert not {"torch", "diffusers", "transformers", "ray"} & set(sys.modules)
+from darkroom.cli import main
+try:
+    main(["--version"])
+except SystemExit:
+    pass
+print(os.environ["GOMP_SPINCOUNT"])
+"""
+
+
+@pytest.mark.parametrize(("given", "is_left"), [(None, "10000"), ("7", "7")])
+def test_importing_changes_nothing_and_the_command_line_limits_spinning(given, is_left) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    env |= {"GOMP_SPINCOUNT": given} if given else {}
+    ran = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[-1] == is_left
+
+
 @pytest.mark.parametrize("hushed", [True, False])
 def test_remarks_are_silenced_and_complaints_are_not(hushed: bool) -> None:
     code = REMARKS.format(hushed=hushed)

@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "darkroom"
 
 LEVELS = (
-    {"errors", "hush"},
+    {"errors", "hush", "late_imports"},
     {"hardware", "counting", "progress"},
     {"bill", "tables", "options"},
     {"run"},
@@ -131,7 +131,7 @@ def test_only_the_command_line_imports_the_published_systems():
 
 
 def test_a_recipe_is_read_without_torch():
-    _, names = imported_with("import darkroom.recipe")
+    names = imported_with("import darkroom.recipe")
     assert not {"torch", "diffusers", "transformers", "lance", "matplotlib", "PIL"} & names
 
 
@@ -140,28 +140,22 @@ def test_only_the_cluster_imports_ray():
     assert users <= {"cluster"}
 
 
-def imported_with(statement: str) -> tuple[float, set[str]]:
-    """Seconds an import takes in a fresh interpreter, and the packages that came with it."""
-    code = (
-        f"import time; start = time.perf_counter(); {statement}; took = time.perf_counter() - start\n"
-        "import sys; print(took, *{name.split('.')[0] for name in sys.modules})"
-    )
-    took, *names = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    return float(took), set(names)
+def imported_with(statement: str) -> set[str]:
+    """The packages that came with an import in a fresh interpreter."""
+    code = f"{statement}; import sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    return set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
 
 
 HEAVY = {"torch", "diffusers", "transformers", "lance", "pyarrow", "numpy", "matplotlib", "PIL", "pydantic"}
 
 
 @pytest.mark.parametrize("statement", ["import darkroom", "import darkroom.errors"])
-def test_importing_darkroom_is_quick_and_brings_nothing_heavy(statement):
-    took_s, names = imported_with(statement)
-    assert not HEAVY & names
-    assert took_s < 0.3
+def test_importing_darkroom_brings_nothing_heavy(statement):
+    assert not HEAVY & imported_with(statement)
 
 
 def test_the_command_line_answers_help_without_torch():
-    _, names = imported_with("import darkroom.cli")
+    names = imported_with("import darkroom.cli")
     assert not {"torch", "diffusers", "transformers", "lance", "matplotlib"} & names
 
 

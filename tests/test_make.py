@@ -168,10 +168,13 @@ def test_the_quickstart_installs_no_extra_and_the_tests_install_all(capsys, monk
     assert told.endswith("-m darkroom quickstart --seed 1\n")
     assert told.splitlines()[-2].endswith("--editable .")
     make.main(["test", "--dry-run"])
-    assert re.search(r"--editable '?\.\[all,dev\]", capsys.readouterr().out)
-    assert set(make.TEST_EXTRAS) == {"all", "dev"}
+    assert re.search(r"--editable '?\.\[all,dev,docs\]", capsys.readouterr().out)
+    assert set(make.TEST_EXTRAS) == {"all", "dev", "docs"}
     for extra in ("serve", "ray", "track"):
-        assert f"darkroom-sd[{','.join(e for e in EXTRAS if e not in ('dev', 'all'))}]" == EXTRAS["all"][0]
+        assert (
+            f"darkroom-sd[{','.join(e for e in EXTRAS if e not in ('dev', 'docs', 'all'))}]"
+            == EXTRAS["all"][0]
+        )
         assert not {name_of(r) for r in EXTRAS[extra]} & {name_of(r) for r in PROJECT["dependencies"]}
 
 

@@ -38,11 +38,10 @@ def test_a_solver_has_darkrooms_name_or_a1111s(name, solver, karras):
 
 
 def test_the_names_are_those_of_the_solvers_that_there_are():
-    from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS
+    from darkroom.sample.choice import FILL
     from darkroom.sample.generate import GenerateSettings
 
-    assert set(options.SOLVER_NAMES) == set(SOLVERS)
-    assert set(options.FLOW_SOLVER_NAMES) == set(FLOW_SOLVERS)
+    assert set(FILL) == {*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES}
     asked = GenerateSettings.of(solver="DPM++ 2M Karras")
     assert (asked.solver, asked.karras) == ("dpmpp_2m", True)
     assert GenerateSettings.of(solver="DPM++ 2M", karras=False).karras is False

@@ -1,10 +1,12 @@
-"""Fit the efficiencies of src/darkroom/plan/efficiency.csv on the published rows that are marked as fitted.
+"""Fit the efficiencies of src/darkroom/plan/efficiency.csv on the published tables, and say how sure they
+are.
 
-    python benchmarks/plan/fit.py            writes efficiency.csv and left_out.json, prints a line a table
+    python benchmarks/plan/fit.py      writes efficiency.csv, spread.csv and left_out.json; a line a table
 
-Least squares on the logarithm of predicted over published, with a weak pull towards the first guesses below,
-so that what no row tells stays physical. Then once more from the guesses without each table: all its rows are
-then unseen, and left_out.json has their median error and whether the table holds. Needs scipy (extra dev).
+Least squares on the logarithm of predicted over published, with a weak pull towards the guesses
+(guesses.csv); each table weighs alike, however many rows it has. Then once more without each table: what
+those constants say of its rows is the proof, and its errors are what the intervals of a plan are made of.
+Needs scipy (extra dev).
 """
 
 from __future__ import annotations
@@ -12,106 +14,145 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize
 
-from darkroom.plan import roofline
+from darkroom.plan import intervals, roofline
 from darkroom.plan.roofline import Efficiency
 from darkroom.proof import published
-from darkroom.proof import published as validate
-from darkroom.proof.rows import Row
+from darkroom.proof.rows import Row, Table
 
-PULL = 0.15
-CONVERGED, MOST_EVALUATIONS = 1e-4, 200
-RESTS_ON = {
-    "phases and total from counts (Anyscale)": "images/s (Anyscale)"
-}  # without fitted rows of its own
-FREE = ("conv", "matmul", "attention", "plain_cores", "bandwidth", "cache", "kernel_s", "tile_s", "host_s",
-        "host_factor", "fusion_bytes", "fusion_kernels", "network", "overlap", "script_s", "start_s",
-        "beside", "contention")  # fmt: skip
-FIXED_FOR = ("CPU", "CDNA 3", "new server")
-SHARES = ("conv", "plain_cores", "bandwidth", "network", "overlap", "fusion_bytes", "fusion_kernels",
-          "beside", "contention")  # fmt: skip
-UPPER = {**dict.fromkeys(SHARES, 1.0), "cache": 5.0}  # caches move 2 to 5 times what their memory does
+PULL = 0.03
+ROWS = 8  # of each table, evenly taken
+SCALE = 0.1  # errors far beyond count less
+Key = tuple[str, str]
+ROOT = Path(__file__).parents[2]
+GUESSES = list(csv.DictReader(Path(__file__).with_name("guesses.csv").open()))
+KEYS: list[Key] = [(row["name"], row["applies_to"]) for row in GUESSES]
 
 
-def free_keys() -> list[tuple[str, str]]:
-    """What is fitted; CPU shares are measured, and no row tells of MI300X."""
-    values = roofline.efficiency().values
-    return [key for key in values if key[0] in FREE and key[1] not in FIXED_FOR]
+def fit(tables: Sequence[Table], start: Efficiency | None = None) -> Efficiency:
+    """The efficiencies that the tables' rows want, from the guesses to where nothing improves."""
+    known = roofline.efficiency()
+    guess = np.log([float(row["value"]) for row in GUESSES])
+    most = np.log([float(row["most"]) for row in GUESSES]) - 1e-6
+    taken = [(row, 3 / math.sqrt(len(found))) for found in map(rows_of, tables) for row in found]
+    weights = np.array([weight for _, weight in taken])
 
-
-def fit(
-    tables: list[published.Table],
-    keys: list[tuple[str, str]],
-) -> Efficiency:
-    """The efficiencies that the tables' fitted rows want, from the guesses to where nothing improves."""
-    start = roofline.efficiency()
-    guess = np.log([GUESSES[key] for key in keys])
-    rows = fitted_rows(tables)
-    upper = np.log([UPPER.get(key[0], 20 * GUESSES[key]) for key in keys])
-
-    def known(x: np.ndarray) -> Efficiency:
-        return start.with_values({key: float(np.exp(value)) for key, value in zip(keys, x, strict=True)})
+    def at(x: np.ndarray) -> Efficiency:
+        return known.with_values({key: math.exp(value) for key, value in zip(KEYS, x, strict=True)})
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        at = known(x)
-        errors = [math.log(row.predict(at) / row.published) for row in rows]
-        return np.concatenate([errors, PULL * (x - guess)])
+        errors = np.array([log_error(row, at(x)) for row, _ in taken])
+        robust = np.sign(errors) * SCALE * np.sqrt(2 * np.sqrt(1 + (errors / SCALE) ** 2) - 2)
+        return np.concatenate([weights * robust, PULL * (x - guess)])
 
+    begin = guess if start is None else np.log([start.values[key] for key in KEYS])
     found = least_squares(
-        residuals, np.minimum(guess, upper - 1e-6), bounds=(guess - 3, upper), loss="soft_l1",
-        f_scale=0.2, diff_step=1e-3, ftol=CONVERGED, xtol=CONVERGED, max_nfev=MOST_EVALUATIONS,
-    )  # fmt: skip
+        residuals, np.minimum(begin, most), bounds=(guess - 3, most), diff_step=1e-3, ftol=1e-4, xtol=1e-4
+    )
     assert found.status > 0, found.message
-    return known(found.x)
+    return at(found.x)
 
 
-def fitted_rows(tables: list[published.Table]) -> list[Row]:
-    """The rows that the fit sees."""
-    return [row for table in tables for row in table.rows if row.fitted]
+def rows_of(table: Table) -> list[Row]:
+    """The rows that the fit sees: as many of each table, and of the one that repeats machines one a card."""
+    rows = [row for row in published.counted(table) if not row.case.startswith("CPU ")]
+    if table.name.startswith("MLPerf"):
+        rows = list({row.case[:4] + row.case.partition(": ")[2]: row for row in reversed(rows)}.values())
+    return [rows[round(i * (len(rows) - 1) / (ROWS - 1))] for i in range(ROWS)] if len(rows) > ROWS else rows
 
 
-GUESSES = {
-    (row["name"], row["applies_to"]): float(row["value"])
-    for row in csv.DictReader(Path(__file__).with_name("guesses.csv").open())
-}
+def log_error(row: Row, known: Efficiency) -> float:
+    """The logarithm of predicted over published."""
+    return math.log(row.predict(known) / row.published)
 
 
 def main() -> None:
     """Fit, leave one table out at a time, and write everything."""
-    names = list(published.TABLES)
-    tables = [published.table(name) for name in names]
-    keys = free_keys()
-    best = fit(tables, keys)
-    write_csv(best)
-    say_table = partial(print, flush=True)
+    tables = [published.table(name) for name in published.RESTS_ON]
+    seen = [one for one in tables if published.RESTS_ON[one.name] == one.name]
+    best = fit(seen)
+    write_constants(best)
+    say = partial(print, flush=True)
+    left_out: dict[str, Any] = {}
+    errors = {}
     for one in tables:
-        say_table(f"{one.name:52} {_told(one, best)}")
-    left_out = {}
-    for one in tables:
-        without = RESTS_ON.get(one.name, one.name)
-        if not fitted_rows([other for other in tables if other.name == without]):
-            continue
-        stranger = fit([other for other in tables if other.name != without], keys)
-        say_table(f"{one.name:52} {_told(one, stranger, unseen=True)}, unseen")
-        left_out[one.name] = {
-            "median_error": round(published.median_error(one, stranger, unseen=True), 4),
-            "holds": published.holds(one, stranger, unseen=True),
-        }
-    validate.LEFT_OUT.write_text(json.dumps(left_out, indent=1) + "\n")
+        out = published.RESTS_ON[one.name]
+        stranger = fit([other for other in seen if other.name != out], best) if out else best
+        left_out[one.name] = [[*key, float(f"{stranger.values[key]:.4g}")] for key in KEYS]
+        say(f"{one.name:52} unseen {_told(one, stranger)}, seen {published.median_error(one, best):.1%}")
+        errors[one.name] = [measured(row, stranger) for row in published.counted(one)]
+    published.LEFT_OUT.write_text(json.dumps(left_out, indent=None, separators=(",", ":")) + "\n")
+    write_spread(errors)
 
 
-def _told(one: published.Table, known: Efficiency, *, unseen: bool = False) -> str:
-    error = published.median_error(one, known, unseen=unseen)
-    verdict = "holds" if published.holds(one, known, unseen=unseen) else "does NOT hold"
-    return f"{error:6.1%} of {len(published.counted(one, unseen=unseen)):3} rows  {verdict}"
+def _told(one: Table, known: Efficiency) -> str:
+    verdict = "holds" if published.holds(one, known) else "does NOT hold"
+    return f"{published.median_error(one, known):6.1%} of {len(published.counted(one)):3} rows  {verdict}"
 
 
-def write_csv(best: Efficiency) -> None:
+# ---- how sure
+
+
+def measured(row: Row, known: Efficiency) -> tuple[float, dict[str, float]]:
+    """A row's error, and of how much of its time each kind of work is."""
+    return log_error(row, known), published.shares(row, known)
+
+
+def write_spread(errors: Mapping[str, Sequence[tuple[float, dict[str, float]]]]) -> None:
+    """Fit the widths of spread.csv on unseen errors, and say how they do on tables that they have not
+    seen.
+    """
+    found = spread_of(errors)
+    told = {}
+    for name, rows in errors.items():
+        others = spread_of({other: value for other, value in errors.items() if other != name})
+        told[name] = sum(abs(error) <= intervals.half_width(others, shares) for error, shares in rows) / len(
+            rows
+        )
+        print(f"{name:52} {told[name]:.0%} of {len(rows)} rows inside 80 %")
+    print(f"all tables alike: {sum(told.values()) / len(told):.0%}")
+    file = ROOT / "src" / "darkroom" / "plan" / "spread.csv"
+    rows = list(csv.DictReader(file.open()))
+    for row in rows:
+        if row["name"] in found:
+            row["value"] = f"{found[row['name']]:.3g}"
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def spread_of(errors: Mapping[str, Sequence[tuple[float, dict[str, float]]]]) -> dict[str, float]:
+    """Half widths by kind of work with the lowest interval score (Gneiting & Raftery 2007) at 80 %: a width
+    costs what it is, a row outside ten times its distance; each table weighs alike.
+    """
+    names = ("any", *published.MOVED)
+
+    def score(x: np.ndarray) -> float:
+        widths = dict(zip(names, np.exp(x).tolist(), strict=True))
+        total = 0.0
+        for rows in errors.values():
+            half = [intervals.half_width(widths, shares) for _, shares in rows]
+            total += sum(
+                2 * h + 10 * max(0.0, abs(error) - h) for (error, _), h in zip(rows, half, strict=True)
+            ) / len(rows)
+        return total + 0.02 * float(np.sum((x - math.log(0.15)) ** 2))
+
+    start = np.full(len(names), math.log(0.15))
+    best = minimize(
+        score, start, method="Nelder-Mead", options={"maxiter": 600, "xatol": 0.01, "fatol": 1e-4}
+    )
+    return dict(zip(names, np.exp(best.x).tolist(), strict=True))
+
+
+def write_constants(best: Efficiency) -> None:
     """Put the fitted values into efficiency.csv."""
     file = roofline.HERE / "efficiency.csv"
     rows = list(csv.DictReader(file.open()))

@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image, ImageChops
 
-from darkroom.proof.drawings import five_plots
+from darkroom.proof.drawings import KEY, five_plots
 from darkroom.proof.page import SYSTEMS, write_five_systems
 from darkroom.report import html
 
@@ -37,14 +37,17 @@ def main(sources: list[str]) -> None:
         cells = list(csv.DictReader(table.open()))
         for name, title in SYSTEMS.items():
             own = [_numbers(cell) for cell in cells if cell["system"] == name]
-            body = html.section(title, html.grid(five_plots(name, own)))
+            body = html.section(title, KEY, html.grid(five_plots(name, own)))
             shot = Path(scratch) / f"{name}.html"
-            shot.write_text(html.page(title, "published beside planned", body, ""), encoding="utf-8")
+            shot.write_text(
+                html.page(title, "published, retold, and darkroom today", body, ""), encoding="utf-8"
+            )
             draw(shot, FOLDER / f"{name.lower()}.png")
 
 
 def _numbers(cell: dict[str, str]) -> dict[str, Any]:
-    return cell | {key: float(cell[key]) for key in ("published", "darkroom")}
+    figures = ("published", "retold", "today", "today_low", "today_high")
+    return cell | {key: float(cell[key]) if cell[key] else None for key in figures}
 
 
 def draw(page: Path, file: Path) -> None:

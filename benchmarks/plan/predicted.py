@@ -2,9 +2,9 @@
 
     python benchmarks/plan/predicted.py
 
-Rows that the fit has seen are hollow in the picture and marked in the CSV; a table's heading has the median
-error of the others and, after 'unseen', that of all its rows when the fit saw none of them (left_out.json,
-written by fit.py).
+Each table is predicted by constants that saw none of its rows (left_out.json, written by fit.py). Rows that
+were read for a table's own script are hollow and not counted; its heading has the median error of the others,
+and the share of them inside their 80 % interval.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 COLUMNS = (
     *("table", "case", "published", "predicted", "unit", "error", "fitted", "plain_reading", "at_least"),
     *("derived", "note", "table_limit", "table_by", "table_holds", "table_median_error"),
-    *("table_left_out_error", "table_left_out_holds"),
+    *("table_seen_error", "table_inside"),
 )
 SHOWN = 0.8  # errors beyond are drawn at the edge, with their number
 
@@ -37,8 +37,8 @@ def rows(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "table_by": "median" if table["by_median"] else "each row",
             "table_holds": table["holds"],
             "table_median_error": f"{table['median_error']:.4f}",
-            "table_left_out_error": table["left_out_error"],
-            "table_left_out_holds": table["left_out_holds"],
+            "table_seen_error": "" if table["seen_error"] is None else f"{table['seen_error']:.4f}",
+            "table_inside": f"{table['inside']:.2f}" if "inside" in table else "",
         }
         for table in tables
         for row in table["rows"]
@@ -68,9 +68,8 @@ def draw(tables: list[dict[str, Any]], file: Path) -> None:
                     f"{row['error']:+.0%}", (error, place), xytext=(6 if error < 0 else -6, 0), fontsize=7,
                     textcoords="offset points", ha="left" if error < 0 else "right", va="center",
                 )  # fmt: skip
-        left_out = table["left_out_error"]
-        missed = "" if table["left_out_holds"] else " MISSES"
-        stranger = "" if left_out is None else f", unseen {left_out:.0%}{missed}"
+        unseen = " unseen" if table["seen_error"] is not None else ""
+        stranger = f"{unseen}, {table['inside']:.0%} inside" if "inside" in table else ""
         verdict = "" if table["holds"] else "  MISSES"
         by = "median" if table["by_median"] else "each"
         allowed = "a power of two" if limit >= 1 else f"{limit:.2g}"
@@ -81,7 +80,9 @@ def draw(tables: list[dict[str, Any]], file: Path) -> None:
     axes.set_xlim(-SHOWN * 1.02, SHOWN * 1.02)
     axes.set_ylim(-0.7, len(shown) - 0.3)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
-    axes.set_xlabel("predicted over published, less one; hollow: seen by the fit; band: the tolerance")
+    axes.set_xlabel(
+        "predicted over published, less one; hollow: read for its own script; band: the tolerance"
+    )
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(left=False)

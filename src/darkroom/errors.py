@@ -7,7 +7,8 @@ DarkroomError                 exit 1: the work failed
 │   │   └── ColumnError       a prepared column that is missing or was made by another encoder
 │   ├── ModelError            a model folder, hub id or family
 │   └── MissingExtra          an optional package that is not installed
-├── CheckpointError           no checkpoint could be read back whole
+├── CheckpointError           a checkpoint could not be written or read
+│   └── DamagedCheckpoint     its files are not what was saved; the one before may be whole
 ├── LoaderError               reading ahead failed or stood still
 └── Stopped                   asked to stop (Ctrl-C, SIGTERM); the state is saved
 """
@@ -15,8 +16,23 @@ DarkroomError                 exit 1: the work failed
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 from pathlib import Path
 from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "ColumnError",
+    "DarkroomError",
+    "InputError",
+    "LoaderError",
+    "MissingExtra",
+    "ModelError",
+    "RecipeError",
+    "Stopped",
+    "StoreError",
+]
 
 
 class DarkroomError(Exception):
@@ -79,7 +95,11 @@ def install_extra(extra: str) -> str:
 
 
 class CheckpointError(DarkroomError):
-    """No checkpoint could be read back whole."""
+    """A checkpoint could not be written or read: a disk, a network, or what it holds."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's files are not what was saved: one is missing, cut short or changed."""
 
 
 class LoaderError(DarkroomError):
@@ -91,6 +111,50 @@ class Stopped(DarkroomError):
 
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+
+
+RUST = re.compile(r"\(os error (\d+)\)")
+SYSTEM = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+)
+"""Numbers of the machine's own failures, for which no file and no request is to blame."""
+
+
+def is_system_failure(error: BaseException) -> bool:
+    """Whether the machine failed, not what was read: no memory, a full disk, no more files, a lost network.
+
+    What catches errors of a file's or a request's making lets these pass: they are nobody's mistake, and
+    trying again may do. A sector that cannot be read (EIO) is not among them: it is the file's own damage.
+    """
+    if is_out_of_memory(error) or isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return _number(error) in SYSTEM
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write found no room: the disk's, or what the user may have of it."""
+    return _number(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _number(error: BaseException) -> int | None:
+    """The system's number of an error; libraries in Rust (Lance, safetensors) have it in their message."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    told = RUST.search(str(error)) if isinstance(error, Exception) else None
+    return int(told[1]) if told else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

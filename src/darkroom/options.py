@@ -6,7 +6,9 @@ own parameters: each name stands here once. Imports nothing heavy.
 
 from __future__ import annotations
 
+import os
 import re
+from typing import NamedTuple
 
 from darkroom.errors import InputError
 from darkroom.hardware import cpu
@@ -17,27 +19,62 @@ PRECISIONS = ("float32", "bf16", "fp16")
 AUTO = "auto"
 BACKENDS = ("torch", "compile", "onnx", "openvino")
 
+
+class Solver(NamedTuple):
+    """A solver by the names it has elsewhere, and the defaults of the diffusers class that it follows."""
+
+    a1111: tuple[str, ...]
+    """A1111's names; one that ends in Karras asks for Karras sigmas."""
+    scheduler: str
+    """The diffusers class. Of two solvers of one class the first is what a model folder with it gets."""
+    spacing: str
+    takes_karras: bool = False
+    clips: bool = False
+    """Whether the diffusers class clips x0 unless its configuration says not to."""
+    knows: tuple[str, ...] = ()
+    """Yes-or-no settings that the diffusers class has; others are ignored there and here."""
+
+
+_SNR = ("rescale_betas_zero_snr",)
+_CLIP = ("clip_sample", *_SNR)
+SOLVERS: dict[str, Solver] = {
+    "ddim": Solver(("DDIM",), "DDIMScheduler", "leading", clips=True, knows=_CLIP),
+    "pndm": Solver(("PLMS",), "PNDMScheduler", "leading"),
+    "euler": Solver(("Euler",), "EulerDiscreteScheduler", "linspace", takes_karras=True, knows=_SNR),
+    "euler_a": Solver(
+        ("Euler a",), "EulerAncestralDiscreteScheduler", "linspace", takes_karras=True, knows=_SNR
+    ),
+    "dpmpp_2m": Solver(
+        ("DPM++ 2M", "DPM++ 2M Karras"),
+        "DPMSolverMultistepScheduler",
+        "linspace",
+        takes_karras=True,
+        knows=_SNR,
+    ),
+    "dpmpp_2m_sde": Solver(
+        ("DPM++ 2M SDE", "DPM++ 2M SDE Karras"),
+        "DPMSolverMultistepScheduler",
+        "linspace",
+        takes_karras=True,
+        knows=_SNR,
+    ),
+    "unipc": Solver(("UniPC",), "UniPCMultistepScheduler", "linspace", takes_karras=True, knows=_SNR),
+    "lms": Solver(("LMS", "LMS Karras"), "LMSDiscreteScheduler", "linspace", takes_karras=True),
+    "lcm": Solver(("LCM",), "LCMScheduler", "leading", knows=_CLIP),
+}
+"""Every solver once: the command line, the server, the page, pictures' texts and the tests read this."""
+SOLVER_NAMES = tuple(SOLVERS)
+FLOW_SOLVER_NAMES = ("flow_euler", "flow_heun", "flow_dpmpp_2m")
 SAMPLERS: dict[str, tuple[str, bool | None]] = {
-    "DPM++ 2M": ("dpmpp_2m", None),
-    "DPM++ 2M Karras": ("dpmpp_2m", True),
-    "DPM++ 2M SDE": ("dpmpp_2m_sde", None),
-    "DPM++ 2M SDE Karras": ("dpmpp_2m_sde", True),
-    "Euler a": ("euler_a", None),
-    "Euler": ("euler", None),
-    "DDIM": ("ddim", None),
-    "PLMS": ("pndm", None),
-    "UniPC": ("unipc", None),
-    "LCM": ("lcm", None),
+    name: (solver, name.endswith(" Karras") or None) for solver, row in SOLVERS.items() for name in row.a1111
 }
 """A1111's samplers: the solver of each, and whether its sigmas are Karras'; None leaves that to the model."""
-SOLVER_NAMES = ("ddim", "pndm", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lcm")
-FLOW_SOLVER_NAMES = ("flow_euler", "flow_heun", "flow_dpmpp_2m")
-A1111_NAMES = {solver: name for name, (solver, karras) in SAMPLERS.items() if karras is None}
+A1111_NAMES = {solver: row.a1111[0] for solver, row in SOLVERS.items()}
 """A1111's name of each solver."""
 _KNOWN: dict[str, tuple[str, bool | None]] = {
     **{name.lower(): found for name, found in SAMPLERS.items()},
     **{name: (name, None) for name in (*SOLVER_NAMES, *FLOW_SOLVER_NAMES)},
-    **{f"k_{name}": (name, None) for name in ("euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde")},
+    **{f"k_{name}": (name, None) for name, row in SOLVERS.items() if row.takes_karras},
 }
 
 
@@ -119,3 +156,18 @@ def cpu_precision() -> tuple[str, str]:
     if found is None:
         return "float32", "this processor has no bfloat16 instructions"
     return "bf16", f"this processor has {found}"
+
+
+CREDENTIALS = ("model", "settings", "all")
+"""What credentials say: the model alone; the settings too; the prompts as well."""
+
+
+def check_credentials(given: str) -> None:
+    """InputError for what credentials cannot be told to say."""
+    if given not in CREDENTIALS:
+        raise InputError(f"--credentials {given}", allowed=", ".join(CREDENTIALS))
+
+
+def provenance_wanted() -> bool:
+    """Whether pictures are marked and signed unless said otherwise: `DARKROOM_PROVENANCE=0` says no."""
+    return os.environ.get("DARKROOM_PROVENANCE", "1").lower() not in ("0", "no", "off", "false")

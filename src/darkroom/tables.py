@@ -16,7 +16,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from darkroom.errors import InputError
-from darkroom.hardware.system import atomic_replace
+from darkroom.hardware.system import atomic_replace, sync_file
 
 Row = TypeVar("Row", bound=BaseModel)
 
@@ -35,6 +35,7 @@ def append_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, digits: int
     beside.write_text(
         before + ("" if before.endswith("\n") or not before else "\n") + text.getvalue(), "utf-8"
     )
+    sync_file(beside)
     atomic_replace(beside, path)
     return path
 

@@ -19,10 +19,13 @@ from material import encoded, noise_picture
 from typer.testing import CliRunner
 
 from darkroom.cli.door import app
+from darkroom.data.importers.folder import FolderSource
 from darkroom.data.importers.job import find_kind, import_pictures
-from darkroom.data.importers.source import pictures_below
+from darkroom.data.importers.mds import MdsSource
+from darkroom.data.importers.source import Columns, Sample, pictures_below
 from darkroom.data.store import Store
 from darkroom.errors import InputError
+from faults import disk_full, no_more_files
 
 PICTURES = {f"{i:03d}": encoded(noise_picture(i)) for i in range(6)}
 CAPTIONS = {name: f"picture {name}" for name in PICTURES}
@@ -416,6 +419,21 @@ def test_damaged_mds_shards_are_set_aside(tmp_path):
         assert (report.added, report.rejected) == (2, {reason: 1})
     (source / "shard.00000.mds.zstd").unlink()
     assert import_pictures(source, tmp_path / "t.lance").rejected == {"torn-part": 1}
+
+
+def test_a_machine_that_fails_sets_nothing_aside(tmp_path):
+    """A full disk where a shard is unpacked, and no more open files: the import ends, and can be repeated."""
+    shards = MdsSource(mds(tmp_path / "m", "zstd"), Columns())
+    with disk_full(512), pytest.raises(OSError, match="File too large"):
+        list(shards.items(set()))
+    assert sum(isinstance(item, Sample) for item in shards.items(set())) == 6
+
+    folder = FolderSource(folder_with(tmp_path / "f", "txt"), Columns())
+    items = folder.items(set())
+    next(items)
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        list(items)
+    assert sum(isinstance(item, Sample) for item in folder.items(set())) == 6
 
 
 def test_an_mds_index_cannot_lead_out(tmp_path):

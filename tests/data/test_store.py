@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pytest
 from material import rows
 
-from darkroom.data.commit_retry import writing
+from darkroom.data.commit_retry import not_opened, writing
 from darkroom.data.importers.rows import widen
 from darkroom.data.store import SCHEMA, FragmentInfo, Store, count_shapes
 from darkroom.errors import StoreError
@@ -46,6 +47,25 @@ def test_what_is_no_store_is_told_in_one_line(store, tmp_path):
     lance.write_dataset(pa.table({"a": [1]}), tmp_path / "other.lance")
     with pytest.raises(StoreError, match="no picture store; lacks: id, picture"):
         Store.open(tmp_path / "other.lance")
+
+
+def test_where_no_store_can_be_made_is_told_in_one_line():
+    with pytest.raises(StoreError, match="^no store can be made at /proc/s.lance: ") as caught:
+        Store.open_or_create("/proc/s.lance")
+    assert "\n" not in str(caught.value)
+    assert ".rs:" not in str(caught.value)
+
+
+def test_a_machine_that_fails_is_no_damage(store):
+    """Lance has the system's number in its message."""
+    for error, told in (
+        (OSError("LanceError(IO): Too many open files (os error 24)"), "could not be read: .*Too many open"),
+        (OSError("LanceError(IO): Generic S3 error: error sending request for url"), "could not be read: "),
+    ):
+        found = not_opened(store.path, None, error)
+        assert re.search(told, str(found))
+        assert found.exit_code == 1
+    assert "is damaged: " in str(not_opened(store.path, None, ValueError("bad magic")))
 
 
 def test_positions_follow_the_fragments(store):

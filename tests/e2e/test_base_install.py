@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from needs import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.nightly
@@ -91,37 +96,64 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> tuple[Path, Path]:
-    """A copy of the project that `make.py setup` has set up, and the Python there."""
-    copy = tmp_path_factory.mktemp("base") / "darkroom"
+def set_up(folder: Path, python: str = sys.executable) -> tuple[Path, Path]:
+    """A copy of the project that `make.py setup` has set up by a Python, and the Python there."""
+    copy = folder / "darkroom"
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
     for name in listed.splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(copy / "make.py"), "setup"]
-    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    command = [python, str(copy / "make.py"), "setup"]
+    told = subprocess.run(command, env=clean(), capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
     assert "[darkroom] ready in " in told.stdout
     return copy, copy / ".venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 
-def test_every_verb_works_or_names_the_extra(base, tmp_path):
-    _, python = base
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    commands = [*WORKS[:-1], *NAMES_AN_EXTRA, WORKS[-1]]
+def clean() -> dict[str, str]:
+    """The environment without what leads to this checkout and its packages."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def run_all(python: Path, commands: list[str], folder: Path) -> list[list[Any]]:
+    """Of each command its words, exit code and errors, run one after the other in a folder of pictures."""
     told = subprocess.run(
         [python, "-c", DRIVER, json.dumps(commands)],
-        cwd=tmp_path,
-        env=environ,
+        cwd=folder,
+        env=clean(),
         capture_output=True,
         text=True,
         check=False,
     )
     rows = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("[")]
     assert [command for command, _, _ in rows] == commands, told.stderr[-2000:]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> tuple[Path, Path]:
+    return set_up(tmp_path_factory.mktemp("base"))
+
+
+def interpreter(version: str, folder: Path) -> str:
+    """A Python of this version: the machine's own, or pyenv's, or one that uv brings; else it is missing."""
+    name = f"python{version}"
+    found = shutil.which(name)
+    places = [] if found is None else [Path(found)]
+    if found is not None and places[0].parent.name == "shims":  # of pyenv: they work for one version
+        places = sorted(places[0].parents[1].glob(f"versions/{version}.*/bin/{name}"))
+    if not places and find_spec("uv"):
+        command = [sys.executable, "-m", "uv", "python", "install", version, "--install-dir", str(folder)]
+        subprocess.run(command, env=clean(), capture_output=True, timeout=300, check=False)
+        places = sorted(folder.glob(f"*/bin/{name}"))
+    return str(places[-1]) if places else missing(f"no Python {version} here, and uv could not bring one")
+
+
+def test_every_verb_works_or_names_the_extra(base, tmp_path):
+    _, python = base
+    commands = [*WORKS[:-1], *NAMES_AN_EXTRA, WORKS[-1]]
+    rows = run_all(python, commands, tmp_path)
     wrong = [row for row in rows if row[0] in WORKS and row[1] != 0]
     for command, code, err in rows:
         if command in NAMES_AN_EXTRA:
@@ -147,3 +179,23 @@ def test_a_second_set_up_does_nothing_and_extras_are_added(base):
     assert "extras: optim" in subprocess.check_output([*command, "optim"], text=True)
     subprocess.run([python, "-c", "import prodigyopt, schedulefree"], check=True)
     assert subprocess.check_output(command, text=True) == ""
+
+
+FROM_PICTURES_TO_PICTURES = [
+    "import photos p.lance",
+    f"{VAE} --out runs/vae",
+    f"train {ROOT}/recipes/pretrain.yaml model.vae=runs/vae/model {SMALL} --out runs/first",
+    "generate runs/first/model red --steps 2 --out drawn",
+    "inspect p.lance",
+]
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.13", "3.14"])
+def test_the_oldest_and_the_newest_python(version, tmp_path):
+    """Set up from the lock by that Python, and used: pictures to a model to pictures."""
+    _, python = set_up(tmp_path, interpreter(version, tmp_path / "pythons"))
+    told = subprocess.check_output([python, "-c", "import sys; print(sys.version)"], text=True)
+    assert told.startswith(f"{version}.")
+    rows = run_all(python, FROM_PICTURES_TO_PICTURES, tmp_path)
+    assert [row for row in rows if row[1] != 0] == []
+    assert len(list((tmp_path / "drawn").glob("*.png"))) == 1

@@ -6,30 +6,33 @@ from datetime import date, timedelta
 
 import pytest
 
+from darkroom.errors import InputError
 from darkroom.hardware import cards, prices
-from darkroom.hardware.prices import Price, price
+from darkroom.hardware.prices import Price, choose, offers_of, price
 
 # USD for one device and hour, on demand: a row outside is a slip of the pen or of the catalogue.
 BANDS = {
     "T4": (0.3, 1.5),
-    "V100": (0.5, 4.5),
+    "V100": (0.1, 4.5),
     "A10": (0.5, 3.0),
-    "L4": (0.5, 2.5),
-    "L40S": (1.0, 5.0),
+    "L4": (0.4, 2.5),
+    "L40": (0.5, 5.0),
     "A40": (0.4, 3.0),
-    "A100": (1.0, 5.5),
+    "A100": (0.7, 5.5),
     "H100": (1.5, 12.0),
     "H200": (2.0, 12.0),
     "GH200": (1.5, 6.0),
     "B200": (4.0, 18.0),
-    "RTX": (0.2, 2.5),
+    "B300": (6.0, 20.0),
+    "MI3": (1.0, 7.0),
+    "RTX": (0.05, 2.5),
     "CPU": (0.01, 0.15),
 }
 
 
-def test_there_are_about_sixty_rows_and_each_is_dated_and_sourced():
+def test_there_are_about_a_hundred_rows_and_each_is_dated_and_sourced():
     rows = prices()
-    assert 55 <= len(rows) <= 80
+    assert 90 <= len(rows) <= 130
     assert all(row.source and date(2023, 1, 1) <= row.as_of <= date.today() for row in rows)
     assert {row.device for row in rows} <= set(cards())
 
@@ -86,9 +89,8 @@ def test_a_cpu_has_a_price_for_a_virtual_cpu():
     known = price("CPU AMX")
     assert known is not None
     assert known.device == "CPU AMX"
-    other = price("CPU AVX2")  # no offer of its own: the median of all CPU classes
-    assert other is not None
-    assert 0.01 <= other.usd_per_device_hour <= 0.15
+    for other in ("CPU Apple", "CPU AVX2"):  # no offer of its own: another class's price is not its own
+        assert price(other) is None
 
 
 def test_a_table_of_ones_own_is_read(tmp_path):
@@ -98,3 +100,25 @@ def test_a_table_of_ones_own_is_read(tmp_path):
     assert found is not None
     assert found.usd_per_device_hour == 2.0
     assert found.spot_usd_per_device_hour is None
+
+
+def test_offers_are_chosen_by_provider_region_and_kind():
+    table = prices()
+    lambda_ = choose(table, provider="lambda")
+    assert {row.provider for row in lambda_} == {"lambda"}
+    assert {row.region[:2] for row in choose(table, region="us-") if row.region != "all"} == {"us"}
+    spot = choose(table, spot=True)
+    normal = {(row.provider, row.instance, row.device, row.region): row for row in table}
+    for row in spot:
+        own = normal[row.provider, row.instance.removesuffix(" (spot)"), row.device, row.region]
+        assert row.on_demand_usd_per_hour == own.spot_usd_per_hour
+    cheapest = price("A100-80", table=choose(table, cheapest=True))
+    assert cheapest.usd_per_device_hour == min(row.usd_per_device_hour for row in offers_of("A100-80"))
+    assert cheapest.picked.startswith("cheapest of ")
+    assert cheapest.usd_per_device_hour < price("A100-80").usd_per_device_hour
+    each = [row.usd_per_device_hour for row in offers_of("H100")]
+    assert each == sorted(each)
+    assert len(each) > 3
+    for wrong in ({"provider": "nobody"}, {"provider": "aws", "region": "mars"}):
+        with pytest.raises(InputError):
+            choose(table, **wrong)

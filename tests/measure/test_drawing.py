@@ -8,6 +8,7 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError, is_out_of_memory
 from darkroom.measure import batch
+from darkroom.measure import ladder as ladder_bench
 from darkroom.measure.batch import Kind, bench_batch, default_kinds
 from darkroom.measure.drawing import Drawing, Watch
 from darkroom.measure.ladder import bench_ladder, default_cases
@@ -25,7 +26,8 @@ def drawing():
 
 @pytest.fixture(scope="module")
 def ladder_rows(drawing):
-    return bench_ladder(drawing, cases=["fused_qkv", "feature_cache", "cuda_graphs", "trace"], repeats=2)
+    cases = ["fused_qkv", "feature_cache", "cuda_graphs", "trace"]
+    return list(bench_ladder(drawing, cases=cases, repeats=2))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_every_rung_and_stack_is_a_case_by_itself():
 
 def test_batches_double_and_kinds_take_turns(drawing):
     kinds = [Kind("float32"), Kind("bf16"), Kind("bf16", autocast=True)]
-    rows = bench_batch(drawing, kinds=kinds, most=2, repeats=1)
+    rows = list(bench_batch(drawing, kinds=kinds, most=2, repeats=1))
     assert [row.settings["batch"] for row in rows] == [1, 1, 1, 2, 2, 2]
     assert [row.case for row in rows[:3]] == ["torch float32", "torch bf16", "torch bf16 autocast"]
     assert all(row.images_per_s == pytest.approx(row.settings["batch"] / row.median_s) for row in rows)
@@ -87,7 +89,7 @@ def test_out_of_memory_is_a_row_and_the_end_of_that_kind(drawing, monkeypatch):
     as_drawn = ladder.optimise(drawing.model).model
     one_picture = batch.count_needs(as_drawn, drawing.size).unet(2)
     monkeypatch.setattr(batch, "memory_available", lambda device: int(one_picture * 1.5))
-    rows = bench_batch(drawing, kinds=kinds, most=8, repeats=1)
+    rows = list(bench_batch(drawing, kinds=kinds, most=8, repeats=1))
     ends = [row for row in rows if "out of memory" in row.note]
     assert {row.case for row in ends} == {"torch float32", "torch bf16"}
     assert all(row.median_s is None and "not run" in row.note for row in ends)
@@ -110,7 +112,34 @@ def test_the_grid_has_no_half_precision_on_a_cpu():
         *("torch float32", "torch float32 autocast", "torch bf16", "torch bf16 autocast")
     ]
     assert Kind("fp16") in default_kinds("cuda:0")
-    assert default_kinds("cpu", ["torch", "openvino"])[-1] == Kind("float32", backend="openvino")
+    assert Kind("float32", backend="openvino") in default_kinds("cpu", ["torch", "openvino"])
+
+
+def test_compiled_batches_are_measured_in_half_precision_too():
+    kinds = default_kinds("cuda:0", ["torch", "compile"])
+    compiled = [kind for kind in kinds if kind.backend == "compile"]
+    assert [kind.precision for kind in compiled] == ["float32", "fp16", "bf16"]
+    assert [kind.names for kind in compiled] == ["auto", "auto,fp16", "auto,bf16"]
+    assert Kind("fp16", backend="compile") not in default_kinds("cpu", ["compile"])
+
+
+def test_rows_come_one_by_one_and_a_failure_ends_its_case_alone(drawing, monkeypatch):
+    rows = bench_ladder(drawing, cases=["fused_qkv", "channels_last"], repeats=1)
+    assert next(rows).case == "plain"
+    really = ladder_bench._case
+
+    def failing(drawing, names, *more):
+        if names == "fused_qkv":
+            raise ValueError("an illegal shape")
+        return really(drawing, names, *more)
+
+    monkeypatch.setattr(ladder_bench, "_case", failing)
+    failed, whole = rows
+    assert (failed.case, failed.note, failed.median_s) == (
+        "fused_qkv", "failed: ValueError: an illegal shape", None,
+    )  # fmt: skip
+    assert whole.case == "channels_last"
+    assert whole.median_s
 
 
 def test_runs_are_not_the_intermediates_of_a_longer_run(precisions):

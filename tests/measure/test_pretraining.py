@@ -15,8 +15,10 @@ UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim
 
 def test_each_switch_has_a_row():
     cases = ("plain", "bf16", "channels_last,fused_adamw", "checkpointing")
-    rows = bench_pretraining(
-        "tiny", resolution=32, batch=2, cases=cases, repeats=2, warmup=1, device="cpu", unet=UNET
+    rows = list(
+        bench_pretraining(
+            "tiny", resolution=32, batch=2, cases=cases, repeats=2, warmup=1, device="cpu", unet=UNET
+        )
     )
     assert [row.case for row in rows] == list(cases)
     assert all(row.images_per_s and row.peak_memory_bytes and row.settings["batch"] == 2 for row in rows)
@@ -45,15 +47,17 @@ def test_it_needs_no_store():
 
 
 def test_a_transformer_is_timed_too():
-    rows = bench_pretraining(
-        "tiny-dit",
-        resolution=32,
-        batch=2,
-        cases=("plain", "bf16,fused_adamw", "checkpointing"),
-        repeats=1,
-        warmup=1,
-        device="cpu",
-        unet={"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8},
+    rows = list(
+        bench_pretraining(
+            "tiny-dit",
+            resolution=32,
+            batch=2,
+            cases=("plain", "bf16,fused_adamw", "checkpointing"),
+            repeats=1,
+            warmup=1,
+            device="cpu",
+            unet={"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8},
+        )
     )
     assert [row.settings["parameters"] for row in rows] == [rows[0].settings["parameters"]] * 3
     assert all(row.images_per_s for row in rows)

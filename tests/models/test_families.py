@@ -57,6 +57,10 @@ def test_overrides_change_the_architecture():
         ({"family": "tiny", "overrides": {"clip": {}}}, "no part 'clip'"),
         ({"family": "tiny", "overrides": {"unet": {"widths": [1]}}}, "no setting 'widths' in the unet"),
         ({"family": "tiny", "overrides": {"unet": {"norm_num_groups": 7}}}, "the unet cannot be built"),
+        (
+            {"family": "tiny", "overrides": {"unet": {"cross_attention_dim": 24}}},
+            "its unet takes text of width 24, its text encoders give 64; a part is of another model",
+        ),
         ({"family": "sd15", "tokenizer": "nowhere"}, "no tokenizer folder at 'nowhere'"),
     ],
 )

@@ -162,10 +162,10 @@ def test_no_memory_left_is_no_damaged_folder(tmp_path: Path, monkeypatch: pytest
     assert models.load(tmp_path / "model", parts=("vae",)).vae is not None
 
     def raising(text: str) -> None:
-        def from_pretrained(*_: object, **__: object) -> None:
+        def from_config(*_: object, **__: object) -> None:
             raise RuntimeError(text)
 
-        monkeypatch.setattr("diffusers.AutoencoderKL.from_pretrained", from_pretrained)
+        monkeypatch.setattr("diffusers.AutoencoderKL.from_config", from_config)
 
     raising("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12345 bytes")
     with pytest.raises(RuntimeError, match="can't allocate"):

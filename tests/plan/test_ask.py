@@ -378,6 +378,7 @@ TASKS = {
     "dreambooth-lora": "model: {base: tiny}\ndata: {instance: x, prompt: a photo of sks dog, resolution: 64}",
     "textual-inversion": "model: {base: tiny, word: {token: <dog>, initial: dog}}\n"
     "data: {instance: x, resolution: 64}",
+    "distill": "model: {base: tiny}\ndata: {folder: x, resolution: 64}",
 }
 
 
@@ -484,3 +485,62 @@ def test_data_have_a_price_of_their_own(capsys):
     assert plan["storage"]["usd_per_month"] == pytest.approx(0.5 * size / 1e9)
     assert plan["storage"]["usd_out"] == pytest.approx(2 * size / 1e9)
     assert " a month, " in told(capsys, *arguments)[1]
+
+
+PICTURES = ("generate", "--model", "tiny", "--size", "64x64", "--json")
+
+
+def plan_of(capsys, *more):
+    code, out, err = told(capsys, *PICTURES, *more)
+    assert code == 0, err
+    return json.loads(out)["plans"]
+
+
+def test_software_and_number_formats_change_the_plan_and_say_what_they_rest_on(capsys):
+    (plain,) = plan_of(capsys, "--gpu", "A100-80")
+    (tf32,) = plan_of(capsys, "--gpu", "A100-80", "--tf32")
+    assert tf32["step_s"]["compute"] < plain["step_s"]["compute"]
+    assert plan_of(capsys, "--gpu", "T4", "--tf32")[0]["notes"] == ["T4 has no tf32 units"]
+    half = ("--gpu", "H100", "--precision", "fp16", "--batch", "64")
+    own, theirs, graphs = (
+        plan_of(capsys, *half, "--software", name)[0] for name in ("darkroom", "diffusers", "tensorrt")
+    )
+    assert graphs["step_s"]["launch"] == 0 < own["step_s"]["launch"]
+    assert theirs["step_s"]["total"] >= own["step_s"]["total"]
+    assert any(note.startswith("diffusers: plain PyTorch") for note in theirs["notes"])
+    assert any("TensorRT is taken as" in note for note in graphs["notes"])
+    widths = [one["intervals"]["step_s"]["high"] / one["step_s"]["total"] for one in (own, graphs)]
+    assert widths[1] > widths[0]
+    (fp8,) = plan_of(capsys, *half[:2], "--precision", "fp8", "--batch", "64", "--software", "tensorrt")
+    assert fp8["step_s"]["compute"] <= graphs["step_s"]["compute"]
+    assert any(note.startswith("fp8: products and convolutions") for note in fp8["notes"])
+    old = plan_of(capsys, "--gpu", "A100-80", "--precision", "fp8")[0]["notes"]
+    assert "A100-SXM4-80GB has no fp8 units: it computes in bf16" in old
+    code, _, err = told(capsys, *PICTURES, "--software", "magic")
+    assert code == 2
+    assert "darkroom, diffusers, compile, tensorrt" in err
+
+
+def test_cards_of_so_much_memory_are_compared_and_prices_chosen(capsys):
+    found = plan_of(capsys, "--gpu", "memory=12GB")
+    assert {"RTX 3060", "RTX 4070", "Arc B580"} <= {plan["device"] for plan in found}
+    code, _, err = told(capsys, *PICTURES, "--gpu", "memory=13GB")
+    assert code == 2
+    assert "12" in err
+    (middle,) = plan_of(capsys, "--gpu", "A100-80")
+    (cheap,) = plan_of(capsys, "--gpu", "A100-80", "--cheapest")
+    (spot,) = plan_of(capsys, "--gpu", "A100-80", "--provider", "aws", "--spot")
+    assert cheap["cost"]["usd"] < middle["cost"]["usd"]
+    assert cheap["cost"]["usd"] == pytest.approx(middle["offers"][0]["usd"])
+    assert "(spot)" in spot["cost"]["price"]
+    assert spot["cost"]["provider"] == "aws"
+    code, _, err = told(capsys, *PICTURES, "--provider", "nobody")
+    assert code == 2
+    assert "verda" in err
+
+
+def test_what_no_source_tells_is_said(capsys):
+    (guessed,) = plan_of(capsys, "--gpu", "RTX 4070")
+    (known,) = plan_of(capsys, "--gpu", "RTX 4090")
+    assert any(note.startswith("no source tells what programs see") for note in guessed["notes"])
+    assert not any(note.startswith("no source") for note in known["notes"])

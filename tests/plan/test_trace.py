@@ -13,16 +13,8 @@ from darkroom.measure.trace import draw_trace
 from darkroom.plan import generation
 from darkroom.plan.jobs import Where
 from darkroom.plan.roofline import Software
-from darkroom.plan.trace import (
-    Request,
-    Server,
-    draw,
-    fewest_devices,
-    plan_rate,
-    plan_trace,
-    read_trace,
-    serve,
-)
+from darkroom.plan.serving import Fleet, Request, Server, draw, fewest_devices, read_trace, serve
+from darkroom.plan.trace import Goal, plan_rate, plan_trace
 
 SIZES = [(64, 64), (64, 48)]
 
@@ -80,7 +72,7 @@ def test_steps_and_guidance_are_the_requests_own(profiles, file):
     heavy = [replace(request, steps=3 * request.steps, guidance=7.5) for request in requests]
     where = Where(cards()["T4"])
     light_plan, heavy_plan = (
-        plan_trace(asked, 1e3, profiles, where, Software("fp16")) for asked in (requests, heavy)
+        plan_trace(asked, Goal(1e3), profiles, where, Software("fp16")) for asked in (requests, heavy)
     )
     assert heavy_plan.flops_an_image > 2.5 * light_plan.flops_an_image
     assert heavy_plan.extra["busy"] > light_plan.extra["busy"]
@@ -105,18 +97,51 @@ def test_a_rate_and_its_own_trace_agree(profiles):
     request = Request(0.0, 64, 64, 30, 7.5)
     alone = serve([request], server, 1).p95_s
     for rate in (2 / alone, 100 / alone):
-        planned = plan_rate(request, rate, 3 * alone, profiles[64, 64], where, Software("fp16"))
+        goal = Goal(3 * alone, rate)
+        planned = plan_rate(request, goal, profiles[64, 64], where, Software("fp16"))
         needed = [
-            plan_trace(draw(request, rate, 400, seed), 3 * alone, profiles, where, Software("fp16"))
+            plan_trace(draw(request, rate, 400, seed), Goal(3 * alone), profiles, where, Software("fp16"))
             for seed in range(100, 104)
         ]
         devices = [plan.extra["devices"] for plan in needed]
-        assert planned.extra["devices_low"] * 0.8 <= max(devices)
-        assert min(devices) <= planned.extra["devices_high"] == planned.extra["devices"]
-        assert planned.extra["latency_p95_low_s"] <= planned.extra["latency_p95_high_s"] <= 3 * alone
+        low, high = planned.intervals["devices"]
+        assert low * 0.8 <= max(devices)
+        assert min(devices) <= planned.extra["devices"] <= high
+        assert planned.extra["latency_p50_s"] <= planned.extra["latency_p95_s"] <= 3 * alone
+        assert planned.extra["latency_p95_s"] <= planned.extra["latency_p99_s"]
     assert planned.extra["devices"] > 1
-    again = plan_rate(request, rate, 3 * alone, profiles[64, 64], where, Software("fp16"))
+    again = plan_rate(request, Goal(3 * alone, rate), profiles[64, 64], where, Software("fp16"))
     assert again == planned  # seeded
+
+
+def test_lost_devices_finish_every_request_later(profiles):
+    server, request = server_of(profiles), Request(0.0, 64, 64, 30, 7.5)
+    alone = serve([request], server, 1).p95_s
+    requests = draw(request, 3 / alone, 300, 0)
+    plain = serve(requests, server, 4)
+    assert serve(requests, server, 4, Fleet()) == plain
+    assert plain.losses == 0
+    assert plain.on == pytest.approx(4)
+    often = serve(requests, server, 4, Fleet(start_s=5 * alone, losses_per_hour=3600 / (20 * alone)))
+    assert often.losses > 3
+    assert often.p99_s > plain.p99_s
+    assert often.p50_s >= plain.p50_s
+
+
+def test_an_autoscaler_costs_less_and_answers_later(profiles):
+    server, request = server_of(profiles), Request(0.0, 64, 64, 30, 7.5)
+    alone = serve([request], server, 1).p95_s
+    burst = [
+        replace(one, at=one.at + (i > 150) * 2000 * alone)
+        for i, one in enumerate(draw(request, 40 / alone, 300, 0))
+    ]
+    fleet = Fleet(start_s=20 * alone, least=1, jobs_each=4, up_s=alone, down_s=10 * alone)
+    always, scaled = serve(burst, server, 8), serve(burst, server, 8, fleet)
+    assert always.on == pytest.approx(8)
+    assert scaled.on < 2
+    assert scaled.p95_s > always.p95_s
+    at_once = serve(burst, server, 8, replace(fleet, start_s=0.0))
+    assert at_once.p95_s <= scaled.p95_s
 
 
 @pytest.mark.parametrize(

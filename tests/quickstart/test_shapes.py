@@ -33,6 +33,7 @@ def test_there_are_enough_words_to_compose():
 def test_captions_are_plain_english():
     assert Triple("red", "circle", "blue").caption == "a red circle on a blue background"
     assert Triple("orange", "star", "black").caption == "an orange star on a black background"
+    assert Triple("black", "star", "orange").caption == "a black star on an orange background"
 
 
 def test_palette_colors_stand_apart():

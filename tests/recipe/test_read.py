@@ -93,6 +93,19 @@ def test_a_mistake_is_one_line_with_its_path(recipe_file, override, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "[.nan]"])
+def test_no_number_of_a_recipe_is_infinite(recipe_file, value):
+    """Pydantic takes them where a number has no upper bound."""
+    with pytest.raises(RecipeError, match=r"^data.holdout(.0)?: -?(inf|nan); allowed: a finite number"):
+        read_recipe(recipe_file, [f"data.holdout={value}"])
+
+
+def test_a_text_of_a_recipe_is_unicode(recipe_file):
+    """A command line in another encoding comes with half surrogate pairs, which no tokenizer takes."""
+    with pytest.raises(RecipeError, match=r"^sample.prompts.0: 'caf.udce9'; allowed: Unicode, in UTF-8"):
+        read_recipe(recipe_file, ['sample.prompts=["caf\\udce9"]'])
+
+
 def test_what_is_missing_is_named(recipe_file):
     recipe_file.write_text("task: pretrain\nmodel: {base: tiny}\n")
     with pytest.raises(RecipeError, match="^data: missing; say it in .*job.yaml or as data=VALUE"):

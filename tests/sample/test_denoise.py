@@ -11,8 +11,9 @@ import torch
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from darkroom.options import SOLVERS
 from darkroom.sample import denoise
-from darkroom.sample.choice import SOLVERS, make_table
+from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Batch, Condition, Known, Row, advance
 
 CONFIG = {

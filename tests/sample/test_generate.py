@@ -15,21 +15,12 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.models.model import Model
+from darkroom.options import SOLVERS
 from darkroom.sample import generate
-from darkroom.sample.choice import SOLVERS
 from darkroom.sample.generate import GenerateSettings
 from darkroom.sample.pictures import Picture
 
-CLASSES = {
-    "ddim": diffusers.DDIMScheduler,
-    "pndm": diffusers.PNDMScheduler,
-    "euler": diffusers.EulerDiscreteScheduler,
-    "euler_a": diffusers.EulerAncestralDiscreteScheduler,
-    "dpmpp_2m": diffusers.DPMSolverMultistepScheduler,
-    "dpmpp_2m_sde": diffusers.DPMSolverMultistepScheduler,
-    "unipc": diffusers.UniPCMultistepScheduler,
-    "lcm": diffusers.LCMScheduler,
-}
+CLASSES = {name: getattr(diffusers, row.scheduler) for name, row in SOLVERS.items()}
 PROMPTS = ["a red circle on a blue background", "a photo of an astronaut"]
 SEED = 7
 
@@ -200,6 +191,13 @@ def test_pictures_do_not_depend_on_the_batch(tiny: Model) -> None:
     (fourth,) = generate(tiny, PROMPTS[1], **{**settings, "num": 1, "seed": 24})
     assert (fourth.latents - whole[4].latents).abs().max() < 1e-4
     assert (fourth.latents - whole[3].latents).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("told", [{"prompts": "caf\udce9"}, {"prompts": "a", "negative": "\ud800"}])
+def test_a_prompt_that_is_no_unicode_is_refused(tiny: Model, told: dict[str, Any]) -> None:
+    """A command line in another encoding, or JSON with half a surrogate pair."""
+    with pytest.raises(InputError, match=r"a prompt whose character \d is no Unicode; give it in UTF-8"):
+        generate(tiny, steps=1, **told)
 
 
 def test_progress_and_parameters(tiny: Model) -> None:

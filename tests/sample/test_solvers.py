@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from darkroom.errors import InputError
+from darkroom.options import SOLVERS
 from darkroom.sample import denoise
-from darkroom.sample.choice import SOLVERS, default_solver, make_table
+from darkroom.sample.choice import default_solver, make_table
 from darkroom.sample.denoise import Condition, Row
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.solvers import TERMS
@@ -28,16 +29,7 @@ SD = {
     "clip_sample": False,
     "skip_prk_steps": True,
 }
-CLASSES = {
-    "ddim": diffusers.DDIMScheduler,
-    "pndm": diffusers.PNDMScheduler,
-    "euler": diffusers.EulerDiscreteScheduler,
-    "euler_a": diffusers.EulerAncestralDiscreteScheduler,
-    "dpmpp_2m": diffusers.DPMSolverMultistepScheduler,
-    "dpmpp_2m_sde": diffusers.DPMSolverMultistepScheduler,
-    "unipc": diffusers.UniPCMultistepScheduler,
-    "lcm": diffusers.LCMScheduler,
-}
+CLASSES = {name: getattr(diffusers, row.scheduler) for name, row in SOLVERS.items()}
 
 
 def fake_unet(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -117,7 +109,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         if solver != "lcm"
         for spacing in ("leading", "trailing", "linspace")
     ),
-    *((solver, {"use_karras_sigmas": True}) for solver in ("euler", "dpmpp_2m", "dpmpp_2m_sde", "unipc")),
+    *(
+        (solver, {"use_karras_sigmas": True})
+        for solver in ("euler", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lms")
+    ),
     *(
         (
             solver,
@@ -297,6 +292,7 @@ def test_history_is_no_longer_than_needed() -> None:
         "dpmpp_2m": 1,
         "dpmpp_2m_sde": 1,
         "unipc": 2,
+        "lms": 3,
         "lcm": 0,
     }
 

@@ -23,5 +23,19 @@ def test_lengths_are_each_phases_own():
     with pytest.raises(RecipeError, match="^optim.warmup_steps: 10000 is more than train.steps 1000"):
         check_settings(read_recipe(RECIPE, ["phases=[]"]))
     short = read_recipe(RECIPE, ["phases=[{resolution: 256, samples: 4096}]"])
-    with pytest.raises(RecipeError, match="^optim.warmup_steps: 10000 is more than train.steps 2"):
-        check_settings(next(phase_recipes(short, Path("run")))[1])
+    check_settings(next(phase_recipes(short, Path("run")))[1])
+
+
+def test_a_phase_shorter_than_the_recipes_warm_up_gets_one_of_its_own():
+    told = "{resolution: 256, samples: 61440}, {resolution: 512, samples: 40960000}"
+    whole = read_recipe(RECIPE, [f"phases=[{told}]"])
+    batch, warmup = whole.train.global_batch, whole.optim.warmup_steps
+    steps = 61440 // batch
+    assert whole.phases[0].warmup_steps == steps // 10
+    assert whole.phases[1].warmup_steps is None
+    assert f"phases.0.warmup_steps {steps // 10}, not {warmup}: a tenth of its {steps} steps" in whole.derived
+    first, second = (phase for _, phase in phase_recipes(whole, Path("run")))
+    assert (first.optim.warmup_steps, second.optim.warmup_steps) == (steps // 10, warmup)
+    own = read_recipe(RECIPE, ["phases=[{resolution: 256, samples: 4096, warmup_steps: 900}]"])
+    with pytest.raises(RecipeError, match="^optim.warmup_steps: 900 is more than train.steps 2"):
+        check_settings(next(phase_recipes(own, Path("run")))[1])

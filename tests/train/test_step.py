@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -203,6 +205,8 @@ def test_attention_in_float32_is_the_same_attention() -> None:
     attend_in_float32(unet)
     torch.testing.assert_close(unet(*given).sample.float(), plain, atol=0.05, rtol=0.05)
     assert "attn" not in unet.config
+    taken = inspect.signature(next(iter(unet.attn_processors.values())).__call__).parameters
+    assert inspect.signature(AttnProcessor2_0()).parameters.keys() <= taken.keys()  # else diffusers warns
 
 
 @pytest.mark.parametrize("emulated", [True, False])

@@ -57,7 +57,9 @@ def bench_train(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """What the training loop adds to the bare step of a recipe; with --model, each switch's share of a step.
+    """What the training loop adds to the bare step.
+
+    With --model, each setting's share of a step.
 
     Example: darkroom bench train recipes/emoji.yaml --out results.csv
 
@@ -122,7 +124,7 @@ def bench_loader(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Samples/s of the loader, shuffled, against a plain scan of the same store.
+    """Samples/s of the loader, shuffled, against a plain scan.
 
     Example: darkroom bench loader --out results.csv
     """
@@ -161,7 +163,9 @@ def bench_backends(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """U-Net call, whole picture and loop of each backend against diffusers in float32, on the CPU.
+    """U-Net call, picture and loop of each backend.
+
+    On the CPU, against diffusers in float32.
 
     Example: darkroom bench backends sd15 --size 512x512 --steps 20 --out results.csv
     """
@@ -206,7 +210,7 @@ def _drawing(model: str, size: str | None, steps: int, guidance: float, precisio
 def bench_ladder(
     model: Model,
     cases: Annotated[
-        list[str] | None, typer.Argument(help="optimisations with commas; every one and stacks if not said")
+        list[str] | None, typer.Argument(help="optimisations with commas; default: every one and stacks")
     ] = None,
     size: Size = None,
     steps: Steps = 20,
@@ -217,7 +221,9 @@ def bench_ladder(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Every optimisation against the plain model: time, memory, energy, and what it costs the picture.
+    """Every optimisation against the plain model.
+
+    Time, memory, energy, and what it costs the picture.
 
     Example: darkroom bench ladder sd15 --steps 20 --out results.csv
     """
@@ -240,7 +246,9 @@ def bench_batch(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Batch 1, 2, 4 ... until memory ends: precision, autocast and backend, in turns.
+    """Batch 1, 2, 4 and so on until memory ends.
+
+    Precision, autocast and backend, interleaved.
 
     Example: darkroom bench batch sd15 --most 8 --out results.csv
     """
@@ -267,7 +275,9 @@ def bench_precision(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """float32 against another precision: runs of 5 to 100 steps, and the intermediates of one long run.
+    """float32 against another precision.
+
+    Runs of 5 to 100 steps, and the intermediates of one long run.
 
     Example: darkroom bench precision model/ --against bf16 --page precision.html --out results.csv
     """
@@ -316,17 +326,19 @@ def bench_finetune(
     guidance: Guidance = 7.5,
     class_images: Annotated[int, typer.Option(min=1, help="for prior preservation")] = 24,
     memory: Annotated[str, typer.Option(help="what the search for the largest batch stays under")] = "2GB",
-    planned: Annotated[str, typer.Option(help="the model whose plan stands beside; none for none")] = "sd15",
+    planned: Annotated[str, typer.Option(help="also plan this model for comparison, or none")] = "sd15",
     gpu: Annotated[str, typer.Option(help="the planned cards")] = "A100",
     cards: Annotated[int, typer.Option(min=1, help="how many planned cards")] = 2,
-    work: Annotated[Path | None, typer.Option(help="folder of runs; OUT/work if not said")] = None,
+    work: Annotated[Path | None, typer.Option(help="folder of runs; default: OUT/work")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="steps timed of each case")] = 5,
     costs_only: Annotated[
         bool, typer.Option("--costs-only", help="memory, speed and cost; nothing is followed or scored")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """One subject, every method: memory, speed, cost, likeness by steps, and the best recipes.
+    """One subject, every fine-tuning method.
+
+    Memory, speed, cost, likeness by steps, and the best recipes.
 
     What finds no memory or diverges is a row that says so. The same command goes on where it stopped.
 
@@ -390,7 +402,9 @@ def bench_serve(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Darkroom's server against one request at a time and same-key batches through diffusers.
+    """Darkroom's server against diffusers.
+
+    One request at a time, and batches of one key.
 
     Example: darkroom bench serve model/ --out rows.csv --page serve.html
     """

@@ -26,7 +26,9 @@ def import_(
     missing_caption: Annotated[str, typer.Option(help="reject, or keep with an empty caption")] = "reject",
     as_json: Json = False,
 ) -> None:
-    """Bring pictures and captions into a store; a second run goes on and adds no doubles.
+    """Import pictures and captions into a store.
+
+    A second run continues, and adds no duplicates.
 
     Example: darkroom import photos/ pictures.lance
     """
@@ -57,7 +59,9 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """What is in it; a store also gets a contact sheet.
+    """What a store, model, adapter or run holds.
+
+    A store also gets an overview picture.
 
     Marked doubles are left out of training by data.filter='double_of IS NULL'.
 
@@ -106,7 +110,9 @@ def delete(
     source: Annotated[str | None, typer.Option(help="all rows that came from this source")] = None,
     as_json: Json = False,
 ) -> None:
-    """Delete pictures from a store for good: their bytes leave the disk; by id they stay out.
+    """Delete pictures from a store, and from the disk.
+
+    Pictures deleted by id are refused by later imports.
 
     Stopped or killed, the same command goes on. Versions that a run has pinned keep their pictures; it says
     so. An id that is not in the store deletes nothing.
@@ -124,25 +130,58 @@ def delete(
 
 @app.command()
 def verify(
-    store: Annotated[Path, typer.Argument(help="the picture store")],
+    paths: Annotated[list[Path], typer.Argument(help="picture stores; pictures; signed models or files")],
     purge: Annotated[
         bool, typer.Option("--purge", help="first remove what was deleted and what belongs to no version")
     ] = False,
+    trust: Annotated[
+        Path | None, typer.Option(help="pictures: PEM of authorities; models: PEM of the signer's public key")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Whether a store is whole: reads every picture, compares hashes and counts, names what is left over.
+    """Whether a store is whole, what a picture proves of itself, or whether a model is as it was signed.
+
+    A store: reads every picture, compares hashes and counts, names what is left over. A picture: credentials
+    and their chain, watermark, parameters. A model folder, adapter or recipe: the signature beside it.
 
     Exit code 0: nothing is wrong. 1: something is, told in a line each.
 
     Example: darkroom verify pictures.lance
-    """
-    from darkroom import data
 
-    with progress_bar("verify", as_json) as progress:
-        found = data.verify(store, purge=purge, progress=progress)
-    show(found.to_dict(), as_json, found.lines)
-    if not found.ok:
+    Example: darkroom verify out/00000-0.png
+
+    Example: darkroom verify model/ --trust signer.pub.pem
+    """
+    found = [_verified(path, purge, trust, as_json) for path in paths]
+    told = [one.to_dict() for one in found]
+    show(
+        told[0] if len(told) == 1 else {"files": told},
+        as_json,
+        lambda: [x for one in found for x in one.lines()],
+    )
+    if not all(one.ok for one in found):
         raise typer.Exit(1)
+
+
+def _verified(path: Path, purge: bool, trust: Path | None, as_json: bool) -> Any:
+    """What was found in a store, a picture, or what is signed."""
+    from darkroom import data
+    from darkroom.models.signing import signature_of, verify_signature
+
+    signed = signature_of(path).is_file()
+    if path.is_dir() and not signed and not (path / "model_index.json").is_file():
+        with progress_bar("verify", as_json) as progress:
+            return data.verify(path, purge=purge, progress=progress)
+    if purge:
+        raise InputError(f"--purge with '{path}'", allowed="a picture store")
+    if signed or path.is_dir() or path.suffix.lower() in (".safetensors", ".yaml", ".yml"):
+        return verify_signature(path, trust)
+    if not path.exists():
+        with progress_bar("verify", as_json) as progress:  # says what a store's path may be
+            return data.verify(path, purge=purge, progress=progress)
+    from darkroom.sample.provenance import verify_picture
+
+    return verify_picture(path, trust=trust)
 
 
 @app.command()
@@ -163,23 +202,25 @@ def prepare(
         str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
     ] = None,
     encoders: Annotated[
-        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; 1 if not said")
+        str | None, typer.Option(help="ray: how many encode, N or MIN:MAX; default: 1")
     ] = None,
     accelerator: Annotated[
         str | None, typer.Option(help="ray: the accelerator type they run on, as Ray names it")
     ] = None,
     fraction: Annotated[
-        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; 1 if not said")
+        float | None, typer.Option(help="ray: each one's share of a GPU, or of CPU cores; default: 1")
     ] = None,
     cpu_workers: Annotated[
-        int | None, typer.Option(min=1, help="ray: tasks that read and decode; all CPUs left if not said")
+        int | None, typer.Option(min=1, help="ray: tasks that read and decode; default: all CPUs left")
     ] = None,
     grows: Annotated[
         bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Encode pictures once: adds latent (and text) columns; a second run encodes only what is new.
+    """Encode pictures once: adds latent and text columns.
+
+    A second run encodes only what is new.
 
     Example: darkroom prepare pictures.lance --model runs/vae/model --resolution 64
 

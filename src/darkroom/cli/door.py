@@ -1,4 +1,4 @@
-"""The door itself: the application, its exit codes, and how every verb prints."""
+"""The application, its exit codes, and how every verb prints."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ import typer
 
 import darkroom
 from darkroom import options
-from darkroom.errors import DarkroomError, RecipeError
+from darkroom.errors import DarkroomError, RecipeError, is_out_of_memory, is_system_failure
 from darkroom.hardware.system import is_unicode, print_anything
-from darkroom.hush import hush
+from darkroom.hush import hush, limit_spinning
 
 app = typer.Typer(
     name="darkroom",
     help="Stable Diffusion models, from pictures to pictures: import, prepare, train, generate, measure.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,10 +33,13 @@ app.add_typer(bench, name="bench")
 
 FIRST_TELLS_S = 10.0  # what rank 0 has to tell what all ranks know
 
-SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; the model's own if not said"
+SIGN_HELP = "PEM file of certificates and key that sign the pictures; default: a self-made one"
+CREDENTIALS_HELP = "what the signed credentials say: model, settings, or all (the prompts too)"
+PROVENANCE_HELP = "mark pictures (watermark) and sign them (C2PA)"
+SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; default: the model's own"
 PRECISION_HELP = "float32, bf16, fp16, or auto: bf16 where it is quick"
 SOLVER_HELP = (
-    f"the model's own if not said; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
+    f"default: the model's own; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
     "or as A1111 says it: 'DPM++ 2M Karras'"
 )
 
@@ -48,6 +50,7 @@ RECIPE_HELP = "the recipe: a YAML file, or recipes:NAME for one that comes with 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code; a user's mistake is one line, never a traceback."""
+    limit_spinning()
     hush()
     for stream in (sys.stdout, sys.stderr):
         print_anything(stream)
@@ -64,12 +67,22 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(1)
-    except OSError as error:
-        if error.filename is None and error.errno is None:
+    except Exception as error:
+        if (told := _failure_of_machine(error)) is None:
             raise
-        _leave(_failed(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1))
+        _leave(_failed(told, 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
     _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+def _failure_of_machine(error: Exception) -> str | None:
+    """What is said of an error of the system, which is no mistake of ours; None for any other."""
+    if isinstance(error, OSError) and (error.filename is not None or error.errno is not None):
+        return f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+    if not is_system_failure(error):
+        return None
+    what = "no memory left" if is_out_of_memory(error) else "the machine failed"
+    return f"{what}: {' '.join(str(error).split())[:300]}".rstrip(": ")
 
 
 def _leave(code: int) -> NoReturn:

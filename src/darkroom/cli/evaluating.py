@@ -58,9 +58,9 @@ def evaluate(
     num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 4,
     class_num: Annotated[int, typer.Option(min=1, help="pictures of the plain class")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="picture i has seed + i")] = 0,
-    steps: Annotated[int | None, typer.Option(help="solver steps; 30 if not said")] = None,
+    steps: Annotated[int | None, typer.Option(help="solver steps; default: 30")] = None,
     guidance: Annotated[
-        float | None, typer.Option(help="above 1 is on; the model's own or 7.5 if not said")
+        float | None, typer.Option(help="above 1 is on; default: the model's own or 7.5")
     ] = None,
     solver: Annotated[str | None, typer.Option(help=SOLVER_HELP)] = None,
     size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None,
@@ -76,7 +76,9 @@ def evaluate(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Prompts -> pictures -> scores, each with a 95 % interval and what is needed to read it again.
+    """Score a model or pictures, with 95 % intervals.
+
+    Each row says what is needed to reproduce it.
 
     Example: darkroom evaluate model/ --prompts captions.txt --reference pictures.lance --metrics fid,kid
     """

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from darkroom.cli.door import Json, app, show
-from darkroom.errors import InputError
+from darkroom.errors import DarkroomError, InputError
 
 
 @app.command()
@@ -25,7 +25,11 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What this machine, or a cluster, has and lacks, each lack with the line that mends it.
+    """What this machine, or a cluster, has and lacks.
+
+    Each lack with the line that mends it.
+
+    Exit code 1 where something lacks that darkroom cannot do without.
 
     Example: darkroom doctor
 
@@ -45,3 +49,5 @@ def doctor(
 
         found = checks()
     show(found, as_json, lambda: (line for check in found for line in check.lines()))
+    if failed := [check.name for check in found if not check.ok and not check.optional]:
+        raise DarkroomError(f"not in order: {', '.join(failed)}")

@@ -18,7 +18,7 @@ JOBS = ("generate", "serve", "prepare")
 def plan(
     job: Annotated[str | None, typer.Argument(help="a recipe, or generate, serve, prepare")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    gpu: Annotated[str, typer.Option(help="here, all, or a card such as A100-80")] = "here",
+    gpu: Annotated[str, typer.Option(help="here, all, a card such as A100-80, or memory=12GB")] = "here",
     count: Annotated[
         str, typer.Option(help="devices: 8, or 1..1024 for the curve; auto: the recipe's own number")
     ] = "auto",
@@ -26,6 +26,16 @@ def plan(
     deadline: Annotated[float | None, typer.Option(min=0, help="most hours")] = None,
     price: Annotated[float | None, typer.Option(min=0, help="USD for an hour of one device")] = None,
     prices: Annotated[Path | None, typer.Option(help="a price table of your own, like prices.csv")] = None,
+    provider: Annotated[
+        str, typer.Option(help="only this provider's prices: aws, lambda, verda, vast ...")
+    ] = "",
+    region: Annotated[str, typer.Option(help="only prices of regions that begin so: us, eu-central-1")] = "",
+    spot: Annotated[
+        bool, typer.Option("--spot", help="spot prices: machines that may be taken away")
+    ] = False,
+    cheapest: Annotated[
+        bool, typer.Option("--cheapest", help="the cheapest offer of each card, not the middle one")
+    ] = False,
     storage: Annotated[float | None, typer.Option(min=0, help="USD for a GB kept a month")] = None,
     egress: Annotated[float | None, typer.Option(min=0, help="USD for a GB moved out")] = None,
     mode: Annotated[
@@ -36,9 +46,19 @@ def plan(
         str | None, typer.Option(help="what the cards stand in: a row of machines.csv; the usual one")
     ] = None,
     precision: Annotated[
-        str, typer.Option(help="bf16, fp16 or float32; auto: as the job itself computes unless told")
+        str,
+        typer.Option(
+            help="bf16, fp16, float32; of pictures fp8, int8; auto: as the job computes unless told"
+        ),
     ] = "auto",
+    tf32: Annotated[bool, typer.Option("--tf32", help="float32 products on tensor cores too")] = False,
     engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager",
+    software: Annotated[
+        str, typer.Option(help="whose program runs it: darkroom, diffusers, compile, tensorrt")
+    ] = "darkroom",
+    fits: Annotated[
+        str | None, typer.Option(help="what a card can do with --model: all tasks, on one screen")
+    ] = None,
     model: Annotated[str, typer.Option(help="jobs: a family or a model folder")] = "sd15",
     size: Annotated[str, typer.Option(help="generate, serve: the pictures' size")] = "512x512",
     steps: Annotated[int, typer.Option(min=1, help="generate, serve: denoising steps")] = 30,
@@ -49,7 +69,7 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1,
     attention: Annotated[str, typer.Option(help="generate, serve: fused or plain")] = "fused",
     channels_last: Annotated[
-        bool | None, typer.Option(help="generate, serve: memory layout; in half precisions if not said")
+        bool | None, typer.Option(help="generate, serve: memory layout; default: in half precisions")
     ] = None,
     pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000,
     rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0,
@@ -58,6 +78,15 @@ def plan(
         typer.Option(help="serve: requests as they came, a JSON object a line (docs/plan.md), --rate times"),
     ] = None,
     latency: Annotated[float, typer.Option(help="serve: seconds within which 95 of 100 are done")] = 10.0,
+    autoscale: Annotated[
+        int | None, typer.Option(min=1, help="serve: as few devices as this, more as the queue grows")
+    ] = None,
+    start: Annotated[
+        float, typer.Option(min=0, help="serve: seconds until another device serves: its machine, loading")
+    ] = 120.0,
+    losses: Annotated[
+        float, typer.Option(min=0, help="serve: how often an hour a (spot) device is taken away")
+    ] = 0.0,
     resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
     text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
     advise: Annotated[
@@ -78,7 +107,9 @@ def plan(
     validate: Annotated[bool, typer.Option("--validate", help="predict published tables")] = False,
     as_json: Json = False,
 ) -> None:
-    """Memory, time and money of a recipe or a job, before anything runs; needs no GPU.
+    """Memory, time and cost of a job before it runs.
+
+    Needs no GPU.
 
     Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
     """
@@ -88,12 +119,13 @@ def plan(
         return _validate(as_json)
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
+    if fits is not None:
+        return _fits(fits, model, as_json)
     job = str(recipe_file(Path(job))) if job else None
     if job is None:
         raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
     if job not in JOBS and not Path(job).is_file():
         raise RecipeError.missing(Path(job))  # before the seconds that imports take
-    from darkroom.hardware.prices import prices as read_prices
     from darkroom.plan import ask, generation, targets
 
     if gpu != "here":
@@ -104,13 +136,15 @@ def plan(
         network=_network(network),
         stands_in=_machine(machine),
         usd_per_hour=price,
-        prices=None if prices is None else read_prices(prices),
+        prices=_prices(prices, provider=provider, region=region, spot=spot, cheapest=cheapest),
         budget_usd=budget,
         deadline_hours=deadline,
         usd_per_gb_month=storage,
         usd_per_gb_out=egress,
-        precision=_one_of("precision", precision, ("auto", "bf16", "fp16", "float32")),
+        precision=_one_of("precision", precision, ("auto", "bf16", "fp16", "float32", *targets.QUANTISED)),
         engine=_one_of("engine", engine, ("eager", "compile", "graphs")),
+        software=_one_of("software", software, tuple(targets.SOFTWARE)),
+        tf32=tf32,
     )
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
@@ -124,7 +158,7 @@ def plan(
     if job == "generate":
         asked = [ask.ask_generate(pictures_asked)]
     elif job == "serve":
-        asked = [_asked_serving(pictures_asked, trace, rate, latency)]
+        asked = [_asked_serving(pictures_asked, trace, rate, latency, _fleet(autoscale, start, losses))]
     elif job == "prepare":
         asked = [ask.ask_prepare(model, resolution, pictures, text=text)]
     else:
@@ -139,14 +173,22 @@ def plan(
     return _show_plans(asked, target, numbers, plot, as_json)
 
 
-def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float) -> Any:
-    from darkroom.plan.trace import ask_rate, ask_trace, read_trace
+def _fleet(autoscale: int | None, start_s: float, losses: float) -> Any:
+    """What becomes of devices while they serve; None where all serve from the beginning to the end."""
+    from darkroom.plan.serving import Fleet
+
+    return Fleet(start_s, losses, autoscale) if autoscale is not None or losses else None
+
+
+def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float, fleet: Any) -> Any:
+    from darkroom.plan.serving import read_trace
+    from darkroom.plan.trace import ask_rate, ask_trace
 
     if trace is None:
-        return ask_rate(pictures, rate, latency)
+        return ask_rate(pictures, rate, latency, fleet)
     if not rate > 0:
         raise InputError(f"--rate {rate}", allowed="a number above 0")
-    return ask_trace(pictures, read_trace(trace, rate), latency)
+    return ask_trace(pictures, read_trace(trace, rate), latency, fleet)
 
 
 def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:
@@ -163,7 +205,7 @@ def _show_plans(asked: list[Any], target: Any, numbers: list[int], plot: Path | 
     from darkroom.plan import ask
     from darkroom.plan.show import comparison, lines, price_lines, to_dict, together
 
-    if len(asked) > 1 and (target.gpu == "all" or len(numbers) > 1):
+    if len(asked) > 1 and (target.several or len(numbers) > 1):
         _compare_phases(asked, target, numbers, plot, as_json)
         return
     found = [plan for one in asked for plan in ask.compared(one, target, numbers)]
@@ -196,7 +238,7 @@ def _compare_phases(
         yield from price_lines([plan for one in found for plan in one.plans])
         yield from _drawn(plot)
 
-    name = "cards" if target.gpu == "all" else "counts"
+    name = "cards" if target.several else "counts"
     show({name: [one.to_dict() for one in found]}, as_json, told)
 
 
@@ -268,6 +310,25 @@ def _validate(as_json: bool) -> None:
 
     told = validate(say=console(as_json))
     show(told.to_dict(), as_json, told.lines)
+
+
+def _prices(file: Path | None, **asked: Any) -> Any:
+    """The offers that count; None where nothing is said: all of prices.csv."""
+    from darkroom.hardware.prices import choose, prices
+
+    if file is not None and not file.is_file():
+        raise InputError(f"--prices {file}", mend="there is no such file: columns as in prices.csv")
+    if not any(asked.values()):
+        return None if file is None else prices(file)
+    return choose(prices() if file is None else prices(file), **asked)
+
+
+def _fits(card: str, model: str, as_json: bool) -> None:
+    from darkroom.plan.fits import what_fits
+
+    found = what_fits(card, model, console(as_json))
+    rows = [fit.row() for fit in found.found]
+    show(found.to_dict(), as_json, lambda: [found.head(), *columns(rows), *found.foot()])
 
 
 def _one_of(name: str, given: str, allowed: tuple[str, ...]) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from darkroom import options
-from darkroom.cli.door import PRECISION_HELP, app
+from darkroom.cli.door import CREDENTIALS_HELP, PRECISION_HELP, PROVENANCE_HELP, SIGN_HELP, app
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
     from darkroom.cluster.serve import Replicas
-    from darkroom.serve.settings import ServeSettings
+    from darkroom.serve.settings import Limits, ServeSettings
 
 
 OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
@@ -26,7 +25,7 @@ Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once
 MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
 Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
-KeyFile = Annotated[Path | None, typer.Option(help="who may come in; see --make-key")]
+KeyFile = Annotated[Path | None, typer.Option(help="the API keys that are accepted; see --make-key")]
 NEW_KEY_HELP = "add a key of this name to --api-key-file, print it, and end"
 MakeKey = Annotated[str | None, typer.Option(help=NEW_KEY_HELP)]
 Origins = Annotated[list[str] | None, typer.Option(help="a further web origin that may ask")]
@@ -37,24 +36,54 @@ State = Annotated[Path, typer.Option(help="the folder of jobs and pictures")]
 JOBS_HELP = "the jobs' database, if not SQLite: postgresql+psycopg://..."
 Jobs = Annotated[str | None, typer.Option(help=JOBS_HELP)]
 Name = Annotated[str, typer.Option(help="of this server, where several use a database")]
-Capacity = Annotated[int | None, typer.Option(min=1, help="U-Net evaluations a step; by memory if not said")]
-Queue = Annotated[int, typer.Option(min=1, help="pictures that may wait; more are refused")]
-QUEUE_SECONDS_HELP = "seconds of work that may wait, by the speed measured; more is refused"
-QueueSeconds = Annotated[float, typer.Option(min=0.001, help=QUEUE_SECONDS_HELP)]
-Rate = Annotated[float, typer.Option(min=0.01, help="new jobs a minute with one key")]
-Keep = Annotated[float, typer.Option(min=0.001, help="hours that finished jobs are kept")]
-KeepGb = Annotated[float, typer.Option(min=0.001, help="of pictures that are kept; the oldest go first")]
+Capacity = Annotated[int | None, typer.Option(min=1, help="U-Net evaluations a step; default: by memory")]
+LIMITS_HELP = "a YAML file of bounds (NAME: VALUE), with keys: for those of single keys"
+LimitsFile = Annotated[Path | None, typer.Option(help=LIMITS_HELP)]
+ONE_LIMIT_HELP = "NAME=VALUE of one bound, over the file's; may be given again"
+OneLimit = Annotated[list[str] | None, typer.Option(help=ONE_LIMIT_HELP)]
+PREFIX_HELP = "the path below which a proxy has the server, such as /pictures"
+Prefix = Annotated[str, typer.Option("--path-prefix", help=PREFIX_HELP)]
+METRICS_HELP = "metrics alone on a port of their own, without a key; 0 takes a free one"
+MetricsPort = Annotated[int | None, typer.Option(min=0, max=65535, help=METRICS_HELP)]
+MetricsHost = Annotated[str, typer.Option(help="the address of --metrics-port")]
+LogFormat = Annotated[str, typer.Option(help="text or json")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
+OWN_OPTIONS = {
+    "queue": ("queue", 1),
+    "queue_seconds": ("queue_s", 1),
+    "rate": ("rate_per_minute", 1),
+    "keep": ("keep_s", 3600),
+    "keep_gb": ("keep_bytes", 1e9),
+}
+"""Options of bounds: the field, and what a unit of the option is in the field's."""
+QUEUE_HELP = "pictures that may wait; more are refused; default: 256"
+Queue = Annotated[int | None, typer.Option(min=1, help=QUEUE_HELP)]
+QUEUE_SECONDS_HELP = "seconds of work that may wait, by the speed measured; default: 3600"
+QueueSeconds = Annotated[float | None, typer.Option(min=0.001, help=QUEUE_SECONDS_HELP)]
+Rate = Annotated[float | None, typer.Option(min=0.01, help="new jobs a minute with one key; 1200")]
+Keep = Annotated[float | None, typer.Option(min=0.001, help="hours that finished jobs are kept; 24")]
+KEEP_GB_HELP = "of pictures that are kept; the oldest go first; default: 10"
+KeepGb = Annotated[float | None, typer.Option(min=0.001, help=KEEP_GB_HELP)]
 Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told to stop")]
 LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
 LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
+DETERMINISTIC_HELP = "calls of one fixed shape: a picture has the same bits whoever shares them"
+Deterministic = Annotated[bool, typer.Option(help=DETERMINISTIC_HELP)]
+WarmSize = Annotated[
+    list[str] | None,
+    typer.Option(help="a size compiled or captured before the first job: 512x768; again for more"),
+]
 HOOK_HELP = "MODULE:FUNCTION that sees each picture before it is kept; may be given again"
 Hooks = Annotated[list[str] | None, typer.Option(help=HOOK_HELP)]
+Sign = Annotated[Path | None, typer.Option(help=SIGN_HELP)]
+Credentials = Annotated[str, typer.Option(help=CREDENTIALS_HELP)]
+ProvenanceFlag = Annotated[bool, typer.Option(envvar="DARKROOM_PROVENANCE", help=PROVENANCE_HELP)]
 UsdPerHour = Annotated[float | None, typer.Option(min=0, help="price of the device, for the cost of jobs")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
 Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
 Backend = Annotated[str, typer.Option(help="torch, compile, onnx or openvino")]
-OPTIMISE_HELP = "optimisations of the ladder; lossless ones if not said"
+OPTIMISE_HELP = "optimisations; default: lossless ones"
 Optimise = Annotated[str | None, typer.Option(help=OPTIMISE_HELP)]
 VERTEX_HELP = "as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables"
 Vertex = Annotated[bool, typer.Option(help=VERTEX_HELP)]
@@ -68,7 +97,7 @@ Lease = Annotated[float, typer.Option(min=1, help="shared: a server silent for s
 EngineName = Annotated[str, typer.Option("--engine", help="local: this process; ray: replicas on Ray Serve")]
 ADDRESS_HELP = "ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local"
 RayAddress = Annotated[str | None, typer.Option(help=ADDRESS_HELP)]
-REPLICAS_HELP = "ray: how many, N or LEAST:MOST; 1 if not said"
+REPLICAS_HELP = "ray: how many, N or LEAST:MOST; default: 1"
 ReplicaCount = Annotated[str | None, typer.Option("--replicas", help=REPLICAS_HELP)]
 JobsEach = Annotated[float | None, typer.Option(help="ray: jobs for which one replica is there; 16")]
 ReplicaCpus = Annotated[float | None, typer.Option(help="ray: CPUs of a replica, and its threads; 1")]
@@ -95,20 +124,32 @@ def serve(
     patience: Patience = 0.5,
     lease: Lease = 10.0,
     capacity: Capacity = None,
-    queue: Queue = 256,
-    queue_seconds: QueueSeconds = 3600.0,
-    rate: Rate = 1200.0,
-    keep: Keep = 24.0,
-    keep_gb: KeepGb = 10.0,
+    limits: LimitsFile = None,
+    limit: OneLimit = None,
+    queue: Queue = None,
+    queue_seconds: QueueSeconds = None,
+    rate: Rate = None,
+    keep: Keep = None,
+    keep_gb: KeepGb = None,
     drain: Drain = 30.0,
     lanes: LaneCount = None,
     pad: Pad = False,
+    warm_size: WarmSize = None,
+    deterministic: Deterministic = False,
     hook: Hooks = None,
+    provenance: ProvenanceFlag = True,
+    sign: Sign = None,
+    credentials: Credentials = "settings",
     usd_per_hour: UsdPerHour = None,
     device: Device = "auto",
     precision: Precision = "float32",
     backend: Backend = "torch",
     optimise: Optimise = None,
+    path_prefix: Prefix = "",
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "0.0.0.0",
+    log_format: LogFormat = "text",
+    log_level: LogLevel = "info",
     vertex: Vertex = False,
     variant: Variant = None,
     revision: Revision = None,
@@ -119,7 +160,9 @@ def serve(
     replica_cpus: ReplicaCpus = None,
     replica_gpus: ReplicaGpus = None,
 ) -> None:
-    """A server of pictures: jobs that survive it, OpenAI's dialect, metrics. Ctrl-C drains, twice leaves.
+    """Serve pictures: a page, APIs and durable jobs.
+
+    OpenAI's and other APIs, metrics. Ctrl-C drains; a second one ends at once.
 
     Example: darkroom serve model/ --adapters loras/ --port 8000
 
@@ -130,7 +173,9 @@ def serve(
         print(_new_key(api_key_file, make_key))
         return
     _check(said)
-    _log_to_stderr()
+    from darkroom.serve.logs import set_up as set_up_logs
+
+    set_up_logs(log_format, log_level)
     if engine == "ray":
         from darkroom.cluster.serve import run as run_on_ray
 
@@ -146,8 +191,11 @@ def _check(said: dict[str, Any]) -> None:
     if said["model"] is None and not said["vertex"]:
         raise InputError("no model", mend="darkroom serve MODEL; see --help")
     options.check_names(said["backend"], said["precision"])
+    options.check_credentials(said["credentials"])
     if said["engine"] not in ("local", "ray"):
         raise InputError(f"--engine {said['engine']}", allowed="local, ray")
+    if said["pad"] and said["deterministic"]:
+        raise InputError("--pad with --deterministic", mend="leave --pad out: --deterministic pads too")
     given = [name for name in OF_RAY if said[name] is not None]
     if said["engine"] == "local" and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -158,18 +206,10 @@ def _check(said: dict[str, Any]) -> None:
 def _settings(said: dict[str, Any]) -> ServeSettings:
     """What the flags say, as the server takes it."""
     from darkroom.serve.api.vertex import model_of, routes_of
-    from darkroom.serve.settings import Limits, ServeSettings
+    from darkroom.serve.settings import ServeSettings
 
     routes = routes_of() if said["vertex"] else None
     elsewhere = {} if routes is None else {"host": "0.0.0.0", "port": routes.port}
-    limits = Limits(
-        queue=said["queue"],
-        queue_per_key=max(1, said["queue"] // 2) if said["api_key_file"] is not None else said["queue"],
-        queue_s=said["queue_seconds"],
-        rate_per_minute=said["rate"],
-        keep_s=said["keep"] * 3600,
-        keep_bytes=int(said["keep_gb"] * 1e9),
-    )
     same = {name: said[name] for name in ServeSettings.model_fields if name in said}
     told = {
         "model": said["model"] if said["model"] is not None else model_of(),
@@ -182,9 +222,63 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
         "drain_s": said["drain"],
         "vertex": routes,
         "hooks": tuple(said["hook"] or ()),
-        "limits": limits,
+        "warm_sizes": tuple(said["warm_size"] or ()),
+        "prefix": _prefix(said["path_prefix"]),
+        "limits": _limits(said),
     }
     return ServeSettings(**{**same, **told, **elsewhere})
+
+
+def _limits(said: dict[str, Any]) -> Limits:
+    """The file of --limits, then each --limit NAME=VALUE, then the options that have a name of their own."""
+    from pydantic import ValidationError
+
+    from darkroom.serve.settings import Limits
+
+    told = {} if said["limits"] is None else _limits_file(said["limits"])
+    for one in said["limit"] or ():
+        name, equals, value = one.partition("=")
+        if not equals or name not in Limits.model_fields or name == "keys":
+            known = ", ".join(sorted(set(Limits.model_fields) - {"keys"}))
+            raise InputError(f"--limit {one}", allowed=f"NAME=VALUE, NAME one of {known}")
+        told[name] = value
+    for option, (name, factor) in OWN_OPTIONS.items():
+        if said[option] is not None:
+            value = said[option] * factor
+            told[name] = int(value) if name in ("queue", "keep_bytes") else value
+    queue = told.get("queue", Limits.model_fields["queue"].default)
+    if "queue_per_key" not in told and isinstance(queue, int):
+        told["queue_per_key"] = max(1, queue // 2) if said["api_key_file"] is not None else queue
+    try:
+        return Limits.model_validate(told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(
+            f"limit {where}: {first['msg']}", allowed="as docs/serving.md lists them, under Limits"
+        ) from error
+
+
+def _limits_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--limits '{path}' cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"--limits '{path}' is no YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(told, dict):
+        raise InputError(f"--limits '{path}'", allowed="NAME: VALUE lines, and keys: with limits by key")
+    return told
+
+
+def _prefix(given: str) -> str:
+    """The path below which a proxy has the server; InputError where it is none."""
+    bare = given.strip("/")
+    if bare and not re.fullmatch(r"[A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*", bare):
+        raise InputError(f"--path-prefix {given}", allowed="a path, such as /pictures")
+    return f"/{bare}" if bare else ""
 
 
 def _origin(given: str) -> str:
@@ -238,14 +332,3 @@ def need_server() -> None:
     for package in ("fastapi", "uvicorn", "prometheus_client", "sqlalchemy"):
         if find_spec(package) is None:
             raise MissingExtra(package, "serve")
-
-
-def _log_to_stderr() -> None:
-    import logging
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("darkroom")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

@@ -24,7 +24,9 @@ def quickstart(
     seed: Annotated[int, typer.Option(min=0, help="of the pictures, the weights and the training")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Pictures -> model -> pictures -> report, on a CPU, in minutes.
+    """Pictures -> model -> pictures -> report, in minutes.
+
+    On a CPU, with pictures that it draws itself.
 
     Example: darkroom quickstart --out quickstart
     """
@@ -64,6 +66,9 @@ def train(
     grows: Annotated[
         bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
     ] = False,
+    of: Annotated[
+        str | None, typer.Option("--from", help="kohya: the file is a TOML of kohya's sd-scripts")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what it takes on this machine, and stop")] = False,
     plan_first: Annotated[
         bool,
@@ -73,7 +78,9 @@ def train(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train what a recipe says; the same command goes on where it was stopped.
+    """Train what a recipe says.
+
+    The same command resumes where it was stopped.
 
     Several values, as in optim.lr=1e-5,5e-5,1e-4, make a run of each in one folder, under one budget.
     One that diverges or finds no memory is noted, the others are made; exit code 1 if none got to its end.
@@ -83,6 +90,10 @@ def train(
     if plan:
         from darkroom.cli.planning import plan_here
 
+        if of is not None:
+            raise InputError(
+                "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
+            )
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.plan.run_estimate import foretell
     from darkroom.recipe.read import read_sweep
@@ -92,7 +103,7 @@ def train(
     from darkroom.train.run import train as run
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
-    recipes = read_sweep(recipe, overrides or [])
+    recipes = read_sweep(recipe, overrides or [], of=of)
     if engine not in ("auto", "local", "torchrun", "ray"):
         raise InputError(f"--engine {engine}", allowed="auto, local, torchrun, ray")
     if engine == "ray":
@@ -110,6 +121,7 @@ def train(
         raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
     if engine != "local" and starts_processes(recipes[0][1].parallel):
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
+        arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         launch([*arguments, "--engine", "local", *flags], recipes[0][1])
         return None
@@ -169,7 +181,9 @@ def recipe(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="the page docs/recipe.md")] = False,
     as_json: Json = False,
 ) -> None:
-    """Every key of a recipe: type, default, what is allowed, what it means, and what tasks set instead.
+    """Every key of a recipe: type, default, limits.
+
+    And what it means, and what tasks set instead.
 
     Example: darkroom recipe --keys 'optim.*'
 
@@ -202,7 +216,7 @@ def runs(
     root: Annotated[Path, typer.Option(help="the folder that holds the runs")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """What ran, what runs; or two and more runs side by side.
+    """List runs, or compare two and more.
 
     Example: darkroom runs compare runs/a runs/b
     """
@@ -240,7 +254,7 @@ def export(
         typer.Option(help="FILE[:WEIGHT], an adapter to merge into a model; may be given again"),
     ] = None,
     checkpoint: Annotated[
-        int | None, typer.Option(help="the step; if not said, the newest, or with evaluate.patience the best")
+        int | None, typer.Option(help="the step; default: the newest, or with evaluate.patience the best")
     ] = None,
     ema: Annotated[bool, typer.Option(help="the averaged weights")] = True,
     kohya: Annotated[
@@ -252,9 +266,14 @@ def export(
     single_file: Annotated[
         bool, typer.Option("--single-file", help="a model as one .safetensors for ComfyUI and A1111")
     ] = False,
+    sign: Annotated[
+        Path | None, typer.Option(help="a private key (PEM; see `keys make-signing-key`) to sign it with")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's weights as a model folder, also while it trains; an adapter merged, or as its own file.
+    """Write a run's weights as a model or adapter.
+
+    Also while it trains; an adapter merged, or as its own file.
 
     Example: darkroom export runs/emoji --to model/ --checkpoint 2000
 
@@ -277,7 +296,12 @@ def export(
             )
             made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
     kind = "adapter" if models.is_adapter(made) else "model"
-    show({kind: made}, as_json, lambda: [f"{kind}: {made}"])
+    told = {kind: made}
+    if sign is not None:
+        from darkroom.models.signing import sign as signed
+
+        told["signature"] = signed(Path(made), sign)
+    show(told, as_json, lambda: [f"{name}: {path}" for name, path in told.items()])
 
 
 def _precision(name: str | None) -> Any:
@@ -313,16 +337,37 @@ def _exported(
 
 
 @app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="a finished run")],
+    repo: Annotated[str, typer.Argument(help="the hub's repository, OWNER/NAME")],
+    license: Annotated[str | None, typer.Option(help="of what was trained, such as openrail++")] = None,
+    private: Annotated[bool, typer.Option("--private", help="a new repository is private")] = False,
+    hub: Annotated[str | None, typer.Option(help="another hub's address; else the usual one")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put a run's adapter or model on the hub, with a model card and its last samples.
+
+    Example: darkroom push runs/dog me/sks-dog --private
+    """
+    from darkroom.train.sharing import push as put
+
+    made = put(run, repo, license=license, private=private, hub=hub)
+    show({"repository": made}, as_json, lambda: [f"repository: {made}"])
+
+
+@app.command()
 def report(
     sources: Annotated[list[Path] | None, typer.Argument(help="run folders and measurement CSVs")] = None,
     out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
     five_systems: Annotated[
         bool,
-        typer.Option("--five-systems", help="five published systems beside darkroom's figures, with a CSV"),
+        typer.Option("--five-systems", help="five published systems next to darkroom's figures, with a CSV"),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """One HTML file: curves, samples by step, settings, environment, bill.
+    """Write a report: one HTML file.
+
+    Curves, samples by step, settings, environment, bill.
 
     Example: darkroom report runs/emoji --out report.html
     """

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from darkroom.errors import StoreError
+from darkroom.errors import DarkroomError, StoreError, is_system_failure
 from darkroom.hardware.system import lock_file
 
 T = TypeVar("T")
@@ -30,6 +30,7 @@ VANISHED = re.compile(
     r"not found.*/(_versions/[^/,]+\.manifest|data/[^/,]+\.lance,|_deletions/|_transactions/)", re.I
 )
 PATH = re.compile(r"\S*/\S*")
+NETWORK = re.compile(r"error sending request|connection (refused|reset|closed)|timed out|dns error", re.I)
 COMMITS, WRITERS = "_commits.lock", "_writers.lock"
 
 
@@ -102,8 +103,10 @@ def _locked(folder: Path | None, name: str, *, shared: bool = False, wait: bool 
         yield locked
 
 
-def not_opened(path: str, version: int | None, error: Exception) -> StoreError:
+def not_opened(path: str, version: int | None, error: Exception) -> DarkroomError:
     """Why a store at a path, or a version of it, could not be opened."""
+    if is_system_failure(error) or NETWORK.search(str(error)):
+        return DarkroomError(f"{path} could not be read: {plain(error)}; the same command tries again")
     if "not found" not in str(error):
         return StoreError(f"{path} is damaged: {plain(error)}")
     if version is not None and "://" not in path and (Path(path) / "_versions").is_dir():

@@ -48,9 +48,9 @@ from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, Purpose, 
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 
-Draw = Literal["noise", "posterior", "u", "offset"]
+Draw = Literal["noise", "posterior", "u", "offset", "multires", "perturbation"]
 """noise float32 [B, C, h, w]; posterior likewise, for mean + std * posterior; u float64 [B] in [0, 1), for
-the timestep; offset float32 [B, C, 1, 1], for offset noise."""
+the timestep; offset float32 [B, C, 1, 1], for offset noise; multires, perturbation float32 [B, C, h, w]."""
 
 
 class ReadSettings(BaseModel):
@@ -67,13 +67,21 @@ class ReadSettings(BaseModel):
     background: str = Field("white", description="colour laid under transparent pictures")
     columns: tuple[str, ...] = Field((), description="further columns, under their own names")
     prompts: tuple[str, ...] = Field((), description="one of these is the caption of rows that have none")
+    prompt_column: str | None = Field(None, description="column with the caption of rows that have none")
     prompts_replace: bool = Field(False, description="and of those that have one")
     shuffle_tags: bool = Field(False, description="deal a caption's parts between commas anew each time")
     keep_tokens: int = Field(0, ge=0, description="parts at the start that stay there")
+    tag_dropout: float = Field(0.0, ge=0, lt=1, description="share of a caption's parts that are left out")
+    token_warmup: tuple[int, int] = Field(
+        (0, 1), description="steps in which a caption grows to all of its parts, and with how many it begins"
+    )
+    wildcards: bool = Field(False, description="draw one of {a|b} in a caption, and one of its lines")
+    around: tuple[str, str] = Field(("", ""), description="what is put before and after every caption")
     caption_dropout: float = Field(0.0, ge=0, le=1, description="share of rows that get the empty caption")
     draws: tuple[Draw, ...] = Field((), description="which random numbers come with each row")
     latent_channels: int = Field(4, gt=0, description="shape of the draws where no latents are read")
     latent_factor: int = Field(8, gt=0, description="pixels a latent pixel spans, likewise")
+    multires: tuple[int, float] = Field((0, 0.3), description="iterations and discount of the draw multires")
     seed: int = Field(0, description="of all draws")
 
 
@@ -304,20 +312,43 @@ class Assembler:
 
     def _say_captions(self, batch: Batch) -> None:
         read = self._read
-        if "caption" not in batch or not (read.prompts or read.shuffle_tags):
+        if "caption" not in batch or not self._changes_captions:
             return
         captions = batch["caption"]
+        if read.prompt_column is not None:
+            own = batch.columns.pop(read.prompt_column)
+            captions = [old or prompt for old, prompt in zip(captions, own, strict=True)]
         if read.prompts:
             drawn = (self._uniform(batch, Purpose.PROMPT) * len(read.prompts)).astype(np.int64).tolist()
             kept = ("" if read.prompts_replace else caption for caption in captions)
             captions = [old or read.prompts[i] for old, i in zip(kept, drawn, strict=True)]
-        if read.shuffle_tags:
-            keys = draws.mix(read.seed, int(Purpose.TAGS), batch.epochs_B, batch.positions_B)
-            captions = [
-                draws.shuffled_tags(caption, key, read.keep_tokens)
-                for caption, key in zip(captions, keys.tolist(), strict=True)
-            ]
+        if read.around != ("", ""):
+            captions = [read.around[0] + caption + read.around[1] for caption in captions]
+        for purpose, used, change in (
+            (Purpose.WILDCARDS, read.wildcards, draws.chosen_wildcards),
+            (Purpose.TAGS, read.shuffle_tags, partial(draws.shuffled_tags, keep=read.keep_tokens)),
+            (
+                Purpose.TAG_DROPOUT,
+                bool(read.tag_dropout or read.token_warmup[0]),
+                partial(self._kept, batch.k),
+            ),
+        ):
+            if used:
+                keys = draws.mix(read.seed, int(purpose), batch.epochs_B, batch.positions_B).tolist()
+                captions = [change(caption, key) for caption, key in zip(captions, keys, strict=True)]
         batch.columns["caption"] = captions
+
+    @property
+    def _changes_captions(self) -> bool:
+        read = self._read
+        tags = read.shuffle_tags or read.tag_dropout or read.token_warmup[0] or read.wildcards
+        return bool(read.prompts or read.prompt_column or tags or read.around != ("", ""))
+
+    def _kept(self, k: int, caption: str, key: int) -> str:
+        """What is left of a caption's tags at step k."""
+        read, (steps, least) = self._read, self._read.token_warmup
+        share = k / steps if k < steps else None
+        return draws.kept_tags(caption, key, read.keep_tokens, read.tag_dropout, least, share)
 
     def _drop_captions(self, batch: Batch) -> None:
         rate = self._read.caption_dropout
@@ -340,9 +371,10 @@ class Assembler:
                 drawn: Array = draws.uniform(*keys, Purpose.TIMESTEP)
             elif name == "offset":
                 drawn = draws.normal(*keys, (latent[0], 1, 1), Purpose.OFFSET_NOISE)
+            elif name == "multires":
+                drawn = draws.pyramid(*keys, latent, *self._read.multires)
             else:
-                purpose = Purpose.NOISE if name == "noise" else Purpose.POSTERIOR
-                drawn = draws.normal(*keys, latent, purpose)
+                drawn = draws.normal(*keys, latent, Purpose[name.upper()])
             tensor = torch.from_numpy(drawn)
             batch.columns[name] = tensor.pin_memory() if self._pin else tensor
 

@@ -16,6 +16,7 @@ Legend: B rows of a global batch, W rows of a window.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -476,6 +477,10 @@ class Purpose(IntEnum):
     OFFSET_NOISE = 8
     PROMPT = 9
     TAGS = 10
+    MULTIRES = 11
+    PERTURBATION = 12
+    TAG_DROPOUT = 13
+    WILDCARDS = 14
 
 
 def _mix_int(h: int, part: int) -> int:
@@ -554,8 +559,81 @@ def noise(
     return normal(seed, epochs_B, positions_B, shape, Purpose.NOISE)
 
 
+def pyramid(
+    seed: int,
+    epochs_B: npt.NDArray[np.int64],
+    positions_B: npt.NDArray[np.int64],
+    shape: Sequence[int],
+    iterations: int,
+    discount: float,
+) -> npt.NDArray[np.float32]:
+    """What multi-resolution noise adds to plain noise, float32 [B, C, h, w]: ever coarser noises.
+
+    Iteration i has noise of 1 / r^i of the sides, enlarged bilinearly, times discount^i; r is drawn anew from
+    [2, 4) each time, and 1 pixel ends it (Whitaker 2023, as kohya's trainers have it). Each row has its own.
+    """
+    out = np.zeros((len(positions_B), *shape), dtype=np.float32)
+    channels, height, width = shape
+    keys = mix(seed, int(Purpose.MULTIRES), epochs_B, positions_B)
+    for row, key in zip(out, keys.tolist(), strict=True):
+        generator = np.random.Generator(np.random.Philox(key=key))
+        for i in range(iterations):
+            r = float(generator.random()) * 2 + 2
+            sides = max(1, int(height / r**i)), max(1, int(width / r**i))
+            coarse = generator.standard_normal((channels, *sides), dtype=np.float32)
+            row += enlarged(coarse, (height, width)) * np.float32(discount**i)
+            if 1 in sides:
+                break
+    return out
+
+
+def enlarged(values: npt.NDArray[np.float32], size: tuple[int, int]) -> npt.NDArray[np.float32]:
+    """Bilinear enlargement of [C, h, w] to a size, pixels' centres kept, as torch's interpolate does."""
+    for axis, new in zip((1, 2), size, strict=True):
+        old = values.shape[axis]
+        at = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, None).astype(np.float32)
+        low = np.minimum(at.astype(np.int64), old - 1)
+        high = np.minimum(low + 1, old - 1)
+        share = (at - low).reshape((-1, 1) if axis == 1 else -1)
+        values = values.take(low, axis) * (1 - share) + values.take(high, axis) * share
+    return values.astype(np.float32, copy=False)
+
+
 def shuffled_tags(caption: str, key: int, keep: int) -> str:
     """The parts of a caption between commas in an order that `key` decides; the first `keep` stay."""
     tags = [tag for part in caption.split(",") if (tag := part.strip())]
     order = np.argsort(mix(key, np.arange(max(len(tags) - keep, 0))), kind="stable")
     return ", ".join([*tags[:keep], *(tags[keep + i] for i in order.tolist())])
+
+
+def kept_tags(
+    caption: str, key: int, keep: int, dropout: float = 0.0, least: int = 1, share: float | None = None
+) -> str:
+    """What is left of a caption's parts between commas, the first `keep` always.
+
+    Of the others the first `least` and a `share` of the rest (all, where that is None) are there yet; each of
+    these is left out with probability `dropout`.
+    """
+    tags = [tag for part in caption.split(",") if (tag := part.strip())]
+    fixed, others = tags[:keep], tags[keep:]
+    if share is not None:
+        others = others[: int(share * (len(others) - least)) + least if len(others) > least else len(others)]
+    if dropout:
+        drawn = (mix(key, np.arange(len(others))) >> np.uint64(11)).astype(np.float64) * _UNIT
+        others = [tag for tag, u in zip(others, drawn.tolist(), strict=True) if u >= dropout]
+    return ", ".join([*fixed, *others])
+
+
+WILDCARD = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
+
+
+def chosen_wildcards(caption: str, key: int) -> str:
+    """A caption with one of its lines, and one of every {a|b|c}; the innermost braces first."""
+    lines = [line for line in caption.splitlines() if line.strip()] or [""]
+    caption, n = lines[int(mix(key, np.array([0]))[0]) % len(lines)], 0
+    while found := WILDCARD.search(caption):
+        n += 1
+        options = found[1].split("|")
+        option = options[int(mix(key, np.array([n]))[0]) % len(options)].strip()
+        caption = caption[: found.start()] + option + caption[found.end() :]
+    return caption

@@ -180,9 +180,14 @@ class Sidecars:
         with (self.root / "_import.lock").open("wb") as file:
             try:
                 lock_file(file)
-            except OSError:
+            except BlockingIOError:
                 raise StoreError(
                     f"another import into {self.root} is running", mend="wait until it is done"
+                ) from None
+            except OSError as error:
+                raise StoreError(
+                    f"the file system of {self.root} has no file locks ({error.strerror})",
+                    mend="mount it with them (Lustre: -o flock), or keep the store on another",
                 ) from None
             yield
 

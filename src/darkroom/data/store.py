@@ -32,6 +32,7 @@ from darkroom.data.commit_retry import (
     look,
     no_column,
     not_opened,
+    plain,
     sole_writer,
     vanished,
     wait,
@@ -48,7 +49,7 @@ from darkroom.data.purging import (
 )
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.texts import readable
-from darkroom.errors import StoreError
+from darkroom.errors import StoreError, is_system_failure
 from darkroom.hardware.system import file_name
 
 T = TypeVar("T")
@@ -137,7 +138,12 @@ class Store:
         """A new store without rows; StoreError where something is there already."""
         if "://" not in str(path):
             _make_room(Path(path))
-        dataset = lance.write_dataset(SCHEMA.empty_table(), str(path), data_storage_version="2.1")
+        try:
+            dataset = lance.write_dataset(SCHEMA.empty_table(), str(path), data_storage_version="2.1")
+        except (OSError, ValueError) as error:  # of Lance: without a number, and of many lines
+            if is_system_failure(error):
+                raise
+            raise StoreError(f"no store can be made at {path}: {plain(error)}") from error
         return cls(dataset, str(path))
 
     @classmethod

@@ -9,6 +9,8 @@ import codecs
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from darkroom.errors import is_system_failure
+
 MAX_CAPTION_BYTES = 1024**2
 MAX_LINE_BYTES = 64 * 1024**2
 FALLBACK = "cp1252"
@@ -97,6 +99,8 @@ class TextLines:
         except TextError:
             raise
         except (OSError, ValueError) as error:
+            if is_system_failure(error):
+                raise
             raise TextError(f"cannot be read on: {error}") from error
         if line is None:
             raise TextError(f"a line of more than {MAX_LINE_BYTES:,} bytes")

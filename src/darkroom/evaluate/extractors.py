@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from darkroom import models
-from darkroom.errors import InputError, ModelError, is_out_of_memory
+from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.evaluate.pictures import Preprocess, in_batches
 from darkroom.evaluate.small import KIND, Seen, open_small, word_ids
 from darkroom.evaluate.statistics import Array
@@ -159,6 +159,8 @@ def _kind(folder: Path) -> str:
     try:
         told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{folder}' is no extractor", allowed=f"a folder of {KINDS}") from error
     kind = told.get("kind") or told.get("model_type")
     if kind not in (KIND, INCEPTION, "clip", *VISION):
@@ -181,7 +183,7 @@ def _pretrained(cls: Any, folder: Path, **more: Any) -> Any:
             **more,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if is_out_of_memory(error):
+        if is_system_failure(error):
             raise
         raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
     # transformers fills what a file lacks with random numbers, which would give a score all the same.
@@ -233,6 +235,8 @@ def _clip(name: str, folder: Path, device: str | torch.device) -> Extractor:
     try:
         tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{folder}' has no tokenizer that can be read") from error
 
     def embed(x_B3HW: Tensor) -> Tensor:
@@ -490,6 +494,8 @@ def open_inception(folder: Path) -> Inception:
     try:
         state = load_file(str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{folder}' has no {WEIGHTS_FILE} that can be read") from error
     network = Inception()
     told = network.load_state_dict(state, strict=False)

@@ -15,7 +15,7 @@ from typing import Any
 from darkroom.data.importers.folder import FolderSource
 from darkroom.data.importers.source import CAPTION_NAMES, Columns, find_name, no_column
 from darkroom.data.store import Store
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 from darkroom.evaluate.pictures import FolderPictures
 
 DREAMBOOTH = "dreambooth:"
@@ -190,6 +190,8 @@ def _parquet(path: Path, column: str | None) -> list[str]:
         chosen = _column(path, column, names)
         return [str(value or "") for value in pq.read_table(path, columns=[chosen])[chosen].to_pylist()]
     except (pa.ArrowInvalid, OSError) as error:
+        if is_system_failure(error):
+            raise
         raise InputError(f"'{path}' is no Parquet file: {str(error).splitlines()[0]}") from error
 
 

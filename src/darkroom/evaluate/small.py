@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from darkroom.data.images import PictureError, examine
-from darkroom.errors import ModelError, is_out_of_memory
+from darkroom.errors import ModelError, is_system_failure
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
 from darkroom.evaluate.settings import SmallSettings
@@ -203,7 +203,7 @@ def open_small(folder: Path) -> SmallExtractor:
         )
         network.load_state_dict(load_file(str(folder / WEIGHTS_FILE)))
     except (OSError, ValueError, KeyError, RuntimeError, ValidationError, SafetensorError) as error:
-        if is_out_of_memory(error):
+        if is_system_failure(error):
             raise
         reason = str(error).strip().splitlines()[0]
         raise ModelError(f"'{folder}' is no whole extractor of darkroom: {reason}") from error

@@ -41,6 +41,7 @@ class Card:
     machine: str  # a row of machines.csv: what it usually stands in
     aliases: tuple[str, ...]
     source: str
+    guessed: tuple[str, ...] = ()  # columns of hardware.csv that no source tells
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,23 @@ def _card(row: dict[str, str]) -> Card:
         machine=row["machine"],
         aliases=tuple(filter(None, row["aliases"].split("|"))),
         source=row["source"],
+        guessed=tuple(filter(None, row["guessed"].split("|"))),
     )
+
+
+GUESSED = {
+    "total_gib": "what programs see of the memory (98 % of what is sold is taken)",
+    "cache_mb": "the cache",
+    "power_w": "the power",
+    "memory_gb": "the memory",
+}
+
+
+def unsourced(card: Card) -> Iterator[str]:
+    """What of a GPU's figures no source tells: a plan says so."""
+    found = [GUESSED[name] for name in card.guessed]
+    if found and card.kind == "gpu":
+        yield f"no source tells {' or '.join(found)} of a {card.name}"
 
 
 def _memory_bytes(row: dict[str, str]) -> int | None:

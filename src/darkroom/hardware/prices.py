@@ -98,7 +98,7 @@ def price(
 
     Of the device's offers only those of the newest reading count (within 90 days of it), and of these the
     one at the (lower) median on-demand price, or the cheapest. `usd_per_hour` is the user's own price of one
-    device and overrides all. A CPU class without an offer takes those of all CPU classes.
+    device and overrides all.
     """
     if usd_per_hour is not None:
         return Price("given", "", device, 1, "", usd_per_hour, None, date.today(), "by the user")
@@ -107,8 +107,6 @@ def price(
         return None
     rows = [row for row in (prices() if table is None else table) if provider in (None, row.provider)]
     offers = [row for row in rows if row.device == card.name]
-    if not offers and card.kind == "cpu":
-        offers = [row for row in rows if row.device.startswith("CPU ")]
     return _pick(offers, pick) if offers else None
 
 
@@ -118,9 +116,56 @@ def _pick(offers: list[Price], pick: str) -> Price:
     by_cost = sorted(fresh, key=lambda row: row.usd_per_device_hour)
     middle = statistics.median_low(range(len(by_cost)))
     chosen = by_cost[middle if pick == "median" else 0]
-    return replace(
-        chosen, picked=f"{pick} of {len(by_cost)} offers" if len(by_cost) > 1 else "the only offer"
+    said = f"{pick} of {len(by_cost)} offers" if len(by_cost) > 1 else "the only offer"
+    return replace(chosen, picked=chosen.picked or said)
+
+
+def offers_of(device: str, table: Sequence[Price] | None = None) -> list[Price]:
+    """A device's offers, the cheapest first; older than 90 days before the newest ones are left out."""
+    card = find_card(device)
+    rows = prices() if table is None else table
+    found = [row for row in rows if card is not None and row.device == card.name]
+    newest = max((row.as_of for row in found), default=date.min)
+    fresh = [row for row in found if row.age_days(newest) <= STALE_DAYS]
+    return sorted(fresh, key=lambda row: row.usd_per_device_hour)
+
+
+def choose(
+    table: Sequence[Price],
+    *,
+    provider: str = "",
+    region: str = "",
+    spot: bool = False,
+    cheapest: bool = False,
+) -> tuple[Price, ...]:
+    """The offers of a provider, in regions whose names begin so, at spot prices, only each device's cheapest.
+
+    InputError where no offer is left, with what there is.
+    """
+    rows = [row for row in table if not provider or row.provider == provider]
+    if not rows:
+        names = ", ".join(sorted({row.provider for row in table}))
+        raise InputError(f"--provider {provider}", allowed=names)
+    held = [row for row in rows if not region or row.region.startswith(region) or row.region == "all"]
+    if not held:
+        names = ", ".join(sorted({row.region for row in rows if row.region}))
+        raise InputError(f"--region {region}", allowed=names or "no regions are known of these offers")
+    if spot:
+        held = [_at_spot(row) for row in held if row.spot_usd_per_hour is not None]
+        if not held:
+            raise InputError("--spot", mend="none of these offers has a spot price: leave --spot away")
+    if not cheapest:
+        return tuple(held)
+    best = [offers_of(device, held)[0] for device in dict.fromkeys(row.device for row in held)]
+    return tuple(
+        replace(row, picked=f"cheapest of {len(offers_of(row.device, held))} offers") for row in best
     )
+
+
+def _at_spot(row: Price) -> Price:
+    """An offer at its spot price, which may end at any time."""
+    usd = row.spot_usd_per_hour or 0.0
+    return replace(row, instance=f"{row.instance} (spot)", on_demand_usd_per_hour=usd, spot_usd_per_hour=None)
 
 
 PROVIDERS = ("aws", "azure", "gcp", "lambdalabs", "nebius", "oci", "runpod")

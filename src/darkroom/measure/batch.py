@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from darkroom.errors import DarkroomError, InputError, is_out_of_memory
+from darkroom import options
+from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import has_statistics
 from darkroom.measure.drawing import Drawing, Metered, Watch, memory_available
-from darkroom.measure.ladder import let_go
+from darkroom.measure.ladder import DEVICE_LOST, let_go, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.memory import CPU_MARGIN, Needs, count_needs
@@ -34,16 +35,32 @@ class Kind:
     @property
     def names(self) -> str:
         """Of the ladder, to get there from float32."""
-        parts = ["auto"] if self.backend == "torch" else []
+        parts = ["auto"] if self.backend in ("torch", "compile") else []
         parts += [self.precision] if self.precision != "float32" else []
         return ",".join([*parts, *(["autocast"] if self.autocast else [])]) or "none"
 
 
 def default_kinds(device: str, backends: Sequence[str] = ("torch",)) -> list[Kind]:
-    """Single, half and bf16 weights with and without autocast; no half on a CPU, where it is refused."""
-    taken = [name for name in PRECISIONS if device != "cpu" or name != "fp16"]
-    torch_kinds = [Kind(name, autocast) for name in taken for autocast in (False, True)]
-    return torch_kinds + [Kind("float32", backend=name) for name in backends if name != "torch"]
+    """Single, half and bf16 weights, with torch with and without autocast; of each backend what it can do on
+    the device: no half on a CPU, where it is refused.
+    """
+    kind = device.partition(":")[0]
+    return [
+        Kind(name, autocast, backend)
+        for backend in dict.fromkeys(("torch", *backends))
+        for name in PRECISIONS
+        if _can(backend, name, kind)
+        for autocast in ((False, True) if backend == "torch" else (False,))
+    ]
+
+
+def _can(backend: str, precision: str, device: str) -> bool:
+    try:
+        options.check_pair(backend, precision, device)
+    except InputError:
+        # One row says why a backend that cannot be had here is missing.
+        return precision == "float32"
+    return True
 
 
 def bench_batch(
@@ -53,19 +70,25 @@ def bench_batch(
     most: int = MOST,
     repeats: int = 5,
     say: Callable[[str], None] = lambda _: None,
-) -> list[Measurement]:
-    """Rows for each batch size and kind, kinds in turns: latency, images/s, peak memory, joules and USD.
-    A kind that runs out of memory gets a row that says so and no larger batch. On a CPU, where the
-    system would end the process, what is predicted not to fit is not run, and its row says that.
+) -> Iterator[Measurement]:
+    """Rows for each batch size and kind, as they come, kinds in turns: latency, images/s, peak memory, joules
+    and USD. A kind that runs out of memory or fails gets a row that says so and no larger batch. On a CPU,
+    where the system would end the process, what is predicted not to fit is not run, and its row says that.
     """
     if repeats < 1 or most < 1:
         raise InputError(f"repeats {repeats}, most {most}", allowed="1 or more of each")
-    device, rows, opened = drawing.device, [], {}
-    for kind in kinds or default_kinds(device):
+    return _batch_rows(drawing, kinds or default_kinds(drawing.device), most, repeats, say)
+
+
+def _batch_rows(
+    drawing: Drawing, kinds: Sequence[Kind], most: int, repeats: int, say: Callable[[str], None]
+) -> Iterator[Measurement]:
+    opened: dict[Kind, Backend] = {}
+    for kind in kinds:
         try:
             opened[kind] = drawing.open(kind.names, kind.backend)
         except DarkroomError as error:
-            rows.append(_without(drawing, kind, 1, f"cannot: {error}"))
+            yield _without(drawing, kind, 1, f"cannot: {error}")
     needs = {
         kind: count_needs(backend.model or drawing.model, drawing.size) for kind, backend in opened.items()
     }
@@ -76,13 +99,13 @@ def bench_batch(
         for kind, backend in list(opened.items()):
             lack = _lack(drawing, kind, backend, needs[kind], batch)
             if lack:
-                rows.append(_without(drawing, kind, batch, f"out of memory: {lack}"))
+                yield _without(drawing, kind, batch, lack)
                 del opened[kind]
             else:
                 ready[kind] = backend
-        rows += _measured(drawing, ready, batch, repeats) if ready else []
+        if ready:
+            yield from _measured(drawing, ready, batch, repeats)
         batch *= 2
-    return rows
 
 
 def _lack(drawing: Drawing, kind: Kind, backend: Backend, needs: Needs, batch: int) -> str:
@@ -91,15 +114,16 @@ def _lack(drawing: Drawing, kind: Kind, backend: Backend, needs: Needs, batch: i
     wanted = int(needs.unet((2 if drawing.guidance > 1 else 1) * batch) * CPU_MARGIN)
     free = memory_available(device)
     if device == "cpu" and wanted > free:
-        return f"{wanted / 1e9:.1f} GB predicted, {free / 1e9:.1f} GB free; not run"
+        return f"out of memory: {wanted / 1e9:.1f} GB predicted, {free / 1e9:.1f} GB free; not run"
     try:
         drawing.run(backend, num=batch)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        message = str(error).splitlines()[0][:120]
+    except DEVICE_LOST:
+        raise
+    except Exception as error:
+        lack = why_not(error)
+        del error
         let_go(device)
-        return message or "the allocator has nothing left"
+        return lack
     return ""
 
 

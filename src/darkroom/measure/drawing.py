@@ -20,7 +20,7 @@ from darkroom.options import parse_bytes
 from darkroom.sample import generate
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
-from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS, Picture
+from darkroom.sample.pictures import DECODE_PICTURES, Picture, decode_pixels, free_on_card
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -58,7 +58,8 @@ class Drawing:
     def settings(self, **more: Any) -> dict[str, Any]:
         """What a row says of the job."""
         width, height = self.size
-        at_once = max(1, min(DECODE_PICTURES, DECODE_PIXELS // (width * height)))
+        pixels = decode_pixels(free_on_card(torch.device(self.device)))
+        at_once = max(1, min(DECODE_PICTURES, pixels // (width * height)))
         return {
             "model": self.model.family,
             "size": f"{width}x{height}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import statistics
 import time
@@ -35,6 +36,9 @@ STACKS = {
         "bf16,auto,cuda_graphs,guidance_interval",
     ),
 }
+LOG = logging.getLogger("darkroom.measure")
+DEVICE_LOST: Any = getattr(torch, "AcceleratorError", ())
+"""After this the process's device answers nothing any more."""
 LEFT_OUT = ("lcm", "tiny_vae")
 """Need files of their own; named as `tiny_vae:FOLDER` they are measured."""
 STARTS = ("compile", "compile_regional", "cuda_graphs", "trace")
@@ -62,31 +66,35 @@ def bench_ladder(
     cases: Sequence[str] = (),
     repeats: int = 5,
     say: Callable[[str], None] = lambda _: None,
-) -> list[Measurement]:
-    """Rows for each case: latency end to end and its ratio to the plain model's, in turns with it; steps/s
-    of the loop, peak memory, energy, cost; how far the pictures are from the plain ones. What cannot work on
-    the device, or ran out of memory, is a row that says so. Cold and warm starts are rows of `ladder-start`.
+) -> Iterator[Measurement]:
+    """Rows for each case, as they come: latency end to end and its ratio to the plain model's, in turns with
+    it; steps/s of the loop, peak memory, energy, cost; how far the pictures are from the plain ones. What
+    cannot work on the device, ran out of memory or failed is a row that says so, and the next case follows.
+    Cold and warm starts are rows of `ladder-start`.
     """
     if repeats < 1:
         raise InputError(f"repeats {repeats}", allowed="1 or more")
     for names in cases:
         ladder.parse(names)  # a misspelt name is refused before anything is measured
+    return _ladder_rows(drawing, cases or default_cases(drawing.device), repeats, say)
+
+
+def _ladder_rows(
+    drawing: Drawing, cases: Sequence[str], repeats: int, say: Callable[[str], None]
+) -> Iterator[Measurement]:
     device = drawing.device
     plain = _start(drawing, "none", device)
     flops = drawing.flops_per_image()
-    rows = [_plain_row(drawing, plain, repeats, flops)]
-    for names in cases or default_cases(device):
+    yield _plain_row(drawing, plain, repeats, flops)
+    for names in cases:
         say(f"ladder: {names}")
         try:
-            rows += _case(drawing, names, plain, repeats, flops)
-        except DarkroomError as error:
-            rows.append(_without(drawing, names, f"cannot: {error}"))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            rows.append(_without(drawing, names, "out of memory"))
+            yield from _case(drawing, names, plain, repeats, flops)
+        except DEVICE_LOST:
+            raise
+        except Exception as error:
+            yield _without(drawing, names, why_not(error))
         let_go(device)
-    return rows
 
 
 def _start(drawing: Drawing, names: str, device: str) -> Start:
@@ -202,6 +210,17 @@ def _without(drawing: Drawing, names: str, note: str) -> Measurement:
         device=drawing.device,
         note=note,
     )
+
+
+def why_not(error: Exception) -> str:
+    """What a row says of a case that gave no numbers. An error of ours is logged with its trace."""
+    if isinstance(error, DarkroomError):
+        return f"cannot: {error}"
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    if is_out_of_memory(error):
+        return f"out of memory: {first}"
+    LOG.error("a case failed", exc_info=error)
+    return f"failed: {type(error).__name__}: {first}"
 
 
 def told(likely: dict[str, float]) -> dict[str, float | str]:

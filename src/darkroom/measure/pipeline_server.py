@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from darkroom.hush import limit_spinning
 from darkroom.measure.trace import PROMPTS, Asked
 
 
@@ -120,6 +121,7 @@ def _together(waiting: Sequence[Asked], due: dict[int, float], most_rows: int) -
 
 def main() -> None:
     """Answer one task."""
+    limit_spinning()
     import torch
 
     task = json.load(sys.stdin)

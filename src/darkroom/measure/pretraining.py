@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,15 +18,17 @@ from torch import Tensor
 from darkroom import models
 from darkroom.counting import counting
 from darkroom.errors import InputError
-from darkroom.hardware import accelerator
+from darkroom.hardware import accelerator, machine
 from darkroom.hardware.memory import PeakMemory
+from darkroom.measure.ladder import DEVICE_LOST, why_not
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
+from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.train.objective import FlowObjective, Objective, make_objective
 from darkroom.train.optim import Optimiser
 from darkroom.train.step import DTYPES, Step
 
-SWITCHES = ("bf16", "channels_last", "fused_adamw", "compile", "checkpointing")
+SWITCHES = ("bf16", "channels_last", "fused_adamw", "compile", "compile_regional", "checkpointing")
 LADDER: tuple[str, ...] = ("plain", "bf16", "bf16,channels_last", "bf16,channels_last,fused_adamw")
 LADDER += ("bf16,channels_last,fused_adamw,compile", "bf16,channels_last,fused_adamw,checkpointing")
 MOST_ROWS = 512
@@ -97,7 +99,9 @@ class Rung:
                 group["peak_lr"] = group["lr"]
             self.step.optimiser = Optimiser([plain])
         if "compile" in switches:
-            self.unet.compile()
+            compile_whole(self.unet)
+        if "compile_regional" in switches:
+            compile_blocks(self.unet)
 
     def inputs(self, rows: int) -> dict[str, Tensor]:
         """Random latents and text of so many pictures."""
@@ -141,11 +145,12 @@ def bench_pretraining(
     device: str = "auto",
     unet: Mapping[str, Any] | None = None,
     say: Say = lambda _: None,
-) -> list[Measurement]:
-    """A row for each case: images/s, MFU, peak memory, and the time against the first case's.
+) -> Iterator[Measurement]:
+    """A row for each case, as they come: images/s, MFU, peak memory, and the time against the first case's.
 
     A case is `plain` or switches with commas. `batch` auto: doubled until memory ends or it brings nothing.
-    `unet` changes the family's U-Net. InputError names what is unknown.
+    `unet` changes the family's U-Net. A case that finds no memory or fails is a row that says so.
+    InputError names what is unknown.
     """
     if family not in models.FAMILIES:
         raise InputError(f"--model {family}", allowed=", ".join(models.FAMILIES))
@@ -155,26 +160,57 @@ def bench_pretraining(
         raise InputError(f"case '{unknown[0]}'", allowed=f"plain, or of {', '.join(SWITCHES)} with commas")
     place = str(models.device(device))
     side = resolution or models.FAMILIES[family].vae.get("sample_size", 512)
-    rows: list[Measurement] = []
+    asked = _Asked(family, side, place, unet or {}, batch, repeats, warmup)
+    return _pretraining_rows(asked, cases, say)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What every case of a benchmark shares."""
+
+    family: str
+    resolution: int
+    device: str
+    unet: Mapping[str, Any]
+    batch: int | Literal["auto"]
+    repeats: int
+    warmup: int
+
+
+def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator[Measurement]:
     first: Timing | None = None
     for case in cases:
-        bench = Rung(family, side, case, place, unet or {})
         try:
-            found, taken, peak = _time(bench, case, batch, repeats, warmup)
-        except torch.OutOfMemoryError:
-            say(f"{case}: out of memory")
-            continue
-        finally:
-            _forget()
-        per_image = Timing(case, tuple(s / taken for s in found.seconds), found.warmup_s, found.load_average)
-        first = first or per_image
-        rows.append(_row(bench, per_image, first, family, taken, peak))
-        del bench
+            row, timing = _case(asked, case, first)
+        except DEVICE_LOST:
+            raise
+        except Exception as error:
+            settings = {"model": asked.family, "resolution": asked.resolution}
+            here = machine().name
+            row = Measurement(
+                benchmark="pretrain", case=case, settings=settings, machine=here, note=why_not(error)
+            )
+            timing = None
         _forget()
-        rate = rows[-1].images_per_s or 0.0
-        share = "" if rows[-1].mfu is None else f", MFU {100 * rows[-1].mfu:.1f} %"
-        say(f"{case}: {rate:,.2f} images/s at {taken} a step{share}, {peak / 2**30:.1f} GiB")
-    return rows
+        first = first or timing
+        say(_line(row))
+        yield row
+
+
+def _case(asked: _Asked, case: str, first: Timing | None) -> tuple[Measurement, Timing]:
+    bench = Rung(asked.family, asked.resolution, case, asked.device, asked.unet)
+    found, taken, peak = _time(bench, case, asked.batch, asked.repeats, asked.warmup)
+    timing = Timing(case, tuple(s / taken for s in found.seconds), found.warmup_s, found.load_average)
+    return _row(bench, timing, first or timing, asked.family, taken, peak), timing
+
+
+def _line(row: Measurement) -> str:
+    if row.median_s is None:
+        return f"{row.case}: {row.note}"
+    share = "" if row.mfu is None else f", MFU {100 * row.mfu:.1f} %"
+    peak = (row.peak_memory_bytes or 0) / 2**30
+    batch = row.settings["batch"]
+    return f"{row.case}: {row.images_per_s:,.2f} images/s at {batch} a step{share}, {peak:.1f} GiB"
 
 
 def _time(
@@ -215,7 +251,8 @@ def _forget() -> None:
 
 def flops_per_image(bench: Rung) -> int:
     """FLOPs of one picture's forward and backward pass, attention included."""
-    with counting(bench.unet) as counter:
+    plainly: Any = torch.compiler.set_stance
+    with plainly("force_eager"), counting(bench.unet) as counter:
         loss = bench.task.losses(counter.fake(bench.inputs(1)))["loss"]
         torch.autograd.backward(loss.sum())
         return counter.result().flops

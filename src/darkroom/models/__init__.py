@@ -13,12 +13,15 @@ from darkroom.models.adapters.export import describe_adapter, export_adapter, ex
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
-from darkroom.models.families import FAMILIES, PUBLISHED, Family, create
+from darkroom.models.control import ControlNet, read_control
+from darkroom.models.embeddings import Embedding, add_embeddings, find_embeddings, read_embedding
+from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_text_width, create
 from darkroom.models.folder import (
     base_family,
     describe,
     export_model,
     file_digest,
+    has_quick_digest,
     identity,
     is_model,
     load,
@@ -37,13 +40,17 @@ __all__ = [
     "PUBLISHED",
     "Adapter",
     "Bank",
+    "ControlNet",
+    "Embedding",
     "Factors",
     "Family",
     "LatentScaling",
     "Layer",
     "Model",
     "about",
+    "add_embeddings",
     "base_family",
+    "check_text_width",
     "choose_precision",
     "create",
     "describe",
@@ -53,8 +60,10 @@ __all__ = [
     "export_merged",
     "export_model",
     "file_digest",
+    "find_embeddings",
     "find_tokenizer",
     "fit",
+    "has_quick_digest",
     "identity",
     "is_adapter",
     "is_model",
@@ -64,6 +73,8 @@ __all__ = [
     "outlined",
     "precision",
     "read_adapter",
+    "read_control",
+    "read_embedding",
     "save",
     "save_single_file",
     "slow_bf16",

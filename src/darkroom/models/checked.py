@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from darkroom.errors import ModelError
+from darkroom.errors import ModelError, is_system_failure
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MAX_HEADER_BYTES = 100_000_000
@@ -34,6 +34,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except OSError as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{file}' cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"'{file}' is no JSON: {' '.join(str(error).split())[:200]}") from error
@@ -86,6 +88,8 @@ def tensor_types(files: Iterable[Path]) -> dict[str, str]:
             with safe_open(str(file), "pt"):
                 pass
         except (SafetensorError, OSError) as error:
+            if is_system_failure(error):
+                raise
             reason = " ".join(str(error).split())[:200]
             raise ModelError(
                 f"'{file}' is damaged: {reason}", mend="it may have been cut short: copy it anew"

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor, nn
+
+from darkroom.models.parts import ConfigMixin, ModelMixin, Transformer2DModelOutput, register_to_config
 
 TIME_NUMBERS = 256  # sines and cosines of a timestep
 MOST_PERIOD = 10_000.0

@@ -17,6 +17,7 @@ import torch
 
 from darkroom.errors import ModelError
 from darkroom.models.model import PARTS, TRANSFORMER, Model, numbered
+from darkroom.models.quick_open import without_start
 from darkroom.models.tokenizer import find_tokenizer, train_tokenizer, with_padding
 
 if TYPE_CHECKING:
@@ -272,7 +273,8 @@ def create(
     model = Model(family=family, scheduler={**spec.scheduler, **changes.get("scheduler", {})})
     if {"tokenizer", "text_encoder"} & set(parts) and (spec.tiny or "tokenizer" in parts):
         model.tokenizers = _tokenizers(spec, tokenizer)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    without_values = without_start(device) if device == "meta" else torch.device(device)
+    with torch.random.fork_rng(devices=[]), without_values:
         torch.manual_seed(seed)
         if "unet" in parts:
             model.unet = _unet({**spec.unet, **changes.get(spec.denoiser, {})})
@@ -284,9 +286,43 @@ def create(
                 model.text_encoders.append(_text_encoder(model, config, changed, last=i > 0))
     if "tokenizer" not in parts:
         model.tokenizers = []
+    check_text_width(model, f"family '{family}' with these overrides")
     for module in model.modules.values():
         module.eval()
     return model
+
+
+def check_text_width(model: Model, told: str) -> None:
+    """ModelError where the text encoders give another width than the denoiser takes."""
+    encoders: list[Any] = [*model.text_encoders]
+    given = sum(encoder.config.hidden_size for encoder in encoders)
+    takes = None if model.unet is None else model.unet.config.cross_attention_dim
+    if encoders and isinstance(takes, int) and takes != given:
+        raise ModelError(
+            f"{told}: its {model.denoiser} takes text of width {takes}, its text encoders give {given}",
+            mend="a part is of another model",
+        )
+
+
+def check_fit(model: Model, told: str) -> None:
+    """ModelError where parts do not go together: the first step would fail far from here."""
+    check_text_width(model, told)
+    if model.unet is not None and model.vae is not None:
+        made, read = int(model.unet.config.out_channels), int(model.vae.config.latent_channels)
+        if made not in (read, 2 * read):
+            raise ModelError(
+                f"{told}: its {model.denoiser} makes latents of {made} channels, its VAE reads {read}",
+                mend="a part is of another model",
+            )
+    encoders: list[Any] = [*model.text_encoders]
+    for encoder, tokenizer in zip(encoders, model.tokenizers, strict=False):
+        most = max(tokenizer.get_vocab().values(), default=0)
+        if most >= encoder.config.vocab_size:
+            raise ModelError(
+                f"{told}: its tokenizer has words up to number {most}, its text encoder knows "
+                f"{encoder.config.vocab_size}",
+                mend="a part is of another model",
+            )
 
 
 def _family(name: str) -> Family:
@@ -318,7 +354,7 @@ def _tokenizers(spec: Family, given: CLIPTokenizer | str | Path | None) -> list[
 
 
 def _unet(config: Config) -> Any:
-    from diffusers import UNet2DConditionModel
+    from darkroom.models.parts import UNet2DConditionModel
 
     if "patch_size" in config:
         from darkroom.models.dit import DiT
@@ -328,7 +364,7 @@ def _unet(config: Config) -> Any:
 
 
 def _vae(config: Config) -> Any:
-    from diffusers import AutoencoderKL
+    from darkroom.models.parts import AutoencoderKL
 
     config = dict(config)
     config["down_block_types"] = ["DownEncoderBlock2D"] * len(config["block_out_channels"])
@@ -349,7 +385,7 @@ def _fitted(config: Config) -> Config:
 
 
 def _text_encoder(model: Model, config: Config, changes: Config, *, last: bool) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+    from darkroom.models.parts import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = dict(config)
     if FAMILIES[model.family].tiny:

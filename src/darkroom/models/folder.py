@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from darkroom.errors import InputError, ModelError, is_out_of_memory
+from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.models.checked import (
     FLOATS,
@@ -27,10 +28,11 @@ from darkroom.models.checked import (
     tensor_types,
     weight_files,
 )
-from darkroom.models.families import FAMILIES, create
+from darkroom.models.families import FAMILIES, check_fit, create
 from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.latents import LatentScaling
 from darkroom.models.model import PARTS, TRANSFORMER, Model, noted_guidance, numbered, slow_bf16
+from darkroom.models.quick_open import opened_exactly
 from darkroom.models.quiet import quiet
 from darkroom.models.single_file import is_single_file, load_single_file, save_single_file
 from darkroom.models.tokenizer import read_tokenizer, tokenizer_or_stand_in
@@ -147,33 +149,58 @@ def _has_weights(folder: Path, variant: str | None) -> bool:
     )
 
 
+QUICK_BYTES = 256 * 2**20  # hashed within half a second
+
+
 def file_digest(model: Model) -> dict[str, str] | None:
     """What was hashed of the files that a model was opened from, and its SHA-256: a single file whole, of a
     folder the first file of the denoiser's weights. None for random weights.
 
     Kept beside darkroom's other caches by the file's place, size and time: hashing gigabytes takes seconds.
     """
-    if model.path is None or not (place := Path(model.path)).exists():
+    place = _hashed_file(model)
+    if place is None:
         return None
-    if place.is_dir():
-        found = sorted((place / denoiser_of(place)).glob("*.safetensors"))
-        if not found:
-            return None
-        place = found[0]
-    stat = place.stat()
-    key = hashlib.sha256(f"{place.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:32]
-    base = os.environ.get("DARKROOM_CACHE")
-    note = (Path(base) if base else Path.home() / ".cache" / "darkroom") / "hashes" / key
-    of = place.name if Path(model.path) == place else f"{place.parent.name}/{place.name}"
-    try:
-        sha256 = note.read_text(encoding="utf-8").strip()
-    except OSError:
+    of = place.name if Path(model.path or "") == place else f"{place.parent.name}/{place.name}"
+    note = _hash_note(place)
+    if (sha256 := _noted(note)) is None:
         with place.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         with suppress(OSError):  # a cache that cannot be written: it is hashed again
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(sha256, encoding="utf-8")
+            note.write_text(sha256, encoding="ascii")
     return {"file": of, "sha256": sha256}
+
+
+def has_quick_digest(model: Model) -> bool:
+    """Whether `file_digest` answers within a second: the hash is known, or the file is small."""
+    place = _hashed_file(model)
+    return place is None or place.stat().st_size <= QUICK_BYTES or _noted(_hash_note(place)) is not None
+
+
+def _hashed_file(model: Model) -> Path | None:
+    if model.path is None or not (place := Path(model.path)).exists():
+        return None
+    if place.is_dir():
+        found = sorted((place / denoiser_of(place)).glob("*.safetensors"))
+        return found[0] if found else None
+    return place
+
+
+def _hash_note(place: Path) -> Path:
+    stat = place.stat()
+    key = hashlib.sha256(f"{place.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:32]
+    base = os.environ.get("DARKROOM_CACHE")
+    return (Path(base) if base else Path.home() / ".cache" / "darkroom") / "hashes" / key
+
+
+def _noted(note: Path) -> str | None:
+    """A hash that was kept, whole."""
+    try:
+        sha256 = note.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return sha256 if re.fullmatch(r"[0-9a-f]{64}", sha256) else None
 
 
 def _shards(folder: Path) -> bool:
@@ -192,52 +219,25 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_store
     model = Model("custom", scheduler=_scheduler(path), guidance=_guidance(path), path=str(path))
     if "unet" in wanted:
         folder = path / denoiser_of(path)
-        model.unet = _weights(denoiser_class(folder), folder, variant, as_stored)
+        model.unet = read_part(denoiser_class(folder), folder, variant, as_stored)
     if "vae" in wanted:
-        from diffusers import AutoencoderKL
+        from darkroom.models.parts import AutoencoderKL
 
-        model.vae = _weights(AutoencoderKL, path / "vae", variant, as_stored)
+        model.vae = read_part(AutoencoderKL, path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
         said = read_json(path / "vae" / "config.json")
         model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
         LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
-            model.text_encoders.append(_weights(_text_class(folder), folder, variant, as_stored))
+            model.text_encoders.append(read_part(_text_class(folder), folder, variant, as_stored))
         if "tokenizer" in wanted and (folder := path / numbered("tokenizer", i)).is_dir():
             model.tokenizers.append(read_tokenizer(folder))
-    _check_fit(model, path)
+    check_fit(model, f"'{path}'")
     model.family = _family_of(path)
     for module in model.modules.values():
         module.eval()
     return model
-
-
-def _check_fit(model: Model, path: Path) -> None:
-    """ModelError where parts of a folder do not go together: the first step would fail far from here."""
-    encoders: list[Any] = [*model.text_encoders]
-    given = sum(encoder.config.hidden_size for encoder in encoders)
-    takes = None if model.unet is None else model.unet.config.cross_attention_dim
-    if encoders and isinstance(takes, int) and takes != given:
-        raise ModelError(
-            f"'{path}': its {model.denoiser} takes text of width {takes}, its text encoders give {given}",
-            mend="a part is of another model",
-        )
-    if model.unet is not None and model.vae is not None:
-        made, read = int(model.unet.config.out_channels), int(model.vae.config.latent_channels)
-        if made not in (read, 2 * read):
-            raise ModelError(
-                f"'{path}': its {model.denoiser} makes latents of {made} channels, its VAE reads {read}",
-                mend="a part is of another model",
-            )
-    for encoder, tokenizer in zip(encoders, model.tokenizers, strict=False):
-        most = max(tokenizer.get_vocab().values(), default=0)
-        if most >= encoder.config.vocab_size:
-            raise ModelError(
-                f"'{path}': its tokenizer has words up to number {most}, its text encoder knows "
-                f"{encoder.config.vocab_size}",
-                mend="a part is of another model",
-            )
 
 
 def _wanted(path: Path, parts: Sequence[str] | None) -> list[str]:
@@ -260,7 +260,7 @@ def denoiser_of(path: Path) -> str:
 def denoiser_class(folder: Path) -> Any:
     """The class of the denoiser in a folder; ModelError for a transformer that is not darkroom's."""
     if folder.name != TRANSFORMER:
-        from diffusers import UNet2DConditionModel
+        from darkroom.models.parts import UNet2DConditionModel
 
         return UNet2DConditionModel
     from darkroom.models.dit import DiT
@@ -273,7 +273,7 @@ def denoiser_class(folder: Path) -> Any:
 
 
 def _text_class(folder: Path) -> Any:
-    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+    from darkroom.models.parts import CLIPTextModel, CLIPTextModelWithProjection
 
     config = read_json(folder / "config.json")
     if (kind := config.get("model_type", "clip_text_model")) not in ("clip_text_model", "clip"):
@@ -282,7 +282,8 @@ def _text_class(folder: Path) -> Any:
     return CLIPTextModelWithProjection if with_projection else CLIPTextModel
 
 
-def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> Any:
+def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: bool = False) -> Any:
+    """A module of diffusers or transformers from its folder; ModelError for what is not whole or not it."""
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"'{folder}' holds no .safetensors weights",
@@ -292,13 +293,16 @@ def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> An
         raise ModelError(f"'{folder}' holds no weights of variant '{variant}'", mend="leave the variant out")
     of_transformers = cls.__module__.startswith("transformers")
     _check_kind(cls, folder, of_transformers)
-    types = tensor_types(weight_files(folder, variant))
+    files = weight_files(folder, variant)
+    types = tensor_types(files)
     # transformers then says which tensors have another shape; diffusers says it in its error.
     stored = _stored_type(folder, variant) if as_stored else torch.float32
     named = {"dtype": stored, "ignore_mismatched_sizes": True}
     from huggingface_hub.errors import StrictDataclassError
 
     try:
+        if not as_stored and (exact := opened_exactly(cls, folder, files, stored)) is not None:
+            return exact
         opened, told = cls.from_pretrained(
             str(folder),
             variant=variant,
@@ -308,7 +312,7 @@ def _weights(cls: Any, folder: Path, variant: str | None, as_stored: bool) -> An
             **(named if of_transformers else {"torch_dtype": stored}),
         )
     except (OSError, RuntimeError, StrictDataclassError, *BAD_SETTINGS) as error:
-        if is_out_of_memory(error):
+        if is_system_failure(error):
             raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"'{folder}' could not be opened: {reason}") from error

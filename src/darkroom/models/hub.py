@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
-from darkroom.errors import ModelError
+from darkroom.errors import ModelError, is_disk_full
 
 LOG = logging.getLogger("darkroom.models")
 T = TypeVar("T")
@@ -57,6 +57,8 @@ def fetch(
     except Late:
         reason = f"no answer within {ANSWER_S:g} s"
     except Exception as error:  # whatever the hub's client raises may quote the token
+        if is_disk_full(error):
+            raise
         reason = without_token(" ".join(str(error).split()))[:300] or type(error).__name__
     else:
         reason = "HF_HUB_OFFLINE is set"

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from darkroom.errors import ModelError
 from darkroom.models.families import FAMILIES, PUBLISHED, create
 from darkroom.models.folder import check_reference, denoiser_class, denoiser_of
 from darkroom.models.hub import fetch
 from darkroom.models.model import PARTS, Model, numbered
+from darkroom.models.quick_open import without_start
 from darkroom.models.single_file import is_single_file, load_single_file
 from darkroom.models.tokenizer import train_tokenizer
 
@@ -64,8 +63,12 @@ def _folder(ref: str, revision: str | None) -> Path:
 
 
 def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
-    from diffusers import AutoencoderKL
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+    from darkroom.models.parts import (
+        AutoencoderKL,
+        CLIPTextConfig,
+        CLIPTextModel,
+        CLIPTextModelWithProjection,
+    )
 
     file = path / "scheduler" / "scheduler_config.json"
     model = Model(
@@ -73,7 +76,7 @@ def _from_configs(path: Path, parts: tuple[str, ...]) -> Model:
         path=str(path),
         scheduler=json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {},
     )
-    with torch.device("meta"):
+    with without_start("meta"):
         if "unet" in parts and (folder := path / denoiser_of(path)).is_dir():
             model.unet = denoiser_class(folder).from_config(_config(folder))
         if "vae" in parts and (path / "vae").is_dir():

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from darkroom.late_imports import waiting
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Only errors, and no progress bars, from diffusers and transformers; what was set before comes back."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
+    with waiting():
+        from diffusers.utils import logging as diffusers_logging
+        from transformers.utils import logging as transformers_logging
 
     libraries = (diffusers_logging, transformers_logging)
     before = [library.get_verbosity() for library in libraries]

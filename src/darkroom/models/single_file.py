@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from darkroom.errors import ModelError
+from darkroom.errors import ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.checked import FLOATS, check_complete, tensor_types
 from darkroom.models.families import CLIP_L, FAMILIES, Config, create
@@ -85,6 +85,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{path}' could not be opened: {str(error).splitlines()[0]}") from error
 
 
@@ -220,7 +222,7 @@ def _tokenizer(told: dict[str, Any] | None) -> CLIPTokenizer | None:
     written = (told or {}).get("tokenizer")
     if not written:
         return None
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     return CLIPTokenizer(
         vocab=written["vocab"],

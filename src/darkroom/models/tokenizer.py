@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from darkroom.errors import InputError, ModelError
+from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.models.checked import check_tokenizer
 from darkroom.models.hub import fetch
 
@@ -34,7 +34,8 @@ def train_tokenizer(
     special tokens. Raises InputError where `vocab_size` leaves no room for them.
     """
     from tokenizers import pre_tokenizers, trainers
-    from transformers import CLIPTokenizer
+
+    from darkroom.models.parts import CLIPTokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = alphabet + [letter + "</w>" for letter in alphabet]
@@ -65,7 +66,7 @@ def train_tokenizer(
 
 def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPTokenizer:
     """CLIP's own tokenizer: as given, a folder, the folder in $DARKROOM_CLIP_TOKENIZER, or from the hub."""
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     if isinstance(where, CLIPTokenizer):
         return where
@@ -83,6 +84,8 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
     except ModelError as error:
         raise ModelError(str(error), mend=missing.mend) from error
     except (OSError, ValueError) as error:
+        if is_system_failure(error):
+            raise
         raise missing from error
     if len(found) < NUM_BYTES:  # without a network transformers gives one of no words at all
         raise missing
@@ -93,12 +96,14 @@ def find_tokenizer(where: CLIPTokenizer | str | Path | None = None) -> CLIPToken
 
 def read_tokenizer(folder: Path) -> CLIPTokenizer:
     """The tokenizer of a folder; ModelError names the file that is damaged."""
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     check_tokenizer(folder)
     try:
         found = CLIPTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if is_system_failure(error):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"the tokenizer in '{folder}' could not be opened: {reason}") from error
     if len(found) < NUM_BYTES:  # transformers makes one of no words of what it does not understand
@@ -135,7 +140,7 @@ def spelled(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> list[str]:
 
 def with_padding(tokenizer: CLIPTokenizer, pad_token: str) -> CLIPTokenizer:
     """The same tokenizer with another padding: SD 2's and SDXL's second pad with '!', which has id 0."""
-    from transformers import CLIPTokenizer
+    from darkroom.models.parts import CLIPTokenizer
 
     # Built anew: a deep copy decodes wrongly, its decoder being bound to the original.
     learned = json.loads(tokenizer.backend_tokenizer.to_str())["model"]

@@ -1,7 +1,42 @@
-"""The plan: memory, time and money before anything runs.
+"""Memory, time and cost before anything runs.
 
-`counting`, `training` and `generation` run the real code under fake tensors and lay straight lines through
-what they count (`profile`); `roofline` and `scale` turn counts into seconds with few physical efficiencies;
-`jobs` and `money` say what fits, how long and how much; `ask` is the door; `advise` searches the settings;
-`published` proves it all on tables that others measured; `calibrate` measures this machine.
+`ask_recipe`, `ask_generate` and `ask_prepare` say what is planned; `plans` gives its plan on a `Target`: this
+machine, a card, or all cards. The counts come from running the real code under fake tensors.
+
+`counts`, `training` and `generation` count; `roofline` and `scale` turn counts into seconds; `jobs` and
+`cost` say what fits, how long and how much; `advise` searches settings; `calibrate` measures this machine.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from darkroom.plan.ask import ask_generate, ask_prepare, ask_recipe, plans
+    from darkroom.plan.generation import PictureSettings
+    from darkroom.plan.jobs import Plan
+    from darkroom.plan.show import to_dict
+    from darkroom.plan.targets import Asked, Target
+
+__all__ = [
+    "Asked",
+    "PictureSettings",
+    "Plan",
+    "Target",
+    "ask_generate",
+    "ask_prepare",
+    "ask_recipe",
+    "plans",
+    "to_dict",
+]
+
+_MODULES = ("ask", "generation", "jobs", "show", "targets")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is used when it is used: planning on a card of the tables needs little."""
+    for module in _MODULES if name in __all__ else ():
+        if hasattr(found := import_module(f"darkroom.plan.{module}"), name):
+            return getattr(found, name)
+    raise AttributeError(f"module 'darkroom.plan' has no attribute '{name}'")

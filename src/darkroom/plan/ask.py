@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.cards import storage_price
+from darkroom.hardware.cards import storage_price, unsourced
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
-from darkroom.plan.cost import over_limits, storage
+from darkroom.plan.cost import listed, over_limits, storage
 from darkroom.plan.counts import Profile, cached, cached_profile
 from darkroom.plan.generation import PictureSettings, own_guidance, picture_profile
+from darkroom.plan.intervals import with_intervals
 from darkroom.plan.jobs import (
     GenerateJob,
     Plan,
@@ -31,12 +32,13 @@ from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of,
 from darkroom.plan.targets import (
     Asked,
     Target,
-    choose_precision,
     chosen_cards,
     here,
     layout_of,
     mode_of,
     place,
+    software_notes,
+    software_of,
 )
 from darkroom.train.distributed.ddp_fsdp import channels_last
 
@@ -84,21 +86,19 @@ def own_count(asked: Asked, target: Target) -> int:
 
 
 def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
-    precision = choose_precision(asked, target, where.card)
-    gpu = where.card.kind == "gpu"
+    software = software_of(asked, target, where)
+    precision, gpu = software.precision, where.card.kind == "gpu"
     # Half precisions move and hold the same bytes: one count serves both.
     profile = asked.profile("bf16" if gpu and precision == "fp16" else precision, gpu)
-    software = Software(
-        precision=precision,
-        engine=target.engine,
-        channels_last=asked.channels_last(precision, where),
-        attention=asked.attention,
-    )
     plan = asked.plan(profile, where, software, target.usd_per_hour, target.prices)
-    if gpu and precision == "bf16" and "bf16" not in where.card.flops:
-        plan = replace(
-            plan, notes=(*plan.notes, f"{where.card.name} has no bf16 units: it computes in float32")
-        )
+    offers = (
+        ()
+        if target.usd_per_hour is not None
+        else listed(where.card, where.cores, plan.cost.device_hours, target.prices)
+    )
+    plan = with_intervals(replace(plan, offers=offers), where, software)
+    told = (*software_notes(target, where, software), *unsourced(where.card))
+    plan = replace(plan, notes=(*plan.notes, *told))
     price = storage_price(
         plan.cost.provider, usd_per_gb_month=target.usd_per_gb_month, usd_per_gb_out=target.usd_per_gb_out
     )
@@ -136,7 +136,7 @@ def compared(asked: Asked, target: Target, numbers: Sequence[int]) -> list[Plan]
     batch = asked.settings.get("global_batch")
     going = [number for number in numbers if batch is None or number <= batch] or numbers[:1]  # says why not
     found = [plan for number in going for plan in plans(asked, replace(target, count=number))]
-    return sorted(found, key=_order) if target.gpu == "all" else found
+    return sorted(found, key=_order) if target.several else found
 
 
 # ---- jobs

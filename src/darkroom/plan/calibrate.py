@@ -156,10 +156,12 @@ def _moving(where: Where, device: torch.device, say: Say) -> Iterator[Measured]:
 
 def _links(card: Card, device: torch.device, say: Say) -> Iterator[Measured]:
     """What processes of this machine send each other while they sum gradients."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     try:
         found = link_bytes_s(device.type, BUDGET_S)
-    except Exception as error:  # whatever keeps processes of this machine apart
+    except (OSError, RuntimeError, ProcessExitedException, ProcessRaisedException) as error:
+        # what keeps processes of this machine apart
         say(f"link: not measured ({str(error).strip().splitlines()[-1]})")
         return
     if found is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from darkroom.hardware.cards import Card, StoragePrice
-from darkroom.hardware.prices import Price, price
+from darkroom.hardware.prices import Price, offers_of, price
 
 PUE = (
     1.3  # power of the building over that of the machines: between hyperscalers' 1.1 and the 1.55 of a survey
@@ -67,9 +68,7 @@ def cost(
 ) -> Cost:
     """Device-hours on a card in money and energy. Energy is of rated power, host and building included."""
     units = cores if card.unit == "core" else 1
-    # A table's price is of a virtual CPU, and a core may be two; the user's own is of the whole device.
-    whole = offer is None or offer.provider == "given"
-    sold = 1 if whole or offer is None else units * (offer.threads_per_core if card.kind == "cpu" else 1)
+    sold = 1 if offer is None else _sold(card, cores, offer)
     per_hour = None if offer is None else offer.usd_per_device_hour * sold
     spot = None if offer is None or offer.spot_usd_per_device_hour is None else offer.spot_usd_per_device_hour
     kwh = device_hours * card.power_w * units * (1 + HOST_SHARE) * PUE / 1000
@@ -85,6 +84,38 @@ def cost(
         kg_co2e=kwh * kg_per_kwh,
         provider=None if offer is None else offer.provider,
     )
+
+
+def _sold(card: Card, cores: int, offer: Price) -> int:
+    """What a device is sold as: a table's price is of a virtual CPU, of which a core may be two; the user's
+    own is of the whole device.
+    """
+    if offer.provider == "given" or card.kind != "cpu":
+        return 1
+    return (cores if card.unit == "core" else 1) * offer.threads_per_core
+
+
+def listed(
+    card: Card, cores: int, device_hours: float, table: Sequence[Price] | None = None
+) -> tuple[dict[str, Any], ...]:
+    """What device-hours cost at every offer of the card, the cheapest first."""
+    found = []
+    for one in offers_of(card.name, table):
+        sold = _sold(card, cores, one)
+        spot = one.spot_usd_per_device_hour
+        found.append(
+            {
+                "provider": one.provider,
+                "instance": one.instance,
+                "region": one.region,
+                "usd_per_device_hour": one.usd_per_device_hour * sold,
+                "usd": one.usd_per_device_hour * sold * device_hours,
+                "usd_spot": None if spot is None else spot * sold * device_hours,
+                "as_of": one.as_of.isoformat(),
+                "source": one.source,
+            }
+        )
+    return tuple(found)
 
 
 def over_limits(

@@ -35,6 +35,7 @@ from darkroom.models.model import PARTS, Model
 from darkroom.models.outline import outlined
 from darkroom.train import model as build
 from darkroom.train.objective import scheduler_config
+from darkroom.train.tasks.distill import lcm_scheduler
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -429,8 +430,7 @@ def _tables(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def as_on_gpu(modules: Iterable[nn.Module]) -> None:
     """Let attention run in the modules' own precision, as it does on every device but a CPU."""
-    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-    from transformers import PreTrainedModel
+    from darkroom.models.parts import Attention, AttnProcessor2_0, PreTrainedModel
 
     for module in modules:
         if isinstance(module, PreTrainedModel):
@@ -566,5 +566,7 @@ def outline(recipe: Recipe) -> Model:
             raise RecipeError("model.base", f"'{settings.base}' has no unet")
         latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
         model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
+        if recipe.task == "distill":
+            model.scheduler = lcm_scheduler(model.scheduler, recipe.objective.distill)
         build.check_resolution(recipe.data.resolution, model)
     return model

@@ -130,7 +130,7 @@ def _set_attention(model: Model, kind: str) -> None:
     as_on_gpu(model.modules.values())
     if kind == "fused":
         return
-    from diffusers.models.attention_processor import Attention, AttnProcessor
+    from darkroom.models.parts import Attention, AttnProcessor
 
     parts: list[Any] = [part for module in model.modules.values() for part in module.modules()]
     for part in parts:

@@ -30,6 +30,7 @@ class Where:
     cores: int = 1
     known: Efficiency = field(default_factory=efficiency)
     memory_bytes: float | None = None  # what is there; None: what the card has
+    calibrated: bool = False  # whether `known` was measured on it
 
     @property
     def units(self) -> int:
@@ -91,7 +92,9 @@ class Plan:
     extra: dict[str, Any] = field(default_factory=dict)
     storage: Storage | None = None
     machine: str = ""  # what several devices stand in
+    offers: tuple[dict[str, Any], ...] = ()  # what the same costs elsewhere, the cheapest first
     over: tuple[str, ...] = ()  # the limits that it breaks, or that nobody can vouch for
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)  # 80 %, of each figure
 
     @property
     def kept(self) -> bool:

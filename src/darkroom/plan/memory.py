@@ -102,7 +102,7 @@ def _there_early(recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool)
         found |= model.modules.keys() - (
             {"text_encoder"} if isinstance(settings.text_encoder, str) else set()
         )
-    cast = recipe.task in job.FROZEN_UNET and dtype != torch.float32
+    cast = job.frozen_unet(recipe) and dtype != torch.float32
     return found | ({"unet"} if settings.fresh_unet or cast else set())
 
 

@@ -93,8 +93,8 @@ def compared(asked: Sequence[Asked], target: Target, numbers: Sequence[int]) -> 
     """
     most = min(int(one.settings["global_batch"]) for one in asked)
     going = [number for number in numbers if number <= most] or numbers[:1]  # which says why not
-    on_all = target.gpu == "all"
-    names = [card.name for card in chosen_cards("all")] if on_all else [target.gpu]
+    on_all = target.several
+    names = [card.name for card in chosen_cards(target.gpu)] if on_all else [target.gpu]
     found = [together(asked, replace(target, gpu=name, count=n)) for n in going for name in names]
     return sorted(found, key=_order) if on_all else found
 

@@ -1,10 +1,11 @@
 """Seconds from counts: a roofline by class of operation, with few physical efficiencies (efficiency.csv).
 
-A kernel takes the longer of its arithmetic (at a share of the card's peak) and its traffic, and a fixed
-start. As much of its traffic as the card's last cache holds was just written there and moves at the cache's
-rate, the rest at a share of the memory's bandwidth; nothing moves faster than these. The host hands kernels
-out one by one: where that takes longer than the kernels, it is the launch that is waited for. Two or more
-published rows tell a fitted constant, or its source in efficiency.csv says that one does, or hardly any.
+A kernel takes its arithmetic (at a share of the card's peak), its traffic, and a fixed start; on a CPU, whose
+cores are at different points of their work, the longer of the first two. As much of a kernel's traffic as the
+card's last cache holds was just written there and moves at the cache's rate, the rest at a share of the
+memory's bandwidth; nothing moves faster than these. The host hands kernels out one by one: where that takes
+longer than the kernels, it is the launch that is waited for. Rows of two tables or more tell each constant
+that is fitted.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from darkroom.plan.counts import Floats, Profile, Work
 HERE = Path(__file__).parent
 ARITHMETIC = ("conv", "matmul", "attention")
 MOST = 0.8  # of its peak: what the best matrix products reach
-LIKE = {"Ampere": "Ampere HBM", "Blackwell": "Hopper"}  # data-centre chips by another name or as another
 GRAPHICS = ("Ampere", "Ada", "Blackwell")  # architectures with chips of both kinds
-DUAL = ("Ampere", "Ada")  # half of their float32 units are shared with integers
 OLD_SERVER = 2021  # until then servers had Skylake to Rome processors
 
 
@@ -53,17 +52,27 @@ def efficiency() -> Efficiency:
     return Efficiency({(row["name"], row["applies_to"]): float(row["value"]) for row in rows})
 
 
+FITTED = sum(row["source"] == "fitted" for row in read_rows(HERE / "efficiency.csv"))
+
+
 @dataclass(frozen=True)
 class Software:
     """How the kernels are run. `precision` is of the weights and activations."""
 
     precision: str = "bf16"
-    engine: str = "eager"  # compile: fused element-wise kernels; graphs: fused, and launched as one
+    engine: str = "eager"  # compile: fused element-wise kernels; graphs, tensorrt: fused, launched as one
     channels_last: bool = True
     attention: str = "fused"  # plain: scores in memory
     matmul_tf32: bool = False  # float32 products on tensor cores
     conv_tf32: bool = True  # cuDNN's default
     host_factor: float = 1.0  # a slower or faster host
+    quantised: str = ""  # fp8 or int8: what matrix products take (with TensorRT convolutions too)
+    name: str = "darkroom"  # whose program it is
+
+    @property
+    def untried(self) -> bool:
+        """Whether few published rows tell of it."""
+        return bool(self.quantised) or self.engine == "tensorrt"
 
 
 @dataclass(frozen=True)
@@ -105,25 +114,11 @@ class Seconds:
         )
 
 
-def family(card: Card) -> str:
-    """Cards with the same cores: Ampere's data-centre chip is not its other ones. Blackwell's is taken to
-    reach the shares of Hopper's, which predicts its published rates: none of them has to be fitted.
-    """
-    if not graphics(card):
-        return LIKE.get(card.architecture, card.architecture)
-    return "Ada" if card.architecture == "Blackwell" else card.architecture
-
-
 def graphics(card: Card) -> bool:
-    """Whether a card's chip is of the kind that draws too: fewer tensor units beside each float32 unit."""
+    """Whether a card's chip is of the kind that draws too: fewer tensor units beside each float32 unit, half
+    of which are shared with integers.
+    """
     return card.flops.get("fp16", 0.0) < 10 * card.flops["float32"] and card.architecture in GRAPHICS
-
-
-def memory_kind(card: Card) -> str:
-    """The kind of a card's memory: stacks that need much in flight, or chips beside the processor."""
-    if card.kind == "cpu":
-        return "CPU"
-    return "GDDR" if graphics(card) or card.architecture == "Turing" else "HBM"
 
 
 def units_rate(card: Card, precision: str) -> float:
@@ -148,27 +143,33 @@ class Roofline:
         self._cpu = card.kind == "cpu"
         self._where = "CPU" if self._cpu else "GPU"
         self.bandwidth = (
-            card.bandwidth_bytes_s * self._units * self._known.of("bandwidth", card.name, memory_kind(card))
+            card.bandwidth_bytes_s * self._units * self._known.of("bandwidth", card.name, self._where)
         )
         # Between the kernels of one step; a calibrated card's own bandwidth is of memory too.
         self.cache_bandwidth = card.bandwidth_bytes_s * self._known.of("cache", self._where) * self._units
         self._kernel_s = self._known.of("kernel_s", card.name, self._where)
-        self._beside = self._known.of("beside", self._where)
         self._tile_s = self._known.of("tile_s", card.name, self._where)
         self._speed = self._known.of("speed", card.name, self._where)
 
     def peak(self, kind: str = "matmul") -> tuple[float, bool]:
         """Peak FLOP/s of a class of kernels, and whether they run on tensor cores."""
-        software, rates = self.software, self.card.flops
-        precision = software.precision
-        if self._cpu and kind == "attention":
-            precision = "float32"  # as a CPU attends, whatever the rest computes in
-        if precision == "float32" and not self._cpu:
-            allowed = software.conv_tf32 if kind == "conv" else software.matmul_tf32
-            precision = "tf32" if allowed and "tf32" in rates else "float32"
+        rates, used = self.card.flops, self.number_format(kind)
         # A card without bf16 units computes in float32, which is what PyTorch does on them.
-        rate = rates.get(precision, rates["float32"]) * self._units
-        return rate, rate > rates["float32"] * self._units or (precision == "tf32")
+        rate = rates.get(used, rates["float32"]) * self._units
+        return rate, rate > rates["float32"] * self._units or (used == "tf32")
+
+    def number_format(self, kind: str) -> str:
+        """What a class of kernels computes in: as the software says, as far as the device can."""
+        software, rates = self.software, self.card.flops
+        if self._cpu and kind == "attention":
+            return "float32"  # as a CPU attends, whatever the rest computes in
+        quantised = ("matmul", "conv") if software.engine == "tensorrt" else ("matmul",)
+        if software.quantised in rates and kind in quantised:
+            return software.quantised
+        if software.precision == "float32" and not self._cpu:
+            allowed = software.conv_tf32 if kind == "conv" else software.matmul_tf32
+            return "tf32" if allowed and "tf32" in rates else "float32"
+        return software.precision
 
     def _rate(self, kind: str) -> float:
         """FLOP/s that a class of kernels reaches."""
@@ -178,15 +179,13 @@ class Roofline:
             precision = "float32" if kind == "attention" else self.software.precision
             return peak * known.of(kind, f"{card.name} {precision}", "CPU")
         if not tensor_cores:
-            return peak * known.of("plain_cores", card.name, "dual" if family(card) in DUAL else "GPU")
-        tf32 = self.software.precision == "float32"
-        units = units_rate(card, "tf32" if tf32 else self.software.precision) / peak
-        share = known.of("conv", card.name, family(card)) * units
-        if kind == "matmul":
-            share *= known.of("matmul", card.name, "GPU")
-        elif kind == "attention":
-            how = self.software.attention
-            share *= known.of("attention", f"{card.name} {how}", how)
+            return peak * known.of("plain_cores", card.name, "graphics" if graphics(card) else "GPU")
+        units = units_rate(card, self.number_format(kind)) / peak
+        share = known.of("conv", card.name, "GPU") * units
+        if kind != "conv":
+            own = known.values.get(("attention", f"{card.name} {self.software.attention}"))  # measured
+            products = known.of("matmul", card.name, "GPU")
+            share *= own if kind == "attention" and own is not None else products
         return peak * min(share, MOST)
 
     def stage(self, profile: Profile, stage: str, rows: float, *, share: float = 1.0) -> Seconds:
@@ -198,7 +197,7 @@ class Roofline:
             return Seconds()
         calls, traffic, turned = self._traffic(work, rows)
         arithmetic = np.maximum(work.flops[0] + work.flops[1] * rows, 0.0) * self._seconds_a_flop(work)
-        both = np.maximum(arithmetic, traffic) + self._beside * np.minimum(arithmetic, traffic) + turned
+        both = (np.maximum(arithmetic, traffic) if self._cpu else arithmetic + traffic) + turned
         start = np.where(work.holds(*ARITHMETIC), self._tile_s, self._kernel_s)
         seconds = share * (calls * start + work.calls * both) / self._speed
         computes = arithmetic >= traffic
@@ -232,7 +231,7 @@ class Roofline:
         """Seconds in which the host hands the kernels out. Python launches a forward pass, the autograd
         engine a backward pass, and autocast the casts of weights, whose size is not the batch's.
         """
-        if self._cpu or self.software.engine == "graphs":
+        if self._cpu or self.software.engine in ("graphs", "tensorrt"):
             return 0.0
         casts = work.holds("elementwise") & (work.bytes[1] == 0)
         inside = float(calls.sum() if backward else calls[casts].sum())

@@ -1,7 +1,8 @@
 """Many devices: who shares what, what goes over which wire, and how long that takes.
 
-A ring all-reduce moves 2 (n - 1) / n of the gradients over each device's wire (Patarasuk & Yuan 2009);
-inside a node over its links, between nodes over the node's network, which its devices share.
+A ring all-reduce moves 2 (n - 1) / n of the gradients past each of its n devices (Patarasuk & Yuan 2009).
+NCCL lays its rings through all devices of all nodes and shares them out over a node's network cards, so that
+a node sends as much into the network as a device into its link, and the slower of the two sets the pace.
 """
 
 from __future__ import annotations
@@ -81,25 +82,20 @@ def all_reduce_s(card: Card, cluster: Cluster, size_bytes: float, known: Efficie
     """Seconds in which all devices have the sum of what each holds (so many bytes)."""
     if cluster.count == 1:
         return 0.0
-    inside = min(cluster.count, cluster.node_devices)
     table = networks()
     link = table.get(card.link, table["PCIe 4.0 x16"])
-    over_link = known.values.get(("link_bytes_s", card.name))  # measured on this machine
-    if over_link is None:
-        over_link = link.bandwidth_bytes_s * known.of("network", "fast")
-    seconds = _ring(inside, size_bytes, over_link, link.latency_s)
+    pace = known.values.get(("link_bytes_s", card.name))  # measured on this machine
+    if pace is None:
+        pace = link.bandwidth_bytes_s * known.of("network", "fast")
+    inside = min(cluster.count, cluster.node_devices)
+    latency_s = (cluster.count - cluster.nodes) * link.latency_s
     if cluster.nodes > 1:
         wire = table[cluster.network]
         kind = next((name for name in ("TCP", "EFA") if cluster.network.startswith(name)), "fast")
         between = wire.bandwidth_bytes_s * known.of("network", kind)
-        between *= inside if wire.per in ("gpu", "port") else 1
-        seconds += _ring(cluster.nodes, size_bytes, between, wire.latency_s * inside)
-    return seconds
-
-
-def _ring(members: int, size_bytes: float, bytes_s: float, latency_s: float) -> float:
-    steps = 2 * (members - 1)
-    return steps / members * size_bytes / bytes_s + steps * latency_s
+        pace = min(pace, between * (inside if wire.per in ("gpu", "port") else 1))
+        latency_s += cluster.nodes * wire.latency_s
+    return 2 * ((cluster.count - 1) / cluster.count * size_bytes / pace + latency_s)
 
 
 def exposed_s(communication_s: float, backward_s: float, known: Efficiency) -> float:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from darkroom.bill import format_number
+from darkroom.plan import intervals
 from darkroom.plan.jobs import Plan
 
+OFFERS = 4  # shown of a plan
+Interval = tuple[float, float]
 PARTS = ("compute", "memory_bound", "launch", "communication", "data")
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Every number of a plan."""
-    return {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": plan.kept}
+    told = {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": plan.kept}
+    return {**told, "intervals": intervals.to_dict(plan.intervals)}
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -38,7 +42,8 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     )
     if plan.machine:
         yield "machines", plan.machine
-    yield "memory", f"{gb(plan.peak_bytes)} at the peak{_room(plan)}"
+    spread = plan.intervals.get
+    yield "memory", f"{gb(plan.peak_bytes, spread('peak_bytes'))} at the peak{_room(plan)}"
     held = [f"{kind} {gb(size)}" for kind, size in plan.memory_bytes.items() if size >= 5e6]
     if held:
         yield "", ", ".join(held)
@@ -50,11 +55,15 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
         for name in PARTS
         if plan.step_s[name] > 0.005 * total_s
     ]
-    yield "time", f"{seconds(total_s)} a {'step' if trained else 'batch'}: {', '.join(parts)}"
-    yield "speed", f"{plan.images_per_s:,.3g} images/s, {100 * plan.mfu:.0f} % of the peak rate"
+    each = "step" if trained else "batch"
+    yield "time", f"{seconds(total_s, spread('step_s'))} a {each}: {', '.join(parts)}"
+    rate = f"{plan.images_per_s:,.3g}{between(spread('images_per_s'))} images/s"
+    yield "speed", f"{rate}, {100 * plan.mfu:.0f} % of the peak rate"
     yield from _extra(plan)
-    yield "takes", f"{hours(plan.hours)}, {plan.cost.device_hours:,.3g} device-hours"
+    yield "takes", f"{hours(plan.hours, spread('hours'))}, {plan.cost.device_hours:,.3g} device-hours"
     yield "costs", _money(plan)
+    if len(plan.offers) > 1:
+        yield "", f"offers: {'; '.join(map(_offer, plan.offers[:OFFERS]))}{_more(plan)}"
     yield (
         "energy",
         f"{plan.cost.kwh:,.3g} kWh, {plan.cost.kg_co2e:,.3g} kg CO2e (rated power, building included)",
@@ -79,32 +88,45 @@ def _room(plan: Plan) -> str:
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
     told = {
         "data_hidden_s": "reading beside it, hidden: {:.2g} s a step",
-        "latency_s": "{:.3g} s for a batch",
-        "steps_per_s": "{:.3g} denoising steps/s",
-        "latency_p95_s": "95 of 100 within {:.3g} s",
-        "capacity_images_per_s": "room for {:.3g} images/s",
-        "busy": "{:.0%} busy",
-        "usd_per_image": "USD {:.2g} an image",
-        "devices": "{} devices",
-        "batch": "batches of {}",
+        "latency_s": "{:.3g}{} s for a batch",
+        "steps_per_s": "{:.3g}{} denoising steps/s",
+        "latency_p50_s": "half within {:.3g}{} s",
+        "latency_p95_s": "95 of 100 within {:.3g}{} s",
+        "latency_p99_s": "99 of 100 within {:.3g}{} s",
+        "capacity_images_per_s": "room for {:.3g}{} images/s",
+        "busy": "{:.0%}{} busy",
+        "usd_per_image": "USD {:.2g}{} an image",
+        "usd_per_month": "USD {:,.0f}{} a month",
+        "devices": "{}{} devices",
+        "batch": "batches of {}{}",
     }
     found = [
-        told[key].format(value) for key, value in plan.extra.items() if key in told and value is not None
+        told[key].format(value, between(plan.intervals.get(key)))
+        for key, value in plan.extra.items()
+        if key in told and value is not None
     ]
-    if found:
-        yield "", ", ".join(found)
-    if "draws" in plan.extra:
-        low, high = plan.extra["latency_p95_low_s"], plan.extra["latency_p95_high_s"]
-        yield "", f"over {plan.extra['draws']} draws: 95 of 100 within {low:.3g} to {high:.3g} s"
+    for i in range(0, len(found), 4):
+        yield "", ", ".join(found[i : i + 4])
+
+
+def _offer(offer: Mapping[str, Any]) -> str:
+    spot = "" if offer["usd_spot"] is None else f" (spot {usd(offer['usd_spot']).removeprefix('USD ')})"
+    return f"{offer['provider']} {offer['instance']} {usd(offer['usd'])}{spot}"
+
+
+def _more(plan: Plan) -> str:
+    left = len(plan.offers) - OFFERS
+    return f"; {left} more with --json" if left > 0 else ""
 
 
 def _money(plan: Plan) -> str:
     cost = plan.cost
     if cost.usd is None:
         return "no price known: say --price USD for an hour of one device"
-    spot = "" if cost.usd_spot is None else f", {usd(cost.usd_spot)} spot"
+    spread = plan.intervals.get
+    spot = "" if cost.usd_spot is None else f", {usd(cost.usd_spot, spread('usd_spot'))} spot"
     old = " (OLD: read it again)" if cost.price_is_old else ""
-    return f"{usd(cost.usd)} on demand{spot}; {cost.price}{old}"
+    return f"{usd(cost.usd, spread('usd'))} on demand{spot}; {cost.price}{old}"
 
 
 def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:
@@ -147,12 +169,11 @@ def price_lines(found: Iterable[Plan]) -> Iterator[str]:
         yield "some prices are older than 90 days: read them again, or say --price"
 
 
-def gb(size: float | None) -> str:
+def gb(size: float | None, interval: Interval | None = None) -> str:
     """Decimal gigabytes, as cards are sold; megabytes below a tenth."""
     size = size or 0.0
-    if size >= 1e12:
-        return f"{size / 1e12:,.3g} TB"
-    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"
+    divisor, unit = (1e12, "TB") if size >= 1e12 else (1e9, "GB") if size >= 1e8 else (1e6, "MB")
+    return f"{size / divisor:,.3g} {unit}{between(interval, divisor)}"
 
 
 def flops(number: float) -> str:
@@ -163,22 +184,35 @@ def flops(number: float) -> str:
     return f"{number / 1e6:.3g} MFLOP"
 
 
-def seconds(number: float) -> str:
-    """'12 ms', '3.4 s'."""
-    return f"{number * 1e3:.3g} ms" if number < 1 else f"{number:.3g} s"
+def seconds(number: float, interval: Interval | None = None) -> str:
+    """'12 ms', '3.4 s (2.9 to 3.9)'."""
+    divisor, unit = (1e-3, "ms") if number < 1 else (1.0, "s")
+    return f"{number / divisor:.3g} {unit}{between(interval, divisor)}"
 
 
-def hours(number: float) -> str:
-    """'35 s', '12 min', '3.5 h', '4.2 days'."""
-    if number < 1 / 60:
-        return f"{number * 3600:.3g} s"
-    if number < 1:
-        return f"{number * 60:.3g} min"
-    return f"{number:.3g} h" if number < 72 else f"{number / 24:,.3g} days"
+def hours(number: float, interval: Interval | None = None) -> str:
+    """'35 s', '12 min', '3.5 h', '3.8 days (3.2 to 4.6)'."""
+    divisor, unit = (
+        (1 / 3600, "s") if number < 1 / 60 else (1 / 60, "min") if number < 1
+        else (1.0, "h") if number < 72 else (24.0, "days")
+    )  # fmt: skip
+    return f"{number / divisor:,.3g} {unit}{between(interval, divisor)}"
 
 
-def usd(number: float) -> str:
-    """'USD 12.30', 'USD 1,234', 'USD 0.0034'."""
-    if number >= 1000:
-        return f"USD {number:,.0f}"
-    return f"USD {number:.2f}" if number >= 1 or number == 0 else f"USD {number:.2g}"
+def usd(number: float, interval: Interval | None = None) -> str:
+    """'USD 12.30 (10 to 15)', 'USD 1,234', 'USD 0.0034'."""
+    told = f"{number:,.0f}" if number >= 1000 else f"{number:.2f}"
+    if 0 < number < 1:
+        told = f"{number:.2g}"
+    return f"USD {told}{between(interval)}"
+
+
+def between(interval: Interval | None, divisor: float = 1.0) -> str:
+    """' (3.2 to 4.6)': two digits are all that an interval is good for."""
+    return (
+        "" if interval is None else f" ({_short(interval[0] / divisor)} to {_short(interval[1] / divisor)})"
+    )
+
+
+def _short(number: float) -> str:
+    return f"{number:.2g}" if number < 100 else f"{float(f'{number:.2g}'):,.0f}"

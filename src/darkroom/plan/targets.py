@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
 
 USUAL_GUIDANCE = 7.5
+NVIDIA = ("T4", "V100", "A", "L4", "RTX", "TITAN", "H", "GH", "B", "GB")  # how their cards' names begin
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,31 @@ class Target:
     usd_per_gb_out: float | None = None
     precision: str = "auto"
     engine: str = "eager"
+    software: str = "darkroom"  # a key of SOFTWARE
+    tf32: bool = False  # float32 products on tensor cores
     machine: Machine | None = None  # which machine is 'here', where it is not this one
 
+    @property
+    def several(self) -> bool:
+        """Whether it names many cards, which are compared."""
+        return self.gpu == "all" or self.gpu.startswith("memory=")
+
+
+SOFTWARE = {
+    "darkroom": ("", ""),
+    "diffusers": ("", "diffusers: plain PyTorch, tensors not channels last; fitted on its published rates"),
+    "compile": (
+        "compile",
+        "torch.compile: fused kernels, by constants fitted on A100, V100, T4, 3090, 4090, H100",
+    ),
+    "tensorrt": (
+        "tensorrt",
+        "TensorRT is taken as CUDA graphs of fused kernels: of 8 published rows (A100, H100, H200, B200, "
+        "3090, 4080) some are 11 % slower than that, some 40 % quicker",
+    ),
+}
+"""Whose program runs it: the engine it stands for, and what its figures rest on."""
+QUANTISED = ("fp8", "int8")
 
 Layout = Callable[[str, Where], bool]
 """Whether tensors lie channels last, of a precision and a place."""
@@ -80,6 +105,44 @@ def choose_precision(asked: Asked, target: Target, card: Card) -> str:
     return fast_precision(card) if said == "auto" else said
 
 
+def software_of(asked: Asked, target: Target, where: Where) -> Software:
+    """The program that computes it, in which precision and layout."""
+    said = target.precision if target.precision != "auto" else asked.precision
+    quantised = said if said in QUANTISED else ""
+    if quantised and asked.settings:
+        raise InputError(f"--precision {quantised}", allowed="generate and serve: training has no such step")
+    precision = fast_precision(where.card) if quantised else choose_precision(asked, target, where.card)
+    channels_last = target.software != "diffusers" and asked.channels_last(precision, where)
+    return Software(
+        precision=precision,
+        engine=SOFTWARE[target.software][0] or target.engine,
+        channels_last=channels_last,
+        attention=asked.attention,
+        matmul_tf32=target.tf32,
+        quantised=quantised,
+    )
+
+
+def software_notes(target: Target, where: Where, software: Software) -> Iterator[str]:
+    """What a reader must know of the software that was planned with."""
+    card, gpu = where.card, where.card.kind == "gpu"
+    if SOFTWARE[target.software][1]:
+        yield SOFTWARE[target.software][1]
+    if software.engine == "tensorrt" and not card.name.startswith(NVIDIA):
+        yield f"TensorRT does not run on {card.name}"
+    if gpu and software.precision == "bf16" and "bf16" not in card.flops:
+        yield f"{card.name} has no bf16 units: it computes in float32"
+    if software.quantised and software.quantised not in card.flops:
+        yield f"{card.name} has no {software.quantised} units: it computes in {software.precision}"
+    elif software.quantised:
+        which = (
+            "products and convolutions" if software.engine == "tensorrt" else "products, not convolutions,"
+        )
+        yield f"{software.quantised}: {which} at its rate; memory is planned as in {software.precision}"
+    if target.tf32 and "tf32" not in card.flops:
+        yield f"{card.name} has no tf32 units"
+
+
 def fast_precision(card: Card) -> str:
     """The precision that a device is fastest in and trains in unless told otherwise."""
     if "bf16" in card.flops:
@@ -94,12 +157,26 @@ def chosen_cards(name: str) -> list[Card]:
     """The cards of a name; 'all' is every GPU. InputError names the nearest for an unknown one."""
     if name == "all":
         return [card for card in cards().values() if card.kind == "gpu"]
+    if name.startswith("memory="):
+        return _cards_with(name)
     card = find_card(name)
     if card is None:
         near = nearest(name)
         mend = f"did you mean {', '.join(near)}?" if near else ""
-        raise InputError(f"--gpu {name}", allowed="here, all, or a card of hardware.csv", mend=mend)
+        allowed = "here, all, memory=12GB, or a card of hardware.csv"
+        raise InputError(f"--gpu {name}", allowed=allowed, mend=mend)
     return [card]
+
+
+def _cards_with(name: str) -> list[Card]:
+    """Every GPU with so much memory as it is sold: 'memory=12GB'."""
+    match = re.fullmatch(r"memory=(\d+(?:\.\d+)?)\s*(?:GB|GiB|G)?", name, re.IGNORECASE)
+    gpus = [card for card in cards().values() if card.kind == "gpu"]
+    found = [card for card in gpus if match and card.memory_gb == float(match[1])]
+    if not found:
+        sizes = sorted({card.memory_gb for card in gpus if card.memory_gb})
+        raise InputError(f"--gpu {name}", allowed="memory=12GB, of " + ", ".join(f"{s:g}" for s in sizes))
+    return found
 
 
 def nearest(name: str) -> list[str]:
@@ -141,11 +218,12 @@ def here(target: Target) -> Where:
     else:
         name = found.cpu
         card, memory = cards()[found.cpu_class], float(found.memory_bytes)
-    known = efficiency().with_values(calibration(card.name) if target.machine is None else {})
+    measured = calibration(card.name) if target.machine is None else {}
+    known = efficiency().with_values(measured)
     # Processes on one CPU share its cores and its memory.
     sharers = 1 if found.devices else min(target.count, target.node_devices or 1)
     cores = max(1, round(found.cores / sharers))
-    return Where(card, _cluster(card, target), cores, known, memory / sharers)
+    return Where(card, _cluster(card, target), cores, known, memory / sharers, calibrated=bool(measured))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Serving requests as they came (a trace), or at random at so many a second: both by the same rule.
 
-The rule is the server's: one queue, and every device takes its share of what waits at each of its steps. A
-rate is answered by several drawn traces, whose spread says how sure the answer is.
+The rule is the server's (`plan.serving`). A rate is answered by several drawn traces, whose spread is part of
+the interval.
 
 A trace is a file of one JSON object a line, with the names of `bench serve`'s requests: `at` (in mean gaps
 between requests; seconds at a rate of 1), `width`, `height`, `steps`, `guidance`. What else a line says is
@@ -10,17 +10,9 @@ ignored.
 
 from __future__ import annotations
 
-import heapq
-import json
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
-from statistics import median
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from darkroom.bill import format_number
 from darkroom.errors import InputError
@@ -30,258 +22,39 @@ from darkroom.plan.ask import USUAL_PRECISION
 from darkroom.plan.cost import cost, offer_for
 from darkroom.plan.counts import Profile
 from darkroom.plan.generation import PictureSettings, own_guidance, picture_profile
-from darkroom.plan.jobs import GenerateJob, Plan, Where, largest_rows, plan_generating
+from darkroom.plan.intervals import time_width
+from darkroom.plan.jobs import GenerateJob, Plan, Where, plan_generating
 from darkroom.plan.roofline import Software
 from darkroom.plan.scale import Cluster
+from darkroom.plan.serving import (
+    Drawn,
+    Fleet,
+    Request,
+    Served,
+    Server,
+    Size,
+    fewest_at_rate,
+    fewest_devices,
+    serve,
+)
 from darkroom.plan.targets import Asked, layout_of
 
-MOST_AT_ONCE = 64  # pictures of a device
-MOST_DEVICES = 4096
-SIMULATED = 16  # devices; of more than twice as many a part
-DRAWS, FEWEST_REQUESTS, MOST_REQUESTS = 4, 200, 1000
-KEYS = ("at", "width", "height", "steps", "guidance")
-
-Size = tuple[int, int]
+HOURS_A_MONTH = 730
 
 
-@dataclass(frozen=True)
-class Request:
-    """One picture asked for; `at` in seconds."""
-
-    at: float
-    width: int
-    height: int
-    steps: int
-    guidance: float
-
-    @property
-    def size(self) -> Size:
-        """Width and height in pixels."""
-        return self.width, self.height
-
-    @property
-    def rows(self) -> int:
-        """U-Net rows a step."""
-        return 2 if self.guidance > 1 else 1
-
-
-def read_trace(path: Path, rate: float = 1.0) -> tuple[Request, ...]:
-    """The requests of a file in the order they come, at a rate a second. InputError names a wrong line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        raise InputError(f"--trace {path}", mend="give a file of one JSON object a line") from None
-    found = [_request(path, i, line, rate) for i, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise InputError(f"--trace {path}: no requests", allowed=f"lines with {', '.join(KEYS)}")
-    return tuple(sorted(found, key=lambda request: request.at))
-
-
-def _request(path: Path, number: int, line: str, rate: float) -> Request:
-    try:
-        said = json.loads(line)
-        at, guidance = float(said["at"]) / rate, float(said["guidance"])
-        whole = [int(said[key]) for key in ("width", "height", "steps")]
-        if not (at >= 0 and math.isfinite(at + guidance) and min(whole) >= 1):
-            raise ValueError
-    except (ValueError, TypeError, KeyError):
-        raise InputError(
-            f"--trace {path}, line {number}: {line.strip()[:60]}",
-            allowed='{"at": 0.5, "width": 512, "height": 512, "steps": 30, "guidance": 7.5}',
-        ) from None
-    return Request(at, whole[0], whole[1], whole[2], guidance)
-
-
-@dataclass(frozen=True)
-class Served:
-    """What became of a trace on so many devices."""
-
-    devices: int
-    p95_s: float
-    busy: float
-    most_at_once: int
-
-
-class Server:
-    """A card that takes steps of many requests at once: those of one size share a step."""
-
-    def __init__(self, profiles: dict[Size, Profile], where: Where, software: Software) -> None:
-        self._profiles, self._roofline = profiles, where.roofline(software)
-        fits = min(largest_rows(profile, where, most=2 * MOST_AT_ONCE) for profile in profiles.values())
-        self.most = min(MOST_AT_ONCE, fits // 2)  # pictures, each of two rows with guidance
-        self.seconds: Callable[[str, Size, int], float] = cache(self._seconds)
-
-    def _seconds(self, stage: str, size: Size, rows: int) -> float:
-        return self._roofline.stage(self._profiles[size], stage, rows).total if rows else 0.0
-
-
-def serve(requests: Sequence[Request], server: Server, devices: int) -> Served:
-    """Serve a trace: one queue, and every device takes its share of what waits at each of its steps."""
-    found = [_Device() for _ in range(devices)]
-    times = [(0.0, device) for device in range(devices)]
-    latencies: list[float] = []
-    arrivals = [request.at for request in requests]
-    begun_so_far, under_way, busy_s, end_s, most = 0, 0, 0.0, 0.0, 0
-    while times:
-        now, number = heapq.heappop(times)
-        device = found[number]
-        waiting = bisect_right(arrivals, now) - begun_so_far
-        share = -(-(waiting + under_way) // devices)
-        room = max(0, min(waiting, min(server.most, share) - device.held))
-        begun = requests[begun_so_far : begun_so_far + room]
-        begun_so_far += room
-        under_way += room
-        device.begin(begun, now)
-        if not device.held:
-            if begun_so_far < len(requests):
-                heapq.heappush(times, (arrivals[begun_so_far], number))
-            continue
-        most = max(most, device.held)
-        took, ready = device.step(server, begun, now)
-        under_way -= len(ready)
-        busy_s, end_s = busy_s + took, max(end_s, now + took)
-        latencies += [now + took - at for at in ready]
-        heapq.heappush(times, (now + took, number))
-    latencies.sort()
-    late = latencies[math.ceil(0.95 * len(latencies)) - 1]
-    return Served(devices, late, busy_s / devices / end_s, most)
-
-
-@dataclass
-class _Group:
-    """The requests of one size under way on a device: they take their steps together."""
-
-    stepped: float  # when they last took a step
-    steps: int = 0  # taken since the group began
-    rows: int = 0
-    due: list[tuple[int, float, int]] = field(default_factory=list)  # at which step; came at; rows
-
-
-class _Device:
-    """What is under way on one device."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Size, _Group] = {}
-        self.held = 0
-
-    def begin(self, requests: Sequence[Request], now: float) -> None:
-        """Take more requests."""
-        self.held += len(requests)
-        for request in requests:
-            group = self._groups.setdefault(request.size, _Group(now))
-            group.rows += request.rows
-            heapq.heappush(group.due, (group.steps + request.steps, request.at, request.rows))
-
-    def step(self, server: Server, begun: Sequence[Request], now: float) -> tuple[float, list[float]]:
-        """Let the size that has waited longest take a step: seconds of it, of new texts and of ready
-        pictures, and when the requests of those came.
-        """
-        size = min(self._groups, key=lambda one: self._groups[one].stepped)
-        group, ready = self._groups[size], list[float]()
-        seconds = server.seconds("denoise", size, group.rows)
-        group.steps, group.stepped = group.steps + 1, now
-        for text_size in {request.size for request in begun}:
-            seconds += server.seconds("text", text_size, sum(r.size == text_size for r in begun) + 1)
-        while group.due and group.due[0][0] <= group.steps:
-            _, at, rows = heapq.heappop(group.due)
-            group.rows -= rows
-            ready.append(at)
-        self.held -= len(ready)
-        if not group.due:
-            del self._groups[size]
-        return seconds + server.seconds("decode", size, len(ready)), ready
-
-
-def fewest_devices(
-    requests: Sequence[Request], server: Server, latency_s: float, *, least: int = 1
-) -> Served:
-    """The fewest devices, `least` or more, that keep the goal; where none does, of one device a request."""
-    most = max(least, min(MOST_DEVICES, len(requests)))
-    few, enough, more = least - 1, least, 1
-    while (found := serve(requests, server, enough)).p95_s > latency_s and enough < most:
-        few, enough, more = enough, min(most, enough + more), 2 * more
-    while enough - few > 1 and found.p95_s <= latency_s:
-        middle = (few + enough) // 2
-        tried = serve(requests, server, middle)
-        if tried.p95_s <= latency_s:
-            enough, found = middle, tried
-        else:
-            few = middle
-    return found
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What several draws of requests at one rate need."""
-
-    devices: int  # with which every draw keeps the goal
-    served: tuple[Served, ...]  # each draw on so many
-    needed: tuple[int, ...]  # each draw's own fewest
-    kept: bool
-
-    @property
-    def p95_s(self) -> float:
-        """Of the middle draw."""
-        return median(one.p95_s for one in self.served)
-
-    @property
-    def busy(self) -> float:
-        """Of the middle draw."""
-        return median(one.busy for one in self.served)
-
-
-def draw(request: Request, rate: float, number: int, seed: int) -> tuple[Request, ...]:
-    """So many requests that come at random at a rate a second (Poisson)."""
-    gaps = np.random.default_rng([2026, seed]).exponential(1 / rate, number)
-    return tuple(replace(request, at=float(at)) for at in np.cumsum(gaps))
-
-
-def fewest_at_rate(request: Request, rate: float, latency_s: float, server: Server) -> Drawn:
-    """The fewest devices for requests like this one at a rate, from several draws.
-
-    Of more than SIMULATED devices a part is simulated with its part of the requests: large pools wait less.
-    """
-    alone = serve([replace(request, at=0.0)], server, 1).p95_s
-    each = _seconds_each(request, server)
-    least = math.floor(rate * each) + 1  # with fewer the queue grows without end
-    parts = max(1, least // SIMULATED)
-    rate, least = rate / parts, math.floor(rate / parts * each) + 1
-    lasts = max(30 * alone, 5 * min(latency_s, 20 * alone))
-    number = round(min(max(rate * lasts, FEWEST_REQUESTS), MOST_REQUESTS))
-    draws = [draw(request, rate, number, seed) for seed in range(DRAWS)]
-    if alone > latency_s:  # no number of devices helps
-        served = tuple(serve(drawn, server, max(least, math.ceil(rate * alone))) for drawn in draws)
-        return _whole(served, (served[0].devices,), parts, False)
-    needed: list[int] = []
-    for drawn in draws:
-        needed.append(fewest_devices(drawn, server, latency_s, least=least).devices)
-    served = tuple(serve(drawn, server, max(needed)) for drawn in draws)
-    return _whole(served, tuple(needed), parts, all(one.p95_s <= latency_s for one in served))
-
-
-def _whole(served: tuple[Served, ...], needed: tuple[int, ...], parts: int, kept: bool) -> Drawn:
-    return Drawn(max(needed) * parts, served, tuple(number * parts for number in needed), kept)
-
-
-def _seconds_each(request: Request, server: Server) -> float:
-    """Seconds a picture where a device is as full as it goes."""
-    size, most = request.size, server.most
-    seconds = request.steps * server.seconds("denoise", size, most * request.rows)
-    return (seconds + server.seconds("text", size, most + 1) + server.seconds("decode", size, most)) / most
-
-
-def ask_rate(settings: PictureSettings, rate: float, latency_s: float) -> Asked:
+def ask_rate(settings: PictureSettings, rate: float, latency_s: float, fleet: Fleet | None = None) -> Asked:
     """Serving so many pictures a second that are asked for at random, each within a time."""
     if not (rate > 0 and latency_s > 0):
         raise InputError(f"--rate {rate} --latency {latency_s}", allowed="numbers above 0")
     width, height = parse_size(settings.size)
     guidance = own_guidance(settings.model) if settings.guidance is None else settings.guidance
     request = Request(0.0, width, height, settings.steps, guidance)
+    goal = Goal(latency_s, rate, fleet)
 
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
-        return plan_rate(request, rate, latency_s, profile, where, software, usd_per_hour=usd, prices=prices)
+        return plan_rate(request, goal, profile, where, software, usd_per_hour=usd, prices=prices)
 
     # Rows with guidance and without are rows of one U-Net: the profile has one a picture.
     return Asked(
@@ -296,10 +69,20 @@ def ask_rate(settings: PictureSettings, rate: float, latency_s: float) -> Asked:
     )
 
 
+@dataclass(frozen=True)
+class Goal:
+    """Seconds within which 95 of 100 are done, at how many a second, and what becomes of devices
+    meanwhile.
+    """
+
+    latency_s: float
+    rate: float = 0.0
+    fleet: Fleet | None = None
+
+
 def plan_rate(
     request: Request,
-    rate: float,
-    latency_s: float,
+    goal: Goal,
     profile: Profile,
     where: Where,
     software: Software,
@@ -308,32 +91,62 @@ def plan_rate(
     prices: Sequence[Price] | None = None,
 ) -> Plan:
     """The fewest devices that serve requests at a rate within a goal, and what they cost in an hour."""
-    server = Server({request.size: profile}, where, software)
+    profiles = {request.size: profile}
+    server = Server(profiles, where, software)
     if server.most < 1:
         return _too_large(profile, where, software, usd_per_hour, prices)
-    found = fewest_at_rate(request, rate, latency_s, server)
-    most = max(one.most_at_once for one in found.served)
+    found = fewest_at_rate(request, goal.rate, goal.latency_s, server, fleet=goal.fleet)
+    served = found.middle
     plan = _plan_served(
-        [request], rate, found.devices, most, found.busy, found.p95_s, found.kept,
-        {request.size: profile}, where, software, usd_per_hour, prices,
-    )  # fmt: skip
-    p95 = [one.p95_s for one in found.served]
-    spread = {
-        "devices_low": min(found.needed),
-        "devices_high": max(found.needed),
-        "latency_p95_low_s": min(p95),
-        "latency_p95_high_s": max(p95),
-        "draws": len(p95),
-    }
-    notes = [f"{len(p95)} draws of requests at random need {_range(found.needed)} devices"]
-    if not found.kept:
-        notes.append(_out_of_reach(latency_s, found.p95_s))
-    return replace(
-        plan,
-        largest_micro_batch=server.most,
-        notes=(*plan.notes, *notes),
-        extra={**plan.extra, **spread},
+        [request], goal.rate, served, found.kept, profiles, where, software, usd_per_hour, prices
     )
+    notes = [f"{len(found.served)} draws of requests at random need {_range(found.needed)} devices"]
+    if not found.kept:
+        notes.append(_out_of_reach(goal.latency_s, served.p95_s))
+    made = replace(
+        plan, largest_micro_batch=server.most, notes=(*plan.notes, *notes, *_fleet(goal.fleet, served))
+    )
+
+    def at(slower: float) -> tuple[int, Served]:
+        """One draw on a card that is slower by a factor: what it needs, and as it is on those planned."""
+        other = Server(profiles, where, software, slower=slower)
+        few = fewest_at_rate(request, goal.rate, goal.latency_s, other, fleet=goal.fleet, draws=1)
+        return few.devices, serve(found.traces[0], other, found.simulated, goal.fleet)
+
+    return _with_spread(made, where, software, at, found)
+
+
+def _with_spread(
+    plan: Plan,
+    where: Where,
+    software: Software,
+    at: Callable[[float], tuple[int, Served]],
+    found: Drawn | None = None,
+) -> Plan:
+    """The plan with intervals of its devices and latencies: the same on a card as slow and as quick as may
+    be.
+    """
+    half = time_width(plan.step_s, where, software)
+    (few, quick), (many, slow) = at(math.exp(-half)), at(math.exp(half))
+    needed = [*(found.needed if found else (plan.extra["devices"],)), few, many]
+    low, high = min(needed), max(needed)
+    devices = plan.extra["devices"]
+    intervals = {
+        "devices": (float(low), float(high)),
+        **{
+            f"latency_{name}_s": tuple(sorted((getattr(quick, f"{name}_s"), getattr(slow, f"{name}_s"))))
+            for name in ("p50", "p95", "p99")
+        },
+        "hours": (plan.hours, plan.hours),
+        "images_per_s": (plan.images_per_s, plan.images_per_s),
+    }
+    priced = {"usd": plan.cost.usd, "usd_spot": plan.cost.usd_spot, "kwh": plan.cost.kwh,
+              "device_hours": plan.cost.device_hours, "usd_per_image": plan.extra["usd_per_image"],
+              "usd_per_month": plan.extra["usd_per_month"]}  # fmt: skip
+    for name, value in priced.items():
+        if value is not None:
+            intervals[name] = (value * low / devices, value * high / devices)
+    return replace(plan, intervals={**plan.intervals, **intervals})
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -341,7 +154,9 @@ def _range(numbers: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def ask_trace(settings: PictureSettings, requests: Sequence[Request], latency_s: float) -> Asked:
+def ask_trace(
+    settings: PictureSettings, requests: Sequence[Request], latency_s: float, fleet: Fleet | None = None
+) -> Asked:
     """Serving a trace, each picture within a time; its sizes, steps and guidance stand for the settings'."""
     if latency_s <= 0:
         raise InputError(f"--latency {latency_s}", allowed="a number above 0")
@@ -356,7 +171,8 @@ def ask_trace(settings: PictureSettings, requests: Sequence[Request], latency_s:
         half = where.card.kind == "gpu" and software.precision == "fp16"  # the same bytes: one count serves
         precision = "bf16" if half else software.precision
         profiles = {size: profile(size, precision) for size in sizes[:-1]} | {sizes[-1]: widest}
-        return plan_trace(requests, latency_s, profiles, where, software, usd_per_hour=usd, prices=prices)
+        goal = Goal(latency_s, fleet=fleet)
+        return plan_trace(requests, goal, profiles, where, software, usd_per_hour=usd, prices=prices)
 
     return Asked(
         "serve",
@@ -370,7 +186,7 @@ def ask_trace(settings: PictureSettings, requests: Sequence[Request], latency_s:
 
 def plan_trace(
     requests: Sequence[Request],
-    latency_s: float,
+    goal: Goal,
     profiles: dict[Size, Profile],
     where: Where,
     software: Software,
@@ -383,15 +199,33 @@ def plan_trace(
     server = Server(profiles, where, software)
     if server.most < 1:
         return _too_large(widest, where, software, usd_per_hour, prices)
-    found = fewest_devices(requests, server, latency_s)
+    found = fewest_devices(requests, server, goal.latency_s, fleet=goal.fleet)
     rate = len(requests) / max(requests[-1].at, 1e-9)
-    kept = found.p95_s <= latency_s
-    plan = _plan_served(
-        requests, rate, found.devices, found.most_at_once, found.busy, found.p95_s, kept,
-        profiles, where, software, usd_per_hour, prices,
-    )  # fmt: skip
-    notes = (*plan.notes, *_notes(requests, found, kept, latency_s))
-    return replace(plan, largest_micro_batch=server.most, notes=notes)
+    kept = found.p95_s <= goal.latency_s
+    plan = _plan_served(requests, rate, found, kept, profiles, where, software, usd_per_hour, prices)
+    notes = (*plan.notes, *_notes(requests, found, kept, goal.latency_s), *_fleet(goal.fleet, found))
+    made = replace(plan, largest_micro_batch=server.most, notes=notes)
+
+    def at(slower: float) -> tuple[int, Served]:
+        other = Server(profiles, where, software, slower=slower)
+        few = fewest_devices(requests, other, goal.latency_s, fleet=goal.fleet)
+        return few.devices, serve(requests, other, found.devices, goal.fleet)
+
+    return _with_spread(made, where, software, at)
+
+
+def _fleet(fleet: Fleet | None, served: Served) -> Iterator[str]:
+    """What was said of starting, losses and autoscaling, and what came of it."""
+    if fleet is None:
+        return
+    if fleet.losses_per_hour:
+        lost = f"{fleet.losses_per_hour:g} losses an hour and device: {served.losses} in the trace"
+        yield f"{lost}; what a device held begins again, another takes {fleet.start_s:g} s"
+    if fleet.least is not None:
+        asked = (
+            f"from {fleet.least} devices, one for {fleet.jobs_each} jobs, {fleet.start_s:g} s to start one"
+        )
+        yield f"autoscaling {asked}: {served.on:.3g} devices on average, which the cost is of"
 
 
 def _widest(profiles: dict[Size, Profile]) -> Profile:
@@ -412,10 +246,7 @@ def _too_large(
 def _plan_served(
     requests: Sequence[Request],
     rate: float,
-    devices: int,
-    most_at_once: int,
-    busy: float,
-    p95_s: float,
+    served: Served,
     kept: bool,
     profiles: dict[Size, Profile],
     where: Where,
@@ -423,18 +254,19 @@ def _plan_served(
     usd_per_hour: float | None,
     prices: Sequence[Price] | None,
 ) -> Plan:
-    """An hour of so many devices that serve requests like these."""
+    """An hour of so many devices that serve requests like these, and a month of it."""
     steps = round(sum(request.steps for request in requests) / len(requests))
-    job = GenerateJob("serve", max(1, round(rate * 3600)), 2 * most_at_once, steps)
-    whole, widest = replace(where, cluster=Cluster(devices)), _widest(profiles)
+    job = GenerateJob("serve", max(1, round(rate * 3600)), 2 * served.most_at_once, steps)
+    whole, widest = replace(where, cluster=Cluster(served.devices)), _widest(profiles)
     plan = plan_generating(widest, job, whole, software, usd_per_hour=usd_per_hour, prices=prices)
     flops = sum(_flops(request, profiles[request.size]) for request in requests) / len(requests)
     worth = flops * rate / (plan.flops_an_image * plan.images_per_s)
     offer = offer_for(where.card, usd_per_hour, prices)
-    hour = cost(where.card, devices, cores=where.cores, offer=offer)
+    paid = served.devices * served.on / max(1, served.simulated)
+    hour = cost(where.card, paid, cores=where.cores, offer=offer)
     return replace(
         plan,
-        batch={"pictures at once": most_at_once},
+        batch={"pictures at once": served.most_at_once},
         fits=plan.fits and kept,
         flops_an_image=flops,
         images_per_s=rate,
@@ -443,11 +275,14 @@ def _plan_served(
         cost=hour,
         machine="",  # a server's devices send each other nothing
         extra={
-            "devices": devices,
-            "latency_p95_s": p95_s,
-            "capacity_images_per_s": rate / busy,
-            "busy": busy,
+            "devices": served.devices,
+            "latency_p50_s": served.p50_s,
+            "latency_p95_s": served.p95_s,
+            "latency_p99_s": served.p99_s,
+            "capacity_images_per_s": rate / served.busy,
+            "busy": served.busy,
             "usd_per_image": None if hour.usd is None else hour.usd / (rate * 3600),
+            "usd_per_month": None if hour.usd is None else hour.usd * HOURS_A_MONTH,
         },
     )
 

@@ -26,7 +26,7 @@ from darkroom.plan.counts import (
 )
 from darkroom.plan.memory import chunks, own_latents, reads_text, rested, resting, samples
 from darkroom.plan.settings import encodes
-from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings
+from darkroom.recipe.sections import AlignSettings
 from darkroom.train import setup as job
 from darkroom.train.distributed.ddp_fsdp import blocks_of
 from darkroom.train.distributed.weights import cast
@@ -47,7 +47,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     quiet = _without_store(recipe)
     dtype = models.precision(precision)
     with fakes(*model.modules.values()) as counter:
-        if recipe.task in job.FROZEN_UNET and model.unet is not None:
+        if job.frozen_unet(recipe) and model.unet is not None:
             cast(model.unet, dtype)
         before = own_latents(counter, recipe, model, dtype, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
@@ -97,6 +97,8 @@ def _without_store(recipe: Recipe) -> Recipe:
     changes = {"encode": "inline", "text": "inline", "buckets": False, "mask": None}
     train = recipe.train.model_copy(update={"align": AlignSettings()})  # its extractor is not opened
     quiet = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
+    if recipe.adapter is not None:  # what it starts from is as large as what it is
+        quiet = quiet.model_copy(update={"adapter": recipe.adapter.model_copy(update={"start": None})})
     word = recipe.model.word
     if word is None:
         return quiet
@@ -122,7 +124,7 @@ def _facts(recipe: Recipe, model: Model, modules: Collection[Any], step: Any) ->
         ),
         # weights and average in float32, and the optimiser's own state
         "checkpoint_bytes": 4 * (trained + averaged) + sum(map(size_bytes, states)),
-        **({"adapter_bytes": _adapter_bytes(masters)} if recipe.task in ADAPTER_TASKS else {}),
+        **({"adapter_bytes": _adapter_bytes(masters)} if recipe.adapts else {}),
         "latent_bytes_a_row": 2 * 2 * channels * side * side,
         "text_bytes_a_row": sum(2 * length * width for length, width in text),
     }

@@ -1,4 +1,6 @@
-"""The plots of the five systems' own reports, published beside darkroom's: cells are picked by their case."""
+"""The plots of the five systems' own reports with three marks: published then, retold, darkroom today. Cells
+are picked by their case.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,15 @@ from darkroom.report import html, plots
 from darkroom.report.plots import Curve
 
 Cells = Sequence[Mapping[str, Any]]
-BARS = "grey: published, red: darkroom"
-LINES = "dashed: published, solid: darkroom"
+KEY = (
+    '<ul class="legend marks" style="margin: 10px 0 18px">'
+    '<li><span style="display: inline-block; width: 20px; height: 9px; background: var(--muted); '
+    'opacity: .55; margin-right: 7px"></span>published then (in lines: dashed, with dots)</li>'
+    '<li><span style="display: inline-block; width: 9px; height: 9px; border: 1.6px solid var(--ink); '
+    "transform: rotate(45deg); margin: 0 9px 0 3px\"></span>the plan's retelling of that run</li>"
+    '<li><span style="display: inline-block; width: 20px; height: 9px; background: var(--s0); '
+    'margin-right: 7px"></span>darkroom today, with its interval (in lines: solid)</li></ul>'
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,6 @@ class Drawing:
     unit: str
     xlabel: str = ""  # lines over this; bars where there is none
     note: str = ""
-    log_x: bool = True
     series: str = ""  # what a line without a name is called
     per_s: bool = False  # a batch's seconds drawn as pictures a second
 
@@ -168,7 +176,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "latency (Lambda)",
             r"(?P<name>CPU .+|RTX 3090|RTX 8000|A100-PCIE-80GB), single, batch 1",
             "s",
-            note="seconds of one picture, 50 steps; darkroom's CPU has all its cores at work",
+            note="seconds of one picture, 50 steps; a retold CPU has all its cores at work",
         ),
         Drawing(
             "Throughput by batch",
@@ -271,10 +279,10 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
 
 
 def five_plots(system: str, cells: Cells) -> Iterator[str]:
-    """The plots of one system from its cells (`table`, `case`, `unit`, `published`, `darkroom`)."""
+    """The plots of one system from its cells (`table`, `case`, `unit`, `published`, `retold`, `today`)."""
     for drawing in DRAWINGS[system]:
         found = list(_picked(drawing, cells))
-        if found:
+        if len(found) > 1:
             yield (_lines if drawing.xlabel else _bars)(drawing, found)
 
 
@@ -289,9 +297,19 @@ def _picked(drawing: Drawing, cells: Cells) -> Iterator[Picked]:
 
 
 def _bars(drawing: Drawing, found: Sequence[Picked]) -> str:
-    rows = [(_name(match, cell["case"]), cell["published"], cell["darkroom"]) for match, cell in found]
-    svg = plots.paired_bars(rows, label=f"{drawing.title} {drawing.table}", xlabel=drawing.unit)
-    return html.plot(drawing.title, "; ".join(filter(None, (drawing.note, BARS))), svg)
+    rows = [
+        plots.Marks(
+            _name(match, cell["case"]),
+            cell["published"],
+            cell["retold"],
+            cell.get("today"),
+            cell.get("today_low"),
+            cell.get("today_high"),
+        )
+        for match, cell in found
+    ]
+    svg = plots.marked_bars(rows, label=f"{drawing.title} {drawing.table}", xlabel=drawing.unit)
+    return html.plot(drawing.title, drawing.note, svg)
 
 
 def _name(match: re.Match[str], case: str) -> str:
@@ -300,17 +318,12 @@ def _name(match: re.Match[str], case: str) -> str:
 
 
 def _lines(drawing: Drawing, found: Sequence[Picked]) -> str:
-    own, published = (_curves(drawing, found, key) for key in ("darkroom", "published"))
-    svg = plots.curves(
-        own,
-        held_out=published,
-        label=f"{drawing.title} {drawing.table}",
-        xlabel=drawing.xlabel,
-        log_x=drawing.log_x,
+    published, retold, own = (_curves(drawing, found, key) for key in ("published", "retold", "today"))
+    svg = plots.marked_curves(
+        published, retold, own, label=f"{drawing.title} {drawing.table}", xlabel=drawing.xlabel
     )
-    names = [curve.name for curve in own]
-    caption = "; ".join(filter(None, (drawing.note, LINES)))
-    return html.plot(drawing.title, caption, svg, html.legend(names) if len(names) > 1 else "")
+    names = [curve.name for curve in published]
+    return html.plot(drawing.title, drawing.note, svg, html.legend(names) if len(names) > 1 else "")
 
 
 def _curves(drawing: Drawing, found: Sequence[Picked], key: str) -> list[Curve]:
@@ -319,5 +332,6 @@ def _curves(drawing: Drawing, found: Sequence[Picked], key: str) -> list[Curve]:
     for match, cell in found:
         x = float(match["x"])
         name = match.groupdict().get("name") or drawing.series
-        points.setdefault(name, []).append((x, value(x, float(cell[key]))))
+        if cell.get(key) not in (None, ""):
+            points.setdefault(name, []).append((x, value(x, float(cell[key]))))
     return [Curve(name, *np.array(sorted(pairs)).T) for name, pairs in points.items() if len(pairs) > 1]

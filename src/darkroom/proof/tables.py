@@ -229,6 +229,20 @@ ENGINE_SECONDS = {
     ("A10", "sdxl", 1024, "eager", False, 30): 9.399,
 }
 
+# card, family, side, batch, steps, format: seconds of a batch with TensorRT. fal's benchmarks, Stability's
+# note on SDXL with TensorRT, OneDiff's benchmarks, and MLPerf Inference v4.1 and v5.1 (offline, fp8, one
+# card's share)
+TENSORRT = {
+    ("A100-SXM4-80GB", "sd15", 512, 1, 50, ""): 0.819,
+    ("A100-SXM4-80GB", "sdxl", 1024, 1, 50, ""): 4.10,
+    ("RTX 3090", "sdxl", 1024, 1, 30, ""): 5.55,
+    ("H100-SXM", "sdxl", 1024, 1, 30, ""): 1.471,
+    ("H100-SXM", "sdxl", 1024, 8, 20, "fp8"): 8 / 2.04,
+    ("H200", "sdxl", 1024, 8, 20, "fp8"): 8 / 2.18,
+    ("B200", "sdxl", 1024, 8, 20, "fp8"): 8 / 4.04,
+}
+TENSORRT_STEPS = {("RTX 4080", "sd15", 512): 52.6}  # steps/s of one guided picture: stable-fast's README
+
 # card: round, submitter and system, global batch, images/s of 8: the median of ten runs' logged rates.
 # v3.1's software had no CUDA graphs: NVIDIA names them, full iterations, as what v4.0 brought.
 MLPERF = {
@@ -271,4 +285,3 @@ MLPERF = {
     ),
     "GB200": (("v5.0 NVIDIA Tyche", 256, 2_307),),
 }
-MLPERF_FITTED = ("H200", "v4.1 NVIDIA")

@@ -50,8 +50,11 @@ class Triple:
     @property
     def caption(self) -> str:
         """Its caption, as training sees it."""
-        article = "an" if self.color[0] in "aeiou" else "a"
-        return f"{article} {self.color} {self.shape} on a {self.background} background"
+        return f"{_with_article(self.color)} {self.shape} on {_with_article(self.background)} background"
+
+
+def _with_article(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import difflib
 import itertools
 import json
+import math
 import re
 import types
 import typing
@@ -23,7 +24,7 @@ from darkroom.recipe.sections import ADAPTER_TASKS, Recipe
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
 """Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
-SOURCES = ("store", "stores", "folder", "instance")
+SOURCES = ("store", "stores", "folder", "instance", "sets")
 """Where pictures come from, in `data`: one of them."""
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 2**20, 10_000, 32
 """Of a recipe's YAML, aliases counted as what they stand for; recipes here have 100 nodes, 5 levels deep."""
@@ -38,21 +39,37 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return make_recipe(_read_yaml(Path(path)), overrides, source=str(path))
 
 
-def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> list[tuple[dict[str, Any], Recipe]]:
+def read_sweep(
+    path: str | Path, overrides: Sequence[str] = (), *, of: str | None = None
+) -> list[tuple[dict[str, Any], Recipe]]:
     """The recipes that overrides with several values mean, each with what sets it apart; one without any.
 
     `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` beside it, four. A text's commas are its
-    own: `data.prompt='a dog, sitting'` is one value.
+    own: `data.prompt='a dog, sitting'` is one value. `of` is the trainer whose file it is (kohya); None: a
+    recipe.
     """
     choices = [_choices(override) for override in overrides]
-    content = _read_yaml(Path(path))
+    content, notes = _read_content(Path(path), of)
     found = []
     for chosen in itertools.product(*choices):
         apart = [one for one, all_ in zip(chosen, choices, strict=True) if len(all_) > 1]
         pairs = (one.partition("=") for one in apart)
         settings = {key: _parsed(value) for key, _, value in pairs}
-        found.append((settings, make_recipe(content, chosen, source=str(path))))
+        made = make_recipe(content, chosen, source=str(path))
+        made._derived = (*notes, *made.derived)
+        found.append((settings, made))
     return found
+
+
+def _read_content(path: Path, of: str | None) -> tuple[dict[str, Any], list[str]]:
+    """A file's content as a recipe's, and lines about what of it was left out."""
+    if of is None:
+        return _read_yaml(path), []
+    if of != "kohya":
+        raise RecipeError("--from", f"'{of}'", allowed="kohya")
+    from darkroom.recipe.kohya import read_kohya
+
+    return read_kohya(path)
 
 
 def _choices(override: str) -> list[str]:
@@ -68,6 +85,7 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     content = copy.deepcopy(content)
     for override in overrides:
         _override(content, override)
+    _check_values(content)
     notes = _replace_sources(content, overrides)
     recipe = _validated(content, source)
     if shorter := _shortened(content, recipe, overrides):
@@ -76,6 +94,20 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     check_together(recipe)
     recipe._derived = (*notes, *_derivations(content))
     return recipe
+
+
+def _check_values(content: Any, key: str = "") -> None:
+    """RecipeError for what no key means: infinity, not-a-number, half a surrogate pair."""
+    if isinstance(content, dict):
+        for name, value in content.items():
+            _check_values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, list):
+        for i, value in enumerate(content):
+            _check_values(value, f"{key}.{i}")
+    elif isinstance(content, float) and not math.isfinite(content):
+        raise RecipeError(key or "recipe", str(content), allowed="a finite number")
+    elif isinstance(content, str) and content.encode(errors="replace").decode() != content:
+        raise RecipeError(key or "recipe", ascii(content)[:200], allowed="Unicode, in UTF-8")
 
 
 def _validated(content: dict[str, Any], source: str) -> Recipe:
@@ -106,7 +138,9 @@ def _replace_sources(content: dict[str, Any], overrides: Sequence[str]) -> list[
 def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Fit a warm-up and an average that would begin only after the `train.steps` of the command line."""
     keys, steps, notes = {override.partition("=")[0] for override in overrides}, recipe.train.steps, []
-    if "train.steps" not in keys or recipe.phases:
+    if recipe.phases:
+        return _shortened_phases(content, recipe)
+    if "train.steps" not in keys:
         return []
     warmup, ema = recipe.optim.warmup_steps, recipe.train.ema
     if warmup > steps and "optim.warmup_steps" not in keys:
@@ -119,6 +153,23 @@ def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]
         notes.append(
             f"train.ema.start_step {steps // TRIAL_EMA}, not {ema.start_step}: half of train.steps {steps}"
         )
+    return notes
+
+
+def _shortened_phases(content: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The same for phases that are shorter than what they take over from the recipe."""
+    notes, ema = [], recipe.train.ema
+    for i, phase in enumerate(recipe.phases):
+        steps = -(-phase.samples // (phase.global_batch or recipe.train.global_batch))
+        if phase.warmup_steps is None and recipe.optim.warmup_steps > steps:
+            content["phases"][i]["warmup_steps"] = steps // TRIAL_WARMUP
+            notes.append(
+                f"phases.{i}.warmup_steps {steps // TRIAL_WARMUP}, not {recipe.optim.warmup_steps}: "
+                f"a tenth of its {steps} steps"
+            )
+        if ema.enabled and phase.ema_from is None and ema.start_step >= steps:
+            content["phases"][i]["ema_from"] = phase.samples // TRIAL_EMA
+            notes.append(f"phases.{i}.ema_from {phase.samples // TRIAL_EMA}: half of its pictures")
     return notes
 
 
@@ -265,7 +316,7 @@ def _names_beside(loc: tuple[int | str, ...]) -> list[str]:
         if field is None or (inner := _model_in(field.annotation)) is None:
             break
         model = inner
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

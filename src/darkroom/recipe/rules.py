@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import RecipeError
 from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings, ParallelSettings, RoutingSettings
+from darkroom.recipe.tuning import PreferenceSettings
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
 
 SUBJECT_TASKS = ("dreambooth", "dreambooth-lora")
-FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion")
+FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion", "distill")
 
 Default = tuple[str, Any, str]
 """A key, its value, and why."""
@@ -39,11 +40,23 @@ _OWN: dict[str, tuple[Default, ...]] = {
         ("train.steps", 500, "the published best of DreamBooth with LoRA"),
         ("train.global_batch", 1, "the published best of DreamBooth"),
     ),
+    "dpo": (
+        ("optim.lr", 1e-5, "preferences shift a model a little"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 4, "pairs"),
+    ),
     "textual-inversion": (
         ("optim.lr", 2e-3, "5e-4 for each of four pictures, as the paper scales it"),
         ("train.steps", 3000, "as the paper's authors advise"),
         ("train.global_batch", 4, "as the paper's authors advise"),
         ("optim.weight_decay", 0.0, "a word drawn towards zero would mean nothing"),
+    ),
+    "distill": (
+        ("optim.lr", 8e-6, "all weights of a U-Net, as LCM's paper has it; 1e-4 with an adapter"),
+        ("train.steps", 1000, ""),
+        ("train.global_batch", 16, ""),
+        ("sample.steps", 4, "what is distilled is drawn in few steps"),
+        ("sample.guidance", 1.0, "guidance is distilled too"),
     ),
 }
 _EXTRACTOR: tuple[Default, ...] = (
@@ -72,6 +85,8 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
         yield _SCHEDULE_FREE
     if optim_fused(content):
         yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
+    if task == "distill" and content.get("adapter") is not None:
+        yield "optim.lr", 1e-4, "an adapter starts at nothing"
     if isinstance(task, str) and task in FINE_TUNING:
         yield from _OWN[task]
         yield from _ALL_FINE_TUNING
@@ -122,6 +137,7 @@ def check_together(recipe: Recipe) -> None:
     _check_subject(recipe)
     _check_prior(recipe)
     _check_word(recipe)
+    _check_preference(recipe)
     _check_text(recipe)
     _check_masks(recipe)
     _check_optimiser(recipe)
@@ -129,6 +145,7 @@ def check_together(recipe: Recipe) -> None:
     check_parallel(recipe)
     check_online(recipe)
     check_extras(recipe)
+    _check_distill(recipe)
     if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
         key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
         raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")
@@ -136,7 +153,11 @@ def check_together(recipe: Recipe) -> None:
 
 def _check_sources(recipe: Recipe) -> None:
     data = recipe.data
-    said = {key: value for key in ("store", "stores", "folder", "instance") if (value := getattr(data, key))}
+    said = {
+        key: value
+        for key in ("store", "stores", "folder", "instance", "sets")
+        if (value := getattr(data, key))
+    }
     fine = recipe.task in FINE_TUNING
     wanted = "data.instance" if _is_subject(recipe) else "data.folder" if fine else "data.store"
     if not said:
@@ -144,6 +165,7 @@ def _check_sources(recipe: Recipe) -> None:
     if len(said) > 1:
         raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
     _check_mixture(recipe)
+    _check_sets(recipe)
     if data.repeats == "folders" and said.keys() & {"store", "stores"}:
         mend = "weigh several stores in data.stores"
         raise RecipeError("data.repeats", "folders with a store", allowed="with a folder", mend=mend)
@@ -173,27 +195,70 @@ def _check_mixture(recipe: Recipe) -> None:
         raise RecipeError("data.stores", f"'{double}' is given twice", mend="say it once, with one weight")
 
 
+def _check_sets(recipe: Recipe) -> None:
+    data = recipe.data
+    if not data.sets:
+        return
+    if recipe.task not in ("finetune", "lora"):
+        mend = "a set of class pictures is one with its own prompt and loss_weight"
+        raise RecipeError(
+            "data.sets", f"given with the task {recipe.task}", allowed="finetune, lora", mend=mend
+        )
+    if data.repeats != 1:
+        raise RecipeError("data.repeats", f"{data.repeats} with data.sets", mend="say repeats in each set")
+    folders = [one.folder for one in data.sets]
+    if double := next((folder for folder in folders if folders.count(folder) > 1), None):
+        raise RecipeError("data.sets", f"'{double}' is given twice", mend="say it once, with its repeats")
+    larger = next((i for i, side in enumerate(data.sides) if side > data.resolution), None)
+    if larger is not None:
+        raise RecipeError(
+            f"data.sets.{larger}.resolution",
+            f"{data.sides[larger]} is more than data.resolution {data.resolution}",
+            mend=f"set data.resolution={max(data.sides)}",
+        )
+    if set(data.sides) != {data.resolution} and data.encode not in ("auto", "inline"):
+        raise RecipeError(
+            "data.encode", f"{data.encode} with sets of several resolutions", allowed="inline or auto"
+        )
+    if recipe.train.align.extractor is not None:
+        raise RecipeError("train.align", "given with data.sets", allowed="with a store or a folder")
+
+
 def _is_subject(recipe: Recipe) -> bool:
     return recipe.task in (*SUBJECT_TASKS, "textual-inversion")
 
 
 def _check_adapter(recipe: Recipe) -> None:
-    if recipe.adapter is not None and recipe.task not in ADAPTER_TASKS:
+    if recipe.adapter is not None and not recipe.adapts:
+        able = (*ADAPTER_TASKS, "distill")
         raise RecipeError(
-            "adapter", f"given with the task {recipe.task}", allowed=f"with {' or '.join(ADAPTER_TASKS)}"
+            "adapter", f"given with the task {recipe.task}", allowed=f"with {' or '.join(able)}"
         )
-    if recipe.task in ADAPTER_TASKS and recipe.model.train_text_encoder:
+    if recipe.adapts and recipe.model.train_text_encoder:
         raise RecipeError(
             "model.train_text_encoder",
             f"true with the task {recipe.task}, which leaves the model's own weights alone",
             mend="set adapter.text_encoder=true to adapt it too",
         )
     trains_text = recipe.model.train_text_encoder or (recipe.adapter and recipe.adapter.text_encoder)
-    if recipe.optim.text_encoder_lr is not None and not trains_text and recipe.task in FINE_TUNING:
-        key = "adapter.text_encoder" if recipe.task in ADAPTER_TASKS else "model.train_text_encoder"
+    of_text = ("text_encoder_lr", "text_encoder_2_lr", "text_encoder_steps")
+    said = next((name for name in of_text if getattr(recipe.optim, name) is not None), None)
+    if said and not trains_text and recipe.task in FINE_TUNING:
+        key = "adapter.text_encoder" if recipe.adapts else "model.train_text_encoder"
         raise RecipeError(
-            "optim.text_encoder_lr", "given, but the text encoder is not trained", mend=f"set {key}=true"
+            f"optim.{said}", "given, but the text encoder is not trained", mend=f"set {key}=true"
         )
+    if recipe.optim.loraplus_lr_ratio is not None and (
+        recipe.adapter is None or recipe.adapter.kind != "lora"
+    ):
+        raise RecipeError(
+            "optim.loraplus_lr_ratio",
+            "given, but there is no second matrix",
+            allowed="with adapter.kind=lora",
+        )
+    kind = None if recipe.adapter is None else recipe.adapter.kind
+    if recipe.parallel.mode == "fsdp" and kind in ("oft", "full"):
+        raise RecipeError("parallel.mode", f"fsdp with adapter.kind={kind}", allowed="none or ddp")
 
 
 def _check_subject(recipe: Recipe) -> None:
@@ -226,6 +291,30 @@ def _check_prior(recipe: Recipe) -> None:
             "data.buckets",
             "true, but class pictures, which are square, go beside the subject's",
             mend="leave data.class_prompt out, or set data.buckets=false",
+        )
+
+
+def _check_preference(recipe: Recipe) -> None:
+    if recipe.task != "dpo":
+        if recipe.objective.dpo != PreferenceSettings():
+            raise RecipeError("objective.dpo", f"given with the task {recipe.task}", allowed="dpo")
+        return
+    data, adapter, objective = recipe.data, recipe.adapter, recipe.objective
+    if data.folder is None:
+        raise RecipeError("data.folder", "missing", mend="a folder with chosen/ and rejected/")
+    if adapter is not None and adapter.kind in ("oft", "full"):
+        raise RecipeError("adapter.kind", f"{adapter.kind} with the task dpo", allowed="lora, loha, lokr")
+    refused = {
+        "data.buckets": data.buckets,
+        "data.repeats": data.repeats != 1,
+        "data.encode": data.encode == "online",
+        "objective.min_snr_gamma": objective.min_snr_gamma is not None,
+        "objective.debiased_estimation": objective.debiased_estimation,
+        "objective.loss": objective.loss.type != "mse",
+    }
+    if given := next((key for key, is_so in refused.items() if is_so), None):
+        raise RecipeError(
+            given, "given with the task dpo, whose loss has no place for it", mend="leave it out"
         )
 
 
@@ -268,9 +357,20 @@ def _check_word(recipe: Recipe) -> None:
         )
 
 
+CAPTIONS = (
+    *("shuffle_tags", "tag_dropout", "token_warmup_steps", "wildcards", "caption_prefix", "caption_suffix"),
+    *("weighted_captions", "clip_skip"),
+)
+"""Settings of `data` with which a caption is not read as it stands in the store."""
+
+
 def _check_text(recipe: Recipe) -> None:
     """Stored text states are of the store's captions, by an encoder that stays as it is."""
     data = recipe.data
+    if recipe.task in ("autoencoder", "extractor") and (
+        said := next((name for name in CAPTIONS if getattr(data, name)), None)
+    ):
+        raise RecipeError(f"data.{said}", f"given with the task {recipe.task}, which reads no captions")
     if data.text != "stored":
         return
     against = {
@@ -278,9 +378,11 @@ def _check_text(recipe: Recipe) -> None:
         "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
         "model.word": recipe.model.word is not None,
         "data.prompt": bool(data.prompts),
-        "data.shuffle_tags": data.shuffle_tags,
+        **{f"data.{name}": bool(getattr(data, name)) for name in CAPTIONS},
+        "data.max_token_length": data.max_token_length != 75,
         "data.folder": data.folder is not None,
         "data.instance": data.instance is not None,
+        "data.sets": bool(data.sets),
     }
     if given := next((key for key, is_so in against.items() if is_so), None):
         raise RecipeError(
@@ -296,16 +398,25 @@ def _check_masks(recipe: Recipe) -> None:
         raise RecipeError(
             "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"
         )
-    if recipe.objective.unmasked_weight and data.mask is None and not (data.folder or data.instance):
+    if (
+        recipe.objective.unmasked_weight
+        and data.mask is None
+        and not (data.folder or data.instance or data.sets)
+    ):
         raise RecipeError("objective.unmasked_weight", "given, but there are no masks", mend="say data.mask")
+
+
+OWN_RATES = (
+    *("text_encoder_lr", "text_encoder_2_lr", "unet_lr"),
+    *("text_encoder_steps", "loraplus_lr_ratio", "layers"),
+)
+"""Settings of `optim` that give some weights another rate than others."""
 
 
 def _check_optimiser(recipe: Recipe) -> None:
     optim, train = recipe.optim, recipe.train
-    if optim.name == "prodigy" and optim.text_encoder_lr is not None:
-        raise RecipeError(
-            "optim.text_encoder_lr", "given, but Prodigy has one rate for all", mend="leave it out"
-        )
+    if optim.name == "prodigy" and (said := next((name for name in OWN_RATES if getattr(optim, name)), None)):
+        raise RecipeError(f"optim.{said}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
         if optim.decay != "constant":
             raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")
@@ -352,7 +463,8 @@ def _check_rates(recipe: Recipe) -> None:
     own = own_rate(recipe.task, recipe.optim.name)
     if own is None:
         return
-    rates = {"optim.lr": recipe.optim.lr, "optim.text_encoder_lr": recipe.optim.text_encoder_lr}
+    names = ("lr", "unet_lr", "text_encoder_lr", "text_encoder_2_lr")
+    rates = {f"optim.{name}": getattr(recipe.optim, name) for name in names}
     rates |= {f"phases.{i}.lr": phase.lr for i, phase in enumerate(recipe.phases)}
     _, usual, why = own
     for key, rate in rates.items():
@@ -393,6 +505,22 @@ def check_extras(recipe: Recipe) -> None:
             f"{_value(recipe, named)} with train.align, which sees whole pictures cut at the centre",
             mend="leave one of them out",
         )
+
+
+def _check_distill(recipe: Recipe) -> None:
+    if recipe.task != "distill":
+        return
+    said = {
+        "objective.min_snr_gamma": recipe.objective.min_snr_gamma,
+        "objective.noise.offset": recipe.objective.noise.offset,
+        "objective.prediction": recipe.objective.prediction,
+        "model.train_text_encoder": recipe.model.train_text_encoder,
+        "model.fresh_unet": recipe.model.fresh_unet,
+        "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
+    }
+    for key, value in said.items():
+        if value:
+            raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")
 
 
 def _value(recipe: Recipe, key: str) -> str:
@@ -466,6 +594,12 @@ def _check_sharded(recipe: Recipe) -> None:
         )
     if recipe.train.precision == "fp16":
         raise RecipeError("train.precision", "fp16 with parallel.mode=fsdp", allowed="bf16, float32 or auto")
+    if recipe.train.compile != "none":
+        raise RecipeError(
+            "train.compile",
+            f"{recipe.train.compile} with parallel.mode=fsdp, whose hooks gather the weights of each block",
+            allowed="none; or parallel.mode=ddp",
+        )
     if recipe.train.channels_last is True:
         raise RecipeError(
             "train.channels_last",

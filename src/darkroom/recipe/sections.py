@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -11,6 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from darkroom.bill import Bill, format_usd
 from darkroom.evaluate.settings import SmallSettings
+from darkroom.recipe.tuning import (
+    DataSet,
+    LayerRule,
+    LossSettings,
+    PreferenceSettings,
+    SamplePrompt,
+    TimestepSettings,
+)
 
 
 class WordSettings(BaseModel):
@@ -99,8 +109,15 @@ class DataSettings(BaseModel):
     stores: tuple[StoreWeight, ...] = Field(
         default=(), max_length=1024, description="or several stores, mixed by weight"
     )
-    folder: str | None = Field(default=None, description="or a folder of pictures, imported into the run")
+    folder: str | None = Field(
+        default=None,
+        description="or a folder of pictures, imported into the run; of the task dpo one with chosen/ and "
+        "rejected/, whose files have the same names",
+    )
     instance: str | None = Field(default=None, description="or a folder of pictures of one subject, likewise")
+    sets: tuple[DataSet, ...] = Field(
+        default=(), max_length=256, description="or several folders, each with settings of its own"
+    )
     prompt: str | tuple[str, ...] | None = Field(
         default=None,
         description="caption of a subject's pictures, and of pictures without one; of several one is drawn",
@@ -142,12 +159,63 @@ class DataSettings(BaseModel):
     mask: str | None = Field(
         default=None,
         description="column of masks, white where the loss counts; alpha: the pictures' own; null: the files "
-        "NAME.mask.png beside a folder's pictures, where there are any",
+        "NAME.mask.png next to a folder's pictures, if any",
     )
     caption_dropout: float = Field(default=0.0, ge=0, le=1, description="share of captions left empty")
+    tag_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of a caption's tags left out, keep_tokens' excepted"
+    )
+    token_warmup_steps: int = Field(
+        default=0, ge=0, description="steps in which a caption's tags grow from token_warmup_min to all"
+    )
+    token_warmup_min: int = Field(default=1, ge=0, description="tags that a caption begins with, then")
+    wildcards: bool = Field(
+        default=False, description="draw one of {a|b|c} in a caption, and one of its lines, anew each time"
+    )
+    caption_prefix: str = Field(default="", description="text put before every caption of the pictures")
+    caption_suffix: str = Field(default="", description="text put after them")
+    max_token_length: Literal[75, 150, 225] = Field(
+        default=75, description="tokens of a caption that are read, in parts of 75, as generate reads them"
+    )
+    weighted_captions: bool = Field(
+        default=False, description="captions have A1111's weights, such as (red:1.2); their brackets count"
+    )
+    clip_skip: int = Field(
+        default=0,
+        ge=0,
+        le=11,
+        description="last layers of the text encoder left out, as generate --clip-skip",
+    )
     buckets: bool = Field(default=False, description="batches of one aspect ratio instead of square crops")
     workers: int = Field(default=2, ge=1, le=256, description="threads that read and decode")
     ahead: int = Field(default=4, ge=1, le=1024, description="batches read ahead")
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The resolution of each of the sets."""
+        return tuple(one.resolution or self.resolution for one in self.sets)
+
+    @property
+    def reads_text_plainly(self) -> bool:
+        """Whether captions are read in one part, unweighted, by all of the encoder's layers."""
+        return self.max_token_length == 75 and not self.weighted_captions and not self.clip_skip
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How `generate` reads prompts as training reads captions."""
+        return {"clip_skip": self.clip_skip, "weighting": "a1111" if self.weighted_captions else "none"}
+
+    @property
+    def changes_captions(self) -> bool:
+        """Whether a picture's caption is another one each time."""
+        return bool(
+            self.shuffle_tags
+            or self.tag_dropout
+            or self.token_warmup_steps
+            or self.wildcards
+            or self.caption_prefix
+            or self.caption_suffix
+        )
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -174,6 +242,23 @@ class OptimSettings(BaseModel):
     text_encoder_lr: float | None = Field(
         default=None, gt=0, le=10, description="peak rate of the text encoder where it is trained; null: lr"
     )
+    text_encoder_2_lr: float | None = Field(
+        default=None, gt=0, le=10, description="of SDXL's second one; null: text_encoder_lr"
+    )
+    unet_lr: float | None = Field(default=None, gt=0, le=10, description="peak rate of the U-Net; null: lr")
+    text_encoder_steps: int | None = Field(
+        default=None, gt=0, description="steps after which the text encoders stay as they are; null: never"
+    )
+    loraplus_lr_ratio: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="LoRA+ (Hayou et al. 2024): rate of an adapter's second matrix as a multiple of the "
+        "first's; 16 is usual; null: the same",
+    )
+    layers: tuple[LayerRule, ...] = Field(
+        default=(), max_length=256, description="weights with rates of their own, or frozen for a time"
+    )
     warmup_steps: int = Field(default=0, ge=0, description="steps in which the rate rises from 0 to lr")
     decay: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="the rate after warm-up, until train.steps"
@@ -193,6 +278,15 @@ class OptimSettings(BaseModel):
         default=1.0, gt=0, description="largest norm of all gradients together; null: no clipping"
     )
 
+    def part_lr(self, part: str) -> float:
+        """The peak rate of a part of the model."""
+        own = {
+            "unet": self.unet_lr,
+            "text_encoder": self.text_encoder_lr,
+            "text_encoder_2": self.text_encoder_2_lr or self.text_encoder_lr,
+        }.get(part)
+        return self.lr if own is None else own
+
 
 Task = Literal[
     "autoencoder",
@@ -203,22 +297,59 @@ Task = Literal[
     "dreambooth",
     "dreambooth-lora",
     "textual-inversion",
+    "dpo",
+    "distill",
 ]
 
 
 class AdapterSettings(BaseModel):
     """Which layers get a low-rank addition (LoRA, Hu et al. 2021), and of what kind."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, serialize_by_alias=True)
 
+    kind: Literal["lora", "loha", "lokr", "oft", "full"] = Field(
+        default="lora",
+        description="lora (with targets conv it is LyCORIS' LoCon); loha: a Hadamard product of two "
+        "(Hyeon-Woo et al. 2022); lokr: a Kronecker product (Yeh et al. 2024); oft: a rotation of outputs in "
+        "blocks (Qiu et al. 2023); full: the whole difference",
+    )
+    start: str | None = Field(
+        default=None,
+        alias="from",
+        description="an adapter file that training starts from, of the same kind, rank and layers",
+    )
     targets: Literal["qv", "attention", "all-linear", "conv"] | tuple[str, ...] = Field(
         default="attention",
         description="qv: query and value projections; attention: these, keys and outputs; all-linear: every "
         "linear layer of the blocks; conv: these and the blocks' convolutions; or patterns of layer names "
         "such as '*.attn2.to_k'",
     )
-    rank: int = Field(default=8, ge=1, le=4096, description="width of the additions")
+    rank: int = Field(
+        default=8, ge=1, le=4096, description="width of the additions; of oft the side of a block, at most"
+    )
     alpha: float | None = Field(default=None, gt=0, description="scale is alpha / rank; null: alpha = rank")
+    conv_rank: int | None = Field(
+        default=None, ge=1, le=4096, description="rank of convolutions with a kernel above 1x1; null: rank"
+    )
+    conv_alpha: float | None = Field(
+        default=None, gt=0, description="their alpha; null: conv_rank, or alpha where that is null"
+    )
+    rank_pattern: dict[str, Annotated[int, Field(ge=0, le=4096)]] = Field(
+        default={},
+        description="ranks by names of layers with * and ?, such as {'unet.up_blocks.*': 16}; the first that "
+        "matches holds; 0: no addition",
+    )
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default={}, description="alphas likewise")
+    rank_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of ranks left out in training; loha, lokr: of outputs"
+    )
+    module_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of layers whose addition a training step leaves out"
+    )
+    factor: int = Field(
+        default=-1, ge=-1, le=4096, description="of lokr: size of the first factor; -1: as square as possible"
+    )
+    decompose_both: bool = Field(default=False, description="of lokr: the first factor is of low rank too")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="share of inputs left out in training")
     rslora: bool = Field(
         default=False, description="scale by alpha / sqrt(rank) instead (Kalajdzievski 2023), for high ranks"
@@ -231,11 +362,49 @@ class AdapterSettings(BaseModel):
         default=None, description="the words that call it up, noted in the file; null: data.prompt"
     )
 
-    @property
-    def scale(self) -> float:
-        """What the product of both matrices is multiplied by."""
-        alpha = self.rank if self.alpha is None else self.alpha
-        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    def rank_of(self, layer: str) -> int:
+        """The rank of a layer `<part>.<path>`; 0 where it has no addition."""
+        found = _first_match(self.rank_pattern, layer)
+        if found is not None:
+            return int(found)
+        return self.conv_rank if self.conv_rank is not None and is_kernel(layer) else self.rank
+
+    def alpha_of(self, layer: str) -> float:
+        """The alpha of a layer."""
+        found = _first_match(self.alpha_pattern, layer)
+        if found is None and is_kernel(layer):
+            found = self.conv_alpha or (None if self.conv_rank is None else self.rank_of(layer))
+        return found or self.alpha or self.rank_of(layer)
+
+    def scale_of(self, layer: str) -> float:
+        """What a layer's addition is multiplied by."""
+        rank = self.rank_of(layer)
+        return self.alpha_of(layer) / (math.sqrt(rank) if self.rslora else rank)
+
+    @model_validator(mode="after")
+    def _possible(self) -> AdapterSettings:
+        if self.kind != "lora":
+            extra = ["dora", "rslora", "dropout"]
+            extra += [] if self.kind in ("loha", "lokr") else ["rank_dropout", "module_dropout"]
+            if given := next((name for name in extra if getattr(self, name)), None):
+                raise ValueError(f"{given} with kind {self.kind}, which has none; use kind lora")
+        if self.kind != "lokr" and (self.factor != -1 or self.decompose_both):
+            raise ValueError(f"factor and decompose_both with kind {self.kind}; they are of kind lokr")
+        if self.dora and (self.rank_dropout or self.module_dropout):
+            raise ValueError("rank_dropout or module_dropout with dora, whose magnitudes need all ranks")
+        if self.targets in ("qv", "attention", "all-linear") and (self.conv_rank or self.conv_alpha):
+            raise ValueError(f"conv_rank or conv_alpha with targets {self.targets}; use targets conv")
+        return self
+
+
+def is_kernel(layer: str) -> bool:
+    """Whether a layer is a convolution of more than one pixel, by diffusers' names."""
+    return layer.rpartition(".")[2] in ("conv", "conv1", "conv2", "conv_in", "conv_out")
+
+
+def _first_match(patterns: Mapping[str, float], layer: str) -> float | None:
+    path = layer.partition(".")[2]
+    return next((v for p, v in patterns.items() if fnmatchcase(layer, p) or fnmatchcase(path, p)), None)
 
 
 class PhaseSettings(BaseModel):
@@ -301,6 +470,22 @@ class NoiseSettings(BaseModel):
     offset: float = Field(
         default=0.0, ge=0, le=1, description="offset noise: strength of a shift common to a channel's pixels"
     )
+    multires_iterations: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="multi-resolution noise: how many coarser noises are added; 0: none; 6 is usual",
+    )
+    multires_discount: float = Field(
+        default=0.3, gt=0, le=1, description="each coarser noise's strength as a share of the one before"
+    )
+    perturbation: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="input perturbation (Ning et al. 2023; kohya's ip_noise_gamma): further noise in the "
+        "input that the target lacks; 0.1 is usual",
+    )
 
 
 class AutoencoderLossSettings(BaseModel):
@@ -340,6 +525,29 @@ class ExtractorSettings(BaseModel):
     network: SmallSettings = Field(default=SmallSettings(), description="the network's shape")
 
 
+class DistillSettings(BaseModel):
+    """Of the task distill: what the few-step model (LCM, Luo et al. 2023) learns from its teacher."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ddim_steps: int = Field(
+        default=50, ge=2, le=1000, description="the teacher's steps; few steps are drawn at some of theirs"
+    )
+    guidance_min: float | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="the teacher's guidance scale, drawn evenly from here; null: the model's own, else 7.5",
+    )
+    guidance_max: float | None = Field(
+        default=None, ge=1, le=100, description="to here; null: the model's own, else 7.5, or guidance_min"
+    )
+    huber_c: float = Field(default=0.001, gt=0, description="of the pseudo-Huber loss: where it turns linear")
+    timestep_scaling: float = Field(
+        default=10.0, gt=0, description="how quickly answers count more than inputs as timesteps rise"
+    )
+
+
 class ObjectiveSettings(BaseModel):
     """What is predicted, from how much noise, and how timesteps are weighed."""
 
@@ -355,17 +563,25 @@ class ObjectiveSettings(BaseModel):
         gt=0,
         description="min-SNR-gamma loss weights (Hang et al. 2023 use 5); null: equal weights",
     )
+    debiased_estimation: bool = Field(
+        default=False,
+        description="weigh the loss by 1 / sqrt(SNR), of v by 1 / (SNR + 1) (Yu et al. 2023)",
+    )
     unmasked_weight: float = Field(
         default=0.0, ge=0, le=1, description="weight of the loss where a picture's mask is black"
     )
+    loss: LossSettings = Field(default=LossSettings(), description="the distance from the target")
+    timesteps: TimestepSettings = Field(default=TimestepSettings(), description="which are trained")
     noise: NoiseSettings = Field(default=NoiseSettings(), description="the noise schedule")
     flow: FlowSettings = Field(default=FlowSettings(), description="of rectified flow: times and shift")
+    dpo: PreferenceSettings = Field(default=PreferenceSettings(), description="of the task dpo")
     autoencoder: AutoencoderLossSettings = Field(
         default=AutoencoderLossSettings(), description="loss of the task autoencoder"
     )
     extractor: ExtractorSettings = Field(
         default=ExtractorSettings(), description="loss and network of the task extractor"
     )
+    distill: DistillSettings = Field(default=DistillSettings(), description="of the task distill")
 
     @model_validator(mode="after")
     def _possible(self) -> ObjectiveSettings:
@@ -374,6 +590,8 @@ class ObjectiveSettings(BaseModel):
                 "prediction epsilon with noise.zero_terminal_snr: at the last timestep the input is pure "
                 "noise, so epsilon teaches nothing there; use prediction v or sample"
             )
+        if self.debiased_estimation and self.min_snr_gamma is not None:
+            raise ValueError("debiased_estimation with min_snr_gamma: both weigh timesteps; use one of them")
         return self
 
 
@@ -448,6 +666,10 @@ class ParallelSettings(BaseModel):
         description="fsdp. grads: a step's weights stay whole from forward to backward; full: gathered block "
         "by block, twice; hybrid: cut inside each machine and the same on all machines",
     )
+    reduce: Literal["float32", "bf16"] = Field(
+        default="float32",
+        description="what gradients are summed in between processes; bf16 sends half as much and rounds each",
+    )
     timeout_s: float = Field(
         default=600.0,
         gt=0,
@@ -478,10 +700,11 @@ class SampleSettings(BaseModel):
     every: int = Field(
         default=0, ge=0, description="steps between sample grids; 0: one at the end, if prompts"
     )
-    prompts: tuple[str, ...] = Field(
+    prompts: tuple[str | SamplePrompt, ...] = Field(
         default=(),
         max_length=256,
-        description="one picture each; empty: captions of the first held-out pictures",
+        description="one picture each; empty: captions of the first held-out pictures; each a text, or "
+        "{prompt: ..., negative: ..., seed: 7, steps: 20, guidance: 5, solver: euler} with what differs",
     )
     num: int = Field(
         default=8, ge=0, le=256, description="how many held-out captions, where prompts is empty"
@@ -495,6 +718,17 @@ class SampleSettings(BaseModel):
         description="guidance scale, noted with the model; 1 is none; null: the model's own, else 7.5",
     )
     solver: str | None = Field(default=None, description="a solver's name; null: the model's own")
+
+    def of(self, i: int, given: str | SamplePrompt) -> dict[str, Any]:
+        """What `generate` takes for picture i."""
+        own = SamplePrompt(prompt=given) if isinstance(given, str) else given
+        return {
+            "negative": own.negative,
+            "seed": self.seed + i if own.seed is None else own.seed,
+            "steps": own.steps or self.steps,
+            "guidance": self.guidance if own.guidance is None else own.guidance,
+            "solver": own.solver or self.solver,
+        }
 
 
 class BudgetSettings(BaseModel):
@@ -536,7 +770,9 @@ class AlignSettings(BaseModel):
         default=None,
         description="folder or hub id of the frozen network: DINO, CLIP, darkroom's own; null: no alignment",
     )
-    weight: float = Field(default=0.5, ge=0, le=100, description="of its loss beside the objective's")
+    weight: float = Field(
+        default=0.5, ge=0, le=100, description="weight of its loss, added to the denoiser's"
+    )
     block: int | None = Field(
         default=None, ge=1, description="whose tokens are aligned, from 1; null: a third of the way"
     )
@@ -606,6 +842,20 @@ class TrainSettings(BaseModel):
     channels_last: bool | Literal["auto"] = Field(
         default="auto", description="memory layout of convolutions; auto: as is faster on the device"
     )
+    compile: Literal["none", "blocks", "whole"] = Field(
+        default="none",
+        description="torch.compile of the U-Net or transformer: each kind of block, half a minute at the "
+        "start, or the whole, minutes; a graph for each size of picture and micro-batch; not with fsdp",
+    )
+    tf32: bool = Field(
+        default=False,
+        description="on NVIDIA cards, float32 products and convolutions with factors rounded to 10 bits",
+    )
+    cudnn_benchmark: bool = Field(
+        default=False,
+        description="on NVIDIA cards, time each convolution's algorithms at its first call, keep the best; "
+        "a run that is resumed may then differ in the last bits",
+    )
     log_every: int = Field(default=10, gt=0, description="steps between console lines and writes of metrics")
     on_nan: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
@@ -648,6 +898,11 @@ class Recipe(BaseModel):
     _derived: tuple[str, ...] = PrivateAttr(default=())
 
     @property
+    def adapts(self) -> bool:
+        """Whether low-rank additions are trained instead of the model's own weights."""
+        return self.task in ADAPTER_TASKS or (self.task == "distill" and self.adapter is not None)
+
+    @property
     def derived(self) -> tuple[str, ...]:
         """What the task decided because the recipe did not say it, with the reason."""
         return self._derived
@@ -657,7 +912,7 @@ class Recipe(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-ADAPTER_TASKS = ("lora", "dreambooth-lora")
+ADAPTER_TASKS = ("lora", "dreambooth-lora", "dpo")
 PROMPTS = (
     "a photo of {}",
     "a close-up photo of {}",

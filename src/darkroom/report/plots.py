@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,6 @@ def curves(
     ylabel: str = "",
     held_out: Sequence[Curve] = (),
     xlabel: str = "step",
-    log_x: bool = False,
 ) -> str:
     """Each run's values, thin, under their smoothed course; held-out values as dots on a line."""
 
@@ -114,10 +114,7 @@ def curves(
                 curve.x, curve.y, "o", ms=4.2, color=colour, mec=PAPER, mew=0.8, zorder=5, clip_on=False
             )
         _scale(axes, [curve.y for curve in raw], whole=[curve.y for curve in held_out])
-        if log_x:
-            _doublings(axes, [*raw, *held_out])
-        else:
-            _steps(axes, [*raw, *held_out])
+        _steps(axes, [*raw, *held_out])
         axes.set_xlabel(xlabel, labelpad=2)
         axes.set_ylabel(ylabel)
 
@@ -191,28 +188,87 @@ def bars(rows: Sequence[Bar], *, label: str, xlabel: str = "", mark: float | Non
         return _finish_bars(figure, axes, [row.name for row in rows], xlabel, height, label)
 
 
-def paired_bars(rows: Sequence[tuple[str, float, float]], *, label: str, xlabel: str = "") -> str:
-    """Two bars a name, from the top down: what it is compared with (faint) over one's own."""
+@dataclass(frozen=True)
+class Marks:
+    """A name's three figures: published, the plan's retelling, one's own with its interval where there is
+    one.
+    """
+
+    name: str
+    published: float
+    retold: float
+    own: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def longest(self) -> float:
+        """The largest of its figures."""
+        return max(value for value in (self.published, self.retold, self.own, self.high) if value is not None)
+
+
+def marked_bars(rows: Sequence[Marks], *, label: str, xlabel: str = "") -> str:
+    """A faint bar of what was published with a diamond of its retelling, over a bar of one's own figure."""
     height = (0.58 if xlabel else 0.42) + 0.38 * len(rows)
     with matplotlib.rc_context(_STYLE):
         figure, (axes,) = _figure(height=height)
-        places = np.arange(len(rows))[::-1]
-        longest = max((max(pair) for _, *pair in rows), default=1.0) or 1.0
-        for place, (_, first, second) in zip(places, rows, strict=True):
-            for y, value, colour, alpha in (
-                (place + 0.2, first, MUTED, 0.45),
-                (place - 0.2, second, SERIES[0], 1.0),
-            ):
-                axes.barh(y, value, height=0.36, color=colour, alpha=alpha)
-                axes.text(value + longest * 0.015, y, f"{value:,.3g}" if value < 1000 else f"{value:,.0f}",
-                          va="center", fontsize=7.5)  # fmt: skip
-        names = [name for name, *_ in rows]
-        _bar_axes(axes, places, names, longest)
+        longest = max((row.longest for row in rows), default=1.0) or 1.0
+        for place, row in zip(np.arange(len(rows))[::-1], rows, strict=True):
+            _marked(axes, float(place), row, longest)
+        names = [row.name for row in rows]
+        _bar_axes(axes, np.arange(len(rows))[::-1], names, longest)
         return _finish_bars(figure, axes, names, xlabel, height, label)
 
 
+def _marked(axes: Axes, place: float, row: Marks, longest: float) -> None:
+    up = 0.2 if row.own is not None else 0.0
+    axes.barh(place + up, row.published, height=0.34, color=MUTED, alpha=0.45)
+    axes.plot(row.retold, place + up, "D", ms=4.4, mfc=PAPER, mec=INK, mew=1.0, zorder=5)
+    end = max(row.published, row.retold + longest * 0.015)
+    _tell(axes, end, place + up, row.published, longest)
+    if row.own is None:
+        return
+    axes.barh(place - 0.2, row.own, height=0.34, color=SERIES[0])
+    if row.low is not None and row.high is not None:
+        axes.plot([row.low, row.high], [place - 0.2] * 2, color=INK, lw=1.1, zorder=5)
+    _tell(axes, row.high or row.own, place - 0.2, row.own, longest)
+
+
+def _tell(axes: Axes, x: float, y: float, value: float, longest: float) -> None:
+    told = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    axes.text(x + longest * 0.02, y, told, va="center", fontsize=7.5)
+
+
+def marked_curves(
+    published: Sequence[Curve], retold: Sequence[Curve], own: Sequence[Curve], *, label: str, xlabel: str
+) -> str:
+    """Each name's published course (dashed, dots), its retelling (hollow diamonds) and one's own (solid)."""
+
+    def draw(axes: Axes) -> None:
+        names = list(dict.fromkeys(curve.name for curve in (*published, *retold, *own)))
+        for group, style in ((published, "o"), (retold, "D"), (own, "")):
+            for curve in group:
+                _marked_curve(axes, curve, SERIES[names.index(curve.name) % NUM_SERIES], style)
+        every = [*published, *retold, *own]
+        _scale(axes, [], whole=[curve.y for curve in every])
+        _doublings(axes, every)
+        axes.set_xlabel(xlabel, labelpad=2)
+
+    return _svg(draw, label)
+
+
+def _marked_curve(axes: Axes, curve: Curve, colour: str, style: str) -> None:
+    if not style:
+        axes.plot(curve.x, curve.y, color=colour, lw=2.0)
+        return
+    if style == "o":
+        axes.plot(curve.x, curve.y, color=colour, lw=1.1, ls=(0, (3, 2)), alpha=0.8)
+    face = colour if style == "o" else PAPER
+    axes.plot(curve.x, curve.y, style, ms=4.2, mfc=face, mec=colour, mew=1.0, zorder=5, clip_on=False)
+
+
 def _bar_axes(axes: Axes, places: np.ndarray, names: Sequence[str], longest: float) -> None:
-    axes.set_yticks(places, [_shorten(name) for name in names], color=INK)
+    axes.set_yticks(places, [_broken(name) for name in names], color=INK)
     axes.set_xlim(0, longest * 1.18)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
     axes.xaxis.set_major_locator(MaxNLocator(6))
@@ -225,7 +281,8 @@ def _finish_bars(
 ) -> str:
     """Room for the names and the axis, whatever the height."""
     axes.set_xlabel(xlabel)
-    left = min(0.5, 0.04 + 0.0135 * max((len(_shorten(name)) for name in names), default=0))
+    longest = max((len(line) for name in names for line in _broken(name).splitlines()), default=0)
+    left = min(0.5, 0.04 + 0.0135 * longest)
     figure.subplots_adjust(
         left=left, right=0.985, top=1 - 0.08 / height, bottom=(0.42 if xlabel else 0.26) / height
     )
@@ -379,8 +436,9 @@ def _number(value: float) -> str:
     return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
-def _shorten(name: str, most: int = 34) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _broken(name: str, most: int = 30) -> str:
+    """A long name over several lines, none of it cut off."""
+    return "\n".join(textwrap.wrap(name, most)) or name
 
 
 def _attribute(text: str) -> str:

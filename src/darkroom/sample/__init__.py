@@ -12,21 +12,23 @@ from darkroom.sample.adapters import Named, read_tags
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import unet_call
-from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, default_solver, make_table, solvers_of
+from darkroom.sample.choice import default_solver, make_table, solvers_of
+from darkroom.sample.control import Control
 from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
 from darkroom.sample.generate import GenerateSettings, Hires, Job, generate
+from darkroom.sample.grid import cells, read_axes, save_sheet
 from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
+from darkroom.sample.prompt_files import expand, read_prompts
 from darkroom.sample.prompts import Part, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.solvers import Table
 
 __all__ = [
     "BACKENDS",
-    "FLOW_SOLVERS",
-    "SOLVERS",
     "Backend",
     "Batch",
     "Condition",
+    "Control",
     "GenerateSettings",
     "Hires",
     "Job",
@@ -40,20 +42,25 @@ __all__ = [
     "Table",
     "Unet",
     "advance",
+    "cells",
     "decode",
     "default_solver",
     "denoise",
     "encode_prompts",
+    "expand",
     "generate",
     "ladder",
     "make_grid",
     "make_table",
     "open_backend",
     "prompt_in",
+    "read_axes",
     "read_parameters",
     "read_prompt",
+    "read_prompts",
     "read_tags",
     "save_pictures",
+    "save_sheet",
     "solvers_of",
     "unet_call",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from darkroom import options
 from darkroom.errors import InputError
 from darkroom.models.model import is_flow
+from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES, SOLVERS, Solver
 from darkroom.sample import solvers
 from darkroom.sample import solvers as flow
 from darkroom.sample.schedule import Schedule, check_spacing
@@ -18,46 +20,15 @@ from darkroom.sample.solvers import CLIP_RANGE, Plan, Table
 MAX_STEPS = 1000
 
 
-class Solver(NamedTuple):
-    """How to fill a table, and the defaults of the diffusers class of that name."""
-
-    fill: Callable[[Plan], Table]
-    spacing: str
-    takes_karras: bool = False
-    clips: bool = False
-    """Whether the diffusers class clips x0 unless its configuration says not to."""
-    knows: tuple[str, ...] = ()
-    """Yes-or-no settings that the diffusers class has; others are ignored there and here."""
-
-
-SOLVERS: dict[str, Solver] = {
-    "ddim": Solver(solvers.ddim, "leading", clips=True, knows=("clip_sample", "rescale_betas_zero_snr")),
-    "pndm": Solver(solvers.pndm, "leading"),
-    "euler": Solver(solvers.euler, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
-    "euler_a": Solver(solvers.euler_a, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
-    "dpmpp_2m": Solver(solvers.dpmpp_2m, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
-    "dpmpp_2m_sde": Solver(
-        solvers.dpmpp_2m_sde, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)
-    ),
-    "unipc": Solver(solvers.unipc, "linspace", takes_karras=True, knows=("rescale_betas_zero_snr",)),
-    "lcm": Solver(solvers.lcm, "leading", knows=("clip_sample", "rescale_betas_zero_snr")),
+FILL: dict[str, Callable[[Plan], Table]] = {
+    name: getattr(solvers, name) for name in (*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES)
 }
-FLOW_SOLVERS: dict[str, Solver] = {
-    "flow_euler": Solver(flow.flow_euler, "linspace"),
-    "flow_heun": Solver(flow.flow_heun, "linspace"),
-    "flow_dpmpp_2m": Solver(flow.flow_dpmpp_2m, "linspace"),
-}
+"""The function of each solver, which has its name."""
 # What the same algorithm is called where the noise schedule is a rectified flow's.
 FOR_FLOW = {"euler": "flow_euler", "dpmpp_2m": "flow_dpmpp_2m"}
 
 OF_CLASS = {
-    "DDIMScheduler": "ddim",
-    "PNDMScheduler": "pndm",
-    "EulerDiscreteScheduler": "euler",
-    "EulerAncestralDiscreteScheduler": "euler_a",
-    "DPMSolverMultistepScheduler": "dpmpp_2m",
-    "UniPCMultistepScheduler": "unipc",
-    "LCMScheduler": "lcm",
+    **{row.scheduler: name for name, row in reversed(SOLVERS.items())},
     "FlowMatchEulerDiscreteScheduler": "flow_euler",
     "FlowMatchHeunDiscreteScheduler": "flow_heun",
 }
@@ -67,7 +38,6 @@ INSTEAD_OF_CLASS = {
     "DDIMInverseScheduler": "ddim",
     "DDIMParallelScheduler": "ddim",
     "DDPMParallelScheduler": "ddim",
-    "LMSDiscreteScheduler": "euler",
     "IPNDMScheduler": "pndm",
     "HeunDiscreteScheduler": "dpmpp_2m",
     "KDPM2DiscreteScheduler": "dpmpp_2m",
@@ -101,7 +71,7 @@ STOCHASTIC_DPM = ("sde-dpmsolver++", "sde-dpmsolver")
 
 def solvers_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the solvers that a scheduler configuration can be sampled with."""
-    return tuple(FLOW_SOLVERS if is_flow(config) else SOLVERS)
+    return FLOW_SOLVER_NAMES if is_flow(config) else SOLVER_NAMES
 
 
 def default_solver(config: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
@@ -190,7 +160,7 @@ def make_table(
     )
     check_spacing(plan.spacing)
     with np.errstate(divide="ignore", invalid="ignore"):
-        filled = replace(known.fill(plan), spacing=plan.spacing, karras=plan.karras)
+        filled = replace(FILL[solver](plan), spacing=plan.spacing, karras=plan.karras)
     if len(filled) <= plan.start:
         raise InputError(
             f"strength {strength:g} of {len(filled)} steps leaves none", mend="raise one of them"
@@ -212,9 +182,10 @@ def _flow_table(
     if solver in FOR_FLOW:
         notes += (f"solver {solver} is {FOR_FLOW[solver]} on this model's rectified flow",)
         solver = FOR_FLOW[solver]
-    if solver not in FLOW_SOLVERS:
+    if solver not in FLOW_SOLVER_NAMES:
         raise InputError(
-            f"solver {solver} with a model of rectified flow", allowed=", ".join([*FLOW_SOLVERS, *FOR_FLOW])
+            f"solver {solver} with a model of rectified flow",
+            allowed=", ".join([*FLOW_SOLVER_NAMES, *FOR_FLOW]),
         )
     schedule = flow.Flow.from_config(config)
     _check_request(solver, schedule, num_steps, eta, karras)
@@ -225,7 +196,7 @@ def _flow_table(
     start = _first_step(num_steps, strength)
     plan = Plan(schedule, num_steps, spacing, settings=config, notes=notes, start=start)
     with np.errstate(divide="ignore", invalid="ignore"):
-        filled = replace(FLOW_SOLVERS[solver].fill(plan), spacing=spacing, karras=False)
+        filled = replace(FILL[solver](plan), spacing=spacing, karras=False)
     calls = 2 if solver == "flow_heun" else 1
     return _checked(filled.begun_at(calls * start) if start else filled, schedule)
 
@@ -244,7 +215,7 @@ def _first_step(num_steps: int, strength: float) -> int:
 
 
 def _known(solver: str) -> Solver:
-    if solver in FLOW_SOLVERS:
+    if solver in FLOW_SOLVER_NAMES:
         raise InputError(f"solver {solver}, but the model is no rectified flow", allowed=", ".join(SOLVERS))
     if solver not in SOLVERS:
         raise InputError(f"solver '{solver}'", allowed=", ".join(SOLVERS))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,16 @@ class Condition:
 
     text_LD: torch.Tensor
     added: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, repr=False)
+class Stage:
+    """What a prompt that changes between steps says up to a step."""
+
+    until: int
+    """The last step, from 0, at which it is read."""
+    positive: Condition
+    negative: Condition | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,11 +91,26 @@ class Row:
     """Channels that the U-Net sees behind the latents, unscaled: an inpainting U-Net's mask and picture."""
     adapters: Choice = ()
     """(slot of the adapter bank, weight) of each; they hold for both evaluations of a guided row."""
+    stages: tuple[Stage, ...] = ()
+    """Of a prompt that changes between steps, in their order; they stand in for `positive` and `negative`."""
+    controls: tuple[Any, ...] = ()
+    """Its nets (`control.RowControl`), which a `ControlledUnet` runs."""
 
     @property
     def done(self) -> bool:
         """Whether every step of the table is taken."""
         return self.step >= len(self.table)
+
+    def stage_at(self, step: int) -> int:
+        """Which of its stages is read at a step; 0 for a prompt that does not change."""
+        return next((i for i, stage in enumerate(self.stages) if step <= stage.until), len(self.stages) - 1)
+
+    def conditions_at(self, step: int) -> tuple[Condition, Condition | None]:
+        """What is read at a step: the positive and the negative condition."""
+        if not self.stages:
+            return self.positive, self.negative
+        stage = self.stages[self.stage_at(step)]
+        return stage.positive, stage.negative
 
     def guided_at(self, step: int) -> bool:
         """Whether a step needs the second evaluation."""
@@ -130,6 +156,7 @@ class Batch:
         self._read_tables()
         self._read_known()
         self._guided: tuple[int, ...] | None = None
+        self._staged: tuple[int, ...] | None = None
 
     def _stack_earlier(self) -> list[torch.Tensor]:
         depth = 2 * max(row.table.earlier for row in self.rows)
@@ -172,6 +199,10 @@ class Batch:
         self._guides = [
             tuple(i for i, row in enumerate(self.rows) if row.guided_at(row.step + p)) for p in range(ahead)
         ]
+        staged = any(row.stages for row in self.rows)
+        self._stages = [
+            tuple(row.stage_at(row.step + p) for row in self.rows) if staged else () for p in range(ahead)
+        ]
         columns_PKB = torch.tensor(values_BPK.transpose(1, 2, 0), device=self.device)
         self._timesteps_PB = columns_PKB[:, TIMESTEP]
         self._columns = columns_PKB[..., None, None, None]
@@ -181,8 +212,9 @@ class Batch:
         """Take one step with every row; returns the new latents and the predicted x0, both [B, C, H, W]."""
         p, x = self._at, self._x
         c = self._columns[p].unbind()
-        if self._guides[p] != self._guided:
+        if self._guides[p] != self._guided or self._stages[p] != self._staged:
             self._gather_conditions(self._guides[p])
+            self._staged = self._stages[p]
         out = self._guide(self._evaluate(unet, x * c[SCALE] if self._scales[p] else x))
         x0 = torch.addcmul(c[K_X] * x, c[K_OUT], out)
         terms = [x, x0, *self._earlier]
@@ -241,11 +273,12 @@ class Batch:
         return of_rows(owners if places is None else [owners[i] for i in places.tolist()])
 
     def _gather_conditions(self, guided: tuple[int, ...]) -> None:
-        """Lay out text and timesteps for the U-Net; they hold until another set of rows is guided."""
+        """Lay out text and timesteps for the U-Net; they hold until others are guided or a prompt changes."""
         self._guided = guided
         self._guided_index = torch.tensor(guided, device=self.device, dtype=torch.int64)
-        told = [row.positive for row in self.rows]
-        told += [negative for i in guided if (negative := self.rows[i].negative) is not None]
+        pairs = [row.conditions_at(row.step) for row in self.rows]
+        told = [positive for positive, _ in pairs]
+        told += [negative for i in guided if (negative := pairs[i][1]) is not None]
         self._gather_texts([condition.text_LD for condition in told])
         self._added = {
             name: torch.stack([condition.added[name] for condition in told]) for name in told[0].added

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from PIL import Image
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import darkroom
 from darkroom.errors import InputError
+from darkroom.models.image_prompt import installed
 from darkroom.options import MAX_SIDE, parse_solver
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
@@ -21,12 +22,14 @@ from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import torch_backend
 from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
-from darkroom.sample.denoise import Condition, Known, Row, denoise
+from darkroom.sample.control import Control, ControlledUnet, Controls
+from darkroom.sample.denoise import Condition, Known, Row, Stage, denoise
 from darkroom.sample.ladder.choose import AUTO
 from darkroom.sample.ladder.choose import parse as parse_optimisations
 from darkroom.sample.ladder.steps import interval_of
-from darkroom.sample.memory import optimise_within
-from darkroom.sample.pictures import Picture
+from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
+from darkroom.sample.pictures import Picture, free_on_card
+from darkroom.sample.prompt_schedule import schedule, text_at
 from darkroom.sample.prompts import (
     check_text_parts,
     encode_prompts,
@@ -54,6 +57,7 @@ def generate(
     image: Image.Image | str | None = None,
     mask: Image.Image | str | None = None,
     adapters: Mapping[str, Given | tuple[Given, float]] | Sequence[Named] = (),
+    controls: Sequence[Control] = (),
     batch_rows: int | None = None,
     backend: str | Backend = "torch",
     optimise: Sequence[str] | str = AUTO,
@@ -70,7 +74,8 @@ def generate(
     The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
     it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
     also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`; DoRA, LoHa
-    and LoKr are merged into the model meanwhile. `batch_rows` bounds the pictures of one U-Net call (guidance
+    and LoKr are merged into the model meanwhile. `controls` are ControlNets and T2I-Adapters with their
+    pictures. `batch_rows` bounds the pictures of one U-Net call (guidance
     doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
     `openvino`, or one opened before (`open_backend`). `optimise` names optimisations of `sample.ladder`; the
     model stays as it is. `memory`
@@ -84,12 +89,13 @@ def generate(
     wanted = GenerateSettings.of(**settings)
     check_seeds(wanted, len(told))
     adapted = Adapted.of(told, named(adapters))
+    controlled = Controls.read(controls, model)
     opened = backend.model if isinstance(backend, Backend) else None
     pictures: list[Picture] = []
     said: set[str] = set()
     for part in adapted.parted() or [adapted]:
         first, of_part = len(pictures), told[len(pictures) // wanted.num :][: len(part.prompts)]
-        with part.within(opened or model):
+        with part.within(opened or model), installed(opened or model, controlled.image_prompts):
             job = Job(
                 model,
                 of_part,
@@ -99,6 +105,7 @@ def generate(
                 image=image,
                 mask=mask,
                 adapted=part,
+                controls=controlled,
                 optimise=optimise,
                 memory=memory,
                 device=device,
@@ -112,6 +119,16 @@ def generate(
             said |= set(job.notes)
             pictures += _pictures(job, batch_rows, _counted(progress, job, first, len(told) * wanted.num))
     return pictures
+
+
+def check_unicode(prompts: Sequence[str]) -> None:
+    """InputError for half a surrogate pair, which a command line or JSON may hold and no tokenizer takes."""
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            told = f"a prompt whose character {error.start + 1} is no Unicode"
+            raise InputError(told, mend="give it in UTF-8") from error
 
 
 def check_seeds(settings: GenerateSettings, prompts: int) -> None:
@@ -133,10 +150,11 @@ def _counted(
 def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
+    unet = ControlledUnet(job.backend.unet, job.controls.image_prompts)
 
     def run(rows: list[Row]) -> None:
         nonlocal done
-        for state in denoise(job.backend.unet, rows):
+        for state in denoise(unet, rows):
             done += len(state.rows)
             if progress is not None:
                 progress(done, job.num_steps)
@@ -170,11 +188,14 @@ class Pass:
         width, height = size
         self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
         self.most_a_call = CALL_PICTURES
+        self.least_a_call = 1
+        """What a card was found to have memory for."""
 
     @property
     def rows_a_call(self) -> int:
-        """Pictures for one U-Net call: eight of 512 px, more of smaller ones."""
-        return pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
+        """Pictures for one U-Net call: eight of 512 px, more of smaller ones or where memory was counted."""
+        usual = pictures_a_call(self.latent_shape[1] * self.latent_shape[2], self.most_a_call)
+        return max(usual, self.least_a_call)
 
 
 def pictures_a_call(latent_pixels: int, most: int = CALL_PICTURES) -> int:
@@ -191,6 +212,15 @@ def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int])
     width, height = (nearest_side(round(side * hires.scale), unit) for side in size)
     again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
     return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
+
+
+class _Planned(NamedTuple):
+    """What is read of a prompt and its negative up to a step."""
+
+    until: int
+    positive: str
+    negative: str
+    second_pass: bool
 
 
 class Job:
@@ -211,6 +241,7 @@ class Job:
         image: Image.Image | str | None = None,
         mask: Image.Image | str | None = None,
         adapted: Adapted | None = None,
+        controls: Controls | None = None,
         optimise: Sequence[str] | str = AUTO,
         memory: str | int | None = None,
         device: torch.device | str | None = None,
@@ -223,6 +254,7 @@ class Job:
         check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
+        self.controls = controls or Controls()
         if self.image is not None and settings.strength is None:
             strength = DEFAULT_STRENGTH if self.mask is None else 1.0
             settings = settings.model_copy(update={"strength": strength})
@@ -234,6 +266,7 @@ class Job:
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
+        check_unicode([*prompts, settings.negative or ""])
         check_seeds(settings, len(prompts))
         if isinstance(backend, str):
             backend, most = self._opened(backend, optimise, memory, device, dtype, notice)
@@ -241,7 +274,9 @@ class Job:
                 taken.most_a_call = most
         self.model = backend.model or model
         check_adapters(self.adapted, backend)
+        self.controls.to(backend)
         self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
+        self._stages: dict[tuple[int, bool], list[Stage]] = {}
         self.positives, self.negatives, told = self._conditions()
         self.source = self._source()
         self.notes = [*self.table.notes, *backend.notes, *told, *self._size_note(), *self.adapted.notes]
@@ -257,11 +292,13 @@ class Job:
     ) -> tuple[Backend, int]:
         """The backend, and how many pictures may share a U-Net call."""
         if memory is None:
-            return open_backend(
-                name, self.model, optimise=optimise, device=device, notice=notice
-            ), CALL_PICTURES
+            backend = open_backend(name, self.model, optimise=optimise, device=device, notice=notice)
+            self._follow_free_memory(backend)
+            return backend, CALL_PICTURES
         if name != "torch":
             raise InputError(f"memory with backend {name}", mend="use backend torch")
+        if self.controls.nets:
+            raise InputError("a limit on memory with controls", mend="leave one of them out")
         taken = self.hires or self.first
         applied, plan = optimise_within(
             self.model,
@@ -276,6 +313,21 @@ class Job:
         notice(plan.says())
         return torch_backend(applied), plan.pictures_a_call
 
+    def _follow_free_memory(self, backend: Backend) -> None:
+        """Where more pictures are asked for than a call has, as many as the card has memory for.
+
+        What one takes is counted, in seconds: not for a job that makes but one call.
+        """
+        free = free_on_card(backend.device)
+        if free is None or backend.name not in ("torch", "compile"):
+            return
+        for taken in filter(None, (self.first, self.hires)):
+            if self.num_pictures > taken.rows_a_call:
+                needs = count_needs(backend.model or self.model, taken.size)
+                most = min(CALL_PICTURES, self.num_pictures)
+                fitting = pictures_that_fit(needs, free, guided=self.guidance > 1, most=most)
+                taken.least_a_call = fitting
+
     @property
     def rows_a_call(self) -> int:
         """Pictures for one U-Net call of the first pass."""
@@ -288,37 +340,76 @@ class Job:
         return self.num_pictures * (len(self.table) + hires)
 
     def _conditions(self) -> tuple[list[Condition], list[Condition | None], list[str]]:
-        """A positive and a negative condition for each prompt, in as many parts as the longer of both has."""
+        """The first positive and negative condition of each prompt; `_stages` holds what follows.
+
+        All conditions of a prompt have as many parts as the longest of them.
+        """
         model, weighting = self.model, self.settings.weighting
         width = getattr(model.unet.config, "time_cond_proj_dim", None)  # type: ignore[union-attr]
         guided = self.guidance > 1 and width is None
         encodes_negative = guided and (self.settings.negative is not None or not model.is_sdxl)
-        negative = self.settings.negative or ""
-        least = len(read_parts(model, negative, weighting)[0]) if encodes_negative else 1
-        texts = self.adapted.prompts
-        parts = [max(least, len(read_parts(model, prompt, weighting)[0])) for prompt in texts]
+        plans = [self._planned(text) for text in self.adapted.prompts]
+        stages = [(i, stage) for i, plan in enumerate(plans) for stage in plan]
+        told = [(i, stage.positive) for i, stage in stages]
+        against = [(i, stage.negative) for i, stage in stages] if encodes_negative else []
+        parts: dict[int, int] = {}
+        for i, text in dict.fromkeys(told + against):
+            parts[i] = max(parts.get(i, 1), len(read_parts(model, text, weighting)[0]))
         skip = self.settings.clip_skip
-        encoded, told = self.adapted.encode(self._encode(skip), texts, parts, range(len(texts)))
-        positives = [self._moved(condition) for condition in encoded]
+        positives, notes = self._encoded(told, parts, skip)
         if width is not None:
             told_guidance = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
-            for condition in positives:
+            for condition in positives.values():
                 condition.added["timestep_cond"] = told_guidance
-        if not guided:
-            return positives, [None] * len(positives), told
-        if not encodes_negative:
-            return positives, [silent(condition) for condition in positives], told
         # diffusers skips layers for the prompt alone; A1111, whose syntax comes with its ways, for both.
-        encode = self._encode(skip if weighting == "a1111" else 0)
-        kinds = sorted({(count, self.adapted.choice(i)) for i, count in enumerate(parts)})
-        which = [
-            next(i for i, n in enumerate(parts) if (n, self.adapted.choice(i)) == kind) for kind in kinds
-        ]
-        counts = [count for count, _ in kinds]
-        against, told_too = self.adapted.encode(encode, [negative] * len(counts), counts, which)
-        by_kind = {kind: self._moved(one) for kind, one in zip(kinds, against, strict=True)}
-        negatives = [by_kind[count, self.adapted.choice(i)] for i, count in enumerate(parts)]
-        return positives, [*negatives], told + told_too
+        negatives, more = self._encoded(against, parts, skip if weighting == "a1111" else 0)
+
+        def negative(i: int, text: str, positive: Condition) -> Condition | None:
+            if not guided:
+                return None
+            return negatives[i, text] if encodes_negative else silent(positive)
+
+        for i, plan in enumerate(plans):
+            for stage in plan:
+                found = positives[i, stage.positive]
+                made = Stage(stage.until, found, negative(i, stage.negative, found))
+                self._stages.setdefault((i, stage.second_pass), []).append(made)
+        firsts = [self._stages[i, False][0] for i in range(len(plans))]
+        return [one.positive for one in firsts], [one.negative for one in firsts], [*notes, *more]
+
+    def _planned(self, prompt: str) -> list[_Planned]:
+        """What is read of a prompt and when; with A1111's syntax it may change between steps."""
+        steps, negative = self.settings.steps or 1, self.settings.negative or ""
+        passes = [(False, steps)]
+        if self.settings.hires is not None:
+            passes.append((True, self.settings.hires.steps or steps))
+        found = []
+        for second, count in passes:
+            if self.settings.weighting != "a1111":
+                found.append(_Planned(count, prompt, negative, second))
+                continue
+            mine, theirs = (schedule(text, count, second_pass=second) for text in (prompt, negative))
+            for end in sorted({end for end, _ in mine + theirs}):
+                here, there = (one[text_at(one, end)][1] for one in (mine, theirs))
+                found.append(_Planned(end, here, there, second))
+        return found
+
+    def _encoded(
+        self, texts: Sequence[tuple[int, str]], parts: Mapping[int, int], clip_skip: int
+    ) -> tuple[dict[tuple[int, str], Condition], list[str]]:
+        """Conditions of texts by prompt and text; equal ones that are read alike are encoded once."""
+        kinds = {(parts[i], self.adapted.choice(i), text): i for i, text in reversed(texts)}
+        asked = sorted(kinds, key=lambda kind: kinds[kind])
+        if not asked:
+            return {}, []
+        conditions, notes = self.adapted.encode(
+            self._encode(clip_skip),
+            [text for _, _, text in asked],
+            [count for count, _, _ in asked],
+            [kinds[kind] for kind in asked],
+        )
+        moved = {kind: self._moved(one) for kind, one in zip(asked, conditions, strict=True)}
+        return {(i, text): moved[parts[i], self.adapted.choice(i), text] for i, text in texts}, notes
 
     def _encode(self, clip_skip: int) -> Encode:
         """Prompts to conditions in this job's syntax and size."""
@@ -402,6 +493,22 @@ class Job:
             known=known,
             extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
             adapters=self.adapted.choice(prompt),
+            stages=self._stages_of(prompt, taken),
+            controls=self.controls.at(taken.size, taken.latent_shape),
+        )
+
+    def _stages_of(self, prompt: int, taken: Pass) -> tuple[Stage, ...]:
+        """Of a prompt that changes between steps; nothing of one that does not."""
+        stages = self._stages[prompt, taken is self.hires]
+        if len(stages) == 1 and taken is self.first:
+            return ()
+        return tuple(
+            Stage(
+                stage.until,
+                sized(stage.positive, taken.size),
+                None if stage.negative is None else sized(stage.negative, taken.size),
+            )
+            for stage in stages
         )
 
     def _guided_steps(self, table: Table) -> tuple[float, float]:
@@ -485,6 +592,8 @@ class Job:
             told |= {"strength": settings.strength, "image": f"{self.image.width}x{self.image.height}"}
         if self.mask is not None:
             told |= {"mask": f"{self.mask.width}x{self.mask.height}", "paste": settings.paste}
+        if self.controls.nets:
+            told["controls"] = self.controls.parameters()
         if settings.hires is not None:
             told["hires"] = settings.hires.model_dump()
             told["first_size"] = "x".join(map(str, self.first.size))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 from darkroom.sample.denoise import Known
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _bytes_of(source: bytes | str | Path) -> tuple[bytes, str]:
             with open(path, "rb") as file:
                 data = file.read(MAX_BYTES + 1)
         except OSError as error:
+            if is_system_failure(error):
+                raise
             raise InputError(f"{name} cannot be read: {error.strerror}") from error
     if len(data) > MAX_BYTES:
         raise InputError(f"{name} is larger than {MAX_BYTES // 2**20} MiB", mend="make it smaller first")

@@ -100,6 +100,10 @@ class MemoryPlan:
         return f"memory: {how}; {self.pictures_a_call} pictures a U-Net call{apart}; {peak}{read}"
 
 
+SHARE_OF_FREE = 0.6
+"""Of a card's free memory: kernels take some, and what else is on the card may grow."""
+
+
 def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Needs:
     """Count what a model's phases need for pictures of `size` (width, height). Takes seconds; no memory."""
     width, height = size
@@ -119,6 +123,12 @@ def count_needs(model: Model, size: tuple[int, int], *, prompts: int = 2) -> Nee
         upcasts_vae=upcasts,
         unet_flops=(three_flops - one_flops) // 2,
     )
+
+
+def pictures_that_fit(needs: Needs, free_bytes: int, *, guided: bool, most: int) -> int:
+    """How many pictures may share a U-Net call in free memory: `most`, its half and so on; at least one."""
+    rows, usable = 2 if guided else 1, SHARE_OF_FREE * free_bytes
+    return next(count for count in _halves(most) if count == 1 or MARGIN * needs.unet(count * rows) <= usable)
 
 
 def _weight_bytes(module: nn.Module) -> int:
@@ -348,6 +358,7 @@ def optimise_within(
         more = [text for name, text in taken.items() if not any(conflict(name, c.name) for c in kept)]
         applied = optimise(model, [*map(str, kept), *more], device, dtype)
     applied.rows_a_call = plan.rows_a_call
+    applied.max_decode_pixels = applied.max_decode_pixels or DECODE_PIXELS  # as the plan has it
     return applied, replace(plan, price_s=applied.times_s.get(READ))
 
 

@@ -6,6 +6,7 @@ under `darkroom`, which says everything. Shapes: B C H W latents.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-from darkroom.errors import DarkroomError, InputError, Stopped
+from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
+from darkroom.hardware import accelerator
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.latents import LatentScaling
 from darkroom.options import A1111_NAMES, find_solver
@@ -30,7 +32,20 @@ JSON_KEY, A1111_KEY = "darkroom", "parameters"
 # The decoder's widest activations take about 1.2 GB a megapixel in float32.
 DECODE_PIXELS = 1024 * 1024
 DECODE_PICTURES = 32
+KINDS: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 92}, "webp": {"quality": 92}}
+EXIF_IFD, EXIF_DESCRIPTION, EXIF_COMMENT, EXIF_UNICODE = 0x8769, 0x010E, 0x9286, b"UNICODE\0"
 
+# What decoding at once may take of a card's free memory, and a pixel of it in float32, kernels' own included.
+DECODE_SHARE, DECODER_BYTES_A_PIXEL = 0.25, 1500
+
+XMP = (
+    '<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?><x:xmpmeta xmlns:x="adobe:ns:meta/">'
+    '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description rdf:about="" '
+    'xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/" Iptc4xmpExt:DigitalSourceType='
+    '"http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"/></rdf:RDF></x:xmpmeta>'
+    '<?xpacket end="r"?>'
+)
+"""What every picture says of itself, in IPTC's words: made by a trained model."""
 A1111_UPSCALERS = {"latent": "Latent", "lanczos": "Lanczos"}
 _WANTED: ContextVar[Callable[[], bool] | None] = ContextVar("wanted", default=None)
 
@@ -50,6 +65,17 @@ def check_wanted() -> None:
     wanted = _WANTED.get()
     if wanted is not None and not wanted():
         raise Stopped("the picture is no longer wanted")
+
+
+def free_on_card(device: torch.device) -> int | None:
+    """Memory that a card has free now; None of other devices, where a limit is for the user to say."""
+    return accelerator.free_bytes(device) if accelerator.kind_of(device).own_memory else None
+
+
+def decode_pixels(free_bytes: int | None) -> int:
+    """How many pixels to decode at a time: a megapixel, on a card more where its memory is free."""
+    fitting = int(DECODE_SHARE * (free_bytes or 0) / DECODER_BYTES_A_PIXEL)
+    return max(DECODE_PIXELS, min(DECODE_PICTURES * DECODE_PIXELS, fitting))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -129,28 +155,55 @@ def _to_images(pixels_B3HW: torch.Tensor) -> list[Image.Image]:
     return [Image.fromarray(picture) for picture in array]
 
 
-def save_pictures(pictures: Sequence[Picture], out_dir: str | Path, *, grid: bool = True) -> list[Path]:
+Sign = Callable[[bytes, dict[str, Any]], bytes]
+
+
+def save_pictures(
+    pictures: Sequence[Picture],
+    out_dir: str | Path,
+    *,
+    grid: bool = True,
+    kind: str = "png",
+    sign: Sign | None = None,
+) -> list[Path]:
     """Write `00000-<seed>.png` and on, counting up from what is there, and `grid-00000.png` for two or more.
 
-    Returns the pictures' paths in order, then the grid's. No existing file is overwritten, and a file is
-    there whole or not at all. Raises InputError where the folder cannot be written.
+    `kind` is png, jpeg or webp; all carry the pictures' parameters. `sign` gives the bytes of a file with
+    credentials, from its bytes and what the picture was made with. Returns the pictures' paths in order,
+    then the grid's. No existing file is overwritten, and a file is there whole or not at all. Raises
+    InputError where the folder cannot be written.
     """
     folder = Path(out_dir)
+    check_kind(kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         index = _next_index(folder, r"(\d{5,})-")
         paths = []
         for picture in pictures:
             path, index = _place(
-                picture.image, folder, index, f"-{int(picture.parameters.get('seed', 0))}", picture
+                picture.image,
+                folder,
+                index,
+                f"-{int(picture.parameters.get('seed', 0))}",
+                picture,
+                kind,
+                sign,
             )
             paths.append(path)
         if grid and len(pictures) > 1:
             sheet = make_grid([picture.image for picture in pictures])
-            paths.append(_place(sheet, folder, _next_index(folder, r"grid-(\d{5,})\."), "", None)[0])
+            paths.append(
+                _place(sheet, folder, _next_index(folder, r"grid-(\d{5,})\."), "", None, kind, sign)[0]
+            )
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"pictures cannot be saved in '{folder}': {error.strerror}") from error
     return paths
+
+
+def check_kind(kind: str) -> None:
+    """InputError unless pictures can be saved so."""
+    if kind not in KINDS:
+        raise InputError(f"--format {kind}", allowed=", ".join(KINDS))
 
 
 def _next_index(folder: Path, pattern: str) -> int:
@@ -159,22 +212,38 @@ def _next_index(folder: Path, pattern: str) -> int:
 
 
 def _place(
-    image: Image.Image, folder: Path, index: int, suffix: str, picture: Picture | None
+    image: Image.Image,
+    folder: Path,
+    index: int,
+    suffix: str,
+    picture: Picture | None,
+    kind: str,
+    sign: Sign | None,
 ) -> tuple[Path, int]:
     """Write beside, then link to the first free number: linking fails where another got there first."""
-    beside = folder / f".{uuid.uuid4().hex}.png"
+    beside = folder / f".{uuid.uuid4().hex}.{kind}"
     try:
         with open(beside, "xb") as file:
-            image.save(file, "PNG", pnginfo=png_text(picture))
+            file.write(_file_of(image, picture, kind, sign))
         while True:
             stem = f"{index:05d}{suffix}" if picture is not None else f"grid-{index:05d}"
-            path = folder / f"{stem}.png"
+            path = folder / f"{stem}.{'jpg' if kind == 'jpeg' else kind}"
             index += 1
             with suppress(FileExistsError):
                 _link(beside, path)
                 return path, index
     finally:
         remove_file(beside)
+
+
+def _file_of(image: Image.Image, picture: Picture | None, kind: str, sign: Sign | None) -> bytes:
+    buffer = io.BytesIO()
+    if kind == "png":
+        image.save(buffer, "PNG", pnginfo=png_text(picture))
+    else:
+        image.save(buffer, kind.upper(), exif=exif_of(picture), xmp=XMP.encode(), **KINDS[kind])
+    content = buffer.getvalue()
+    return content if sign is None else sign(content, {} if picture is None else picture.parameters)
 
 
 def _link(beside: Path, path: Path) -> None:
@@ -188,13 +257,39 @@ def _link(beside: Path, path: Path) -> None:
 
 
 def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
-    """A picture's parameters as the text chunks of a PNG file."""
+    """A picture's parameters as the text chunks of a PNG file, and that a model made it."""
     if picture is None:
         return None
     info = PngImagePlugin.PngInfo()
     info.add_text(A1111_KEY, a1111_text(picture.parameters))
     info.add_text(JSON_KEY, json.dumps(picture.parameters, ensure_ascii=True))
+    info.add_itxt("XML:com.adobe.xmp", XMP)
     return info
+
+
+def exif_of(picture: Picture | None) -> Image.Exif:
+    """A picture's parameters as EXIF, for JPEG and WebP: A1111's text as UserComment, where A1111 looks,
+    and the JSON as ImageDescription."""
+    exif = Image.Exif()
+    if picture is not None:
+        exif[EXIF_DESCRIPTION] = json.dumps({JSON_KEY: picture.parameters}, ensure_ascii=True)
+        text = a1111_text(picture.parameters).encode("utf-16-be", "surrogatepass")
+        exif.get_ifd(EXIF_IFD)[EXIF_COMMENT] = EXIF_UNICODE + text
+    return exif
+
+
+def _exif_texts(image: Image.Image) -> dict[str, str]:
+    """What `exif_of` or A1111 wrote, under the keys that a PNG has it."""
+    exif = image.getexif()
+    comment = exif.get_ifd(EXIF_IFD).get(EXIF_COMMENT)
+    texts = {}
+    if isinstance(comment, bytes) and comment.startswith(EXIF_UNICODE):
+        texts[A1111_KEY] = comment[len(EXIF_UNICODE) :].decode("utf-16-be", "replace")
+    with suppress(ValueError, TypeError, RecursionError):
+        told = json.loads(str(exif.get(EXIF_DESCRIPTION, "")))
+        if isinstance(told, dict) and JSON_KEY in told:
+            texts[JSON_KEY] = json.dumps(told[JSON_KEY])
+    return texts
 
 
 def make_grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
@@ -256,7 +351,8 @@ def read_parameters(png: str | Path) -> dict[str, Any]:
     told = _parameters_in(png)
     if told is None:
         raise InputError(
-            f"'{png}' does not say how it was made", allowed="a PNG with 'darkroom' or 'parameters' text"
+            f"'{png}' does not say how it was made",
+            allowed="a PNG, JPEG or WebP with darkroom's or A1111's parameters",
         )
     return told
 
@@ -271,11 +367,19 @@ def _parameters_in(png: str | Path) -> dict[str, Any] | None:
     try:
         with Image.open(png) as image:
             image.load()
-            texts = {key: str(value) for key, value in image.info.items() if key in (JSON_KEY, A1111_KEY)}
+            return parameters_in(image)
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        if is_system_failure(error):
+            raise
         raise InputError(f"'{png}' is no picture that can be read: {error}") from error
+
+
+def parameters_in(image: Image.Image) -> dict[str, Any] | None:
+    """What an opened picture's text says that it was made with, None where it says nothing."""
+    texts = {key: str(value) for key, value in image.info.items() if key in (JSON_KEY, A1111_KEY)}
+    texts = texts or _exif_texts(image)
     if JSON_KEY in texts:
         with suppress(json.JSONDecodeError):
             told = json.loads(texts[JSON_KEY])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError
+from darkroom.models.embeddings import with_words
 from darkroom.models.tokenizer import spelled
 from darkroom.sample.denoise import Condition
 
@@ -49,7 +50,8 @@ def read_prompt(
         if piece.ends_part:
             parts.append(Part([], []))
             continue
-        for token in tokenizer(spelled(tokenizer, [piece.text])[0], verbose=False).input_ids[1:-1]:
+        text = spelled(tokenizer, [with_words(tokenizer, piece.text)])[0]
+        for token in tokenizer(text, verbose=False).input_ids[1:-1]:
             if len(parts[-1].ids) == room:
                 parts.append(_carried_over(parts[-1], token, comma))
             parts[-1].ids.append(token)
@@ -155,6 +157,28 @@ def _encode_parts(
         if is_weighted[n]:
             text_NLD[n] = _weighted(text_NLD[n], part, text_NLD[-1] if weighting == "compel" else None)
     return text_NLD[: len(parts)], torch.cat(pooled) if model.is_sdxl else None
+
+
+def part_tokens(
+    model: Model, prompt: str, weighting: str, count: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and weights, both [count, L], of a prompt in so many parts, for each of the encoders."""
+    found = []
+    for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True):
+        length = min(_length(encoder), tokenizer.model_max_length)
+        read = read_prompt(tokenizer, prompt, weighting=weighting, length=length)[:count]
+        parts = [*read, *[Part([], [])] * (count - len(read))]
+        weights = [[1.0, *part.weights, *[1.0] * (length - 1 - len(part.weights))] for part in parts]
+        ids = torch.tensor([_ids(tokenizer, part, length) for part in parts])
+        found.append((ids, torch.tensor(weights)))
+    return found
+
+
+def part_states(
+    encoder: Any, ids_BL: torch.Tensor, is_sdxl: bool, clip_skip: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states the U-Net takes [B, L, D], gradients kept, and SDXL's pooled text."""
+    return _states(encoder, ids_BL, is_sdxl, clip_skip)
 
 
 def _ids(tokenizer: CLIPTokenizer, part: Part, length: int) -> list[int]:

@@ -98,6 +98,30 @@ def euler(plan: Plan) -> Table:
     return sheet.finish("euler", plan.num_steps, initial_scale=_initial_scale(plan, sigma), notes=plan.notes)
 
 
+def lms(plan: Plan) -> Table:
+    """Linear multistep steps of order 4 (k-diffusion's LMS): Adams-Bashforth on unevenly spaced sigmas.
+
+    The polynomial through the slopes (x - x0) / sigma of the last four steps is integrated exactly. From a
+    picture (image-to-image) the order rises from 1 as from noise; diffusers starts there with the fourth
+    order's weights, for slopes that it does not have.
+    """
+    timesteps, sigma = _sigma_levels(plan)
+    sigma_to = np.append(sigma[1:], 0.0)
+    sheet = _sigma_sheet(plan, timesteps, sigma)
+    sheet.term(0)[:] = 1.0
+    for i in range(plan.start, len(timesteps)):
+        order = min(i + 1 - plan.start, 1 + MAX_EARLIER)
+        known = sigma[i - order + 1 : i + 1][::-1]
+        for back, at in enumerate(known):
+            others = np.delete(known, back)
+            # Measured from here, where the integral begins, so that close levels do not cancel.
+            integral = np.polyint(np.atleast_1d(np.poly(others - sigma[i])))
+            weight = np.polyval(integral, sigma_to[i] - sigma[i]) / np.prod(at - others)
+            sheet.term(2 * back)[i] += weight / at
+            sheet.term(2 * back + 1)[i] -= weight / at
+    return sheet.finish("lms", plan.num_steps, initial_scale=_initial_scale(plan, sigma), notes=plan.notes)
+
+
 def euler_a(plan: Plan) -> Table:
     """Euler steps with ancestral noise (Song et al. 2021's DDPM step in k-diffusion's form)."""
     timesteps, sigma = _sigma_levels(plan)

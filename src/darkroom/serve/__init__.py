@@ -1,6 +1,6 @@
-"""The server: one job core, and doors of several dialects in front of it.
+"""The server: one core of durable jobs, and an API of several dialects in front of it.
 
-What a door (a file of `http/`) needs is all here; it translates a dialect to a `PictureRequest` and back:
+A dialect (a file of `api/`) translates its requests to a `PictureRequest`, and the core's answers back:
 
     core.submit(request, key=, job_id=None, uploads=None) -> Job    accepted for good, or raises `Refused`
     core.get(job_id, key=) -> Job                                   as it is now
@@ -13,20 +13,18 @@ What a door (a file of `http/`) needs is all here; it translates a dialect to a 
 
 All but `model`, `adapters`, `status` and `limits` are coroutines (`events` an async generator), to be called
 from the server's event loop. `key` is the name of the caller's key: jobs of another key do not exist for it.
-`http.common` has what doors share: the caller's key, and `all_made`, which cancels jobs when their client
-leaves.
+`api.shared` has what dialects share: the caller's key, and `all_made`, which cancels jobs when their client
+disconnects.
 
-A new dialect is a function `core -> APIRouter` in a file of `http/`, named in `app.ROUTERS`. Whatever raises
+A new dialect is a function `core -> APIRouter` in a file of `api/`, named in `app.ROUTERS`. Whatever raises
 `Refused` is answered in one shape (`guard.error_object`), with its status and Retry-After; a dialect of
 another shape catches it itself. A body that a pydantic model refuses becomes a 422 with the field's name.
 Every path needs a key where the server has keys, unless it is one of `app.OPEN_PATHS`.
 
-`request` says what a picture request may hold; `limits` bounds it. `fairness` picks who is next, `engine` is
-the thread that owns the model and packs rows anew for each step, `library` keeps the bank of adapters full.
-`store` keeps jobs durably, `results` their pictures. `core` joins these, with `loop` (the event loop's side),
-`lives` (jobs that are not over), `endings`, `watchers` and `house`; `sharing`, `leases` and `files` make one
-server of several on a database. `hooks` are the operator's own functions. `guard` and `keys` decide who may
-come in; `metrics` counts; `app` puts the doors together and `process` runs them until told to stop.
+`request` says what a picture request may hold. `engine/` owns the model and forms the batch anew at each
+step, with `fairness` choosing who is next. `jobs/` keeps jobs and their pictures; `jobs.core` joins the two.
+`shared_queue` makes one server of several on a database. `hooks` are the operator's own functions, `metrics`
+counts, and `process` runs the server until it is stopped.
 """
 
 from darkroom.serve.errors import Refused

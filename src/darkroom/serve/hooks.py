@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from darkroom import sample
 from darkroom.errors import DarkroomError, InputError
 from darkroom.sample.pictures import png_text
+from darkroom.sample.provenance import Origin, Provenance
 
 Hook = Callable[[sample.Picture], "Image.Image | bytes | None"]
 
@@ -33,13 +33,15 @@ class Hooks:
     """The operator's functions, in the order in which they were named."""
 
     functions: tuple[Hook, ...] = ()
+    provenance: Provenance | None = None
+    """Marks and signs what the functions leave."""
 
     @classmethod
-    def named(cls, names: Sequence[str]) -> Hooks:
+    def named(cls, names: Sequence[str], provenance: Provenance | None = None) -> Hooks:
         """InputError for what is no function that can be imported."""
-        return cls(tuple(_imported(name) for name in names))
+        return cls(tuple(_imported(name) for name in names), provenance)
 
-    def png(self, picture: sample.Picture) -> bytes:
+    def png(self, picture: sample.Picture, origin: Origin | None = None) -> bytes:
         """The file of a finished picture. `Withheld` where there is to be none."""
         for hook in self.functions:
             made: Any = hook(picture)
@@ -49,7 +51,11 @@ class Hooks:
                 picture = replace(picture, image=made)
             elif made is not None:
                 raise DarkroomError(f"hook {_name(hook)} returned a {type(made).__name__}")
-        return png_bytes(picture)
+        if self.provenance is None:
+            return png_bytes(picture)
+        origin = origin or Origin.of(picture.parameters)
+        picture = replace(picture, image=self.provenance.marked(picture.image, origin))
+        return self.provenance.png(picture, origin, COMPRESSION)
 
 
 def _imported(name: str) -> Hook:
@@ -80,21 +86,12 @@ def _name(hook: Hook) -> str:
     return str(getattr(hook, "__qualname__", hook))
 
 
-XMP = (
-    '<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?><x:xmpmeta xmlns:x="adobe:ns:meta/">'
-    '<rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><rdf:Description rdf:about="" '
-    'xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/" Iptc4xmpExt:DigitalSourceType='
-    '"http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"/></rdf:RDF></x:xmpmeta>'
-    '<?xpacket end="r"?>'
-)
-"""What every picture says of itself, in IPTC's words: made by a trained model."""
+COMPRESSION = 1
+"""A photograph-like picture gains little from more, and the server has other work."""
 
 
 def png_bytes(picture: sample.Picture) -> bytes:
     """A picture as a PNG file with its parameters inside."""
     buffer = io.BytesIO()
-    told = png_text(picture) or PngInfo()
-    told.add_itxt("XML:com.adobe.xmp", XMP)
-    # Fast compression: a photograph-like picture gains little from more, and the server has other work.
-    picture.image.save(buffer, "PNG", pnginfo=told, compress_level=1)
+    picture.image.save(buffer, "PNG", pnginfo=png_text(picture), compress_level=COMPRESSION)
     return buffer.getvalue()

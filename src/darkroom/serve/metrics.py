@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Callable
+
+from prometheus_client import (
+    GC_COLLECTOR,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+from darkroom import __version__
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 WAIT_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 CANCEL_BUCKETS = (0, 1, 2, 4, 8)
+SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 900)
+PHASES = ("queue", "text", "denoise", "decode", "write")
 ROW_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 
 
@@ -60,9 +76,45 @@ class Metrics:
         self.device_seconds = Counter("darkroom_device_seconds", "Device time of finished jobs", registry=at)
         self.usd = Counter("darkroom_usd", "Price of finished jobs' device time", registry=at)
         self.device_memory = Gauge("darkroom_device_memory_bytes", "Memory in use on the device", registry=at)
+        self.request_seconds = Histogram(
+            "darkroom_http_request_seconds",
+            "From a request's first byte to the last of its answer, by route; probes left out",
+            ["route"],
+            buckets=SECONDS_BUCKETS,
+            registry=at,
+        )
+        self.phase_seconds = Histogram(
+            "darkroom_phase_seconds",
+            "Of finished jobs: waiting, text encoding, denoising, decoding, writing",
+            ["phase"],
+            buckets=SECONDS_BUCKETS,
+            registry=at,
+        )
+        for phase in PHASES:
+            self.phase_seconds.labels(phase)
+        self.queue_age = Gauge(
+            "darkroom_queue_age_seconds", "How long the oldest job that waits has waited", registry=at
+        )
+        self.key_jobs = Counter("darkroom_key_jobs", "Jobs accepted, by key", ["key"], registry=at)
+        self.key_pictures = Counter(
+            "darkroom_key_pictures", "Pictures finished, by key", ["key"], registry=at
+        )
+        self.key_device_seconds = Counter(
+            "darkroom_key_device_seconds", "Device time of finished jobs, by key", ["key"], registry=at
+        )
+        self.build = Info("darkroom_build", "Version, model and how it is computed", registry=at)
+        self.build.info({"version": __version__})
+        ProcessCollector(registry=at)
+        PlatformCollector(registry=at)
+        at.register(GC_COLLECTOR)
         self.requests = Counter(
             "darkroom_http_requests", "Answers by status", ["method", "status"], registry=at
         )
+
+    def look(self, ready: Callable[[], bool], queue_age_s: Callable[[], float]) -> None:
+        """Have what changes by itself looked up at each scrape, on whichever port it comes."""
+        self.ready.set_function(lambda: float(ready()))
+        self.queue_age.set_function(queue_age_s)
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""

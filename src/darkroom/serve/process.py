@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import uvicorn
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, is_system_failure
 from darkroom.hardware.system import stop_in_loop
 from darkroom.serve.api.app import make_app
 from darkroom.serve.api.guard import AsgiApp, Keys, allowed, connection, is_public
@@ -39,6 +39,8 @@ def run(settings: ServeSettings) -> None:
         )
     listening = _listen(settings.host, settings.port)
     core = Core(settings)
+    if settings.metrics_port is not None:
+        _serve_metrics(core, settings.metrics_host, settings.metrics_port)
     server = _Server(configured(make_app(core, keys), settings.limits), core)
     sys.setswitchinterval(SWITCH_S)
     host, port = listening.getsockname()[:2]
@@ -48,6 +50,17 @@ def run(settings: ServeSettings) -> None:
         raise _failure(core)
     if core.engine is None or core.left_at_work:  # a thread that loads or computes cannot be stopped
         leave()
+
+
+def _serve_metrics(core: Core, host: str, port: int) -> None:
+    """Metrics on a port of their own, in a thread: a scrape needs no key, and no turn of the event loop."""
+    from prometheus_client import start_http_server
+
+    try:
+        there, _ = start_http_server(port, host, core.metrics.registry)
+    except OSError as error:
+        raise InputError(f"--metrics-host {host} --metrics-port {port}: {error.strerror or error}") from error
+    LOG.info("metrics on http://%s:%d/metrics", host, there.server_port)
 
 
 def check_paths(settings: ServeSettings) -> None:
@@ -99,6 +112,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.bind(address)
         listening.listen(BACKLOG)  # who connects from here on is answered, if later
     except OSError as error:
+        if is_system_failure(error):
+            raise
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
     return listening
 

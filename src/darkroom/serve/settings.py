@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.options import provenance_wanted
 
 
 class VertexRoutes(BaseModel):
@@ -15,6 +18,17 @@ class VertexRoutes(BaseModel):
     health: str
     predict: str
     port: int
+
+
+class KeyLimits(BaseModel):
+    """The bounds of one key; None: as `Limits` has it for every key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rate_per_minute: float | None = Field(None, gt=0, description="new jobs")
+    queue: int | None = Field(None, ge=1, description="pictures waiting")
+    pictures_per_day: int | None = Field(None, ge=0, description="accepted from 0:00 to 24:00 UTC")
+    share: int = Field(1, ge=1, le=100, description="of the work, while others wait: so many times another's")
 
 
 class Limits(BaseModel):
@@ -53,11 +67,30 @@ class Limits(BaseModel):
     keep_s: float = Field(86_400.0, gt=0, description="how long a finished job and its pictures are kept")
     keep_bytes: int = Field(10 * 2**30, ge=1, description="of pictures kept; the oldest go first")
     attempts: int = Field(20, ge=1, description="times a job is begun again after the server was killed")
+    pictures_per_day: int | None = Field(
+        None, ge=0, description="of one key, accepted from 0:00 to 24:00 UTC; None: as many as it asks for"
+    )
+    keys: dict[str, KeyLimits] = Field({}, description="by a key's name, what is different for it")
+
+    def of_key(self, key: str) -> KeyLimits:
+        """The bounds of one key, all of them said."""
+        own = self.keys.get(key, KeyLimits())
+        usual = {
+            "rate_per_minute": self.rate_per_minute,
+            "queue": self.queue_per_key,
+            "pictures_per_day": self.pictures_per_day,
+        }
+        missing = {name: value for name, value in usual.items() if getattr(own, name) is None}
+        return own.model_copy(update=missing)
 
     @property
-    def share_of_a_key(self) -> float:
-        """Of what may wait."""
-        return min(1.0, self.queue_per_key / self.queue)
+    def shares(self) -> dict[str, int]:
+        """Of the keys that have another than the usual one."""
+        return {name: own.share for name, own in self.keys.items() if own.share != 1}
+
+    def queue_share_of(self, key: str) -> float:
+        """The part of what may wait that may be a key's."""
+        return min(1.0, (self.of_key(key).queue or self.queue_per_key) / self.queue)
 
 
 class ServeSettings(BaseModel):
@@ -98,6 +131,14 @@ class ServeSettings(BaseModel):
         None, ge=1, le=256, description="on a CPU, sizes stepped at once; None: 2 for a small model, else 1"
     )
     pad: bool = Field(False, description="only batches of 1, 2, 4, 8, 12, 16, 24, ... rows")
+    warm_sizes: tuple[str, ...] = Field(
+        (),
+        description="sizes (512x768) that are compiled or captured before the first job; with `pad` all "
+        "of their batches that fit the capacity, else single pictures",
+    )
+    deterministic: bool = Field(
+        False, description="calls of one fixed shape: the same bits whoever shares them"
+    )
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"
@@ -108,8 +149,23 @@ class ServeSettings(BaseModel):
     hooks: tuple[str, ...] = Field(
         (), description="MODULE:FUNCTION: each sees every picture before it is kept"
     )
+    provenance: bool = Field(
+        default_factory=provenance_wanted, description="mark and sign pictures: watermark and credentials"
+    )
+    sign: Path | None = Field(
+        None,
+        description="PEM of certificates and key to sign with; None: a self-made one in the state folder",
+    )
+    credentials: Literal["model", "settings", "all"] = Field(
+        "settings", description="what credentials say: the model, the settings too, or the prompts as well"
+    )
     usd_per_hour: float | None = Field(None, ge=0, description="price of the device, for the cost of a job")
     min_free_bytes: int = Field(64 * 2**20, ge=0, description="of disk; below it no job is accepted")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="metrics alone, without a key, on a port of their own"
+    )
+    metrics_host: str = "0.0.0.0"
+    prefix: str = Field("", description="the path under which a proxy has the server, such as /pictures")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")
     limits: Limits = Limits()
 

@@ -76,7 +76,12 @@ class Sharing:
     def waits(self, record: Record) -> None:
         """A new job waits for whoever has its turn."""
         self.backlog.pictures[record.key] += record.num
-        self.backlog = Backlog(self.backlog.pictures, self.backlog.jobs + 1)
+        self.backlog = self.backlog._replace(jobs=self.backlog.jobs + 1)
+
+    def backlog_age_s(self) -> float:
+        """How long the oldest job that nobody works on has waited, by the database's time."""
+        oldest_s = self.backlog.oldest_s
+        return 0.0 if oldest_s is None else max(0.0, self.leases.now_s() - oldest_s)
 
     def _at_hand(self) -> set[str]:
         """With those that jobs here are waiting for."""
@@ -205,6 +210,8 @@ class Backlog(NamedTuple):
     pictures: Counter[str]
     """By key."""
     jobs: int
+    oldest_s: float | None = None
+    """When the oldest of them was accepted."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +228,11 @@ class Elsewhere:
 class Leases:
     """One server's leases in the store it shares."""
 
-    def __init__(self, store: Store, owner: str, lease_s: float) -> None:
+    def __init__(
+        self, store: Store, owner: str, lease_s: float, shares: Mapping[str, int] | None = None
+    ) -> None:
         self._store, self.owner, self._lease_s = store, owner, lease_s
-        self._shares = Shares()
+        self._shares = Shares(shares)
         self._ahead_s = 0.0
 
     def now_s(self) -> float:
@@ -235,12 +244,15 @@ class Leases:
         self._ahead_s = now_s - time.time()
         return now_s
 
-    def accept(self, record: Record, *, take: bool) -> Future[Record]:
-        """Keep a new job as of the database's time, and with `take` be its owner from the first moment."""
+    def accept(self, record: Record, *, take: bool, per_day: int | None = None) -> Future[Record]:
+        """Keep a new job as of the database's time, and with `take` be its owner from the first moment.
+
+        OverQuota as in `Store.accept`.
+        """
 
         def action(connection: sql.Connection) -> Record:
             now_s = self._now(connection)
-            kept = self._store.keep(connection, record.accepted(now_s))
+            kept = self._store.keep(connection, record.accepted(now_s), per_day)
             if take and kept.uid == record.uid:
                 self._take(connection, [kept.uid], now_s)
             return kept
@@ -364,9 +376,11 @@ class Leases:
             connection.execute(
                 sql.delete(LEASES).where(LEASES.c.owner == self.owner, LEASES.c.uid.not_in(live))
             )
-            query = self._free(sql.select(JOBS.c.key, sql.func.sum(JOBS.c.num), sql.func.count()), now_s)
-            rows = connection.execute(query.group_by(JOBS.c.key)).all()
-            return Backlog(Counter({key: num for key, num, _ in rows}), sum(jobs for _, _, jobs in rows))
+            told = (JOBS.c.key, sql.func.sum(JOBS.c.num), sql.func.count(), sql.func.min(JOBS.c.created_s))
+            rows = connection.execute(self._free(sql.select(*told), now_s).group_by(JOBS.c.key)).all()
+            pictures = Counter({key: num for key, num, _, _ in rows})
+            oldest_s = min((oldest for _, _, _, oldest in rows), default=None)
+            return Backlog(pictures, sum(jobs for _, _, jobs, _ in rows), oldest_s)
 
         return self._store.do(action)
 
@@ -435,5 +449,6 @@ def open_sharing(settings: ServeSettings, store: Store, lives: Lives) -> Sharing
     """The server's part in a queue of several, None where it has one of its own."""
     if not settings.shared:
         return None
-    leases = Leases(store, f"{settings.name}/{uuid.uuid4().hex}", settings.lease_s)
+    owner = f"{settings.name}/{uuid.uuid4().hex}"
+    leases = Leases(store, owner, settings.lease_s, settings.limits.shares)
     return Sharing(leases, lives, settings.patience_s)

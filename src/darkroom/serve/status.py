@@ -40,6 +40,8 @@ class ModelCard:
     precision: str
     created_s: int
     """When this server was started."""
+    sha256: str | None = None
+    """Of the model's file, once it is hashed; None for random weights."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def model_card(model: Model, settings: ServeSettings, most_pixels: int) -> Model
         guidance=sample.GenerateSettings().resolved(solver, model.guidance).guidance or 0.0,
         precision=settings.precision,
         created_s=int(STARTED_S),
+        sha256=None if model.digest is None else model.digest["sha256"],
     )
 
 

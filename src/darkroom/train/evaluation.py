@@ -16,6 +16,7 @@ from torch import Tensor
 from darkroom.bill import Meter, format_seconds
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.recipe.sections import SampleSettings
+from darkroom.recipe.tuning import SamplePrompt
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.distributed.ranks import Watch
@@ -46,27 +47,50 @@ def heldout_metrics(task: Task, inputs: Mapping[str, Tensor], micro_batch: int) 
 def sample_grid(
     model: Model,
     settings: SampleSettings,
-    prompts: Sequence[str],
+    prompts: Sequence[str | SamplePrompt],
     size: int,
     path: Path,
     progress: Callable[[int, int], None] | None = None,
+    **how: Any,
 ) -> Path:
-    """Draw the prompts' pictures, `size` pixels square, and save them as one PNG."""
+    """Draw the prompts' pictures, `size` pixels square, and save them as one PNG.
+
+    `how` is what `generate` takes besides.
+    """
     from darkroom import sample
 
-    pictures = sample.generate(
-        model,
-        prompts,
-        seed=settings.seed,
-        size=(size, size),
-        steps=settings.steps,
-        guidance=settings.guidance,
-        solver=settings.solver,
-        optimise="none",  # the weights in training stay where and as they are, also where ranks share them
-        progress=progress,
-        notice=lambda _: None,
-    )
-    return save_grid([picture.image for picture in pictures], path)
+    images: list[Any] = []
+    for told, some in together(settings, prompts):
+        pictures = sample.generate(
+            model,
+            some,
+            size=(size, size),
+            optimise="none",  # the weights stay where and as they are, also where ranks share them
+            progress=progress,
+            notice=lambda _: None,
+            **told,
+            **how,
+        )
+        images += [picture.image for picture in pictures]
+    return save_grid(images, path)
+
+
+def together(
+    settings: SampleSettings, prompts: Sequence[str | SamplePrompt]
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Neighbouring prompts that one call of `generate` draws, with its settings: picture i has seed + i."""
+    held: list[str] = []
+    now: dict[str, Any] = {}
+    for i, given in enumerate(prompts):
+        told = settings.of(i, given)
+        if held and told != now | {"seed": now["seed"] + len(held)}:
+            yield now, held
+            held = []
+        if not held:
+            now = told
+        held.append(given if isinstance(given, str) else given.prompt)
+    if held:
+        yield now, held
 
 
 @torch.no_grad()
@@ -237,7 +261,8 @@ class Looking:
                 elif self._job.prompts:
                     size = self._job.recipe.data.resolution
                     drawing = self._drawing(k)
-                    sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing)
+                    how = self._job.recipe.data.reading
+                    sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing, **how)
             except Abandoned:
                 return
         if not self._ranks.first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,10 @@ from darkroom import models
 from darkroom.data.store import Store
 from darkroom.errors import CheckpointError, InputError
 from darkroom.models.model import Model
-from darkroom.recipe.sections import ADAPTER_TASKS
 from darkroom.train.data.rows import select_rows
 from darkroom.train.distributed.weights import cast
 from darkroom.train.model import build_model, no_captions
+from darkroom.train.sharing import dataset_metadata, training_metadata
 from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
 from darkroom.train.tasks.lora import adapter_of
 from darkroom.train.tasks.textual_inversion import FILE as WORDS
@@ -37,9 +38,9 @@ def write_results(
     """Leave what a task makes in the run: `adapter.safetensors`; `learned_embeds.safetensors` and a model; or
     a model. `model` is the one that was trained.
     """
-    if recipe.task in ADAPTER_TASKS:
+    if recipe.adapts:
         base = described_base(model)
-        write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name, base=base)
+        write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name, base=base, run=run)
     elif recipe.model.word is not None:
         write_words(values, recipe.model.word, run / WORDS)
         write_whole_model(recipe, values, measured, run, run / "model")
@@ -61,20 +62,25 @@ def write_adapter_file(
     name: str,
     base: Mapping[str, str | None],
     kohya: bool = False,
+    run: Path | None = None,
 ) -> Path:
-    """Write the adapter that these values are, with its base, trigger and resolution in the header.
+    """Write the adapter that these values are, with its base, trigger and how it was trained in the header.
 
-    `base` is what `described_base` said, nothing where that is not known.
+    `run` is the run whose pictures the header tells of. `base` is what `described_base` said, nothing where
+    that is not known.
     """
     from darkroom.models.adapters.read import write_adapter
 
-    if recipe.task not in ADAPTER_TASKS:
+    if not recipe.adapts:
         raise InputError(
             f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
         )
     told = base or {"family": recipe.model.base if recipe.model.base in models.FAMILIES else None}
     family, prediction = told["family"], told.get("prediction")
     made = trained_adapter(recipe, values, name)
+    if run is not None:
+        made = replace(made, metadata={**made.metadata, **dataset_metadata(recipe, run)})
+    kohya = kohya or made.kind not in ("lora", "dora")  # diffusers has no keys for the others
     return write_adapter(made, file, kohya=kohya, family=family, prediction=prediction)
 
 
@@ -89,6 +95,7 @@ def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
         trigger=recipe.adapter.trigger or (recipe.data.prompts or (None,))[0],
         base_model=_base_name(recipe.model.base),
         resolution=f"{side}x{side}",
+        **training_metadata(recipe),
     )
     return adapter_of(name, values, recipe.adapter, metadata)
 
@@ -105,7 +112,7 @@ def write_whole_model(
 ) -> None:
     """Write the model of a run, made anew from its base: adapter merged, word taught, or weights put in."""
     model = _extractor(recipe) if recipe.task == "extractor" else build_model(recipe, no_captions, run)
-    if recipe.task in ADAPTER_TASKS:
+    if recipe.adapts:
         from darkroom.models.adapters.read import merge
 
         merge(model, trained_adapter(recipe, values, target.name))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.contents import Contents
 from darkroom.train.data.feed import Feed
 from darkroom.train.distributed.ranks import ALONE, Ranks
@@ -40,7 +41,7 @@ class Job:
     heldout: dict[str, Tensor] | None
     scores: Scores | None
     calibration: list[dict[str, Tensor]]
-    prompts: tuple[str, ...]
+    prompts: tuple[str | SamplePrompt, ...]
     notes: list[str]  # what was derived, and why
     ranks: Ranks = ALONE  # the processes that train together
     rows_of: Callable[[int], Sequence[int]] | None = None  # the store's rows that form global batch k

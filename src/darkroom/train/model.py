@@ -12,6 +12,7 @@ from darkroom.hardware.system import atomic_replace
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
 from darkroom.train.objective import scheduler_config
+from darkroom.train.tasks.distill import lcm_scheduler
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import ModelSettings, Recipe
@@ -51,9 +52,12 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
         model.vae = vae
     if text is not None:
         model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
+    models.check_text_width(model, f"model.base {settings.base} with the recipe's parts")
     if recipe.task != "autoencoder":
         latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
         model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
+        if recipe.task == "distill":
+            model.scheduler = lcm_scheduler(model.scheduler, recipe.objective.distill)
         check_resolution(recipe.data.resolution, model)
     return model
 

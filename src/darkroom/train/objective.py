@@ -7,6 +7,7 @@ Shapes: B rows of a batch, C channels, H and W latent pixels, T timesteps of the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from darkroom.errors import RecipeError
 from darkroom.models.model import is_flow
 from darkroom.recipe.sections import FlowSettings, ObjectiveSettings
+from darkroom.recipe.tuning import LossSettings, TimestepSettings
 from darkroom.sample.choice import SD_SCHEDULE
 from darkroom.sample.schedule import Schedule
 from darkroom.sample.solvers import Flow
@@ -76,11 +78,21 @@ def scheduler_config(
 
 def _flow_config(settings: ObjectiveSettings, base: Mapping[str, Any], latent_pixels: int) -> dict[str, Any]:
     """The scheduler configuration of rectified flow; the times of training stand in it too."""
-    if settings.min_snr_gamma is not None:
+    weighs = {"min_snr_gamma": settings.min_snr_gamma, "debiased_estimation": settings.debiased_estimation}
+    if given := next((name for name, value in weighs.items() if value), None):
+        shown = json.dumps(weighs[given]).removesuffix(".0")
         raise RecipeError(
-            "objective.min_snr_gamma",
-            f"{settings.min_snr_gamma:g} with rectified flow, whose times are drawn where they teach most",
+            f"objective.{given}",
+            f"{shown} with rectified flow, whose times are drawn where they teach most",
             mend="leave it out; objective.flow.mean and .std say where",
+        )
+    if settings.loss.type in HUBER and settings.loss.huber_schedule == "snr":
+        raise RecipeError(
+            "objective.loss.huber_schedule", "snr with rectified flow", allowed="constant or exponential"
+        )
+    if settings.timesteps.mean is not None or settings.timesteps.std is not None:
+        raise RecipeError(
+            "objective.timesteps", "mean or std with rectified flow", mend="say objective.flow.mean and .std"
         )
     if said := settings.noise.model_dump(exclude_defaults=True):
         raise RecipeError(
@@ -128,14 +140,24 @@ def _refuse_impossible(config: Mapping[str, Any]) -> None:
         )
 
 
+HUBER = ("huber", "smooth-l1")
+_PLAIN, _EVENLY = LossSettings(), TimestepSettings()
+
+
 @dataclass(frozen=True)
 class Objective:
-    """Noise, targets and weights by timestep, as float32 tables [T] on one device."""
+    """Noise, targets and weights by timestep, as float32 tables [T] on one device.
+
+    `thresholds` are the Huber losses' c.
+    """
 
     prediction: Prediction
     alphas: Tensor
     sigmas: Tensor
     weights: Tensor
+    thresholds: Tensor
+    error: str = "mse"
+    times: TimestepSettings = _EVENLY
 
     @classmethod
     def from_config(
@@ -143,14 +165,23 @@ class Objective:
         config: Mapping[str, Any],
         min_snr_gamma: float | None = None,
         device: torch.device | str = "cpu",
+        *,
+        debiased: bool = False,
+        loss: LossSettings = _PLAIN,
+        times: TimestepSettings = _EVENLY,
     ) -> Objective:
         """The objective of a scheduler configuration (see `scheduler_config`)."""
         schedule = Schedule.from_config(config)
         prediction = _NAMES[schedule.prediction]
         alphas_cumprod = torch.from_numpy(schedule.alphas_cumprod)
+        _check_range(times, len(alphas_cumprod))
         weight = min_snr_weights(alphas_cumprod, prediction, min_snr_gamma)
-        tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight)
-        return cls(prediction, *(table.to(device, torch.float32) for table in tables))
+        if debiased:
+            weight = debiased_weights(alphas_cumprod, prediction)
+        c = huber_thresholds(loss, torch.arange(len(alphas_cumprod)), len(alphas_cumprod), alphas_cumprod)
+        tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight, c)
+        alphas, sigmas, weights, thresholds = (table.to(device, torch.float32) for table in tables)
+        return cls(prediction, alphas, sigmas, weights, thresholds, loss.type, times)
 
     @property
     def num_timesteps(self) -> int:
@@ -159,12 +190,14 @@ class Objective:
 
     def to(self, device: torch.device | str) -> Objective:
         """The same tables on a device."""
-        tables = {name: getattr(self, name).to(device) for name in ("alphas", "sigmas", "weights")}
-        return replace(self, **tables)
+        names = ("alphas", "sigmas", "weights", "thresholds")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def timesteps(self, u_B: Tensor) -> Tensor:
-        """Timesteps [B] of uniform draws in [0, 1), each of the T equally likely."""
-        return (u_B * self.num_timesteps).long().clamp_(0, self.num_timesteps - 1)
+        """Timesteps [B] of uniform draws in [0, 1), each of the range equally likely unless it is said."""
+        first, end = self.times.min, self.times.max or self.num_timesteps
+        share_B = drawn_times(u_B, self.times)
+        return (first + (share_B * (end - first)).long()).clamp_(first, end - 1)
 
     def at(self, point: int, t_B: Tensor) -> Tensor:
         """One timestep for all rows [B], in the form in which `timesteps` gives them."""
@@ -185,8 +218,9 @@ class Objective:
     def loss(
         self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_B1HW: Tensor | None = None
     ) -> Tensor:
-        """Weighted mean square error of each row [B], in float32; of what a mask shows, if given."""
-        return square_error(out_BCHW, target_BCHW, mask_B1HW) * self.weights[t_B]
+        """Weighted mean error of each row [B], in float32; of what a mask shows, if given."""
+        error_B = row_error(out_BCHW, target_BCHW, mask_B1HW, self.error, self.thresholds[t_B])
+        return error_B * self.weights[t_B]
 
 
 @dataclass(frozen=True)
@@ -201,14 +235,19 @@ class FlowObjective:
     std: float
     shift: float
     num_timesteps: int
+    error: LossSettings = _PLAIN
+    times: TimestepSettings = _EVENLY
     prediction = FLOW
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> FlowObjective:
+    def from_config(
+        cls, config: Mapping[str, Any], *, loss: LossSettings = _PLAIN, times: TimestepSettings = _EVENLY
+    ) -> FlowObjective:
         """The objective of a scheduler configuration (see `scheduler_config`)."""
         flow = Flow.from_config(config)
+        _check_range(times, flow.num_train_timesteps)
         mean, std = float(config.get("logit_mean", 0.0)), float(config.get("logit_std", 1.0))
-        return cls(mean, std, flow.shift, flow.num_train_timesteps)
+        return cls(mean, std, flow.shift, flow.num_train_timesteps, loss, times)
 
     def to(self, device: torch.device | str) -> FlowObjective:
         """Itself: it holds no tensors."""
@@ -219,9 +258,11 @@ class FlowObjective:
 
         The normal number is the quantile of the draw, so that a row has its time whatever the batch is.
         """
-        t_B = torch.sigmoid(self.mean + self.std * torch.special.ndtri(u_B.double()))
+        own = {"distribution": self.times.distribution or "logit-normal", "mean": self.mean, "std": self.std}
+        t_B = drawn_times(u_B.double(), self.times.model_copy(update=own))
         t_B = self.shift * t_B / (1 + (self.shift - 1) * t_B)
-        return (self.num_timesteps * t_B).float()
+        first, end = self.times.min, self.times.max or self.num_timesteps
+        return (first + (end - first) * t_B).float()
 
     def at(self, point: int, t_B: Tensor) -> Tensor:
         """One timestep for all rows [B]."""
@@ -239,29 +280,102 @@ class FlowObjective:
     def loss(
         self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_B1HW: Tensor | None = None
     ) -> Tensor:
-        """Mean square error of each row [B], in float32; of what a mask shows, if given."""
-        return square_error(out_BCHW, target_BCHW, mask_B1HW)
+        """Mean error of each row [B], in float32; of what a mask shows, if given."""
+        c_B = huber_thresholds(self.error, t_B, self.num_timesteps)
+        return row_error(out_BCHW, target_BCHW, mask_B1HW, self.error.type, c_B)
 
 
 def make_objective(
-    config: Mapping[str, Any], min_snr_gamma: float | None = None, device: torch.device | str = "cpu"
+    config: Mapping[str, Any],
+    settings: ObjectiveSettings | None = None,
+    device: torch.device | str = "cpu",
 ) -> Objective | FlowObjective:
     """The objective of a scheduler configuration, of diffusion or rectified flow."""
+    asked = settings or ObjectiveSettings()
     if is_flow(config):
-        return FlowObjective.from_config(config)
-    return Objective.from_config(config, min_snr_gamma, device)
+        return FlowObjective.from_config(config, loss=asked.loss, times=asked.timesteps)
+    return Objective.from_config(
+        config,
+        asked.min_snr_gamma,
+        device,
+        debiased=asked.debiased_estimation,
+        loss=asked.loss,
+        times=asked.timesteps,
+    )
+
+
+def _check_range(times: TimestepSettings, total: int) -> None:
+    if max(times.min + 1, times.max or 0) > total:
+        key, value = ("max", times.max) if times.max and times.max > total else ("min", times.min)
+        raise RecipeError(
+            f"objective.timesteps.{key}", f"{value}", allowed=f"0 to {total}, the schedule's timesteps"
+        )
+
+
+def drawn_times(u_B: Tensor, settings: TimestepSettings) -> Tensor:
+    """Times [B] in [0, 1] of uniform draws, by the distributions of Esser et al. (2024), section 3.1."""
+    if settings.distribution == "logit-normal":
+        mean, std = settings.mean or 0.0, 1.0 if settings.std is None else settings.std
+        return torch.sigmoid(mean + std * torch.special.ndtri(u_B))
+    if settings.distribution == "mode":
+        return 1 - u_B - settings.mode_scale * (torch.cos(math.pi / 2 * u_B).square() - 1 + u_B)
+    return u_B
 
 
 def square_error(out_BCHW: Tensor, target_BCHW: Tensor, mask_B1HW: Tensor | None = None) -> Tensor:
-    """Mean square error of each row [B], in float32, or the mean weighted by a mask of values from 0 to 1.
+    """Mean square error of each row [B], in float32, or the mean weighted by a mask of values from 0 to 1."""
+    return row_error(out_BCHW, target_BCHW, mask_B1HW)
+
+
+def row_error(
+    out_BCHW: Tensor,
+    target_BCHW: Tensor,
+    mask_B1HW: Tensor | None = None,
+    kind: str = "mse",
+    c_B: Tensor | None = None,
+) -> Tensor:
+    """Mean error of each row [B], in float32, or the mean weighted by a mask of values from 0 to 1.
 
     The mask's own sum divides: a small subject counts as much as a large one. A black mask gives 0.
     """
-    square_BCHW = (out_BCHW.float() - target_BCHW.float()).square()
+    off_BCHW = out_BCHW.float() - target_BCHW.float()
+    if kind == "mse":
+        error_BCHW = off_BCHW.square()
+    elif kind == "l1":
+        error_BCHW = off_BCHW.abs()
+    else:
+        assert c_B is not None
+        c_B111 = c_B.float().view(-1, *(1,) * (off_BCHW.ndim - 1))
+        error_BCHW = 2 * (torch.sqrt(off_BCHW.square() + c_B111.square()) - c_B111)
+        error_BCHW = c_B111 * error_BCHW if kind == "huber" else error_BCHW
     if mask_B1HW is None:
-        return square_BCHW.mean(dim=(1, 2, 3))
+        return error_BCHW.mean(dim=(1, 2, 3))
     weight_B = mask_B1HW.sum(dim=(1, 2, 3)).clamp(min=1e-6)
-    return (square_BCHW.mean(dim=1, keepdim=True) * mask_B1HW).sum(dim=(1, 2, 3)) / weight_B
+    return (error_BCHW.mean(dim=1, keepdim=True) * mask_B1HW).sum(dim=(1, 2, 3)) / weight_B
+
+
+def huber_thresholds(
+    settings: LossSettings, t_B: Tensor, total: int, alphas_cumprod_T: Tensor | None = None
+) -> Tensor:
+    """The Huber losses' c at timesteps [B] of `total`, float64."""
+    c, t_B = settings.huber_c, t_B.double()
+    if settings.huber_schedule == "exponential":
+        return settings.huber_scale * c ** (t_B / total)
+    if settings.huber_schedule == "constant" or alphas_cumprod_T is None:
+        return torch.full_like(t_B, c * settings.huber_scale)
+    at_B = alphas_cumprod_T.double()[t_B.long()]
+    return (1 - c) / (1 + ((1 - at_B) / at_B).sqrt()).square() + c
+
+
+def debiased_weights(alphas_cumprod_T: Tensor, prediction: Prediction) -> Tensor:
+    """Loss weights [T] of debiased estimation (Yu et al. 2023): 1 / sqrt(SNR), of v 1 / (SNR + 1).
+
+    SNR is at most 1000. The picture's own error is SNR times smaller than the noise's, hence sqrt(SNR).
+    """
+    snr = (alphas_cumprod_T / (1 - alphas_cumprod_T)).clamp(max=1000)
+    if prediction == "v":
+        return 1 / (snr + 1)
+    return snr.sqrt() if prediction == "sample" else 1 / snr.sqrt()
 
 
 def min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: float | None) -> Tensor:
@@ -282,6 +396,12 @@ def min_snr_weights(alphas_cumprod_T: Tensor, prediction: Prediction, gamma: flo
 def offset_noise(noise_BCHW: Tensor, shift_BC11: Tensor, strength: float) -> Tensor:
     """Noise with a shift common to each channel's pixels, so that a picture's mean can be learned too."""
     return noise_BCHW + strength * shift_BC11 if strength else noise_BCHW
+
+
+def multires_noise(noise_BCHW: Tensor, pyramid_BCHW: Tensor) -> Tensor:
+    """Noise with coarser noises added (`data.order.pyramid`), each row scaled back to unit deviation."""
+    noise_BCHW = noise_BCHW + pyramid_BCHW
+    return noise_BCHW / noise_BCHW.std(dim=tuple(range(1, noise_BCHW.ndim)), keepdim=True)
 
 
 def _rows(table_T: Tensor, t_B: Tensor, like_BCHW: Tensor) -> Tensor:

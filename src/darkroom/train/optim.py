@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,19 +31,48 @@ def lr_factor(k: int, steps: int, settings: OptimSettings) -> float:
     return settings.final_lr_ratio + (1 - settings.final_lr_ratio) * falling
 
 
+@dataclass(frozen=True)
+class Rate:
+    """A peak learning rate, and the steps (from 0, `stop` not among them) in which it holds; else it is 0."""
+
+    peak: float
+    start: int = 0
+    stop: int | None = None
+
+
+def rate_of(name: str, peak: float, settings: OptimSettings) -> Rate:
+    """The rate of a weight `<part>.<name>` whose part has this peak.
+
+    LoRA+ (Hayou et al. 2024) multiplies that of an adapter's second matrix.
+    """
+    if settings.loraplus_lr_ratio is not None and ".lora_B." in name:
+        peak *= settings.loraplus_lr_ratio
+    rule = next((rule for rule in settings.layers if rule.holds_for(name)), None)
+    rate = Rate(peak) if rule is None else Rate(peak * rule.lr_scale, rule.start_step, rule.stop_step)
+    if settings.text_encoder_steps is not None and name.startswith("text_encoder"):
+        stops = (settings.text_encoder_steps, rate.stop)
+        rate = replace(rate, stop=min(stop for stop in stops if stop is not None))
+    return rate
+
+
 def parameter_groups(
-    params: Mapping[str, Tensor], rates: Mapping[str, float], weight_decay: float
+    params: Mapping[str, Tensor],
+    rates: Mapping[str, float],
+    weight_decay: float,
+    settings: OptimSettings | None = None,
 ) -> list[dict[str, Any]]:
     """AdamW's groups: each part's matrices and kernels with weight decay, its biases and norms without.
 
-    `params` are named `<part>.<name>`; `rates` are peak learning rates by part.
+    `params` are named `<part>.<name>`; `rates` are peak learning rates by part, `settings` say which weights
+    have others.
     """
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    groups: dict[tuple[str, bool, Rate], dict[str, Any]] = {}
     for name, param in params.items():
         part, decays = name.split(".", 1)[0], param.ndim > 1
+        rate = Rate(rates[part]) if settings is None else rate_of(name, rates[part], settings)
         decay = weight_decay if decays else 0.0
-        new = {"params": [], "weight_decay": decay, "lr": rates[part], "peak_lr": rates[part]}
-        groups.setdefault((part, decays), new)["params"].append(param)
+        new = {"params": [], "weight_decay": decay, "lr": rate.peak, "peak_lr": rate.peak, "rate": rate}
+        groups.setdefault((part, decays, rate), new)["params"].append(param)
     return list(groups.values())
 
 
@@ -144,13 +174,16 @@ def _imported(module: str, name: str, extra: str) -> Any:
         raise MissingExtra(module.partition(".")[0], extra) from None
 
 
-def set_lr(optimiser: Optimiser, factor: float) -> None:
-    """Set every group's rate to its peak times `factor`."""
+def set_lr(optimiser: Optimiser, factor: float, k: int = 0) -> None:
+    """Set every group's rate to its peak times `factor`, or to 0 where step k is not one of its own."""
     for group in optimiser.param_groups:
+        rate: Rate = group["rate"]
+        stays = k < rate.start or (rate.stop is not None and k >= rate.stop)
+        lr = 0.0 if stays else group["peak_lr"] * factor
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(group["peak_lr"] * factor)
+            group["lr"].fill_(lr)
         else:
-            group["lr"] = group["peak_lr"] * factor
+            group["lr"] = lr
 
 
 def averaged_by_itself(

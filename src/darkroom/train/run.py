@@ -18,7 +18,7 @@ from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
-from darkroom.recipe.sections import ADAPTER_TASKS, PhaseSettings
+from darkroom.recipe.sections import PhaseSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
@@ -258,8 +258,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
 def _environment(job: Job) -> dict[str, Any]:
     """Where a session runs, the store it reads, and of an adapter what it is trained on."""
     told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
-    adapts = job.recipe.task in ADAPTER_TASKS
-    return told | ({"base": described_base(job.task.model)} if adapts else {})
+    return told | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
 
 
 def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
@@ -297,8 +296,10 @@ def export(
     state = _state(source, recipe, checkpoint, say)
     values, measured = _exported(recipe, state, newest=checkpoint is None, ema=ema, say=say)
     if as_file:
-        base = source.environment.get("base", {})
-        return write_adapter_file(recipe, values, target, name=target.stem, base=base, kohya=kohya)
+        base, run_path = source.environment.get("base", {}), source.path
+        return write_adapter_file(
+            recipe, values, target, name=target.stem, base=base, kohya=kohya, run=run_path
+        )
     write_whole_model(recipe, values, measured, source.path, target)
     return target
 

@@ -116,7 +116,7 @@ class Scores:
             raise RecipeError(
                 "data.holdout", f"{len(held)} pictures", allowed=f"{FEWEST} or more, for scores"
             )
-        self._drawn = recipe.sample
+        self._drawn, self._how = recipe.sample, recipe.data.reading
         self._side = recipe.data.resolution
         index = np.unique(np.linspace(0, len(held) - 1, count).round().astype(np.int64))
         self._reference = HeldOut(store, held.positions(index))
@@ -137,7 +137,8 @@ class Scores:
         from darkroom.evaluate.metrics import METRICS, Scorer, Sets
 
         drawn = self._drawn
-        generate = partial(sample.generate, optimise="none", progress=progress, notice=lambda _: None)
+        how = self._how
+        generate = partial(sample.generate, optimise="none", progress=progress, notice=lambda _: None, **how)
         settings = {"size": (self._side, self._side), "steps": drawn.steps, "guidance": drawn.guidance}
         settings |= {} if drawn.solver is None else {"solver": drawn.solver}
         with TemporaryDirectory(prefix=".scores-", dir=folder) as place:

@@ -18,15 +18,27 @@ from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
+from darkroom.models.adapters.read import read_adapter
+from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
 from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, check_batch, check_together
-from darkroom.recipe.sections import ADAPTER_TASKS, TrainSettings
+from darkroom.recipe.sections import TrainSettings
+from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checkpoint.storage import check_url
 from darkroom.train.contents import base_of, check_base, contents_of
-from darkroom.train.data.feed import Feed, bucket_step, make_feed, make_order, read_once, rows_an_epoch
+from darkroom.train.data.feed import (
+    LOSS_WEIGHT,
+    PROMPT,
+    Feed,
+    bucket_step,
+    make_feed,
+    make_order,
+    read_once,
+    rows_an_epoch,
+)
 from darkroom.train.data.local_dataset import (
     class_store_path,
     gather,
@@ -55,14 +67,16 @@ from darkroom.train.memory import (
     try_micro_batches,
 )
 from darkroom.train.model import build_model
-from darkroom.train.objective import make_objective
+from darkroom.train.objective import Objective, make_objective
 from darkroom.train.scores import Scores, check_scores
-from darkroom.train.speed import flops_per_image
-from darkroom.train.step import Step, choose_precision, micro_batches
+from darkroom.train.speed import flops_per_image, set_kernels
+from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
-from darkroom.train.tasks.diffusion import SIZES, Diffusion, Task
+from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
+from darkroom.train.tasks.distill import Distillation
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
+from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
 from darkroom.train.tracking import check_tracker
@@ -72,7 +86,6 @@ if TYPE_CHECKING:
 
 CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
-FROZEN_UNET = (*ADAPTER_TASKS, "textual-inversion")
 SCENES = ("{} in the snow", "{} on the beach")
 
 
@@ -104,6 +117,7 @@ def make_job(
     _check_pinned(store, pinned)
     contents = ranks.tell(lambda: contents_of(store, pinned.contents))
     device = _device(recipe, ranks)
+    set_kernels(recipe.train, device)
     precision, why = choose_precision(recipe.train.precision, device)
     notes = [f"precision {precision}: {why}"]
     model = (
@@ -113,12 +127,14 @@ def make_job(
     )
     base = base_of(recipe, model)
     check_base(base, pinned.base, recipe)
-    if recipe.task in FROZEN_UNET and model.unet is not None:
+    if frozen_unet(recipe) and model.unet is not None:
         cast_opened(model.unet, models.precision(precision))  # never trained: no float32 copy is needed
     stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
     _move(model, device)
     task = make_task(recipe, model, store, device)
     base |= seen_by(task)
+    if recipe.adapter is not None and recipe.adapter.start is not None:
+        base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
     check_base(base, pinned.base, recipe)
     if device.type != "cpu":
         halve_text(recipe, model, models.precision(precision))
@@ -168,6 +184,11 @@ def make_job(
     )
 
 
+def frozen_unet(recipe: Recipe) -> bool:
+    """Whether the U-Net's own weights stay as they are."""
+    return recipe.adapts or recipe.task == "textual-inversion"
+
+
 def _made_ready(
     recipe: Recipe, model: Model, store: Store, pinned: Pinned, precision: str, say: Say, ranks: Ranks
 ) -> list[Store]:
@@ -183,6 +204,8 @@ def _made_ready(
             dtype = models.precision(precision)
             _move(model, _device(recipe, ranks))
             ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
+        stores.append(Store.open(class_store_path(pinned.run)))
+    if recipe.task == "dpo":
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
     if own:
@@ -202,7 +225,7 @@ def halve_text(recipe: Recipe, model: Model, dtype: torch.dtype) -> None:
 
     Call it when the task is made: a store's column is known by the identity of float32 weights.
     """
-    if recipe.task in ADAPTER_TASKS and recipe.adapter is not None and not recipe.adapter.text_encoder:
+    if recipe.adapts and recipe.adapter is not None and not recipe.adapter.text_encoder:
         for encoder in model.text_encoders:
             nn.Module.to(encoder, dtype)
 
@@ -231,6 +254,7 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, 
         if train.gradient_checkpointing:
             _checkpoint_activations(module)
         forget_inputs(module)
+    _compile(task, train)
     return Step(
         task,
         task.modules,
@@ -242,7 +266,16 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, 
         rows_a_picture=task.rows_a_picture,
         ranks=ranks,
         shard=recipe.parallel.shard,
+        reduce=DTYPES[recipe.parallel.reduce],
     )
+
+
+def _compile(task: Task, settings: TrainSettings) -> None:
+    """Compile what most of a step's work is in: the U-Net, transformer or VAE, as the recipe says."""
+    if settings.compile == "none":
+        return
+    denoiser = task.modules.get("unet", next(iter(task.modules.values())))
+    compile_blocks(denoiser) if settings.compile == "blocks" else compile_whole(denoiser)
 
 
 def _check_pinned(store: Store, pinned: Pinned) -> None:
@@ -296,21 +329,44 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
             "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
             "shuffle_tags": data.shuffle_tags,
             "keep_tokens": data.keep_tokens,
-            "columns": (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,))),
+            "tag_dropout": data.tag_dropout,
+            "token_warmup": (data.token_warmup_steps, data.token_warmup_min),
+            "wildcards": data.wildcards,
+            "around": (data.caption_prefix, data.caption_suffix),
+            "columns": (
+                *(SIZES if model.is_sdxl else ()),
+                *(() if masks is None else (masks.column,)),
+                *((PROMPT, LOSS_WEIGHT) if data.sets else ()),
+            ),
+            "prompt_column": PROMPT if data.sets else None,
         }
     )
-    objective = make_objective(model.scheduler, recipe.objective.min_snr_gamma, device)
+    objective = make_objective(model.scheduler, recipe.objective, device)
     modules = _trained(recipe, model, device)
-    return Diffusion(
+    if recipe.task == "distill":
+        assert isinstance(objective, Objective)
+        return Distillation(
+            model,
+            objective,
+            read,
+            modules,
+            recipe.objective.distill,
+            adapts=recipe.adapts,
+            encode=encode,
+            cache_text=True,
+        )
+    made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
+    return made(
         model,
         objective,
         read,
         modules,
-        text_encoder_lr=recipe.optim.text_encoder_lr,
-        noise_offset=recipe.objective.noise.offset,
+        rates={part: recipe.optim.part_lr(part) for part in modules},
+        noise=recipe.objective.noise,
         num_points=recipe.evaluate.timesteps,
         encode=encode,
         cache_text=recipe.task in FINE_TUNING,
+        reading=None if data.reads_text_plainly else Reading.of(data),
         prior_weight=None if data.class_prompt is None else data.prior_weight,
         masks=masks,
         extras=extras,
@@ -335,7 +391,7 @@ def _trained(recipe: Recipe, model: Model, device: torch.device) -> dict[str, nn
     """The parts that gradients go through, by name; what is trained of them requires gradients."""
     assert model.unet is not None
     parts: dict[str, nn.Module] = {"unet": model.unet}
-    if recipe.task in ADAPTER_TASKS:
+    if recipe.adapts:
         assert recipe.adapter is not None
         parts |= add_adapters(model, recipe.adapter, seed=recipe.train.seed)
     elif recipe.task == "textual-inversion":
@@ -420,7 +476,7 @@ def _captions_of(recipe: Recipe) -> tuple[str, ...]:
     return recipe.data.prompts
 
 
-def known_prompts(recipe: Recipe) -> tuple[str, ...] | None:
+def known_prompts(recipe: Recipe) -> tuple[str | SamplePrompt, ...] | None:
     """What samples are drawn of, as far as the recipe alone says it; None: of pictures' captions."""
     settings = recipe.sample
     if recipe.task == "extractor":
@@ -433,7 +489,7 @@ def known_prompts(recipe: Recipe) -> tuple[str, ...] | None:
     return None
 
 
-def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str, ...]:
+def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str | SamplePrompt, ...]:
     known = known_prompts(recipe)
     if known is not None:
         return known

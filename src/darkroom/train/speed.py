@@ -12,15 +12,24 @@ from darkroom.bill import Bill
 from darkroom.counting import counting
 from darkroom.hardware import machine
 from darkroom.hardware.cards import mfu
+from darkroom.recipe.sections import TrainSettings
 from darkroom.train.tasks.diffusion import Task
 
 COUNT_AFTER_S = 60.0  # counting takes seconds: not worth it in a run that is over before
 
 
+def set_kernels(settings: TrainSettings, device: torch.device) -> None:
+    """Let the card's libraries round and choose as a recipe says, for the rest of the process."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = settings.tf32
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+
+
 def flops_per_image(task: Task, inputs: Mapping[str, Tensor]) -> int:
     """FLOPs of one picture's forward and backward pass, counted on the task's own loss."""
     one = {name: tensor[: task.rows_a_picture] for name, tensor in inputs.items()}
-    with counting(*task.modules.values()) as counter:
+    plainly: Any = torch.compiler.set_stance
+    with plainly("force_eager"), counting(*task.modules.values()) as counter:
         loss = task.losses(counter.fake(one))["loss"]
         torch.autograd.backward(loss.sum())
         return counter.result().flops

@@ -79,6 +79,7 @@ class Step:
         rows_a_picture: int = 1,
         ranks: Ranks = ALONE,
         shard: str = "grads",
+        reduce: torch.dtype = torch.float32,
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
         self._rows_a_picture = rows_a_picture
@@ -91,9 +92,9 @@ class Step:
         else:
             from darkroom.train.distributed.ddp_fsdp import share_weights
 
-            self.weights = share_weights(modules, dtype, ranks, shard)
+            self.weights = share_weights(modules, dtype, ranks, shard, reduce)
         peaks = dict.fromkeys(modules, optim.lr) | dict(rates or {})
-        groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay)
+        groups = parameter_groups(self.weights.masters, peaks, optim.weight_decay, optim)
         if optim.fused_backward:
             self._fuse(make_each(groups, optim))
         else:
@@ -110,7 +111,7 @@ class Step:
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
         torch.manual_seed(step_seed(self._train.seed, k))  # dropout, where a model has any
         factor = lr_factor(k, self._train.steps, self._optim)
-        set_lr(self.optimiser, factor)
+        set_lr(self.optimiser, factor, k)
         losses = self._fitting_gradients(inputs)
         norm = self._square_norm.sqrt() if self._optim.fused_backward else self._update()
         self.weights.clear_gradients()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import math
@@ -17,7 +16,7 @@ import torch
 
 from darkroom.bill import Bill, Meter, format_seconds, format_usd
 from darkroom.counting import UncountedOperation
-from darkroom.errors import CheckpointError, DarkroomError, Stopped
+from darkroom.errors import CheckpointError, DarkroomError, Stopped, is_disk_full
 from darkroom.run import BILL, ENDED, Run, write_whole
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.checkpoint.saver import Saver
@@ -165,7 +164,7 @@ class Trainer:
                         self._window = _Window()
                 return self._finish()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not is_disk_full(error):
                 raise
             raise DarkroomError(
                 f"the disk of '{self.run.path}' is full after step {self.k}; {self._kept()}; make room, "

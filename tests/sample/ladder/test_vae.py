@@ -118,6 +118,33 @@ def test_a_decoder_for_other_latents_is_refused_with_the_reason(shared_data, tin
         optimise(tiny, f"tiny_vae:{shared_data / 'taef2'}")
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "config.json' holds a list; allowed: a JSON object"),
+        ("{", "config.json' is no JSON"),
+        ('{"blocks_per_stage_decoder": 3}', "width None; allowed: 1 to 4096"),
+        (
+            '{"blocks_per_stage_decoder": 3, "width": 8, "latent_channels": 4, "downscale": 8}',
+            "blocks_per_stage_decoder 3; allowed: a list of counts",
+        ),
+    ],
+)
+def test_a_decoders_configuration_of_another_shape_is_refused(tmp_path, content, told):
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "tiny.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=told):
+        load_tiny(str(tmp_path), 8)
+
+
+def test_a_decoder_that_was_cut_short_is_refused(tmp_path):
+    about = '{"blocks_per_stage_decoder": [1], "width": 8, "latent_channels": 4, "downscale": 8}'
+    (tmp_path / "config.json").write_text(about)
+    (tmp_path / "tiny.safetensors").write_bytes(b"\x08")
+    with pytest.raises(InputError, match="tiny.safetensors' is damaged"):
+        load_tiny(str(tmp_path), 8)
+
+
 def test_the_trained_decoder_brings_a_photograph_back(shared_data):
     """Its own encoder, put together here from the same blocks, and the decoder that is loaded."""
     from PIL import Image

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
+from darkroom import options
 from darkroom.serve.page import PATHS
 from needs import missing
 from serve.browser import CHROMIUM, Browser
@@ -336,3 +337,19 @@ def test_nothing_comes_from_elsewhere_and_nothing_is_inline(http):
         assert again.status_code == 304
     shipped = {one.name for one in files("darkroom.serve.page").iterdir() if one.name.split(".")[-1] != "py"}
     assert shipped - {"__pycache__"} == {Path(name).name for name in PATHS.values()}
+
+
+def test_the_page_has_the_solvers_that_the_server_has(run_http):
+    """One table: `options.A1111_NAMES`."""
+
+    async def scenario(core, http):
+        return await http.get("/page/solvers.js"), await http.get("/page/png.js")
+
+    made, reader = run_http(scenario)
+    told = dict(re.findall(r"^export const (\w+) = (.*);$", made.text, re.M))
+    assert json.loads(told["SOLVER_NAMES"]) == options.A1111_NAMES
+    for name, solver in json.loads(told["SOLVERS"]).items():
+        assert options.parse_solver(name) == (solver, None)
+    assert made.headers["content-type"].startswith("text/javascript")
+    assert 'import { SOLVERS } from "./solvers.js";' in reader.text
+    assert "dpmpp_2m" not in reader.text

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from darkroom import models, sample
+from darkroom import models, options, sample
 from darkroom.models.adapters.bank import Bank
 from darkroom.sample.backends import open_backend
 from darkroom.serve.engine.adapters import Library
@@ -23,7 +23,7 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice, PictureRequest
 from serve.conftest import NUM_ADAPTERS, SMALL, difference
 
-SOLVERS = ["ddim", "pndm", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lcm"]
+SOLVERS = list(options.SOLVERS)
 
 
 class Waiting:

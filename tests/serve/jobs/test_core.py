@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
+import json
 import re
 import threading
 import time
@@ -12,7 +14,9 @@ import pytest
 from PIL import Image
 
 from darkroom import sample
+from darkroom.models import folder
 from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.results import Keeper
 from darkroom.serve.jobs.store import StorageError
 from darkroom.serve.request import AdapterChoice, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
@@ -53,6 +57,36 @@ def test_a_job_becomes_pictures_that_say_how_they_were_made(run_core, small, tmp
         path = tmp_path / "one.png"
         path.write_bytes(picture.png)
         assert sample.read_parameters(path)["seed"] == other.parameters["seed"]
+
+
+def test_pictures_name_the_hash_of_the_models_file(run_core, model_folder):
+    """The same as `generate` writes, in darkroom's chunk and in A1111's."""
+    weights = next((model_folder / "unet").glob("*.safetensors"))
+    sha256 = hashlib.sha256(weights.read_bytes()).hexdigest()
+
+    async def scenario(core):
+        job = await core.submit(QUICK, key="a")
+        await core.finished(job.id, key="a")
+        return (await core.pictures(job.id, key="a"))[0].png, core.model.sha256
+
+    png, told = run_core(scenario)
+    texts = Image.open(io.BytesIO(png)).text
+    assert (told, json.loads(texts["darkroom"])["model_sha256"]) == (sha256, sha256)
+    assert f"Model hash: {sha256[:10]}, " in texts["parameters"]
+
+
+def test_a_large_models_hash_comes_while_it_is_served(run_core, monkeypatch):
+    monkeypatch.setattr(folder, "QUICK_BYTES", 0)
+    monkeypatch.setenv("DARKROOM_CACHE", "/dev/null/none")  # so that it is not known already
+
+    async def scenario(core):
+        for _ in range(500):
+            if core.model.sha256:
+                break
+            await asyncio.sleep(0.01)
+        return len(core.model.sha256 or "")
+
+    assert run_core(scenario) == 64
 
 
 def test_the_same_id_is_the_same_job_and_another_body_is_a_conflict(run_core):
@@ -585,6 +619,72 @@ def test_a_lost_device_hangs_nobody_and_loses_no_job(run_core, monkeypatch):
         return (await core.finished("x", key="a")).state
 
     assert run_core(later) == "done"
+
+
+KEPT = PictureRequest(prompt="a red circle", steps=20, seed=5)
+
+
+def kept_job(run_core, monkeypatch, error, seconds=30.0):
+    """A job that was accepted before a restart, whose uploads cannot be read the first time; how it ends."""
+
+    async def accept(core):
+        await core.submit(KEPT, key="a", job_id="x")
+        core._set_all_aside()
+
+    run_core(accept)
+    read, times = Keeper.read_uploads, []
+
+    def fails_once(self, uid):
+        times.append(uid)
+        if len(times) == 1:
+            raise error
+        return read(self, uid)
+
+    monkeypatch.setattr(Keeper, "read_uploads", fails_once)
+
+    return run_core(lambda core: looked_at(core, seconds)), len(times)
+
+
+async def looked_at(core, seconds):
+    """The job when it is over, or as it is after so long."""
+    end = time.monotonic() + seconds
+    while not (job := await core.get("x", key="a")).over and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    return job
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("the database is gone"), OSError(24, "Too many open files"), MemoryError()]
+)
+def test_a_kept_job_waits_for_a_machine_that_fails_just_now(run_core, monkeypatch, error):
+    job, times = kept_job(run_core, monkeypatch, error)
+    assert (job.state, times) == ("done", 2)
+
+
+def test_a_mistake_of_ours_ends_no_kept_job(run_core, monkeypatch, caplog):
+    """It stays for the next process, and the log has the traceback; a request that is none any more ends."""
+    job, times = kept_job(run_core, monkeypatch, ValueError("not in list"), 1.0)
+    assert (job.state, times) == ("queued", 1)
+    assert "cannot be taken up; it is kept" in caplog.text
+    monkeypatch.undo()
+
+    async def later(core):
+        return (await core.finished("x", key="a")).state
+
+    assert run_core(later) == "done"
+
+
+def test_a_kept_job_beyond_a_new_bound_ends_with_the_reason(run_core):
+    async def accept(core):
+        await core.submit(KEPT, key="a", job_id="x")
+        core._set_all_aside()
+
+    run_core(accept)
+    job = run_core(lambda core: looked_at(core, 30.0), limits=Limits(steps=2))
+    assert (job.state, job.error) == (
+        "failed",
+        {"code": "not_possible_any_more", "message": "steps: at most 2"},
+    )
 
 
 def test_a_job_says_what_it_cost(run_core):

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sql
 
 from darkroom.errors import InputError
-from darkroom.serve.jobs.store import ADDED, Record, Store
+from darkroom.serve.jobs.store import ADDED, FORMER_INDICES, INDICES, JOBS, Record, Store
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -159,3 +159,90 @@ def test_who_leaves_while_the_store_works_does_not_stop_it(store):
 
     asyncio.run(leave())
     assert store.find("key", "nobody").result(timeout=10) is None
+
+
+def fill(store: Store, count: int) -> None:
+    """A history: jobs that are over, of the store's key and of others."""
+
+    def action(connection: sql.Connection) -> None:
+        rows = [
+            {
+                **record(store, str(i)).__dict__,
+                "uid": f"{i:032x}",
+                "key": store.server if i % 2 else "another",
+                "state": "done",
+                "created_s": float(i),
+                "finished_s": i + 1.0,
+                "bytes": 10,
+                "result": "{}",
+            }
+            for i in range(count)
+        ]
+        connection.execute(sql.insert(JOBS), rows)
+
+    store.do(action).result()
+
+
+def plans(store: Store, seen: list[tuple[str, tuple]]) -> dict[str, str]:
+    """Each statement's query plan, as SQLite explains it."""
+
+    def action(connection: sql.Connection) -> dict[str, str]:
+        return {
+            text: "; ".join(
+                row[-1] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", arguments)
+            )
+            for text, arguments in seen
+        }
+
+    return store.do(action).result()
+
+
+def test_every_query_of_the_history_uses_an_index(tmp_path):
+    """Whatever the store asks of its table; the control asks for what has none."""
+    store = Store(f"sqlite:///{tmp_path}/jobs.db", "here")
+    fill(store, 400)
+    seen: list[tuple[str, tuple]] = []
+
+    def keep(connection, cursor, statement, parameters, context, executemany):
+        if JOBS.name in statement and not statement.startswith(("INSERT", "EXPLAIN")):
+            seen.append((statement, parameters))
+
+    sql.event.listen(store._engine, "before_cursor_execute", keep)
+    new = record(store, "new")
+    store.accept(new).result()
+    store.start(new.uid, 1.0).result()
+    store.end(new.uid, "done", 2000.0, {}, 10).result()
+    store.find_uid(new.uid).result()
+    assert [one.created_s for one in store.find_all("another", limit=2).result()] == [398.0, 396.0]
+    assert [one.created_s for one in store.find_all("another", state="done", before_s=9).result()] == [
+        8.0, 6.0, 4.0, 2.0, 0.0,
+    ]  # fmt: skip
+    store.live().result()
+    assert len(store.expired(11.0, 10_000).result()) == 10
+    assert len(store.expired(0.0, 1000).result()) == 301
+    store.known([new.uid]).result()
+    store.forget([new.uid]).result()
+    store.probe().result()
+    sql.event.remove(store._engine, "before_cursor_execute", keep)
+    control = f"SELECT uid FROM {JOBS.name} WHERE digest = ?"
+    told = plans(store, [*seen, (control, ("d",))])
+    assert "SCAN darkroom_jobs" in told.pop(control)
+    assert len(told) >= 11
+    for text, plan in told.items():
+        assert "SCAN" not in plan, (text, plan)
+        assert " IN (" in text or "TEMP B-TREE" not in plan, (text, plan)  # the live ones are few
+    store.close()
+
+
+def test_a_database_made_before_gets_the_indices(url):
+    name = f"server-{time.monotonic_ns()}"
+    Store(url, name).close()
+    engine = sql.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sql.text(f"DROP INDEX {INDICES[0].name}"))
+        connection.execute(sql.text(f"CREATE INDEX {FORMER_INDICES[0]} ON {JOBS.name} (server)"))
+    Store(url, name).close()
+    there = {index["name"] for index in sql.inspect(engine).get_indexes(JOBS.name)}
+    assert {index.name for index in INDICES} <= there
+    assert not there.intersection(FORMER_INDICES)
+    engine.dispose()

@@ -214,3 +214,41 @@ def test_a_process_killed_while_saving_leaves_a_whole_one(tmp_path: Path) -> Non
     assert found is not None
     save_checkpoint(folder, found.step + 1, tensors(), {}, keep=1)
     assert len(list(folder.iterdir())) == 1  # what the killed ones left is cleared away
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path: Path) -> None:
+    """No older checkpoint is taken, and none said to be damaged, where files cannot be opened just now."""
+    save_checkpoint(tmp_path, 10, tensors(1), {"k": 10}, keep=2)
+    newest = save_checkpoint(tmp_path, 20, tensors(2), {"k": 20}, keep=2)
+    said: list[str] = []
+    weights = newest / "weights.safetensors"
+    weights.rename(newest / "kept")
+    weights.symlink_to("/proc/self/mem")  # a file whose first byte is an input/output error
+    with pytest.raises(CheckpointError, match="could not be read: .*Input/output error") as caught:
+        newest_in(tmp_path, say=said.append)
+    assert said == []
+    assert f"'{newest}'" in str(caught.value)
+    assert "damaged" not in str(caught.value)
+    (newest / "kept").rename(weights)
+    found = newest_in(tmp_path, say=said.append)
+    assert found is not None
+    assert (found.step, said) == (20, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[]", "lists no files"),
+        ('{"files": []}', "lists no files"),
+        ('{"files": {"a": 1}}', "lists no files"),
+        ("[" * 100_000, "manifest.json: "),
+        ('{"files": {}, "step": 20, "format": 2}', "does not belong to it"),
+    ],
+)
+def test_a_list_of_another_shape_is_damage(tmp_path: Path, content: str, told: str) -> None:
+    (save_checkpoint(tmp_path, 20, tensors(2), {}, keep=2) / "manifest.json").write_text(content)
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match="none of 1"):
+        newest_in(tmp_path, say=said.append)
+    assert len(said) == 1
+    assert told in said[0]

@@ -137,6 +137,39 @@ def test_a_damaged_newest_is_passed_over_aloud(url: str, tmp_path: Path, key: st
         newest([place], said.append, ALONE)
 
 
+def test_a_store_that_fails_is_no_damage(tmp_path: Path) -> None:
+    """The older one is not taken where the newest cannot be read just now."""
+    place = RemotePlace(f"file://{tmp_path}/store", tmp_path / "run")
+    place.prepare()
+    save(place, 10)
+    save(place, 20)
+    weights = tmp_path / "store" / "step-00000020.t" / "weights.safetensors"
+    weights.rename(weights.with_name("kept"))
+    weights.symlink_to("/proc/self/mem")  # its first byte is an input/output error
+    said: list[str] = []
+    with pytest.raises(CheckpointError, match="step-00000020.t' could not be read: "):
+        newest([place], said.append, ALONE)
+    assert said == []
+    weights.with_name("kept").rename(weights)
+    _, found = newest([place], said.append, ALONE)
+    assert found is not None
+    assert (found.step, said) == (20, [])
+
+
+def test_an_address_that_does_not_answer_is_no_mistake_of_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    place = RemotePlace("s3://gone/a", tmp_path)
+    place._fs.retries = 1
+    with pytest.raises(CheckpointError, match="checkpoint.url: 's3://gone/a' cannot be written: ") as caught:
+        place.prepare()
+    assert caught.value.exit_code == 1
+
+
 def test_what_does_not_arrive_whole_does_not_count(url: str, tmp_path: Path) -> None:
     place = RemotePlace(url, tmp_path)
     save(place, 10)

@@ -36,7 +36,7 @@ from darkroom.data.importers.source import (
 from darkroom.data.importers.zip import ZipReader
 from darkroom.data.seen import Seen, short_id
 from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, TextLines, decode_text
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 
 METADATA = ("metadata.jsonl", "captions.jsonl", "metadata.csv", "captions.csv")
 BESIDE = (".txt", ".caption")
@@ -265,6 +265,8 @@ def _sample(found: Found, caption: str | None, extras: Mapping[str, Any]) -> Ite
     try:
         return Sample(found.key, found.read(), caption, extras)
     except (OSError, ValueError) as error:
+        if is_system_failure(error):
+            raise
         return Problem(found.key, "undecodable", f"cannot be read: {error}")
 
 
@@ -297,6 +299,8 @@ def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
         try:
             text = decode_text(found.read(), recoded)
         except (OSError, ValueError) as error:
+            if is_system_failure(error):
+                raise
             raise TextError(f"{what}: {error}") from error
         return captions_of(" ".join(text.split()))[0]
     return None

@@ -80,7 +80,7 @@ class ImportReport:
             told.append(f"{self.doubles:,} were there already")
         if self.rejected:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.rejected.items()))
-            told.append(f"set aside: {reasons}; see {self.rejected_file}")
+            told.append(f"rejected: {reasons}; see {self.rejected_file}")
         if "no-caption" in self.rejected:
             told.append("pictures without a caption come in with: --missing-caption keep")
         if self.recoded:

@@ -40,7 +40,7 @@ from darkroom.data.importers.source import (
     paths_below,
 )
 from darkroom.data.texts import decode_text
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 
 INDEX = "index.json"
 COPY_BYTES = 1024**2
@@ -147,6 +147,8 @@ class MdsSource:
                     yield from self._sample(f"{name}:{number}", columns, shard, image, caption)
                     number += 1
         except (OSError, ValueError, EOFError, struct.error, zstandard.ZstdError) as error:
+            if is_system_failure(error):
+                raise
             yield Problem(f"{name}:{number}", "torn-part", f"damaged shard: {error}")
 
     def _sample(

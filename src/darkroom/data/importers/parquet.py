@@ -28,7 +28,7 @@ from darkroom.data.importers.source import (
     paths_below,
 )
 from darkroom.data.texts import TextError, decode_text
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 
 BATCH_ROWS = 64
 READ_BYTES = 1024**2
@@ -92,6 +92,8 @@ class ParquetSource:
                     yield from self._row(f"{prefix}{number}", row, image, caption, file)
                     number += 1
         except (pa.ArrowException, OSError) as error:
+            if is_system_failure(error):
+                raise
             yield Problem(prefix or file.name, "torn-part", " ".join(str(error).split()))
 
     def _decoded(self, batch: pa.RecordBatch) -> list[dict[str, Any]]:
@@ -154,6 +156,8 @@ def _opened(file: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
+        if is_system_failure(error):
+            raise
         raise InputError(f"{file} is no Parquet file: {' '.join(str(error).split())}") from error
 
 

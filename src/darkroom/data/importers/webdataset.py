@@ -28,7 +28,7 @@ from darkroom.data.importers.source import (
     typed,
 )
 from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, decode_text
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 TEXTS = ("txt", "text", "caption")
@@ -86,6 +86,8 @@ class WebdatasetSource:
                     key, files = name, {}
                 files[extension] = content
         except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+            if is_system_failure(error):
+                raise
             yield Problem(prefix + key, "torn-part", f"{tar.name} ends early: {error}")
         yield from self._sample(prefix + key, files)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from darkroom.errors import ModelError
+from darkroom.errors import ModelError, is_system_failure
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.tensor_file import write_tensors
 
@@ -145,6 +145,8 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
         write_tensors(beside, tensors, metadata)
         atomic_replace(beside, path)
     except OSError as error:
+        if is_system_failure(error):
+            raise
         raise ModelError(f"'{path}' cannot be written: {error.strerror or error}") from error
     finally:
         remove_file(beside)

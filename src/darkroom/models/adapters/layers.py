@@ -1,4 +1,4 @@
-"""What an adapter adds to one layer: low rank (LoRA), and its kin LoHa and LoKr; with DoRA's magnitudes.
+"""What an adapter does to one layer: LoRA, LoHa, LoKr, a difference or a rotation; with DoRA's magnitudes.
 
 Shapes: O outputs, I inputs of the layer, r the rank, kh kw the kernel of a convolution.
 """
@@ -79,7 +79,11 @@ def _decomposed(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tens
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Factors:
-    """LoHa (a Hadamard product of two low ranks) or LoKr (a Kronecker product), in LyCORIS' names."""
+    """What is no plain low rank, in LyCORIS' names.
+
+    LoHa (a Hadamard product of two low ranks), LoKr (a Kronecker product), full (the whole difference) or oft
+    (a rotation of the outputs in blocks).
+    """
 
     kind: str
     parts: Mapping[str, torch.Tensor]
@@ -104,7 +108,16 @@ class Factors:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of what is added, a kernel's sides kept or flattened; None where the parts do not fit."""
+        """The shape of what is added, a kernel's sides kept or flattened; None where the parts do not fit.
+
+        Of a rotation it is the number of outputs alone.
+        """
+        if self.kind == "full":
+            shape = tuple(self.parts["diff"].shape)
+            return shape if len(shape) in (2, 4) else None
+        if self.kind == "oft":
+            blocks = self.parts["oft_blocks"].shape
+            return (blocks[0] * blocks[1],) if len(blocks) == 3 and blocks[1] == blocks[2] else None
         parts = {role.split("_", 1)[1]: tuple(tensor.shape) for role, tensor in self.parts.items()}
         one, two = (_low_rank_shape(parts, name) for name in ("w1", "w2"))
         if one is None or two is None or not math.prod(one) * math.prod(two):
@@ -114,7 +127,9 @@ class Factors:
         return None if len(one) != 2 else (one[0] * two[0], one[1] * two[1], *two[2:])
 
     def delta(self) -> torch.Tensor:
-        """What is added to the weight, in float32."""
+        """What is added to the weight, in float32; a rotation adds nothing that is the same for all."""
+        if self.kind == "full":
+            return self.parts["diff"].float()
         parts = {role.split("_", 1)[1]: tensor.float() for role, tensor in self.parts.items()}
         if self.kind == "loha":
             one = _low_rank(parts["w1_a"], parts["w1_b"], parts.get("t1"))
@@ -126,8 +141,23 @@ class Factors:
 
     def change(self, weight: torch.Tensor) -> torch.Tensor:
         """The difference that the layer makes to a float32 weight."""
+        if self.kind == "oft":
+            return rotated(self.parts["oft_blocks"], weight) - weight
         delta = self.delta().reshape(weight.shape)
         return delta if self.magnitude is None else _decomposed(weight, delta, self.magnitude) - weight
+
+
+def rotated(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight [O, ...] whose outputs are rotated in blocks [O / n, n, n].
+
+    Cayley's map makes an orthogonal matrix of a skew one: R = (I + Q)(I - Q)^-1 (Qiu et al. 2023). Rows are
+    turned by R's transpose, as LyCORIS and ComfyUI do it.
+    """
+    skew = blocks.float() - blocks.float().transpose(1, 2)
+    one = torch.eye(blocks.shape[1], device=blocks.device)
+    turn = (one + skew) @ torch.linalg.inv(one - skew)
+    grouped = weight.reshape(blocks.shape[0], blocks.shape[1], -1)
+    return torch.bmm(turn.transpose(1, 2), grouped).reshape(weight.shape)
 
 
 def _low_rank(a: torch.Tensor, b: torch.Tensor, core: torch.Tensor | None) -> torch.Tensor:
@@ -150,7 +180,9 @@ def _low_rank_shape(parts: Mapping[str, tuple[int, ...]], name: str) -> tuple[in
 
 
 def factors_rank(parts: Mapping[str, torch.Tensor]) -> int:
-    """The inner dimension of LoHa's or LoKr's factors."""
+    """The inner dimension of LoHa's or LoKr's factors; the side of a rotation's blocks."""
+    if "oft_blocks" in parts:
+        return int(parts["oft_blocks"].shape[-1])
     for name in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
         if name in parts:
             return int(parts[name].shape[0])

@@ -159,14 +159,32 @@ def _factors(
         kind = "loha"
     elif _is_lokr(roles):
         kind = "lokr"
+    elif roles in ({"diff"}, {"oft_blocks"}):
+        return _whole(told, parts, alpha, magnitude)
     else:
         raise ModelError(
-            f"{told}: it has {', '.join(sorted(roles)) or 'no weights'}", allowed="LoRA, LoHa, LoKr"
+            f"{told}: it has {', '.join(sorted(roles)) or 'no weights'}",
+            allowed="LoRA, LoHa, LoKr, a full difference, OFT",
         )
     rank = factors_rank(parts)
     whole = "lokr_w1" in roles and "lokr_w2" in roles
     scale = 1.0 if alpha is None or whole else scale_of(alpha, rank)
     layer = Factors(kind, parts, scale, magnitude)
+    if layer.shape is None:
+        raise ModelError(f"{told}: {_shape_told(layer)} do not go together")
+    return layer
+
+
+def _whole(
+    told: str, parts: dict[str, torch.Tensor], alpha: float | None, magnitude: torch.Tensor | None
+) -> Factors:
+    """A whole difference, or a rotation, whose alpha is a bound that trainers read in two ways."""
+    kind = "full" if "diff" in parts else "oft"
+    layer = Factors(kind, parts, 1.0)
+    if magnitude is not None:
+        raise ModelError(f"{told}: magnitudes with a layer of kind {kind}")
+    if kind == "oft" and alpha:
+        raise ModelError(f"{told}: a rotation with a constraint ({alpha:g})", allowed="none: alpha 0")
     if layer.shape is None:
         raise ModelError(f"{told}: {_shape_told(layer)} do not go together")
     return layer
@@ -282,6 +300,8 @@ def shaped(layer: Layer | Factors, shape: tuple[int, ...]) -> Layer | Factors | 
 
 def _covers(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether factors of this shape are a weight's: a kernel may be flattened into the inputs."""
+    if len(own) == 1:
+        return own[0] == shape[0]
     if len(own) == len(shape) == 4:
         return own == shape
     kernel = own[2:]
@@ -417,7 +437,8 @@ def _diffusers_tensors(adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
     for name, layer in adapter.layers.items():
         if isinstance(layer, Factors):
             raise ModelError(
-                f"adapter '{adapter.name}' is a {layer.kind}: diffusers has no keys for it", mend="--kohya"
+                f"adapter '{adapter.name}' is of kind {layer.kind}: diffusers has no keys for it",
+                mend="--kohya",
             )
         keys = diffusers_keys(name)
         for role, tensor in layer.tensors.items():
@@ -455,7 +476,9 @@ def _kohya_tensors(adapter: Adapter, sdxl: bool) -> Iterator[tuple[str, torch.Te
                 f"{stem}.{roles.get(role, role)}",
                 _kohya_magnitude(layer) if role == "magnitude" else tensor,
             )
-        yield f"{stem}.alpha", _exact(layer.alpha)
+        if not (isinstance(layer, Factors) and layer.kind == "full"):
+            rotation = isinstance(layer, Factors) and layer.kind == "oft"
+            yield f"{stem}.alpha", _exact(0.0 if rotation else layer.alpha)
 
 
 def _exact(alpha: float) -> torch.Tensor:

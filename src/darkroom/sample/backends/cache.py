@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, is_disk_full
 from darkroom.hardware.system import atomic_replace, lock_file, remove_tree
 
 ABOUT = "export.json"
@@ -135,7 +135,7 @@ def _make(place: Path, key: Key, make: Callable[[Path], None]) -> None:
         atomic_replace(beside, place)
     except BaseException as error:
         remove_tree(beside)
-        if isinstance(error, OSError) and error.errno in (28, 122):  # no space, over quota
+        if is_disk_full(error):
             raise DarkroomError(
                 f"no room left in '{place.parent}' for the export of the {key.part}"
             ) from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.models.adapters.bank import SLOTS, WEIGHTS, rows_of
+from darkroom.models.control import take_residuals
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
 
@@ -34,6 +35,7 @@ def unet_call(unet: Any) -> Unet:
         added = dict(added)
         guidance = added.pop("timestep_cond", None)
         slots, weights = added.pop(SLOTS, None), added.pop(WEIGHTS, None)
+        residuals = take_residuals(added)
         with nullcontext() if slots is None else rows_of(unet).applied(slots, weights):
             out: torch.Tensor = unet(
                 x.to(dtype),
@@ -42,6 +44,7 @@ def unet_call(unet: Any) -> Unet:
                 timestep_cond=guidance,
                 added_cond_kwargs=added or None,
                 return_dict=False,
+                **residuals,
             )[0]
         return out
 

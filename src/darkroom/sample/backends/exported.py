@@ -12,6 +12,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,10 @@ import torch
 from darkroom.errors import InputError, MissingExtra
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.folder import identity
+from darkroom.sample.backends import int8
 from darkroom.sample.backends.backend import Backend, Decode
 from darkroom.sample.backends.cache import Key, exported
+from darkroom.sample.backends.eager import unet_call
 from darkroom.sample.backends.shells import Shell, decoder_shell, look_alike, unet_shell
 from darkroom.sample.denoise import Unet
 from darkroom.sample.pictures import decode
@@ -40,6 +43,8 @@ class Engine(ABC):
     extra: str
     packages: tuple[str, ...]
     """What must be installed; the first is the engine itself."""
+    quantises = False
+    """Whether `quantise` makes 8 bits of an export."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
@@ -55,6 +60,12 @@ class Engine(ABC):
     @abstractmethod
     def load(self, folder: Path, shell: Shell) -> Run:
         """Make a folder's module ready."""
+
+    def quantise(
+        self, folder: Path, target: Path, samples: Sequence[dict[str, torch.Tensor]], kept: Sequence[str]
+    ) -> None:
+        """Write the 8-bit form of a folder's module into an empty folder; `kept` layers stay in float."""
+        raise InputError(f"int8 with backend {self.name}", allowed="backend openvino, or torch")
 
     def versions(self) -> tuple[tuple[str, str], ...]:
         """Of what an export depends on; MissingExtra where a package is not there."""
@@ -73,7 +84,7 @@ BESIDE_THE_UNET = frozenset({"bf16", "fp16", "fused_attention", "guidance_interv
 
 def open_exported(
     model: Model,
-    engine_of: Callable[[torch.device, torch.dtype], Engine],
+    engine_of: type[Engine],
     optimise: Sequence[str] | str,
     notice: Callable[[str], None],
 ) -> Backend:
@@ -84,7 +95,10 @@ def open_exported(
     from darkroom.sample import ladder
 
     # What `auto` would take is the engine's own business.
-    named = [str(choice) for choice in ladder.parse(optimise) if choice.name != ladder.AUTO]
+    choices = ladder.parse(optimise)
+    in_8_bits = any(choice.name == "int8" for choice in choices) and engine_of.quantises
+    left_out = {ladder.AUTO, *(["int8"] if in_8_bits else [])}
+    named = [str(choice) for choice in choices if choice.name not in left_out]
     applied = ladder.optimise(model, named)
     weight = next(applied.model.unet.parameters())  # type: ignore[union-attr]
     engine = engine_of(weight.device, weight.dtype)
@@ -99,6 +113,8 @@ def open_exported(
     refuse_bank(model.unet, engine.name)
     times_s: dict[str, float] = {}
     run_unet = _opened(engine, model.unet, unet_shell, notice, times_s)
+    if in_8_bits:
+        run_unet = _in_8_bits(engine, model, run_unet, notice, times_s)
     own_decoder = applied.tiny_vae is None
     return Backend(
         engine.name,
@@ -107,7 +123,7 @@ def open_exported(
         encode=applied.encode,
         device=engine.device,
         dtype=torch.float32,
-        precision=engine.precision,
+        precision="int8" if in_8_bits else engine.precision,
         notes=[*engine.notes, *applied.notes],
         times_s=times_s,
         model=model,
@@ -139,15 +155,7 @@ def _opened(
     times_s: dict[str, float],
 ) -> Run:
     shell = shell_of(module)
-    key = Key(
-        engine.name,
-        shell.part,
-        identity(module),
-        _config_digest(module),
-        f"{str(engine.dtype).removeprefix('torch.')}-{engine.device.type}",
-        shell.shape,
-        engine.versions(),
-    )
+    key = _key(engine, shell, module)
 
     def make(folder: Path) -> None:
         start = time.perf_counter()
@@ -160,6 +168,77 @@ def _opened(
     run = engine.load(folder, shell)
     times_s[f"load {shell.part}"] = time.perf_counter() - start
     return run
+
+
+def _key(engine: Engine, shell: Shell, module: Any) -> Key:
+    return Key(
+        engine.name,
+        shell.part,
+        identity(module),
+        _config_digest(module),
+        f"{str(engine.dtype).removeprefix('torch.')}-{engine.device.type}",
+        shell.shape,
+        engine.versions(),
+    )
+
+
+def _in_8_bits(
+    engine: Engine, model: Model, plain: Run, notice: Callable[[str], None], times_s: dict[str, float]
+) -> Run:
+    """The U-Net in 8 bits, calibrated with the float32 one and compared with it."""
+    calibration = int8.Calibration()
+    shell = unet_shell(model.unet)
+    whole = _key(engine, shell, model.unet)
+    versions = (*whole.versions, *(_version(name) for name in ("nncf",)))
+    text = identity(*model.text_encoders)[:16]
+    key = replace(
+        whole, precision=f"int8-{calibration.digest}-{text}", versions=versions, form=int8_form(whole.form)
+    )
+
+    def make(folder: Path) -> None:
+        start = time.perf_counter()
+        notice("the U-Net is quantised to 8 bits, once: this takes minutes for a large one")
+        samples = int8.inputs_of(model, _unet_of(plain), calibration, notice)
+        torchs = unet_call(model.unet)
+        few = samples[:: max(1, len(samples) // 4)]
+        notice("int8: measuring each layer")
+        kept = int8.sensitive_layers(model.unet, few, lambda one: _called(torchs, one))  # type: ignore[arg-type]
+        notice("int8: quantising")
+        engine.quantise(exported(whole, _never), folder, samples, kept)
+        times_s["quantise unet"] = time.perf_counter() - start
+        small = engine.load(folder, shell)
+        found = int8.quality(model, _unet_of(plain), _unet_of(small), calibration)
+        int8.refuse_broken(found)
+        int8.write_report(folder, found, kept, calibration)
+
+    folder = exported(key, make)
+    start = time.perf_counter()
+    run = engine.load(folder, shell)
+    times_s["load int8 unet"] = time.perf_counter() - start
+    about = int8.read_report(folder)
+    notice(int8.told(about["quality"], about["float_layers"]))
+    return run
+
+
+def int8_form(form: int) -> int:
+    """How 8-bit exports are made; a change in `int8` that makes other files adds one."""
+    return 100 * form + 1
+
+
+def _never(folder: Path) -> None:
+    raise AssertionError(f"'{folder}' was exported a moment ago")
+
+
+def _called(unet: Unet, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    rest = {name: value for name, value in inputs.items() if name not in ("x", "t", "text")}
+    return unet(inputs["x"], inputs["t"], inputs["text"], rest)
+
+
+def _version(package: str) -> tuple[str, str]:
+    try:
+        return package, importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingExtra(package, "openvino") from error
 
 
 def _told(part: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from darkroom.errors import MissingExtra
 from darkroom.options import check_pair
+from darkroom.sample.backends import int8
 from darkroom.sample.backends.exported import Engine, Run
 from darkroom.sample.backends.shells import Shell
 
@@ -43,6 +45,7 @@ class OpenVino(Engine):
     """OpenVINO on the CPU, in float32 or bfloat16."""
 
     name, extra, packages = "openvino", "openvino", ("openvino",)
+    quantises = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -78,6 +81,15 @@ class OpenVino(Engine):
         for port, name in zip(converted.inputs, shell.inputs, strict=True):
             port.get_tensor().set_names({name})
         ov.save_model(converted, str(folder / FILE), compress_to_fp16=False)
+
+    def quantise(
+        self, folder: Path, target: Path, samples: Sequence[dict[str, torch.Tensor]], kept: Sequence[str]
+    ) -> None:
+        """Write the 8-bit form of a folder's module."""
+        smaller = int8.quantise(
+            self._core.read_model(str(folder / FILE)), samples, kept, int8.Calibration().smooth
+        )
+        self._ov.save_model(smaller, str(target / FILE), compress_to_fp16=False)
 
     def load(self, folder: Path, shell: Shell) -> Run:
         """A run that compiles each shape when it comes."""

@@ -20,7 +20,7 @@ from darkroom.models.mapped import cast_opened
 from darkroom.models.quiet import quiet
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.vae import VaeFront
-from darkroom.sample.pictures import DECODE_PIXELS, decode, encode
+from darkroom.sample.pictures import decode, decode_pixels, encode, free_on_card
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -62,7 +62,8 @@ class Applied:
     """Around each call of the U-Net."""
     outer: Callable[[Applied, CallOf], Unet] | None = None
     """Makes the whole call instead: captured, traced, or with features kept between steps."""
-    max_decode_pixels: int = DECODE_PIXELS
+    max_decode_pixels: int | None = None
+    """At a time; None: by the device's free memory."""
     tile_pixels: int | None = None
     tiny_vae: Any = None
     guidance_interval: tuple[float, float] | None = None
@@ -127,12 +128,15 @@ class Applied:
     def decode(self, latents_BCHW: torch.Tensor) -> list[Image.Image]:
         """Latents to pictures, sliced, tiled or by the tiny decoder as chosen."""
         front = self.tiny_vae or VaeFront(self.model.vae, self.device, self.tile_pixels)
-        return decode(front, latents_BCHW, max_pixels=self.max_decode_pixels)
+        return decode(front, latents_BCHW, max_pixels=self._decode_pixels())
+
+    def _decode_pixels(self) -> int:
+        return self.max_decode_pixels or decode_pixels(free_on_card(self.device))
 
     def encode(self, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pixels of -1 to 1 to the latents' mean and standard deviation, sliced and tiled as chosen."""
         front = VaeFront(self.model.vae, self.device, self.tile_pixels)
-        rows = max(1, self.max_decode_pixels // (pixels_B3HW.shape[-2] * pixels_B3HW.shape[-1]))
+        rows = max(1, self._decode_pixels() // (pixels_B3HW.shape[-2] * pixels_B3HW.shape[-1]))
         means, stds = zip(*(encode(front, some) for some in torch.split(pixels_B3HW, rows)), strict=True)
         return torch.cat(means), torch.cat(stds)
 

@@ -11,7 +11,7 @@ from darkroom.sample.ladder.applied import Applied
 
 def fused_attention(applied: Applied, argument: str) -> None:
     """Attention in one kernel that never holds all scores: PyTorch's SDPA, or xformers'."""
-    from diffusers.models.attention_processor import AttnProcessor2_0
+    from darkroom.models.parts import AttnProcessor2_0
 
     if argument not in ("", "sdpa", "xformers"):
         raise InputError(f"fused_attention:{argument}", allowed="sdpa, xformers")
@@ -34,7 +34,7 @@ def fused_attention(applied: Applied, argument: str) -> None:
 
 def unfused_attention(applied: Applied, argument: str) -> None:
     """Scores, softmax and weighted values one after the other."""
-    from diffusers.models.attention_processor import AttnProcessor
+    from darkroom.models.parts import AttnProcessor
 
     applied.own("unet").set_attn_processor(AttnProcessor())
 
@@ -51,7 +51,7 @@ def fused_qkv(applied: Applied, argument: str) -> None:
 
 
 def _attentions(unet: Any) -> list[Any]:
-    from diffusers.models.attention_processor import Attention
+    from darkroom.models.parts import Attention
 
     return [module for module in unet.modules() if isinstance(module, Attention)]
 

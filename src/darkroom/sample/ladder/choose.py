@@ -11,6 +11,7 @@ import torch
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
 from darkroom.models.adapters.bank import ROWS
+from darkroom.models.image_prompt import ImageAttention
 from darkroom.sample.ladder.applied import Applied, Choice
 from darkroom.sample.ladder.rung import Place
 from darkroom.sample.ladder.rungs import RUNGS
@@ -41,9 +42,12 @@ def optimise(
     if any(choice.name == AUTO for choice in choices):
         said = {choice.name for choice in choices}
         choices, reasons = _with_auto(choices, place)
-        if hasattr(model.unet, ROWS) and "fused_qkv" not in said:  # a fused layer would pass adapters by
+        if (
+            hasattr(model.unet, ROWS) or _has_own_attention(model)
+        ) and "fused_qkv" not in said:  # a fused layer would pass adapters by
             choices = [choice for choice in choices if choice.name != "fused_qkv"]
     check(choices, place)
+    _check_attention(model, choices)
     ordered = sorted(choices, key=lambda choice: list(RUNGS).index(choice.name))
     applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
     if place.device != _lies(model) and not offloads(choices):
@@ -54,6 +58,20 @@ def optimise(
     for choice in ordered:
         RUNGS[choice.name].apply(applied, choice.argument)
     return applied
+
+
+def _has_own_attention(model: Model) -> bool:
+    """Whether IP-Adapters are installed in the U-Net's cross-attentions."""
+    processors = getattr(model.unet, "attn_processors", {})
+    return any(isinstance(processor, ImageAttention) for processor in processors.values())
+
+
+def _check_attention(model: Model, choices: Iterable[Choice]) -> None:
+    """InputError for optimisations that would put another attention in the place of IP-Adapters'."""
+    others = ("fused_qkv", "unfused_attention", "attention_slicing", "fused_attention:xformers")
+    found = next((choice for choice in map(str, choices) if choice.startswith(others)), None)
+    if found is not None and _has_own_attention(model):
+        raise InputError(f"IP-Adapters with {found}", mend=f"leave {found} out")
 
 
 def offloads(choices: Iterable[Choice]) -> bool:

@@ -5,6 +5,7 @@ Compiled code is kept on disk by PyTorch's own cache, so that the next process s
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import InputError
+from darkroom.models.compiling import MOST_SHAPES, Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.applied import Applied, CallOf
 from darkroom.sample.ladder.rung import Place
@@ -23,17 +25,17 @@ from darkroom.sample.ladder.rung import Place
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CAPTURE_WARMUP = 3
 Key = tuple[Any, ...]
+LOG = logging.getLogger("darkroom")
 
 
 def compile_whole(applied: Applied, argument: str) -> None:
-    """The whole U-Net by torch.compile, with sizes left open: another resolution does not compile anew."""
-    applied.callee = torch.compile(applied.own("unet"), dynamic=True, mode=_mode("compile", argument))
+    """The whole U-Net by torch.compile, a graph for each size."""
+    applied.callee = Compiled(applied.own("unet"), _mode("compile", argument))
 
 
 def compile_regional(applied: Applied, argument: str) -> None:
     """Each kind of repeated block once by torch.compile: a fraction of the compile time of the whole."""
-    mode = _mode("compile_regional", argument)
-    applied.own("unet").compile_repeated_blocks(fullgraph=True, dynamic=True, mode=mode)
+    applied.callee = CompiledBlocks(applied.own("unet"), _mode("compile_regional", argument))
 
 
 def _mode(name: str, argument: str) -> str | None:
@@ -56,11 +58,17 @@ def trace(applied: Applied, argument: str) -> None:
 
 
 class _ByShape:
-    """A call made anew for each set of shapes and types, and kept."""
+    """A call made anew for each set of shapes and types, and kept; past `most` sets it is used as it is."""
 
-    def __init__(self, call: Unet, make: Callable[[Unet, list[torch.Tensor], tuple[str, ...]], Any]) -> None:
-        self._call, self._make = call, make
+    def __init__(
+        self,
+        call: Unet,
+        make: Callable[[Unet, list[torch.Tensor], tuple[str, ...]], Any],
+        most: int | None = None,
+    ) -> None:
+        self._call, self._make, self._most = call, make, most
         self.made: dict[Key, Any] = {}
+        self._full = False
         self.seconds = 0.0
 
     def __call__(
@@ -69,6 +77,11 @@ class _ByShape:
         names = tuple(sorted(added))
         tensors = [x, t, text, *(added[name] for name in names)]
         key = (*names, *((tuple(v.shape), v.dtype) for v in tensors))
+        if key not in self.made and self._most is not None and len(self.made) >= self._most:
+            if not self._full:
+                self._full = True
+                LOG.warning("%d sizes are kept; further ones run without", self._most)
+            return self._call(x, t, text, added)
         if key not in self.made:
             start = time.perf_counter()
             self.made[key] = self._make(self._call, tensors, names)
@@ -101,9 +114,17 @@ def cuda_graphs(applied: Applied, argument: str) -> None:
 
     def outer(applied: Applied, call_of: CallOf) -> Unet:
         pool = torch.cuda.graph_pool_handle()
-        return _ByShape(
-            applied.plain(call_of), lambda call, tensors, names: _Captured(call, tensors, names, pool)
-        )
+
+        def captured(call: Unet, tensors: list[torch.Tensor], names: tuple[str, ...]) -> Any:
+            try:
+                return _Captured(call, tensors, names, pool)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # what a graph cannot hold: the same call, launched anew each time
+                LOG.warning("no CUDA graph for %s: %s", tuple(tensors[0].shape), str(error).splitlines()[0])
+                return _Positional(call, names)
+
+        return _ByShape(applied.plain(call_of), captured, most=MOST_SHAPES)
 
     applied.outer = outer
 
@@ -121,7 +142,8 @@ class _Captured:
                 run(*self._inputs)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # Other threads may allocate meanwhile: a server's decodes pictures.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._out = run(*self._inputs)
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:

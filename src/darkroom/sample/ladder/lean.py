@@ -16,10 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention import BasicTransformerBlock, FeedForward
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0, FusedAttnProcessor2_0
-from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
+
+from darkroom.models.parts import (
+    Attention,
+    AttnProcessor2_0,
+    BasicTransformerBlock,
+    FeedForward,
+    FusedAttnProcessor2_0,
+    ResnetBlock2D,
+)
 
 KEPT_ROWS = 16
 """Rows of a call whose text's keys and values are kept; of more they would cost more memory than time."""

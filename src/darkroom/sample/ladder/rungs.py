@@ -115,7 +115,7 @@ RUNGS: dict[str, Rung] = {
             steps.guidance_interval, argument="LOW-HIGH",
         ),
         Rung(
-            "compile", LOSSLESS, "the U-Net by torch.compile, any size", compiled.compile_whole,
+            "compile", LOSSLESS, "the U-Net by torch.compile, a graph a size", compiled.compile_whole,
             compiled.lacks_compiler,
             excludes={
                 "lean": NO_PYTHON, "offload_sequential": MOVING, "offload_group": MOVING,

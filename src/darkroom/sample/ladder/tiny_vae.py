@@ -8,7 +8,6 @@ Shapes: B pictures, C channels, H W latents.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
+from darkroom.models.checked import read_json, tensor_types
 from darkroom.sample.ladder.applied import Applied
 
 OF_FAMILY = {"sdxl": "madebyollin/taesdxl"}
@@ -61,14 +61,18 @@ def tiny_vae(applied: Applied, argument: str) -> None:
     applied.notes.append(f"tiny_vae: decoded by {Path(source).name}, not by the model's VAE")
 
 
+MOST = 4096
+"""Of channels, blocks and the like in a configuration."""
+
+
 def load_tiny(source: str, factor: int) -> TinyFront:
     """A tiny decoder from a folder or a hub id. InputError where there is none that can be read."""
-    config = _read_config(Path(source))
-    if config is not None and "blocks_per_stage_decoder" in config:
+    about = Path(source) / "config.json"
+    config = read_json(about) if about.is_file() else {}
+    if "blocks_per_stage_decoder" in config:
         return _numbered(Path(source), config)
-    from diffusers import AutoencoderTiny
-
     from darkroom.models.hub import fetch, is_hub_id
+    from darkroom.models.parts import AutoencoderTiny
     from darkroom.models.quiet import quiet
 
     if not Path(source).is_dir() and is_hub_id(source):
@@ -84,6 +88,8 @@ def load_tiny(source: str, factor: int) -> TinyFront:
         with quiet():
             tiny: Any = AutoencoderTiny.from_pretrained(source, use_safetensors=True, local_files_only=True)
     except (OSError, ValueError) as error:
+        if is_system_failure(error):
+            raise
         raise InputError(
             f"tiny_vae: no tiny decoder in '{source}'",
             mend="give a folder with its config.json and safetensors: tiny_vae:FOLDER",
@@ -101,25 +107,16 @@ class _Diffusers(nn.Module):
         return out
 
 
-def _read_config(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def _numbered(folder: Path, config: dict[str, Any]) -> TinyFront:
     """The repository's own layout: layers by number, picture values of 0 to 1."""
-    from safetensors.torch import load_file
-
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise InputError(f"tiny_vae:{folder} holds {len(files)} safetensors files", allowed="one")
+    _check_numbers(folder, config)
     decoder = NumberedDecoder(config)
     weights = {
         key.removeprefix("decoder."): value
-        for key, value in load_file(files[0]).items()
+        for key, value in _tensors(files[0]).items()
         if key.startswith("decoder.")
     }
     try:
@@ -127,6 +124,25 @@ def _numbered(folder: Path, config: dict[str, Any]) -> TinyFront:
     except RuntimeError as error:
         raise InputError(f"tiny_vae:{folder}: the weights do not fit its config.json") from error
     return TinyFront(decoder.eval(), int(config["latent_channels"]), int(config["downscale"]))
+
+
+def _check_numbers(folder: Path, config: dict[str, Any]) -> None:
+    stages = config["blocks_per_stage_decoder"]
+    for name in ("width", "latent_channels", "downscale"):
+        if type(config.get(name)) is not int or not 1 <= config[name] <= MOST:
+            raise InputError(f"tiny_vae:{folder}: {name} {config.get(name)!r}", allowed=f"1 to {MOST}")
+    if not (isinstance(stages, list) and stages and all(type(n) is int and 1 <= n <= MOST for n in stages)):
+        raise InputError(
+            f"tiny_vae:{folder}: blocks_per_stage_decoder {stages!r}", allowed="a list of counts"
+        )
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensor_types([file])  # ModelError for a file that is cut short or damaged
+    found: dict[str, torch.Tensor] = load_file(file)
+    return found
 
 
 class NumberedDecoder(nn.Module):

@@ -49,7 +49,7 @@ class VaeFront:
 
     def encode(self, pixels_B3HW: torch.Tensor) -> Any:
         """The latents' distribution, under `latent_dist`."""
-        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from darkroom.models.parts import DiagonalGaussianDistribution
 
         tile = None if self._tile is None else self._tile * self._factor
         if not self._needs_tiles(pixels_B3HW, tile):

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
-from darkroom.options import A1111_NAMES, SAMPLERS, find_solver
+from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.errors import Refused
@@ -255,8 +255,8 @@ def _add_lists(router: APIRouter, core: Core) -> None:
             {
                 "title": name,
                 "model_name": name,
-                "hash": None,
-                "sha256": None,
+                "hash": core.model.sha256 and core.model.sha256[:10],
+                "sha256": core.model.sha256,
                 "filename": name,
                 "config": None,
             }
@@ -333,7 +333,7 @@ def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
         "batch_size": num,
         "restore_faces": False,
         "sd_model_name": core.model.name,
-        "sd_model_hash": None,
+        "sd_model_hash": str(first.get("model_sha256", ""))[:10] or None,
         "denoising_strength": job.request.strength,
         "extra_generation_params": {},
         "index_of_first_image": 0,
@@ -415,7 +415,6 @@ def _parsed(info: str) -> dict[str, Any]:
 
 
 SCHEDULERS: dict[str, bool | None] = {"Automatic": None, "Uniform": False, "Karras": True}
-TAKE_KARRAS = ("euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "unipc")
 
 Neutral = bool | int | float | str | list[Any] | dict[str, Any] | None
 UNUSED = frozenset(
@@ -523,7 +522,8 @@ def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, b
                 422, "invalid_value", f"scheduler: one of {', '.join(SCHEDULERS)}", param="scheduler"
             )
         wanted = names[scheduler.strip().lower()]
-        karras = wanted if wanted is not None and (wanted or solver in TAKE_KARRAS) else karras
+        takes_karras = solver in SOLVERS and SOLVERS[solver].takes_karras
+        karras = wanted if wanted is not None and (wanted or takes_karras) else karras
     return solver, karras
 
 

@@ -6,21 +6,22 @@ import asyncio
 import gc
 import html
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import darkroom
 from darkroom.errors import DarkroomError
+from darkroom.serve import logs
 from darkroom.serve.api.a1111 import a1111_router
-from darkroom.serve.api.guard import AsgiApp, Guard, Keys, error_object
+from darkroom.serve.api.guard import AsgiApp, Guard, Keys, Receive, Send, error_object
 from darkroom.serve.api.huggingface import huggingface_router
 from darkroom.serve.api.kserve import kserve_router
 from darkroom.serve.api.native import health_router, jobs_router, server_router
@@ -97,8 +98,9 @@ def make_app(
         hosts=settings.hosts,
         open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
+        probe_paths=HEALTH_PATHS if settings.vertex is None else (*HEALTH_PATHS, settings.vertex.health),
     )
-    return answering(guard, settings.origins)
+    return under(settings.prefix, answering(guard, settings.origins))
 
 
 async def _settle(core: Core) -> None:
@@ -116,14 +118,33 @@ def answering(guard: Guard, origins: Sequence[str]) -> AsgiApp:
         guard,
         allow_origins=[origin.lower().rstrip("/") for origin in origins],
         allow_methods=("GET", "PUT", "POST", "DELETE"),
-        allow_headers=("Authorization", "X-API-Key", "Last-Event-ID"),
-        expose_headers=("Retry-After", "X-Seed", "X-Should-Retry"),
+        allow_headers=("Authorization", "X-API-Key", "Last-Event-ID", "Idempotency-Key", "X-Request-Id"),
+        expose_headers=("Retry-After", "X-Seed", "X-Should-Retry", "X-Request-Id"),
     )
+
+
+def under(prefix: str, app: AsgiApp) -> AsgiApp:
+    """The application below a path, for a proxy that passes the path on as it came; without it too, for one
+    that takes it off."""
+    if not prefix:
+        return app
+
+    async def below(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path == prefix and scope["method"] in ("GET", "HEAD"):
+            await RedirectResponse(f"{prefix}/", 308)(scope, receive, send)
+            return
+        if scope["type"] == "http" and (path == prefix or path.startswith(f"{prefix}/")):
+            scope = {**scope, "path": path[len(prefix) :] or "/"}
+            scope["raw_path"] = scope.get("raw_path", b"")[len(prefix) :] or b"/"
+        await app(scope, receive, send)
+
+    return below
 
 
 def _add_errors(app: FastAPI, core: Core) -> None:
     def told(refused: Refused) -> JSONResponse:
-        core.metrics.refused.labels(refused.code).inc()
+        logs.refused(refused.code, refused.message)
         return JSONResponse(error_object(refused), refused.status, headers=refused.headers)
 
     @app.exception_handler(Refused)
@@ -171,6 +192,6 @@ def _docs_page(schema: dict[str, Any]) -> str:
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>darkroom: routes</title>"
         "<meta name=viewport content='width=device-width'><body><h1>darkroom</h1>"
-        "<p>What this server answers. All of it for machines: <a href='/openapi.json'>/openapi.json</a></p>"
+        "<p>What this server answers. All of it for machines: <a href='openapi.json'>openapi.json</a></p>"
         f"<table>{''.join(rows)}</table></body></html>"
     )

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from darkroom.errors import InputError
 from darkroom.hardware.system import allow_open_files
+from darkroom.serve import logs
 from darkroom.serve.errors import Refused
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import Limits
@@ -61,10 +63,21 @@ SAFETY = (
 )
 
 
+@dataclass
+class _Sent:
+    """What a request was answered with, as it goes out."""
+
+    request_id: str
+    began_s: float = field(default_factory=time.monotonic)
+    status: int = 0
+    bytes: int = 0
+
+
 class Guard:
     """ASGI middleware. `open_paths` may be read without a key, and always; `hosts` are names that a server
     without keys answers to; who comes to `platform_paths` was let in by the platform that the server runs on.
-    A platform's server without keys answers at those and at the open paths only.
+    A platform's server without keys answers at those and at the open paths only. `probe_paths` ask how the
+    server is.
     """
 
     def __init__(
@@ -78,12 +91,14 @@ class Guard:
         hosts: Iterable[str] = (),
         open_paths: Iterable[str] = (),
         platform_paths: Iterable[str] = (),
+        probe_paths: Iterable[str] = (),
     ) -> None:
         self.app, self.metrics, self.keys, self.limits = app, metrics, keys, limits
         self.origins = {origin.lower().rstrip("/") for origin in origins}
         self.hosts = {"localhost", *(host.lower() for host in hosts)}
         self.open_paths = set(open_paths)
         self.platform_paths = set(platform_paths)
+        self.probe_paths = set(probe_paths)
         self._bodies = Bodies(limits.bodies_bytes)
         self._under_way = 0
 
@@ -95,11 +110,45 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        headers = _headers(scope)
+        notes = logs.RequestNotes(logs.request_id(headers.get("x-request-id")))
+        sent = _Sent(notes.id)
+        token = logs.NOTES.set(notes)
         self._under_way += 1
         try:
-            await self._answer(scope, receive, self._noting(scope, send))
+            await self._answer(scope, receive, self._noting(scope, send, sent))
         finally:
             self._under_way -= 1
+            logs.NOTES.reset(token)
+            self._tell(scope, notes, sent)
+
+    def _tell(self, scope: MutableMapping[str, Any], notes: logs.RequestNotes, sent: _Sent) -> None:
+        """Count the request, and write its line. Probes are counted apart: one before the model is loaded
+        is no refusal, and lines of those that went well are for debugging only."""
+        seconds = time.monotonic() - sent.began_s
+        probe = scope["path"] in self.probe_paths
+        route = getattr(scope.get("route"), "path", "other")
+        if not probe:
+            self.metrics.request_seconds.labels(route).observe(seconds)
+            if notes.refused is not None:
+                self.metrics.refused.labels(notes.refused).inc()
+        quiet = probe or (route == "/metrics" and sent.status < 400)
+        logs.event(
+            "request",
+            logging.DEBUG if quiet else logging.INFO,
+            request_id=notes.id,
+            method=scope["method"],
+            path=scope["path"][:500],
+            route=route,
+            status=sent.status or 499,
+            key=scope.get("state", {}).get("key") or None,
+            client=(scope.get("client") or (None,))[0],
+            seconds=round(seconds, 6),
+            bytes=sent.bytes,
+            jobs=notes.jobs or None,
+            refused=notes.refused,
+            why=notes.reason,
+        )
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         with self._bodies.place() as body:
@@ -189,22 +238,26 @@ class Guard:
         name = _host_name(host)
         return name in self.hosts or not is_public(name)
 
-    def _noting(self, scope: MutableMapping[str, Any], send: Send) -> Send:
-        """Count answers, and add the headers that keep browsers from guessing."""
+    def _noting(self, scope: MutableMapping[str, Any], send: Send, sent: _Sent) -> Send:
+        """Count answers, and add the request's id and the headers that keep browsers from guessing."""
         method = scope["method"] if scope["method"] in ("GET", "PUT", "POST", "DELETE", "HEAD") else "other"
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                sent.status = message["status"]
                 self.metrics.requests.labels(method, str(message["status"])).inc()
                 there = {name for name, _ in message.get("headers", ())}
                 more = [pair for pair in SAFETY if pair[0] not in there]
-                message["headers"] = [*message.get("headers", ()), *more]
+                own = (b"x-request-id", sent.request_id.encode())
+                message["headers"] = [*message.get("headers", ()), *more, own]
+            else:
+                sent.bytes += len(message.get("body", b""))
             await send(message)
 
         return noted
 
     async def _refuse(self, refused: Refused, send: Send) -> None:
-        self.metrics.refused.labels(refused.code).inc()
+        logs.refused(refused.code, refused.message)
         body = json.dumps(error_object(refused)).encode()
         headers = [(name.lower().encode(), value.encode()) for name, value in refused.headers.items()]
         headers += [

@@ -68,7 +68,7 @@ def huggingface_router(core: Core) -> APIRouter:
         jobs = await all_made(core, request, [wanted.request()])
         [png] = await pngs_of(core, jobs)
         headers = {"x-seed": str(jobs[0].request.seed), "Cache-Control": "no-store"}
-        content = await asyncio.to_thread(converted, png, kind)
+        content = await asyncio.to_thread(converted, png, kind, provenance=core.provenance)
         return Response(content, media_type=MEDIA_TYPES[kind], headers=headers)
 
     @router.post("/", response_class=Response, responses=PICTURE, openapi_extra=body_of(TextToImage))  # type: ignore[arg-type]

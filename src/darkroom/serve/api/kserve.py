@@ -120,7 +120,10 @@ def kserve_router(core: Core) -> APIRouter:
         kind = _format(body)
         jobs = await all_made(core, request, requests_of(body, core.limits.pictures))
         pngs = await pngs_of(core, jobs)
-        pictures = await asyncio.to_thread(lambda: [encoded(converted(png, kind)) for png in pngs])
+        marks = core.provenance
+        pictures = await asyncio.to_thread(
+            lambda: [encoded(converted(png, kind, provenance=marks)) for png in pngs]
+        )
         output = {
             "name": "image",
             "datatype": "BYTES",

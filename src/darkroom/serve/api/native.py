@@ -12,7 +12,14 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from pydantic import Field
 
-from darkroom.serve.api.shared import caller, check_signature, decoded, sse, with_heartbeat
+from darkroom.serve.api.shared import (
+    caller,
+    check_signature,
+    decoded,
+    repeatable_ids,
+    sse,
+    with_heartbeat,
+)
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import JOB_ID, Event, Job, PictureRequest, State, Uploads
@@ -76,9 +83,10 @@ def jobs_router(core: Core) -> APIRouter:
 
     @router.post("/jobs", status_code=202)
     async def submit(body: JobRequest, request: Request) -> dict[str, Any]:
-        """A new job under an id of the server's."""
+        """A new job under an id of the server's; sent again with the same Idempotency-Key it is that job."""
         wanted, uploads = await asyncio.to_thread(body.apart)
-        return plain_job(await core.submit(wanted, key=caller(request), uploads=uploads))
+        job_id = next(iter(repeatable_ids(request, 1) or []), None)
+        return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
 
     @router.put("/jobs/{job_id}", status_code=202)
     async def put(job_id: JobId, body: JobRequest, request: Request) -> dict[str, Any]:
@@ -160,11 +168,15 @@ def server_router(core: Core) -> APIRouter:
 
     @router.get("/status")
     async def status(request: Request) -> dict[str, Any]:
-        """Queue, rows on their way and their steps; rows of other keys without their job."""
+        """Queue, rows on their way and their steps (those of other keys without their job), the bounds in
+        force, those of your key, and what of its day's pictures is used."""
         told = asdict(core.status())
         for row in told["rows"]:
             if row.pop("key") != caller(request):
                 row["job"] = None
+        own = core.limits.of_key(caller(request)).model_dump()
+        told["key"] = {**own, "pictures_today": await core.used_today(caller(request))}
+        told["limits"] = core.limits.model_dump(exclude={"keys"})
         return told
 
     @router.get("/model")
@@ -173,7 +185,7 @@ def server_router(core: Core) -> APIRouter:
         return {
             **asdict(core.model),
             "adapters": [asdict(card) for card in core.adapters()],
-            "limits": core.limits.model_dump(),
+            "limits": core.limits.model_dump(exclude={"keys"}),
         }
 
     @router.get("/metrics", response_class=PlainTextResponse)

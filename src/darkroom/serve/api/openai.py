@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import StreamingResponse
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
 from darkroom.options import MAX_SIDE, parse_size
+from darkroom.sample.provenance import Provenance
 from darkroom.serve.api.guard import error_object
-from darkroom.serve.api.shared import all_made, caller, checked, route_in, sign, sse, with_heartbeat
+from darkroom.serve.api.shared import (
+    all_made,
+    caller,
+    checked,
+    converted,
+    encoded,
+    repeatable_ids,
+    route_in,
+    sign,
+    sse,
+    with_heartbeat,
+)
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MAX_SEED, AdapterChoice, Event, Job, PictureRequest, Uploads
@@ -182,8 +191,9 @@ async def _answer(
     if wanted.model is not None and wanted.model != core.model.name:
         raise Refused(404, "model_not_found", f"this server has '{core.model.name}'", param="model")
     if wanted.stream:
-        job = await core.submit(wanted.request(), key=caller(request), uploads=uploads)
-        stream = with_heartbeat(_stream(core, job, wanted, kind))
+        job_id = next(iter(repeatable_ids(request, 1) or []), None)
+        job = await core.submit(wanted.request(), key=caller(request), job_id=job_id, uploads=uploads)
+        stream = with_heartbeat(_stream(core, job, wanted, kind, goes_on=job_id is not None))
         return StreamingResponse(
             stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
@@ -198,13 +208,18 @@ async def _answer(
 
 async def _data(core: Core, job: Job, wanted: ImagesRequest, request: Request) -> list[dict[str, Any]]:
     if wanted.response_format == "url":
-        here = core.settings.public_url or request.state.address
+        here = core.settings.public_url or request.state.address + core.settings.prefix
         return [{"url": here + sign(core, job.uid, i)} for i in range(len(job.pictures))]
     pictures = await core.pictures(job.id, key=job.key)
-    return [{"b64_json": await asyncio.to_thread(_encoded, picture.png, wanted)} for picture in pictures]
+    marks = core.provenance
+    return [
+        {"b64_json": await asyncio.to_thread(_encoded, picture.png, wanted, marks)} for picture in pictures
+    ]
 
 
-async def _stream(core: Core, job: Job, wanted: ImagesRequest, kind: str) -> AsyncGenerator[str]:
+async def _stream(
+    core: Core, job: Job, wanted: ImagesRequest, kind: str, *, goes_on: bool
+) -> AsyncGenerator[str]:
     """Partial pictures as they come, then each picture; what fails is told in the stream."""
     try:
         with core.attended(job):
@@ -213,18 +228,19 @@ async def _stream(core: Core, job: Job, wanted: ImagesRequest, kind: str) -> Asy
                     yield _event(f"{kind}.partial_image", job, wanted, await _partial(event, wanted))
         over = checked(await core.finished(job.id, key=job.key))
         for picture in await core.pictures(job.id, key=job.key):
-            encoded = await asyncio.to_thread(_encoded, picture.png, wanted)
-            more = {"b64_json": encoded, "usage": _usage(over)}
+            content = await asyncio.to_thread(_encoded, picture.png, wanted, core.provenance)
+            more = {"b64_json": content, "usage": _usage(over)}
             yield _event(f"{kind}.completed", over, wanted, more)
     except Refused as refused:
         yield sse(error_object(refused), event="error")
     finally:
-        await core.cancel(job.id, key=job.key)  # of no effect on a job that is over
+        if not goes_on:
+            await core.cancel(job.id, key=job.key)  # of no effect on a job that is over
 
 
 async def _partial(event: Event, wanted: ImagesRequest) -> dict[str, Any]:
-    encoded = await asyncio.to_thread(_encoded, event.data["png"], wanted)
-    return {"b64_json": encoded, "partial_image_index": event.data["index"]}
+    content = await asyncio.to_thread(_encoded, event.data["png"], wanted)
+    return {"b64_json": content, "partial_image_index": event.data["index"]}
 
 
 def _event(kind: str, job: Job, wanted: ImagesRequest, more: dict[str, Any]) -> str:
@@ -250,12 +266,7 @@ def _usage(job: Job) -> dict[str, Any]:
     return {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "input_tokens_details": details}
 
 
-def _encoded(png: bytes, wanted: ImagesRequest) -> str:
+def _encoded(png: bytes, wanted: ImagesRequest, provenance: Provenance | None = None) -> str:
     """A picture in the format asked for, as base64."""
-    if (wanted.output_format or "png") != "png":
-        buffer = io.BytesIO()
-        with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
-            quality = 90 if wanted.output_compression is None else wanted.output_compression
-            image.convert("RGB").save(buffer, wanted.output_format, quality=quality)
-        png = buffer.getvalue()
-    return base64.b64encode(png).decode()
+    quality = 90 if wanted.output_compression is None else wanted.output_compression
+    return encoded(converted(png, (wanted.output_format or "png").upper(), quality, provenance))

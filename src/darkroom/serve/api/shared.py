@@ -21,6 +21,8 @@ from fastapi.routing import APIRoute
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 
+from darkroom.sample.provenance import Provenance, save_with_metadata
+from darkroom.serve import logs
 from darkroom.serve.api.guard import check_values
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
@@ -28,6 +30,7 @@ from darkroom.serve.request import Job, PictureRequest, Uploads
 
 HEARTBEAT_S = 10.0
 SIGNED_S = 3600
+MOST_IDEMPOTENCY_KEY = 255
 
 
 def caller(request: Request) -> str:
@@ -44,17 +47,36 @@ async def all_made(
     uploads: Uploads | None = None,
     ids: Sequence[str] = (),
 ) -> list[Job]:
-    """Submit and wait for all; where one fails or the client leaves, the others are cancelled."""
+    """Submit and wait for all; where one fails or the client leaves, the others are cancelled.
+
+    With an Idempotency-Key they go on: the client will ask again, and finds them.
+    """
     key, jobs = caller(request), []
+    repeatable = [] if ids else repeatable_ids(request, len(wanted))
+    ids = ids or repeatable
     try:
         for i, one in enumerate(wanted):
             job_id = ids[i] if ids else None
             jobs.append(await core.submit(one, key=key, uploads=uploads, job_id=job_id))
         return await _all_finished(core, request, jobs)
     except BaseException:
+        if repeatable:
+            raise
         cancelled = (core.cancel(job.id, key=key) for job in jobs)  # of no effect on a job that is over
         await asyncio.gather(*cancelled, return_exceptions=True)
         raise
+
+
+def repeatable_ids(request: Request, num: int) -> list[str]:
+    """The ids of a request's jobs where it has an `Idempotency-Key`, so that sent again it finds them."""
+    given = request.headers.get("idempotency-key")
+    if given is None:
+        return []
+    if not 1 <= len(given) <= MOST_IDEMPOTENCY_KEY:
+        told = f"Idempotency-Key: 1 to {MOST_IDEMPOTENCY_KEY} characters"
+        raise Refused(422, "invalid_value", told, param="Idempotency-Key")
+    told = hashlib.sha256(f"{request.method} {request.url.path}\n{given}".encode()).hexdigest()[:40]
+    return [f"idem-{told}-{i}" for i in range(num)]
 
 
 async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
@@ -167,7 +189,7 @@ def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
                     refused = of_validation(error.errors())
                 except Refused as error:
                     refused = error
-                core.metrics.refused.labels(refused.code).inc()
+                logs.refused(refused.code, refused.message)
                 status = invalid if refused.status == 422 else refused.status
                 return JSONResponse(shape(refused), status, headers=refused.headers)
 
@@ -224,14 +246,13 @@ async def pngs_of(core: Core, jobs: Sequence[Job]) -> list[bytes]:
     return [picture.png for job in jobs for picture in await core.pictures(job.id, key=job.key)]
 
 
-def converted(png: bytes, kind: str, quality: int = 92) -> bytes:
-    """A PNG of the server's as JPEG or WEBP; PNG stays as it is, with its parameters."""
+def converted(png: bytes, kind: str, quality: int = 92, provenance: Provenance | None = None) -> bytes:
+    """A PNG of the server's as JPEG or WEBP, with credentials of its own; PNG stays as it is."""
     if kind == "PNG":
         return png
-    buffer = io.BytesIO()
     with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
-        image.convert("RGB").save(buffer, kind, quality=quality)
-    return buffer.getvalue()
+        content = save_with_metadata(image, kind, quality)
+    return content if provenance is None else provenance.converted(content, kind, png)
 
 
 def encoded(content: bytes) -> str:

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from darkroom.errors import InputError
+from darkroom.sample.provenance import Provenance
 from darkroom.serve.api.shared import MEDIA_TYPES, all_made, converted, encoded, pngs_of, route_in
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
@@ -115,7 +116,7 @@ def vertex_router(core: Core) -> APIRouter:
                 422, "over_limit", f"instances: at most {core.limits.pictures} pictures", param="instances"
             )
         jobs = await all_made(core, request, body.requests())
-        jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs))
+        jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs), provenance=core.provenance)
         pictures = [encoded(jpeg) for jpeg in jpegs]
         return {"predictions": _predictions(body, jobs, pictures)}
 
@@ -133,10 +134,12 @@ def _predictions(body: PredictRequest, jobs: list[Job], pictures: list[str]) -> 
     ]
 
 
-def small_enough(pngs: list[bytes], most_bytes: int = MOST_BYTES) -> list[bytes]:
+def small_enough(
+    pngs: list[bytes], most_bytes: int = MOST_BYTES, provenance: Provenance | None = None
+) -> list[bytes]:
     """The pictures as JPEG, at the best quality at which all of them in base64 fit into one answer."""
     for quality in QUALITIES:
-        jpegs = [converted(png, "JPEG", quality) for png in pngs]
+        jpegs = [converted(png, "JPEG", quality, provenance) for png in pngs]
         if sum(len(jpeg) + 200 for jpeg in jpegs) * 4 / 3 <= most_bytes:
             return jpegs
     raise Refused(

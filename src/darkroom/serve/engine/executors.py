@@ -19,6 +19,18 @@ import torch
 from darkroom.hardware import accelerator
 
 Task = Callable[[], None]
+AHEAD = 2
+"""Steps on their way to a card: one that it computes, one to go on with."""
+
+
+class Event(Protocol):
+    """A mark in a device's stream of work."""
+
+    def record(self) -> None:
+        """Set it behind what has been launched."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
 
 
 class Aside(Protocol):
@@ -48,6 +60,9 @@ class Steps(Protocol):
     def put(self, task: Task) -> None:
         """Run it, now or soon."""
 
+    def pace(self) -> None:
+        """Called by a step once it is launched: returns when so much is done that it may be counted."""
+
     def close(self, within_s: float = 10.0) -> bool:
         """Run nothing more; whether what was under way has ended."""
 
@@ -63,9 +78,33 @@ class Between:
         """Run it now."""
         task()
 
+    def pace(self) -> None:
+        """A step is over when its call returns."""
+
     def close(self, within_s: float = 10.0) -> bool:
         """Nothing is held."""
         return True
+
+
+class Paced(Between):
+    """At once, with at most `AHEAD` steps launched that the device has not finished.
+
+    Without it a thread launches a job's steps long before they are computed: what a step takes and costs, how
+    long others wait and how soon a cancelled job leaves would all rest on the time of launching. Only the
+    thread that launches waits, and the device always has a step to go on with.
+    """
+
+    def __init__(self, event: Callable[[], Event]) -> None:
+        self._event = event
+        self._ahead: deque[Event] = deque()
+
+    def pace(self) -> None:
+        """Wait until all but the latest steps are done: from one call to the next passes a step's time."""
+        event = self._event()
+        event.record()
+        self._ahead.append(event)
+        while len(self._ahead) >= AHEAD:
+            self._ahead.popleft().synchronize()
 
 
 class Lanes:
@@ -88,6 +127,9 @@ class Lanes:
     def free(self) -> int:
         """How many more could run now."""
         return max(0, self.count - self._taken)
+
+    def pace(self) -> None:
+        """A step is over when its call returns."""
 
     def put(self, task: Task) -> None:
         """Run it in the next lane that is free."""
@@ -191,6 +233,8 @@ class Beside:
 
 def places_for(device: torch.device, lanes: int, threads: int) -> tuple[Steps, Aside]:
     """Where to take steps, and where to do what stands beside them; `lanes` and `threads` are of a CPU."""
+    if accelerator.kind_of(device).streams:
+        return Paced(lambda: accelerator.new_event(device)), Beside(device)
     if device.type != "cpu":
         return Between(), Beside(device)
     steps = Lanes(lanes, threads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -66,8 +66,9 @@ class _Line:
 class _Ring:
     """Deficit round robin over flows by name; the flow whose turn it is stands first."""
 
-    def __init__(self, quantum: list[float]) -> None:
+    def __init__(self, quantum: list[float], shares: Mapping[Hashable, int] | None = None) -> None:
         self.quantum = quantum  # shared by all rings of a queue
+        self.shares = shares or {}
         self.flows: dict[Hashable, _Flow] = {}
         self.turns: deque[Hashable] = deque()
         self.credit: dict[Hashable, float] = {}
@@ -97,7 +98,8 @@ class _Ring:
                 continue
             passed = 0
             if not self.credited:
-                self.credit[name] = min(self.credit[name] + self.quantum[0], 2 * self.quantum[0])
+                quantum = self.quantum[0] * self.shares.get(name, 1)
+                self.credit[name] = min(self.credit[name] + quantum, 2 * quantum)
                 self.credited = True
             if entry.cost <= self.credit[name] or len(self.turns) == 1:
                 return entry
@@ -121,7 +123,7 @@ class _Ring:
         del self.flows[name], self.credit[name]
 
     def copy(self) -> _Ring:
-        twin = _Ring(self.quantum)
+        twin = _Ring(self.quantum, self.shares)
         twin.flows = {name: flow.copy() for name, flow in self.flows.items()}
         twin.turns, twin.credit, twin.credited = self.turns.copy(), dict(self.credit), self.credited
         return twin
@@ -220,11 +222,12 @@ def admitted_after(
 
 
 class FairQueue:
-    """Pictures waiting. Not safe for several threads at once: its owner locks."""
+    """Pictures waiting. Not safe for several threads at once: its owner locks. `shares` says how many times
+    the work of another key a key gets while both wait; 1 for those it does not name."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Mapping[str, int] | None = None) -> None:
         self._quantum = [0.0]
-        self._ring = _Ring(self._quantum)
+        self._ring = _Ring(self._quantum, dict(shares or {}))
         self._counts: Counter[str] = Counter()
         self._costs: defaultdict[str, float] = defaultdict(float)
         self._there: set[Entry] = set()
@@ -306,8 +309,9 @@ class Shares:
     A key that comes to those that wait starts level with who had least of them (Goyal, Vin & Cheng 1996).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Mapping[str, int] | None = None) -> None:
         self._had: dict[str, float] = {}
+        self._shares = shares or {}
 
     def begin(self, keys: Iterable[str]) -> None:
         """These are the keys that have jobs waiting now."""
@@ -324,7 +328,7 @@ class Shares:
         while lines:
             key = min(lines, key=lambda key: had[key])
             item = lines[key].popleft()
-            had[key] += _at_least_some(item)
+            had[key] += _at_least_some(item) / self._shares.get(key, 1)
             order.append(item)
             if not lines[key]:
                 del lines[key]
@@ -332,7 +336,8 @@ class Shares:
 
     def give(self, item: Waits) -> None:
         """A job was given."""
-        self._had[item.key] = self._had.get(item.key, 0.0) + _at_least_some(item)
+        share = self._shares.get(item.key, 1)
+        self._had[item.key] = self._had.get(item.key, 0.0) + _at_least_some(item) / share
 
 
 def _at_least_some(item: Waits) -> float:

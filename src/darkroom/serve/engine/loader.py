@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,6 +40,9 @@ SMALL_ROW_BYTES = 2**20
 SHARE = 0.6
 # Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
 PLAIN = {"none", "auto", "lean", "fused_attention"}
+# Of each call where pictures are to have the same bits whoever shares it: as many as fill the device, few
+# enough that what is added to the last call is little.
+FIXED_ROWS = {"cpu": 4, "cuda": 8}
 PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -75,6 +80,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     optimise = _optimisations(settings, model)
     backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
+    _name_hash(model)
     first_job(model, backend)  # refuses what cannot be
     row_bytes = _row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, row_bytes)
@@ -91,12 +97,31 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         library=library,
         pad_to=PAD_TO if settings.pad else (),
         places=places_for(backend.device, lanes, _threads_each(lanes)),
+        shares=settings.limits.shares,
+        fixed_rows=FIXED_ROWS.get(device.type, FIXED_ROWS["cpu"]) if settings.deterministic else 0,
     )
     engine.studio.get_ready()
+    _warm_sizes(settings, model, backend, engine)
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
     return Opened(model, engine, library)
+
+
+def _name_hash(model: Model) -> None:
+    """The hash that pictures name their model by; of large files it comes while the first are generated."""
+    if models.has_quick_digest(model):
+        model.digest = models.file_digest(model)
+        return
+
+    def hash_file() -> None:
+        try:
+            model.digest = models.file_digest(model)
+        except OSError as error:
+            LOG.warning("pictures say no model hash: %s", error)
+
+    LOG.info("hashing the model's file: pictures made meanwhile say no model hash")
+    threading.Thread(target=hash_file, name="model-hash", daemon=True).start()
 
 
 def _optimisations(settings: ServeSettings, model: Model) -> str:
@@ -166,12 +191,26 @@ def _first_step(model: Model, backend: Backend) -> None:
     job.finish(0, [row])
 
 
+def _warm_sizes(settings: ServeSettings, model: Model, backend: Backend, engine: Engine) -> None:
+    """A step of each size that was declared, in each batch that it will be called with."""
+    for text in settings.warm_sizes:
+        size = options.parse_size(text)
+        share = size[0] * size[1] / model.sample_size**2
+        most = max(2, int(engine.capacity / share))
+        job = first_job(model, backend, guidance=2.0, size=size)
+        # A guided picture is two rows.
+        for rows in [rows for rows in PAD_TO if 2 <= rows <= most and rows % 2 == 0] if settings.pad else [2]:
+            start = time.perf_counter()
+            sample.advance(engine.unet, [job.row(0) for _ in range(rows // 2)])
+            LOG.info("ready for %s, %d rows: %.1f s", text, rows, time.perf_counter() - start)
+
+
 def _row_bytes(model: Model, backend: Backend) -> int | None:
     """What one more U-Net evaluation takes at the model's own size, counted on fake tensors."""
     try:
         one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))
     except Exception as error:  # a backend that cannot be counted
-        LOG.info("capacity is not counted: %s", error)
+        LOG.warning("capacity is not counted: %s: %s", type(error).__name__, error)
         return None
     return max(1, (three - one) // 2)
 

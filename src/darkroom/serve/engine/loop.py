@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 
 from darkroom.errors import DarkroomError
 from darkroom.sample.backends.backend import Backend
-from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
+from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, fixed, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
 from darkroom.serve.engine.fairness import Admits, Drawing, Entry, FairQueue, admitted_after
 from darkroom.serve.engine.runner import Studio
@@ -72,13 +72,18 @@ class Engine:
         library: Library | None = None,
         pad_to: Sequence[int] = (),
         places: tuple[Steps, Aside] | None = None,
+        shares: Mapping[str, int] | None = None,
+        fixed_rows: int = 0,
     ) -> None:
         self.capacity = float(capacity)
         self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
         self.library = library
         self.own_pixels = model.sample_size**2
-        self.studio = Studio(model, backend)
+        self.studio = Studio(model, backend, one_by_one=bool(fixed_rows))
         self.unet = padded(backend.unet, pad_to) if pad_to else backend.unet
+        if fixed_rows:
+            most = 0 if library is None else library.bank.most_a_row
+            self.unet = fixed(backend.unet, fixed_rows, most)
         self.steps, self.aside = places or (Between(), Between())
         self.steps.on_free = self.wake
         self.trouble: str | None = None
@@ -88,7 +93,7 @@ class Engine:
         """The latest step of a size."""
         self._work_done, self._work_s = 0.0, 0.0
         self._condition = threading.Condition()
-        self._queue = FairQueue()
+        self._queue = FairQueue(shares)
         self._unprepared: list[Ticket] = []  # admitted, with their adapters
         self._arrived: list[Ticket] = []  # prepared, to go aboard
         self._failed: list[tuple[Work, BaseException]] = []
@@ -259,7 +264,7 @@ class Engine:
     def _step_aside(self, key: Hashable, bucket: Bucket) -> None:
         stepped: Stepped | Exception
         try:
-            stepped = bucket.step(self.unet)
+            stepped = bucket.step(self.unet, self.steps.pace)
         except Exception as error:
             stepped = error
         with self._condition:
@@ -378,6 +383,7 @@ class Engine:
                 self._fail(ticket.work, error)
                 continue
             assert ticket.row is not None
+            ticket.work.prepared_s = ticket.work.prepared_s or time.monotonic()
             if (key := bucket_of(ticket.row)) in self._stepping:
                 early.append(ticket)
             else:
@@ -448,6 +454,7 @@ class Engine:
                 continue
             self._release(ticket)
             if ticket.row is not None and ticket.row.done:
+                ticket.work.denoised_s = time.monotonic()
                 self._finished.append(ticket)
 
     def _enlarge_aside(self, tickets: list[Ticket]) -> None:
@@ -479,7 +486,7 @@ class Engine:
                 ticket.work.listener.drawn(ticket.work, ticket.index)
         for work in dict.fromkeys(ticket.work for ticket in tickets):
             if not work.over and len(work.pictures) == len(work.tickets):
-                work.over = True
+                work.over, work.decoded_s = True, time.monotonic()
                 work.listener.made(work)
         for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
             ticket.work.previews.append(Preview(ticket.index, index, ticket.step, png_of(image)))

@@ -98,8 +98,10 @@ class _Job(sample.Job):
 class Studio:
     """Prepares works and finishes their pictures; used on the aside's thread, but for `start`."""
 
-    def __init__(self, model: Model, backend: Backend) -> None:
+    def __init__(self, model: Model, backend: Backend, *, one_by_one: bool = False) -> None:
         self.model, self.backend = model, backend
+        self._one_by_one = one_by_one
+        """Texts are read and pictures decoded alone: what shares a call may differ in the last bits."""
         self._texts = Texts(model)
         self._glance: Glance | None = None
         self.stopping = False
@@ -113,7 +115,8 @@ class Studio:
         """Check and encode works, their texts together; those that cannot be are returned with the reason."""
         failed: Failures = []
         fresh = [work for work in works if work.prepared is None]
-        self._texts.read(work for work in fresh if not _changes_texts(work, library))
+        if not self._one_by_one:
+            self._texts.read(work for work in fresh if not _changes_texts(work, library))
         for work in fresh:
             try:
                 with while_wanted(self._wanted([work])):
@@ -174,7 +177,7 @@ class Studio:
     def finish(self, tickets: Sequence[Ticket]) -> Failures:
         """Decode finished rows, those of one size together; a failure is traced by decoding each alone."""
         failed: Failures = []
-        for some in _by_size(tickets):
+        for some in [[one] for one in tickets] if self._one_by_one else _by_size(tickets):
             try:
                 self._finish(some)
             except Stopped:

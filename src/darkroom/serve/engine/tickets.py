@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from darkroom.serve.engine.fairness import Entry
+from darkroom.serve.metrics import PHASES
 from darkroom.serve.request import PRIORITIES, PictureRequest, Uploads
 
 if TYPE_CHECKING:
@@ -187,8 +188,17 @@ class Work:
     uploads: Uploads | None = None
     alone: bool = False
     """It was begun again and again and never finished: nothing else is computed beside it."""
-    accepted_s: float = field(default_factory=time.monotonic)
+    accepted_s: float = field(default_factory=lambda: time.monotonic())
     started_s: float | None = None
+    prepared_s: float | None = None
+    """When its first row joined the batch, with its texts encoded."""
+    denoised_s: float | None = None
+    """When its last row was through its steps, so far."""
+    decoded_s: float | None = None
+    request_id: str | None = None
+    """Of the request that brought it to this process."""
+    hashes: list[str] = field(default_factory=list)
+    """SHA-256 of its pictures' files, once they are written."""
     prepared: sample.Job | None = None
     lent: dict[str, Loan] = field(default_factory=dict)
     """Where its adapters are, by name."""
@@ -204,6 +214,17 @@ class Work:
 
     def __post_init__(self) -> None:
         self.tickets = [Ticket(self, i) for i in range(self.request.num)]
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase that is over, and of the one it is in."""
+        ends = (self.started_s, self.prepared_s, self.denoised_s, self.decoded_s, None)
+        begun_s, found = self.accepted_s, {}
+        for phase, end_s in zip(PHASES, ends, strict=True):
+            found[phase] = max(0.0, (time.monotonic() if end_s is None else end_s) - begun_s)
+            if end_s is None:
+                break
+            begun_s = end_s
+        return found
 
     @property
     def adapters(self) -> tuple[str, ...]:

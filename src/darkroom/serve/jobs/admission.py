@@ -10,7 +10,7 @@ import re
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,15 +19,16 @@ from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.sample.adapters import read_tags
-from darkroom.sample.generate import check_parts
+from darkroom.sample.generate import DEFAULT_STEPS, check_parts
 from darkroom.sample.inputs import check_mask
+from darkroom.sample.prompt_schedule import schedule
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import FORMATS, shape_of
 from darkroom.serve.engine.tickets import Shape
 from darkroom.serve.errors import Refused, say
-from darkroom.serve.jobs.store import Record
+from darkroom.serve.jobs.store import OverQuota, Record
 from darkroom.serve.request import JOB_ID, MAX_SEED, PRIORITIES, AdapterChoice, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 
@@ -55,12 +56,13 @@ def check_job_id(job_id: str) -> None:
         raise Refused(422, "invalid_id", "a job's id is 1 to 64 letters, digits, '-' or '_'", param="job_id")
 
 
-def check_limits(request: PictureRequest, limits: Limits) -> None:
+def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) -> None:
     """422 naming the field that is over a bound, and the bound."""
+    of_key = limits.of_key(key)
     bounds = (
         ("prompt", len(request.prompt), limits.prompt_chars, "characters"),
         ("negative", len(request.negative or ""), limits.prompt_chars, "characters"),
-        ("num", request.num, min(limits.pictures, limits.queue, limits.queue_per_key), "pictures"),
+        ("num", request.num, min(limits.pictures, limits.queue, of_key.queue or limits.queue), "pictures"),
         ("steps", request.steps or 0, limits.steps, "steps"),
         ("guidance", request.guidance or 0, limits.guidance, ""),
         ("width", request.width or 0, limits.side_pixels, "pixels"),
@@ -112,7 +114,10 @@ def check_texts(model: Model, request: PictureRequest) -> None:
     """
     for name, text in (("prompt", request.prompt), ("negative", request.negative or "")):
         try:
-            read_parts(model, text, request.weighting)
+            changing = request.weighting == "a1111"
+            texts = schedule(text, request.steps or DEFAULT_STEPS) if changing else [(0, text)]
+            for _, one in texts:
+                read_parts(model, one, request.weighting)
         except InputError as error:
             raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
     encoders: list[Any] = list(model.text_encoders)
@@ -236,16 +241,17 @@ def checked_picture(content: bytes, limits: Limits, param: str) -> Image.Image:
 class Rates:
     """How often each key may come: a bucket that fills evenly and holds ten seconds' worth."""
 
-    def __init__(self, per_minute: float) -> None:
-        self._per_s = per_minute / 60
-        self._most = max(1.0, self._per_s * 10)
+    def __init__(self, per_minute: float, by_key: Mapping[str, float] | None = None) -> None:
+        self._usual, self._by_key = per_minute, by_key or {}
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, key: str, now_s: float | None = None) -> None:
         """Take one; 429 with when the next is there."""
         now = time.monotonic() if now_s is None else now_s
-        left, at = self._buckets.pop(key, (self._most, now))
-        left = min(self._most, left + (now - at) * self._per_s)
+        per_s = self._by_key.get(key, self._usual) / 60
+        most = max(1.0, per_s * 10)
+        left, at = self._buckets.pop(key, (most, now))
+        left = min(most, left + (now - at) * per_s)
         self._buckets[key] = (left - 1 if left >= 1 else left, now)
         while len(self._buckets) > MOST_KEYS:
             self._buckets.popitem(last=False)
@@ -253,8 +259,8 @@ class Rates:
             raise Refused(
                 429,
                 "rate_limited",
-                f"at most {self._per_s * 60:g} jobs a minute{owner(key)}",
-                retry_after_s=(1 - left) / self._per_s,
+                f"at most {per_s * 60:g} jobs a minute{owner(key)}",
+                retry_after_s=(1 - left) / per_s,
             )
 
 
@@ -302,6 +308,13 @@ def new_record(
     )
 
 
+def over_quota(error: OverQuota, key: str) -> Refused:
+    """429 until the next day begins."""
+    left_s = 86_400 - time.time() % 86_400
+    told = f"at most {error.per_day} pictures a day{owner(key)}; {error.used} of today are used"
+    return Refused(429, "quota", told, retry_after_s=left_s)
+
+
 UNMEASURED_S = 5.0
 """When to come again, before the first step has been measured."""
 
@@ -320,7 +333,9 @@ class Intake:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._rates = Rates(limits.rate_per_minute)
+        by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
+        told = {name: rate for name, rate in by_key.items() if rate is not None}
+        self._rates = Rates(limits.rate_per_minute, told)
         self._reserved: Counter[str] = Counter()
         self._line: list[Line] = []
 
@@ -331,7 +346,7 @@ class Intake:
         mine = engine.waiting(key) + self._reserved[key] + others[key]
         for there, most, whose in (
             (waiting, self._limits.queue, None),
-            (mine, self._limits.queue_per_key, key),
+            (mine, self._queue_of(key), key),
         ):
             if there + num > most:
                 after_s = self._places_free_s(engine, there + num - most, whose)
@@ -343,7 +358,7 @@ class Intake:
     def check_work(self, engine: Engine, key: str, num: int, cost: float) -> None:
         """429 where the work that waits would take too long with this job's `cost` on top; alone it may."""
         limits = self._limits
-        for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.share_of_a_key)):
+        for whose, most_s in ((None, limits.queue_s), (key, limits.queue_s * limits.queue_share_of(key))):
             waiting = engine.waiting_cost(whose)
             waiting_s, own_s = engine.seconds_for(waiting), engine.seconds_for(cost)
             if not waiting or waiting_s is None or own_s is None or waiting_s + own_s <= most_s:
@@ -355,9 +370,13 @@ class Intake:
             told = f"{whole}, and this is {own_s:.3g} s; at most {most_s:.4g} s may wait"
             raise Refused(429, "queue_full", told, retry_after_s=after_s)
 
+    def _queue_of(self, key: str) -> int:
+        """Pictures of a key that may wait."""
+        return self._limits.of_key(key).queue or self._limits.queue_per_key
+
     def _promise(self, line: Line) -> None:
         """Of each key no more than may wait: who asks in vain again and again delays nobody else."""
-        if sum(one.num for one in self._promised(line.key)) + line.num <= self._limits.queue_per_key:
+        if sum(one.num for one in self._promised(line.key)) + line.num <= self._queue_of(line.key):
             self._line.append(line)
 
     def _promised(self, key: str | None) -> list[Line]:

@@ -10,7 +10,9 @@ from concurrent.futures import Future
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import DarkroomError, InputError, install_extra
+from darkroom.sample.provenance import EXTRA, Provenance
+from darkroom.serve import logs
 from darkroom.serve.engine.tickets import Work
 from darkroom.serve.errors import Refused, say
 from darkroom.serve.hooks import Hooks
@@ -30,6 +32,19 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("darkroom.serve")
 
 
+def opened_provenance(settings: ServeSettings) -> Provenance | None:
+    """What marks and signs the server's pictures: with the operator's certificate, else with one of its own
+    in the state folder."""
+    if not settings.provenance:
+        if settings.sign is not None:
+            raise InputError("--sign with --no-provenance", mend="leave one of them out")
+        return None
+    made = Provenance.opened(settings.sign, settings.state / "certificate.pem", say=settings.credentials)
+    if not made.signs:
+        LOG.info("pictures get a watermark and no credentials: %s brings them", install_extra(EXTRA))
+    return made
+
+
 class Endings:
     """The `Listener` of all works; `began`, `made` and `failed` come on the engine's threads."""
 
@@ -44,7 +59,8 @@ class Endings:
     ) -> None:
         self._loop, self._lives, self._store, self._results = loop, lives, store, results
         self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
-        hooks = Hooks.named(settings.hooks)
+        self.provenance = opened_provenance(settings)
+        hooks = Hooks.named(settings.hooks, self.provenance)
         self.keeper = Keeper(results, store, self._over_soon, settings.usd_per_hour, hooks)
         self.engine: Engine | None = None
 
@@ -120,6 +136,7 @@ class Endings:
         self._metrics.over.labels(state).inc()
         if state == "done":
             self._count_done(work)
+        _tell_over(live)
 
     def _count_done(self, work: Work) -> None:
         num, metrics = len(work.tickets), self._metrics
@@ -127,7 +144,33 @@ class Endings:
         metrics.pixels.inc(num * work.shape.pixels)
         metrics.job_seconds.observe(time.monotonic() - work.accepted_s)
         metrics.device_seconds.inc(work.device_s)
+        metrics.key_pictures.labels(work.key).inc(num)
+        metrics.key_device_seconds.labels(work.key).inc(work.device_s)
+        for phase, seconds in work.phases().items():
+            metrics.phase_seconds.labels(phase).observe(seconds)
         metrics.usd.inc(work.device_s * self._usd_per_hour / 3600)
+
+
+def _tell_over(live: Live) -> None:
+    """A job's line in the log."""
+    work, shape, error = live.work, live.work.shape, live.result.get("error", {})
+    logs.event(
+        "job",
+        job=work.uid,
+        id=live.record.id if live.record.id != work.uid else None,
+        request_id=work.request_id,
+        key=work.key,
+        state=live.state,
+        pictures=len(work.tickets),
+        size=f"{shape.width}x{shape.height}",
+        steps=shape.steps,
+        adapters=list(work.adapters) or None,
+        phases={phase: round(seconds, 6) for phase, seconds in work.phases().items()},
+        device_s=round(work.device_s, 6),
+        sha256=work.hashes or None,
+        error=error.get("code"),
+        why=error.get("message"),
+    )
 
 
 def _code(error: BaseException) -> str:

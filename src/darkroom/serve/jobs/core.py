@@ -11,7 +11,11 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import DarkroomError, InputError
+from pydantic import ValidationError
+
+import darkroom
+from darkroom.errors import DarkroomError, InputError, is_system_failure
+from darkroom.serve import logs
 from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
 from darkroom.serve.engine import tickets
@@ -24,7 +28,7 @@ from darkroom.serve.jobs.admission import Intake, new_record
 from darkroom.serve.jobs.completion import Endings, Watchers
 from darkroom.serve.jobs.results import picture_name
 from darkroom.serve.jobs.retention import House
-from darkroom.serve.jobs.store import LIVE, Record, StorageError
+from darkroom.serve.jobs.store import LIVE, OverQuota, Record, StorageError
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
@@ -40,7 +44,7 @@ SWEEP_S = 15.0
 SUSPECT = 3
 """A job that was begun so often and never finished is drawn alone: should it be what ends the process, the
 others are not begun with it, and the kills of a bad day do not count against jobs that only stood by."""
-LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S = 5.0, 10.0, 30.0
+LOADING_RETRY_S, DRAINING_RETRY_S, STORAGE_RETRY_S, TAKE_UP_RETRY_S = 5.0, 10.0, 30.0, 1.0
 CANCEL_S = 5.0
 """So long a client waits until its cancellation is written down; it is tried on after that."""
 
@@ -51,6 +55,7 @@ class Core:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings, self.limits = settings, settings.limits_in_force
         self.metrics = Metrics()
+        self.metrics.look(lambda: self.trouble() is None, self.queue_age_s)
         self.results, self.store = open_stores(settings)
         self.state = "loading"
         """loading, ready, draining, or broken."""
@@ -67,7 +72,7 @@ class Core:
         self._lives = Lives(self._loop, self.metrics)
         self._intake = Intake(self.limits)
         self._endings = Endings(self._loop, self._lives, self.store, self.results, self.metrics, settings)
-        self._keeper = self._endings.keeper
+        self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
         self._house = House(self._loop, self.results, self.store, self._keeper)
         self.sharing = open_sharing(settings, self.store, self._lives)
         self._keeper.server = None if self.sharing is None else self.sharing.leases.owner
@@ -96,21 +101,35 @@ class Core:
             self._broken("the model cannot be loaded", error)
             return
         self.metrics.capacity.set(self.engine.capacity)
+        told = {"version": darkroom.__version__, "model": opened.model.name}
+        self.metrics.build.info(
+            {**told, "precision": self.settings.precision, "backend": self.settings.backend}
+        )
         self.engine.start()
         try:
-            await self._begin_with_what_is_there(opened)
+            await self._take_up_all(opened)
         except Exception as error:
             self._broken("the jobs that were kept cannot be taken up", error)
             return
         if self.state == "loading":
             self.state, self.why = "ready", ""
-            self.metrics.ready.set(1)
 
     def _broken(self, why: str, error: Exception) -> None:
         """No job will be taken by this process; the log says why, clients are told no more than `why`."""
         self.state, self.why, self.error = "broken", why, error
         if not isinstance(error, InputError):  # a mistake is told by who runs this, in one line
             LOG.error("%s: %s", why, type(error).__name__, exc_info=not isinstance(error, DarkroomError))
+
+    async def _take_up_all(self, opened: opening.Opened) -> None:
+        """A database or disk that cannot be read just now is waited for."""
+        while True:
+            try:
+                await self._begin_with_what_is_there(opened)
+                return
+            except (StorageError, OSError) as error:
+                LOG.warning("jobs that were kept cannot be read just now: %s", error)
+                self.why = "the jobs that were kept cannot be read just now"
+                await asyncio.sleep(TAKE_UP_RETRY_S)
 
     async def _begin_with_what_is_there(self, opened: opening.Opened) -> None:
         if self.sharing is not None:
@@ -119,7 +138,8 @@ class Core:
             return
         await self._house.tidy()
         for record in await asyncio.wrap_future(self.store.live()):
-            await self._take_up(record)
+            if self._lives.get(record.uid) is None:
+                await self._take_up(record)
 
     async def _take_up(self, record: Record) -> None:
         """A job that an earlier process accepted and did not finish."""
@@ -131,21 +151,35 @@ class Core:
             request = admission.with_tags_read(request)
             uploads = await self._loop.in_thread(self._keeper.read_uploads, record.uid)
             shape = await self._shape(request, uploads)
-        except (Refused, ValueError) as error:
+        except (Refused, ValidationError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
+            return
+        except Exception as error:
+            if not isinstance(error, StorageError) and not is_system_failure(error):
+                LOG.exception("job %s cannot be taken up; it is kept", record.uid)  # a mistake of ours
+                return
+            LOG.warning("job %s cannot be taken up just now: %s", record.uid, error)
+            if self.sharing is None:  # else its lease ends, and another server may
+                self._loop.spawn(self._take_up_later(record))
             return
         now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
         if now is not None and now.state in LIVE:  # it may have been cancelled meanwhile
             self._enlist(now, request, shape, uploads)
 
+    async def _take_up_later(self, record: Record) -> None:
+        await asyncio.sleep(TAKE_UP_RETRY_S)
+        await self._take_up(record)
+
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
         await asyncio.wrap_future(self.store.end(record.uid, "failed", time.time(), result))
+        logs.event(
+            "job", job=record.uid, id=record.id, key=record.key, state="failed", error=code, why=message
+        )
 
     async def drain(self, seconds: float) -> None:
         """Take no new jobs; finish what is on its way and what somebody waits for; keep the rest."""
         self.state, self.why = "draining", "the server is being stopped"
-        self.metrics.ready.set(0)
         if self.sharing is not None:
             self.sharing.claims = False
         for live in self._lives:
@@ -220,7 +254,7 @@ class Core:
                 return self._same(there, digest)
         self._check_open()
         request = admission.with_tags_read(request)
-        admission.check_limits(request, self.limits)
+        admission.check_limits(request, self.limits, key)
         admission.check_adapters(request, self._library())
         others = None if self.sharing is None else self.sharing.backlog.pictures
         self._intake.check_room(self._engine, key, request.num, others)
@@ -239,6 +273,9 @@ class Core:
                     await self._loop.in_thread(self.results.delete, uid)
                 return self._same(job_of_record(kept), digest, kept.digest)
             self.metrics.accepted.inc()
+            self.metrics.key_jobs.labels(key).inc()
+            if (notes := logs.NOTES.get()) is not None:
+                notes.jobs.append(uid)
             if takes:
                 live = self._enlist(kept, request, shape, uploads)
                 return job_of(live, self._place(live))
@@ -247,14 +284,36 @@ class Core:
         return job_of_record(kept)
 
     async def _accept(self, record: Record, uploads: Uploads | None, takes: bool) -> Record:
+        per_day = self.limits.of_key(record.key).pictures_per_day
         try:
             if uploads is not None:
                 await self._loop.in_thread(self._keeper.write_uploads, record.uid, uploads)
             if self.sharing is not None:
-                return await asyncio.wrap_future(self.sharing.leases.accept(record, take=takes))
-            return await asyncio.wrap_future(self.store.accept(record))
+                return await asyncio.wrap_future(
+                    self.sharing.leases.accept(record, take=takes, per_day=per_day)
+                )
+            return await asyncio.wrap_future(self.store.accept(record, per_day))
+        except OverQuota as error:
+            if uploads is not None:
+                with suppress(StorageError, OSError):  # they were written for nothing
+                    await self._loop.in_thread(self.results.delete, record.uid)
+            raise admission.over_quota(error, record.key) from error
         except (StorageError, OSError) as error:
+            if self.sharing is None:
+                self._loop.spawn(self._adopt(record.uid))
             raise self._no_storage() from error
+
+    async def _adopt(self, uid: str) -> None:
+        """Take a job up whose acceptance was not confirmed, should it be in the store all the same: only the
+        answer was lost. Its client was told to ask again, and finds it there."""
+        while True:
+            try:
+                record: Record | None = await asyncio.wrap_future(self.store.find_uid(uid))
+                break
+            except (StorageError, OSError):
+                await asyncio.sleep(TAKE_UP_RETRY_S)
+        if record is not None and record.state in LIVE and self._lives.get(uid) is None:
+            await self._take_up(record)
 
     def _no_storage(self, message: str = "jobs cannot be kept just now") -> Refused:
         return Refused(507, "storage", message, retry_after_s=STORAGE_RETRY_S)
@@ -303,6 +362,8 @@ class Core:
         """Hand an accepted job to the engine."""
         work = Work(record.uid, record.key, request, shape, self._endings, uploads)
         work.alone = record.attempts >= SUSPECT
+        if (notes := logs.NOTES.get()) is not None:
+            work.request_id = notes.id
         live = Live(record, work)
         if self.state == "draining":
             self._set_aside(live)
@@ -398,6 +459,7 @@ class Core:
         live = self._lives.find(key, job_id)
         if live is None:
             await self._soon_written(self._endings.end_row(job.uid, "cancelled", {}))
+            logs.event("job", job=job.uid, id=job.id, key=key, state="cancelled")
             live = self._lives.find(key, job_id)  # it was taken up meanwhile
         if live is not None:
             await self._soon_written(self._endings.end(live, "cancelled", {}))
@@ -459,13 +521,25 @@ class Core:
         trouble = self.trouble()
         return cards.status(self.engine, self.state, trouble[1] if trouble else "", len(self._lives))
 
+    async def used_today(self, key: str) -> int:
+        """Pictures of a key accepted since 0:00 UTC."""
+        used: int = await self._stored(self.store.usage(key))
+        return used
+
     def metrics_text(self) -> bytes:
         """The counters, with what is only looked up when asked for."""
-        self.metrics.ready.set(self.trouble() is None)
         if self._opened is not None:
             device = self._opened.engine.studio.backend.device
             self.metrics.device_memory.set(opening.used_bytes(device))
         return self.metrics.text()
+
+    def queue_age_s(self) -> float:
+        """How long the oldest job that waits has waited, here or for any server of a shared queue."""
+        now_s = time.monotonic()
+        ages = [now_s - one.work.accepted_s for one in self._lives if one.work.started_s is None]
+        if self.sharing is not None:
+            ages.append(self.sharing.backlog_age_s())
+        return max(ages, default=0.0)
 
     def trouble(self) -> tuple[str, str] | None:
         """Why no new job is taken (code, message), None where they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -17,8 +18,9 @@ from typing import Any, Protocol
 
 import sqlalchemy as sql
 
-from darkroom.errors import InputError
+from darkroom.errors import InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
+from darkroom.sample.provenance import Origin
 from darkroom.serve.engine.tickets import Work
 from darkroom.serve.hooks import Hooks, Withheld
 from darkroom.serve.jobs.store import METADATA, StorageError, Store
@@ -70,6 +72,8 @@ class Results:
                 f"another server runs on '{folder}'", mend="give --state another folder"
             ) from error
         except OSError as error:
+            if is_system_failure(error):
+                raise
             raise InputError(f"'{folder}' cannot be written: {error.strerror}") from error
         self.secret = _secret(folder / ".secret")
         """Signs the addresses of pictures."""
@@ -248,7 +252,9 @@ class Keeper:
 
     def check(self, work: Work, index: int) -> None:
         """Have the hooks see a finished picture, while others of its work may still be drawn."""
-        work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index])
+        given = () if work.uploads is None else (work.uploads.image, work.uploads.mask)
+        origin = Origin(int(work.uid[:8], 16), tuple(one for one in given if one is not None))
+        work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index], origin)
         work.files[index].add_done_callback(lambda file: self._checked(work, file))
 
     def _checked(self, work: Work, file: Future[bytes]) -> None:
@@ -276,6 +282,7 @@ class Keeper:
     def _store_pictures(self, work: Work) -> None:
         # Those were asked for before this was, so a thread has them already.
         files = {picture_name(i): file.result() for i, file in work.files.items()}
+        work.hashes = [hashlib.sha256(content).hexdigest() for content in files.values()]
         num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
         self._end(work, "done", self._result(work), num_bytes)
 

@@ -36,15 +36,15 @@ JOBS = sql.Table(
     "darkroom_jobs",
     METADATA,
     sql.Column("uid", sql.String(32), primary_key=True),
-    sql.Column("server", sql.String(64), nullable=False, index=True),
+    sql.Column("server", sql.String(64), nullable=False),
     sql.Column("key", sql.String(100), nullable=False),
     sql.Column("id", sql.String(64), nullable=False),
     sql.Column("digest", sql.String(64), nullable=False),
     sql.Column("state", sql.String(12), nullable=False, index=True),
     sql.Column("request", sql.Text, nullable=False),
-    sql.Column("created_s", sql.Double, nullable=False, index=True),
+    sql.Column("created_s", sql.Double, nullable=False),
     sql.Column("started_s", sql.Double),
-    sql.Column("finished_s", sql.Double, index=True),
+    sql.Column("finished_s", sql.Double),
     sql.Column("attempts", sql.Integer, nullable=False, default=0),
     sql.Column("bytes", sql.BigInteger, nullable=False, default=0),
     sql.Column("result", sql.Text, nullable=False, default="{}"),
@@ -54,6 +54,25 @@ JOBS = sql.Table(
     sql.Column("due_s", sql.Double),
     sql.UniqueConstraint("key", "id"),
 )
+USAGE = sql.Table(
+    "darkroom_usage",
+    METADATA,
+    sql.Column("key", sql.String(100), primary_key=True),
+    sql.Column("day", sql.String(10), primary_key=True),
+    sql.Column("pictures", sql.BigInteger, nullable=False),
+)
+"""Pictures accepted of each key on each day (UTC); kept for `USAGE_DAYS`."""
+USAGE_DAYS = 40
+INDICES = (
+    # Each for a query of its own: a key's jobs, newest first; the same in one state; a server's jobs that
+    # are not over, oldest first; what is kept, with its bytes, by age.
+    sql.Index("darkroom_jobs_of_key", JOBS.c.key, JOBS.c.created_s.desc(), JOBS.c.uid),
+    sql.Index("darkroom_jobs_in_state", JOBS.c.key, JOBS.c.state, JOBS.c.created_s.desc(), JOBS.c.uid),
+    sql.Index("darkroom_jobs_live", JOBS.c.server, JOBS.c.state, JOBS.c.created_s, JOBS.c.uid),
+    sql.Index("darkroom_jobs_kept", JOBS.c.server, JOBS.c.finished_s, JOBS.c.bytes, JOBS.c.uid),
+)
+FORMER_INDICES = ("ix_darkroom_jobs_server", "ix_darkroom_jobs_created_s", "ix_darkroom_jobs_finished_s")
+"""Of databases made before: each is a worse choice than one of `INDICES`, which planners may take."""
 ADDED = ("num", "priority", "work", "due_s")
 """Columns that databases made before do not have; they get them when they are opened."""
 LIVE = ("queued", "running")
@@ -61,6 +80,14 @@ LIVE = ("queued", "running")
 
 class StorageError(DarkroomError):
     """The database or the disk does not take what must be kept."""
+
+
+class OverQuota(DarkroomError):
+    """A key has had its pictures of the day."""
+
+    def __init__(self, per_day: int, used: int) -> None:
+        self.per_day, self.used = per_day, used
+        super().__init__(f"{used} of {per_day} pictures of this day are used")
 
 
 @dataclass(frozen=True)
@@ -108,7 +135,7 @@ class Store:
         self._engine = _open(url)
         self._actions: queue.SimpleQueue[tuple[Action, Future[Any]] | None] = queue.SimpleQueue()
         self._lock_connection = None if shared else _lock(self._engine, server)
-        _create_tables(self._engine, [*METADATA.tables.values()] if shared else [JOBS])
+        _create_tables(self._engine, [*METADATA.tables.values()] if shared else [JOBS, USAGE])
         self._thread = threading.Thread(target=self._run, name="darkroom-store", daemon=True)
         self._thread.start()
 
@@ -122,16 +149,20 @@ class Store:
 
     # ---- what can be done; each gives a future
 
-    def accept(self, record: Record) -> Future[Record]:
-        """Keep a new job; gives the one already there of the same key and id, if any."""
+    def accept(self, record: Record, per_day: int | None = None) -> Future[Record]:
+        """Keep a new job; gives the one already there of the same key and id, if any.
 
-        return self.do(lambda connection: self.keep(connection, record))
+        OverQuota where the key would have more than `per_day` pictures on this day.
+        """
 
-    def keep(self, connection: sql.Connection, record: Record) -> Record:
+        return self.do(lambda connection: self.keep(connection, record, per_day))
+
+    def keep(self, connection: sql.Connection, record: Record, per_day: int | None = None) -> Record:
         """`accept`, within a transaction."""
         there = _find(connection, record.key, record.id)
         if there is not None:
             return there
+        _use(connection, record, per_day)
         values = {**record.__dict__, "result": json.dumps(record.result)}
         try:
             with connection.begin_nested():
@@ -184,16 +215,20 @@ class Store:
 
     def expired(self, before_s: float, keep_bytes: int) -> Future[list[str]]:
         """Uids of this server's finished jobs that are too old, and of the oldest beyond so many bytes."""
-        query = sql.select(JOBS.c.uid, JOBS.c.finished_s, JOBS.c.bytes).where(
-            JOBS.c.server == self.server, JOBS.c.state.in_(FINAL)
-        )
+        mine = JOBS.c.server == self.server
+        too_old = sql.select(JOBS.c.uid).where(mine, JOBS.c.finished_s < before_s)
+        kept = (mine, JOBS.c.finished_s >= before_s)
+        oldest = sql.select(JOBS.c.uid, JOBS.c.bytes).where(*kept).order_by(JOBS.c.finished_s)
 
         def action(connection: sql.Connection) -> list[str]:
-            found, total = [], 0
-            for uid, finished_s, num_bytes in connection.execute(query.order_by(JOBS.c.finished_s.desc())):
-                total += num_bytes
-                if finished_s < before_s or total > keep_bytes:
+            found = [uid for (uid,) in connection.execute(too_old)]
+            total = connection.execute(sql.select(sql.func.sum(JOBS.c.bytes)).where(*kept)).scalar() or 0
+            if total > keep_bytes:
+                for uid, num_bytes in connection.execute(oldest).yield_per(UIDS_AT_ONCE):
+                    if total <= keep_bytes:
+                        break
                     found.append(uid)
+                    total -= num_bytes
             return found
 
         return self.do(action)
@@ -219,6 +254,10 @@ class Store:
                 connection.execute(sql.delete(JOBS).where(JOBS.c.uid.in_(some)))
 
         return self.do(action)
+
+    def usage(self, key: str) -> Future[int]:
+        """Pictures of a key accepted today (UTC)."""
+        return self.do(lambda connection: _used(connection, key, day_of(time.time())))
 
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
@@ -270,6 +309,35 @@ class Store:
         future.set_exception(StorageError(_told(error)) if isinstance(error, SQLAlchemyError) else error)
 
 
+def day_of(at_s: float) -> str:
+    """The day of a time, in UTC, such as 2026-11-23."""
+    return time.strftime("%Y-%m-%d", time.gmtime(at_s))
+
+
+def _used(connection: sql.Connection, key: str, day: str) -> int:
+    query = sql.select(USAGE.c.pictures).where(USAGE.c.key == key, USAGE.c.day == day)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def _use(connection: sql.Connection, record: Record, per_day: int | None) -> None:
+    """Count a job's pictures among its key's of the day, in the transaction that accepts it."""
+    day = day_of(record.created_s)
+    of_day = sql.and_(USAGE.c.key == record.key, USAGE.c.day == day)
+    more = sql.update(USAGE).where(of_day).values(pictures=USAGE.c.pictures + record.num)
+    if not connection.execute(more).rowcount:
+        try:
+            with connection.begin_nested():
+                row = {"key": record.key, "day": day, "pictures": record.num}
+                connection.execute(sql.insert(USAGE).values(row))
+                old = day_of(record.created_s - USAGE_DAYS * 86400)
+                connection.execute(sql.delete(USAGE).where(USAGE.c.day < old))
+        except IntegrityError:  # another server was quicker
+            connection.execute(more)
+    used = _used(connection, record.key, day)
+    if per_day is not None and used > per_day:
+        raise OverQuota(per_day, used - record.num)
+
+
 def _open(url: str) -> sql.Engine:
     try:
         engine = sql.create_engine(url, pool_pre_ping=not url.startswith("sqlite"))
@@ -290,6 +358,7 @@ def _create_tables(engine: sql.Engine, tables: list[sql.Table]) -> None:
         try:
             METADATA.create_all(engine, tables=tables)
             _add_columns(engine)
+            _add_indices(engine)
             return
         except SQLAlchemyError as error:
             if not more_tries:
@@ -311,6 +380,17 @@ def _add_columns(engine: sql.Engine) -> None:
         for uid, request, created_s in connection.execute(live).all():
             found = _read_again(request, created_s)
             connection.execute(sql.update(JOBS).where(JOBS.c.uid == uid).values(found))
+
+
+def _add_indices(engine: sql.Engine) -> None:
+    """Give a table of an earlier version the indices of this one."""
+    there = {index["name"] for index in sql.inspect(engine).get_indexes(JOBS.name)}
+    with engine.begin() as connection:
+        for index in INDICES:
+            if index.name not in there:
+                index.create(connection, checkfirst=True)
+        for name in there.intersection(FORMER_INDICES):
+            connection.execute(sql.text(f"DROP INDEX IF EXISTS {name}"))
 
 
 def _read_again(request: str, created_s: float) -> dict[str, Any]:

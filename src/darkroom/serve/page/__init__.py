@@ -7,6 +7,7 @@ elsewhere, and nothing inline: the content security policy of `guard` forbids it
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Coroutine
 from importlib.resources import files
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from darkroom import options
 from darkroom.serve.jobs.core import Core
 
 PAGES = {"/": "index.html", "/server": "server.html"}
@@ -32,7 +34,8 @@ FILES = (
     "form.js",
 )
 PATHS = {**PAGES, "/favicon.ico": "icon.svg", **{f"/page/{name}": name for name in FILES}}
-PAGE_PATHS = tuple(PATHS)
+SOLVERS_PATH = "/page/solvers.js"
+PAGE_PATHS = (*PATHS, SOLVERS_PATH)
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -45,13 +48,25 @@ def page_router(_: Core) -> APIRouter:
     """The page's files, each at its path."""
     router = APIRouter(include_in_schema=False)
     for path, name in PATHS.items():
-        router.add_api_route(path, _sender(name), methods=["GET", "HEAD"])
+        content = files(__name__).joinpath(name).read_bytes()
+        router.add_api_route(path, _sender(name, content), methods=["GET", "HEAD"])
+    router.add_api_route(SOLVERS_PATH, _sender("solvers.js", _solvers()), methods=["GET", "HEAD"])
     return router
 
 
-def _sender(name: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _solvers() -> bytes:
+    """The solvers' names, as `options` has them, for the page's own code."""
+    solvers = {name.lower(): solver for solver, name in options.A1111_NAMES.items()}
+    lines = [
+        "// Made by the server. A1111's names in small letters: darkroom's, and the other way round.",
+        f"export const SOLVERS = {json.dumps(solvers)};",
+        f"export const SOLVER_NAMES = {json.dumps(options.A1111_NAMES)};",
+    ]
+    return "\n".join(lines).encode()
+
+
+def _sender(name: str, content: bytes) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """A handler that sends a file, or says that the reader has it already."""
-    content = files(__name__).joinpath(name).read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
 

@@ -44,7 +44,8 @@ export async function ask(path, options = {}) {
   for (;;) {
     let answer;
     try {
-      answer = await fetch(path, withKey(options));
+      // Relative to the page: the server may lie below a path of a proxy's.
+      answer = await fetch(path.replace(/^\//, ""), withKey(options));
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Refusal(0, { message: "The server cannot be reached.", code: "unreachable" });

@@ -2,6 +2,7 @@
 import { Also } from "./also.js";
 import { $, kept, make, say } from "./common.js";
 import { Painter } from "./mask.js";
+import { SOLVER_NAMES } from "./solvers.js";
 import { adaptersOf } from "./view.js";
 
 const SHAPES = [["1:1", 1, 1], ["3:2", 3, 2], ["2:3", 2, 3], ["16:9", 16, 9], ["9:16", 9, 16]];
@@ -238,8 +239,4 @@ const dataUrl = (blob) => new Promise((resolve, reject) => {
   reader.readAsDataURL(blob);
 });
 
-const SOLVER_NAMES = {
-  ddim: "DDIM", pndm: "PNDM", euler: "Euler", euler_a: "Euler ancestral", dpmpp_2m: "DPM++ 2M",
-  dpmpp_2m_sde: "DPM++ 2M SDE", unipc: "UniPC", lcm: "LCM",
-};
 const solverName = (name) => SOLVER_NAMES[name] ?? name;

@@ -1,9 +1,7 @@
 // The settings that a PNG carries in its text chunks: darkroom's own, or A1111's.
 
-const SOLVERS = {
-  "euler a": "euler_a", "euler": "euler", "ddim": "ddim", "plms": "pndm", "unipc": "unipc", "lcm": "lcm",
-  "dpm++ 2m": "dpmpp_2m", "dpm++ 2m sde": "dpmpp_2m_sde",
-};
+import { SOLVERS } from "./solvers.js";
+
 const UPSCALERS = { "latent": "latent", "latent (bilinear)": "latent", "lanczos": "lanczos" };
 // What A1111's text says that is restored, or that says nothing of the settings.
 const READ = new Set(["steps", "sampler", "schedule type", "cfg scale", "seed", "size", "model", "eta", "clip skip",

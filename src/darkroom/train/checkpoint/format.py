@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import darkroom
-from darkroom.errors import CheckpointError
+from darkroom.errors import CheckpointError, DamagedCheckpoint, DarkroomError
 from darkroom.hardware.system import atomic_replace, remove_file, remove_tree, sync_folder
 
 FORMAT = 2
@@ -237,37 +237,80 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
+@contextmanager
+def reading(told: str) -> Iterator[None]:
+    """Within, files of a checkpoint are read, from a disk or an address; `told` is what it is called.
+
+    DamagedCheckpoint where one is gone, CheckpointError where a disk or a network fails: then an older
+    checkpoint is no answer.
+    """
+    try:
+        yield
+    except DarkroomError:
+        raise
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise DamagedCheckpoint(f"{told} is damaged: {line_of(error)}") from error
+    except Exception as error:  # each kind of store has its own
+        if is_bug(error):
+            raise
+        raise CheckpointError(
+            f"{told} could not be read: {line_of(error)}; run the same command when it can be, or delete it "
+            "to go on from the one before"
+        ) from error
+
+
+def is_bug(error: Exception) -> bool:
+    """Whether an error out of a store's calls is a mistake of ours: stores have classes of their own."""
+    return not isinstance(error, OSError) and type(error).__module__ == "builtins"
+
+
+def line_of(error: BaseException) -> str:
+    """An error's message in one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def _verify(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, when every file is as it was written."""
-    try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
+    told = f"checkpoint '{path}'"
+    with reading(told):
+        manifest = read_manifest((path / "manifest.json").read_bytes(), step_of(path), told)
         files: dict[str, dict[str, Any]] = manifest["files"]
-        told = check_manifest(manifest, step_of(path))
         with ThreadPoolExecutor(4) as threads:  # hashlib lets other threads run
             damage = threads.map(lambda name: _damage(path / name, files[name]), files)
-            damaged = [*filter(None, damage), *told]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint '{path}' is damaged: manifest.json: {error}") from error
+            damaged = [*filter(None, damage)]
     if damaged:
-        raise CheckpointError(f"checkpoint '{path}' is damaged: {', '.join(damaged)}")
+        raise DamagedCheckpoint(f"{told} is damaged: {', '.join(damaged)}")
     return manifest
 
 
-def check_manifest(manifest: Mapping[str, Any], step: int) -> list[str]:
-    """What is wrong with the list of a checkpoint of this step; ValueError for names that lead elsewhere."""
-    files = manifest["files"]
+def read_manifest(raw: bytes, step: int, told: str) -> dict[str, Any]:
+    """The list of files of a checkpoint of this step; DamagedCheckpoint where no save writes such a one."""
+    try:
+        manifest: Any = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{told} is damaged: manifest.json: {line_of(error)}") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not all(_is_entry(said) for said in files.values()):
+        raise DamagedCheckpoint(f"{told} is damaged: manifest.json lists no files")
     if strange := [name for name in files if Path(name).name != name]:
-        raise ValueError(f"'{strange[0]}' is no file name")
-    whole = manifest["format"] in (1, FORMAT) and manifest["step"] == step and "state.json" in files
-    return [] if whole else ["manifest.json does not belong to it"]
+        raise DamagedCheckpoint(f"{told} is damaged: manifest.json: '{strange[0]}' is no file name")
+    if manifest.get("format") not in (1, FORMAT) or manifest.get("step") != step or "state.json" not in files:
+        raise DamagedCheckpoint(f"{told} is damaged: manifest.json does not belong to it")
+    found: dict[str, Any] = manifest
+    return found
+
+
+def _is_entry(said: Any) -> bool:
+    return (
+        isinstance(said, dict) and isinstance(said.get("bytes"), int) and isinstance(said.get("sha256"), str)
+    )
 
 
 def _damage(file: Path, said: Mapping[str, Any]) -> str | None:
-    try:
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        return f"{file.name}: {error.strerror}"
+    if not file.is_file():
+        return f"{file.name}: No such file"
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if file.stat().st_size != said["bytes"]:
         return f"{file.name} has {file.stat().st_size} bytes, not {said['bytes']}"
     return None if digest == said["sha256"] else f"{file.name} has another hash"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from darkroom.errors import CheckpointError, MissingExtra, RecipeError
+from darkroom.errors import CheckpointError, DamagedCheckpoint, MissingExtra, RecipeError
 from darkroom.hardware.system import remove_tree
 from darkroom.train.checkpoint import format as local
 from darkroom.train.checkpoint.format import Checkpoint, Parts, Say, Tensors
@@ -125,9 +125,12 @@ class RemotePlace:
             self._fs.pipe_file(probe, b"darkroom")
             self._fs.rm_file(probe)
         except Exception as error:  # each kind of store has its own
-            raise RecipeError(
-                "checkpoint.url", f"'{self.address}' cannot be written: {_line(error)}"
-            ) from error
+            told = f"'{self.address}' cannot be written: {local.line_of(error)}"
+            if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | ValueError):
+                raise RecipeError("checkpoint.url", told) from error
+            if local.is_bug(error):
+                raise
+            raise CheckpointError(f"checkpoint.url: {told}") from error
         whole = {kept.name for kept in self.kept()}
         for name in self._names():
             if name not in whole:
@@ -247,22 +250,20 @@ class RemotePlace:
     # ---- reading
 
     def load(self, kept: Kept) -> Checkpoint:
-        try:
+        told, folder, damaged = f"checkpoint '{self._told(kept)}'", self._folder(kept), list[str]()
+        with local.reading(told):
             raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))
-            manifest = json.loads(raw)
-            damaged = local.check_manifest(manifest, kept.step)
-            folder = self._folder(kept)
-            if not damaged and not _holds(folder, raw):
+            files = local.read_manifest(raw, kept.step, told)["files"]
+            if not _holds(folder, raw):
                 remove_tree(folder.parent)
                 folder.mkdir(parents=True)
-                told = (self._copy(kept.name, file, said, folder) for file, said in manifest["files"].items())
-                damaged = [*filter(None, told)]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"checkpoint '{self._told(kept)}' is damaged: {_line(error)}") from error
+                copied = (self._copy(kept.name, file, said, folder) for file, said in files.items())
+                damaged = [*filter(None, copied)]
         if damaged:
             remove_tree(folder.parent)
-            raise CheckpointError(f"checkpoint '{self._told(kept)}' is damaged: {', '.join(damaged)}")
-        (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
+            raise DamagedCheckpoint(f"{told} is damaged: {', '.join(damaged)}")
+        with local.reading(told):
+            (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
         return local.open_checkpoint(folder)
 
     def open(self, kept: Kept, ranks: Ranks) -> Checkpoint:
@@ -350,7 +351,7 @@ def _newest(places: Sequence[Place], say: Say) -> tuple[Place, Kept, Checkpoint]
     for _, i, _, kept in sorted(there, key=lambda one: one[:3], reverse=True):
         try:
             return places[-i], kept, places[-i].load(kept)
-        except CheckpointError as error:
+        except DamagedCheckpoint as error:
             damaged.append(str(error))
             say(f"{error}; trying the one before")
     if damaged:
@@ -370,11 +371,11 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         if url.startswith(("s3:", "s3a:")):
             raise MissingExtra("s3fs", "s3") from error
-        raise RecipeError("checkpoint.url", f"'{url}': {_line(error)}") from error
+        raise RecipeError("checkpoint.url", f"'{url}': {local.line_of(error)}") from error
     except ValueError as error:
         raise RecipeError(
             "checkpoint.url",
-            f"'{url}': {_line(error)}",
+            f"'{url}': {local.line_of(error)}",
             allowed="an address such as s3://bucket/prefix or file:///folder",
         ) from error
     if not str(root).strip("/"):
@@ -396,11 +397,7 @@ def _holds(folder: Path, manifest: bytes) -> bool:
     there = folder / "manifest.json"
     if not there.is_file() or there.read_bytes() != manifest:
         return False
-    with suppress(CheckpointError):
+    with suppress(DamagedCheckpoint):
         local.load_checkpoint(folder)
         return True
     return False
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

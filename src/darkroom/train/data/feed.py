@@ -32,6 +32,8 @@ Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
 """Opens the stream of global batches from step k on."""
 
 HELDOUT_SEED = 0
+SET, PROMPT, LOSS_WEIGHT = "set", "set_prompt", "loss_weight"
+"""Columns of a run's own store of several sets."""
 CLASS_SEED = 0x632BE59BD9B4E019  # class pictures get other noise than the subject's in the same place
 
 
@@ -59,6 +61,8 @@ def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOr
         assert isinstance(rows, MixedRows)
         weights = [one.weight for one in data.stores]
         return _mixed_order(recipe, task, store.stores, rows.parts, rows.offsets, weights)
+    if data.sets:
+        return _order_of_sets(recipe, task, store, rows)
     if len(times := repeated(recipe, store, rows)) > 1:
         shares = [float(n * len(some)) for n, some in times.items()]
         parts = [Rows.of(some) for some in times.values()]
@@ -67,6 +71,29 @@ def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOr
         return Order(rows, seed=train.seed, global_batch=train.global_batch)
     by_size = _by_size(recipe, task, store, rows)
     return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
+
+
+def _order_of_sets(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+    """Each set's rows by their repeats; of several resolutions or in buckets, a batch is of one size."""
+    train, data = recipe.train, recipe.data
+    positions = by_set(store, rows)
+    shares = [float(data.sets[i].repeats * len(some)) for i, some in positions.items()]
+    parts, offsets = [Rows.of(some) for some in positions.values()], [0] * len(positions)
+    if not data.buckets and set(data.sides) == {data.resolution}:
+        return MixedOrder(parts, shares, offsets=offsets, seed=train.seed, global_batch=train.global_batch)
+    sizes: list[Mapping[tuple[int, int], Any]] = []
+    for i, some in positions.items():
+        side = data.sides[i]
+        allowed = buckets(side, step=inline_step(side, task.model))
+        sizes.append(listed_buckets(store, allowed, some) if data.buckets else {(side, side): some})
+    return MixedBucketOrder(sizes, shares, offsets=offsets, seed=train.seed, global_batch=train.global_batch)
+
+
+def by_set(store: Store, rows: Rows) -> dict[int, Ints]:
+    """Positions of the rows by the number of their set."""
+    positions = rows.positions(np.arange(len(rows)))
+    numbers = np.array(store.take(positions, [SET])[SET].to_pylist())
+    return {n: positions[numbers == n] for n in np.unique(numbers).tolist()}
 
 
 def _mixed_order(
@@ -111,7 +138,10 @@ def make_feed(
     """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
     store, *beside = stores
     sources = [(store, order, task.read)]
-    sources += [(other, *_class_order(recipe, task, other)) for other in beside]
+    if recipe.task == "dpo":  # pairs: the same rows, captions and draws
+        sources += [(other, order, task.read) for other in beside]
+    else:
+        sources += [(other, *_class_order(recipe, task, other)) for other in beside]
     data = recipe.data
 
     @contextmanager
@@ -147,7 +177,9 @@ def _class_order(recipe: Recipe, task: Task, store: Store) -> tuple[Order, ReadS
     seed, prompt = recipe.train.seed ^ CLASS_SEED, recipe.data.class_prompt
     rows = Rows.of(min(recipe.data.num_class_images, store.num_rows))
     update: dict[str, Any] = {"prompts": (prompt,), "prompts_replace": True, "seed": seed}
+    update |= {"around": ("", ""), "tag_dropout": 0.0, "token_warmup": (0, 1), "wildcards": False}
     update["columns"] = tuple(name for name in task.read.columns if name in SIZES)  # they have no masks
+    update["prompt_column"] = None
     order = Order(rows, seed=seed, global_batch=recipe.train.global_batch)
     return order, task.read.model_copy(update=update)
 
@@ -173,7 +205,7 @@ def read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Colum
     still = OrderSettings(shuffle=False)
     order = Order(rows.positions(index), seed=HELDOUT_SEED, global_batch=len(index), settings=still)
     plain: dict[str, Any] = {"crop": "centre", "flip": False, "caption_dropout": 0.0, "seed": HELDOUT_SEED}
-    plain |= {"shuffle_tags": False}
+    plain |= {"shuffle_tags": False, "tag_dropout": 0.0, "token_warmup": (0, 1)}
     with Loader(store, order, read=read.model_copy(update=plain), end=1) as loader:
         return next(loader).columns
 
@@ -204,6 +236,8 @@ def repeated(recipe: Recipe, store: Store, rows: Rows) -> dict[int, Ints]:
 
 def rows_an_epoch(recipe: Recipe, store: Store, rows: Rows) -> int:
     """Pictures that an epoch in the metrics counts."""
+    if recipe.data.sets:
+        return sum(recipe.data.sets[i].repeats * len(some) for i, some in by_set(store, rows).items())
     if recipe.data.repeats == "folders":
         return sum(n * len(some) for n, some in repeated(recipe, store, rows).items())
     return len(rows) * recipe.data.repeats

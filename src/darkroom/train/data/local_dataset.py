@@ -23,7 +23,7 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.run import write_whole
-from darkroom.train.data.feed import check_repeats
+from darkroom.train.data.feed import LOSS_WEIGHT, PROMPT, SET, check_repeats
 from darkroom.train.data.masks import COLUMN, alpha_of
 
 if TYPE_CHECKING:
@@ -65,8 +65,14 @@ def class_store_path(run: Path) -> Path:
 
 def gather(recipe: Recipe, run: Path, say: Say) -> None:
     """Bring a folder's pictures, and masks where there are any, into the run's own store, anew."""
+    if recipe.data.sets:
+        _gather_sets(recipe, run, say)
+        return
     key = "folder" if recipe.data.folder else "instance"
     folder = Path(getattr(recipe.data, key))
+    if recipe.task == "dpo":
+        _gather_rejected(folder, run)
+        folder = folder / "chosen"
     if not folder.exists():
         raise RecipeError(f"data.{key}", f"no folder '{folder}'")
     path = Path(store_path(recipe, run))
@@ -77,11 +83,57 @@ def gather(recipe: Recipe, run: Path, say: Say) -> None:
         told = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
         raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
     _check_captions(recipe, store, key)
+    if recipe.task == "dpo":
+        _check_pairs(store, Store.open(class_store_path(run)), folder.parent)
     check_repeats(recipe, store.take(range(store.num_rows), ["key"])["key"].to_pylist())
-    masks = _add_masks(recipe, store, folder)
+    masks = _add_masks(recipe, store, [folder] * store.num_rows)
     say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
     if report.rejected:
-        say(f"set aside: {report.rejected}; see {report.rejected_file}")
+        say(f"rejected: {report.rejected}; see {report.rejected_file}")
+
+
+def _gather_rejected(folder: Path, run: Path) -> None:
+    """Bring the pictures that were not preferred into a store beside the others'."""
+    _imported(folder / "rejected", class_store_path(run), "data.folder")
+
+
+def _check_pairs(chosen: Store, rejected: Store, folder: Path) -> None:
+    """RecipeError unless each row of one store has its other picture in the same row of the other."""
+    names = [
+        [Path(k).stem for k in s.take(range(s.num_rows), ["key"])["key"].to_pylist()]
+        for s in (chosen, rejected)
+    ]
+    alone = sorted(set(names[0]) ^ set(names[1]))
+    if alone or names[0] != names[1]:
+        told = f"{alone[0]} has no partner" if alone else "chosen/ and rejected/ are in another order"
+        raise RecipeError(
+            "data.folder",
+            f"'{folder}': {told}",
+            allowed="each picture under one name in chosen/ and rejected/",
+        )
+
+
+def _gather_sets(recipe: Recipe, run: Path, say: Say) -> None:
+    """Bring several folders into the run's own store, each row with its set's number, prompt and weight."""
+    path, sets = Path(store_path(recipe, run)), recipe.data.sets
+    numbers: list[int] = []
+    for i, one in enumerate(sets):
+        report = _imported(Path(one.folder), path, f"data.sets.{i}.folder", kind="auto", anew=not i)
+        store = Store.open(path)
+        new = store.num_rows - len(numbers)
+        numbers += [i] * new
+        more = f", {report.doubles} are in another set" if report.doubles else ""
+        say(f"{new} pictures from {one.folder}{more}")
+        if not new:
+            raise RecipeError(f"data.sets.{i}.folder", f"'{one.folder}' adds no picture{more}")
+    _check_captions(recipe, store, "sets", [sets[i].prompt for i in numbers])
+    columns = {
+        SET: pa.array(numbers, pa.int32()),
+        PROMPT: pa.array([sets[i].prompt or "" for i in numbers], pa.string()),
+        LOSS_WEIGHT: pa.array([sets[i].loss_weight for i in numbers], pa.float32()),
+    }
+    store.change(lambda dataset: dataset.add_columns(pa.table(columns).to_reader()))
+    _add_masks(recipe, store, [Path(sets[i].folder) for i in numbers])
 
 
 def forget(run: Path) -> None:
@@ -93,18 +145,24 @@ def forget(run: Path) -> None:
             folder.rmdir()
 
 
-def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder") -> ImportReport:
-    remove_tree(path)
+def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder", anew: bool = True) -> ImportReport:
+    if anew:
+        remove_tree(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
         raise RecipeError(key, f"no folder '{folder}'")
     return import_pictures(folder, path, kind=kind, on_missing_caption="keep", workers=2)
 
 
-def _check_captions(recipe: Recipe, store: Store, key: str) -> None:
+def _check_captions(
+    recipe: Recipe, store: Store, key: str, prompts: Sequence[str | None] | None = None
+) -> None:
+    """RecipeError where a picture has no caption and nothing else is said of it."""
     if recipe.data.prompts or recipe.task == "textual-inversion":
         return
-    bare = len(store.select("caption = ''"))
+    captions = store.take(range(store.num_rows), ["caption"])["caption"].to_pylist()
+    pairs = zip(captions, prompts or [None] * len(captions), strict=True)
+    bare = sum(not caption and not prompt for caption, prompt in pairs)
     if bare:
         raise RecipeError(
             "data.prompt",
@@ -113,19 +171,19 @@ def _check_captions(recipe: Recipe, store: Store, key: str) -> None:
         )
 
 
-def _add_masks(recipe: Recipe, store: Store, folder: Path) -> int:
-    """Give the store a column of masks where the folder or the pictures have some; returns how many."""
+def _add_masks(recipe: Recipe, store: Store, folders: Sequence[Path]) -> int:
+    """Give the store a column of masks where a row's folder or the pictures have some; returns how many."""
     keys: list[str] = store.take(range(store.num_rows), ["key"])["key"].to_pylist()
     masks: list[bytes | None] = []
     for i, key in enumerate(keys):
-        beside = folder / f"{Path(key).with_suffix('')}{MASK_ENDING}"
+        beside = folders[i] / f"{Path(key).with_suffix('')}{MASK_ENDING}"
         if recipe.data.mask == "alpha":
             masks.append(alpha_of(store.take([i], ["picture"])["picture"].to_pylist()[0]))
         else:
             masks.append(beside.read_bytes() if beside.is_file() else None)
     count = sum(mask is not None for mask in masks)
     if recipe.data.mask == "alpha" and not count:
-        raise RecipeError("data.mask", f"alpha, but no picture in '{folder}' is transparent anywhere")
+        raise RecipeError("data.mask", f"alpha, but no picture in '{folders[0]}' is transparent anywhere")
     if count:
         table = pa.table({COLUMN: pa.array(masks, pa.large_binary())})
         store.change(lambda dataset: dataset.add_columns(table.to_reader()))

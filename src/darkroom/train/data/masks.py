@@ -15,7 +15,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from darkroom.errors import StoreError
+from darkroom.errors import StoreError, is_system_failure
 
 COLUMN = "mask"
 
@@ -54,6 +54,8 @@ class Masks:
         try:
             image = Image.open(io.BytesIO(picture)).convert("L").convert("RGB")
         except (UnidentifiedImageError, OSError) as error:
+            if is_system_failure(error):
+                raise
             raise StoreError(f"column {self.column} holds what is no picture: {error}") from error
         # Cut as the picture is, then a latent pixel's mean.
         whole = resize_crop(image, (width * self._factor, height * self._factor), crop=at)

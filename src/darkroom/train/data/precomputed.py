@@ -33,7 +33,8 @@ PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pic
 def caches_latents(recipe: Recipe) -> bool:
     """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
     data = recipe.data
-    return data.encode not in ("inline", "online") and data.crop == "centre" and not data.flip
+    alike = data.crop == "centre" and not data.flip and set(data.sides) <= {data.resolution}
+    return data.encode not in ("inline", "online") and alike
 
 
 def prepare_own(
@@ -89,7 +90,8 @@ def stored_text(recipe: Recipe, model: Model, store: Store) -> str | None:
     """The prepared text column to read, or None to encode captions at each step."""
     asked, data = recipe.data.text, recipe.data
     trains = recipe.model.train_text_encoder or (recipe.adapter is not None and recipe.adapter.text_encoder)
-    says = recipe.task == "textual-inversion" or data.prompts or data.shuffle_tags
+    says = recipe.task == "textual-inversion" or data.prompts or data.changes_captions
+    says = says or not data.reads_text_plainly
     if trains or asked == "inline" or (says and asked == "auto"):
         return None
     made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "text"]

@@ -22,11 +22,11 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class _Bucket:
-    """Gradients that are sent together, as one flat float32 tensor."""
+    """Gradients that are sent together, as one flat tensor in float32 or what they are to be summed in."""
 
-    def __init__(self, masters: list[Tensor]) -> None:
+    def __init__(self, masters: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
         self.masters, self.waiting = masters, len(masters)
-        self.flat = torch.zeros(sum(m.numel() for m in masters), device=masters[0].device)
+        self.flat = torch.zeros(sum(m.numel() for m in masters), device=masters[0].device, dtype=dtype)
         ends = torch.tensor([m.numel() for m in masters]).cumsum(0).tolist()
         pieces = [self.flat[end - m.numel() : end] for m, end in zip(masters, ends, strict=True)]
         # In each weight's own memory layout, as the optimiser's kernels want it.
@@ -48,17 +48,22 @@ class _Bucket:
 
     def receive(self) -> None:
         self.work.wait()
-        for master, view in zip(self.masters, self.views, strict=True):
-            if master.grad is not None:
+        pairs = [(m, view) for m, view in zip(self.masters, self.views, strict=True) if m.grad is not None]
+        if self.flat.dtype == torch.float32:
+            for master, view in pairs:
                 master.grad = view
+        else:
+            torch._foreach_copy_(
+                [m.grad for m, _ in pairs if m.grad is not None], [view for _, view in pairs]
+            )
         self.waiting = len(self.masters)
 
 
 class Summing:
     """Sums the masters' gradients over all ranks, in buckets that leave as soon as they are full."""
 
-    def __init__(self, masters: Mapping[str, Tensor]) -> None:
-        self._buckets = list(_buckets(list(masters.values())))
+    def __init__(self, masters: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+        self._buckets = [_Bucket(some, dtype) for some in _buckets(list(masters.values()))]
         self._of = {master: bucket for bucket in self._buckets for master in bucket.masters}
         self._sent = 0
         self.last = False
@@ -82,7 +87,7 @@ class Summing:
         self._sent += 1
 
 
-def _buckets(masters: list[Tensor]) -> Iterator[_Bucket]:
+def _buckets(masters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Masters in the order in which the backward pass reaches them, more or less: the last first."""
     some: list[Tensor] = []
     size = 0
@@ -90,18 +95,18 @@ def _buckets(masters: list[Tensor]) -> Iterator[_Bucket]:
         some.append(master)
         size += 4 * master.numel()
         if size >= BUCKET_BYTES:
-            yield _Bucket(some)
+            yield some
             some, size = [], 0
     if some:
-        yield _Bucket(some)
+        yield some
 
 
 class ReplicatedWeights(Weights):
     """Float32 weights that are the same on all ranks."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], reduce: torch.dtype = torch.float32) -> None:
         super().__init__(modules)
-        self._summing = Summing(self.masters)
+        self._summing = Summing(self.masters, reduce)
         for param in self.computing.values():
             param.register_post_accumulate_grad_hook(self._taken)  # type: ignore[no-untyped-call]
 
@@ -117,11 +122,14 @@ class ReplicatedWeights(Weights):
 
 
 class ReplicatedCastWeights(CastWeights):
-    """bf16 or fp16 copies with float32 masters that are the same on all ranks; sums are of float32."""
+    """bf16 or fp16 copies with float32 masters that are the same on all ranks; sums are of float32 unless
+    `reduce` says otherwise."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], dtype: torch.dtype, reduce: torch.dtype = torch.float32
+    ) -> None:
         super().__init__(modules, dtype)
-        self._summing = Summing(self.masters)
+        self._summing = Summing(self.masters, reduce)
         masters: dict[Tensor, Tensor] = {param: master for master, param in self._pairs}
         self._begun = False
 
@@ -162,12 +170,17 @@ class ShardedWeights(Weights):
     """Float32 weights cut among the ranks by their first dimension; blocks are gathered in `dtype`."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], dtype: torch.dtype, ranks: Ranks, shard: str
+        self,
+        modules: Mapping[str, nn.Module],
+        dtype: torch.dtype,
+        ranks: Ranks,
+        shard: str,
+        reduce: torch.dtype = torch.float32,
     ) -> None:
         for module in modules.values():
             if dtype != torch.float32 and device_of(module).type == "cpu":
                 attend_in_float32(module)
-            shard_module(module, dtype, ranks, shard)
+            shard_module(module, dtype, ranks, shard, reduce)
         super().__init__(modules)
         self._dtype = dtype
         self.gradient_scale = float(ranks.size)  # fully_shard divides by it
@@ -240,7 +253,9 @@ class ShardedWeights(Weights):
             block.reshard()
 
 
-def shard_module(module: nn.Module, dtype: torch.dtype, ranks: Ranks, shard: str) -> None:
+def shard_module(
+    module: nn.Module, dtype: torch.dtype, ranks: Ranks, shard: str, reduce: torch.dtype = torch.float32
+) -> None:
     """Cut a module's weights among the ranks, each block by itself and the rest together."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -251,9 +266,7 @@ def shard_module(module: nn.Module, dtype: torch.dtype, ranks: Ranks, shard: str
         mesh = init_device_mesh(device, (nodes, ranks.local_size), mesh_dim_names=("copies", "shards"))
     else:
         mesh = init_device_mesh(device, (ranks.size,), mesh_dim_names=("shards",))
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
-    )
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce)
     reshard = shard != "grads"
     for block in blocks_of(module):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
@@ -279,13 +292,19 @@ def _part_of(param: Any) -> tuple[int, int]:
     return int(offset[0]) if len(offset) else 0, int(param.shape[0]) if param.dim() else 1
 
 
-def share_weights(modules: Mapping[str, nn.Module], dtype: torch.dtype, ranks: Ranks, shard: str) -> Weights:
-    """The trained modules as all ranks hold them."""
+def share_weights(
+    modules: Mapping[str, nn.Module],
+    dtype: torch.dtype,
+    ranks: Ranks,
+    shard: str,
+    reduce: torch.dtype = torch.float32,
+) -> Weights:
+    """The trained modules as all ranks hold them; gradients are summed in `reduce`."""
     if ranks.sharded:
-        return ShardedWeights(modules, dtype, ranks, shard)
+        return ShardedWeights(modules, dtype, ranks, shard, reduce)
     if dtype == torch.float32:
-        return ReplicatedWeights(modules)
-    return ReplicatedCastWeights(modules, dtype)
+        return ReplicatedWeights(modules, reduce)
+    return ReplicatedCastWeights(modules, dtype, reduce)
 
 
 def channels_last(asked: bool | Literal["auto"], device_type: str, *, sharded: bool) -> bool:

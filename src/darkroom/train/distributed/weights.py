@@ -224,13 +224,23 @@ def attend_in_float32(module: nn.Module) -> None:
     torch 2.13's bf16 attention on CPU has a backward pass 2 to 7 times slower than the float32 one at up to
     256 keys; from 1,024 on it is the quicker one, by a third.
     """
-    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-    from transformers import PreTrainedModel
+    from darkroom.models.parts import Attention, AttnProcessor2_0, PreTrainedModel
 
     class Float32Attention(AttnProcessor2_0):  # type: ignore[misc]
-        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The names of its parameters count: diffusers leaves out, with a warning, what is not among them.
+        def __call__(
+            self,
+            attn: Any,
+            hidden_states: Tensor,
+            encoder_hidden_states: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            temb: Tensor | None = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Tensor:
+            given = (attn, hidden_states, encoder_hidden_states, attention_mask, temb)
             with _Float32Product():
-                out: Tensor = super().__call__(*args, **kwargs)
+                out: Tensor = super().__call__(*given, *args, **kwargs)
             return out
 
     if isinstance(module, PreTrainedModel):

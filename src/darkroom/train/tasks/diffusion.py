@@ -12,6 +12,7 @@ L tokens, D text width, P pooled width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,8 +21,16 @@ from torch import Tensor, nn
 from darkroom.data.loader import Draw, ReadSettings
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import sample_latents, text_states, tokenize
+from darkroom.recipe.sections import DataSettings, NoiseSettings
+from darkroom.sample.prompts import part_states, part_tokens
 from darkroom.train.data.masks import Masks
-from darkroom.train.objective import FlowObjective, Objective, offset_noise, square_error
+from darkroom.train.objective import (
+    FlowObjective,
+    Objective,
+    multires_noise,
+    offset_noise,
+    square_error,
+)
 from darkroom.train.tasks.repa import Extras, draw_bits
 
 if TYPE_CHECKING:
@@ -73,6 +82,45 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How captions are read where not plainly: in several parts, with weights, without the last layers."""
+
+    parts: int = 1
+    weighted: bool = False
+    clip_skip: int = 0
+
+    @classmethod
+    def of(cls, data: DataSettings) -> Reading:
+        """As the recipe says it."""
+        return cls(data.max_token_length // 75, data.weighted_captions, data.clip_skip)
+
+    def tokens(self, model: Model, caption: str) -> tuple[Tensor, ...]:
+        """Token ids [N, L] of a caption for each encoder, then the tokens' weights [N, L] for each.
+
+        What is longer than N parts is cut off.
+        """
+        found = part_tokens(model, caption, "a1111" if self.weighted else "none", self.parts)
+        return (*(ids for ids, _ in found), *(weights for _, weights in found))
+
+    def states(
+        self, model: Model, ids: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """States [B, N L, D] of tokens [B, N, L], as generate's; SDXL's pooled one of the first part."""
+        states, pooled = [], None
+        for encoder, ids_BNL, weights_BNL in zip(model.text_encoders, ids, weights, strict=True):
+            rows, parts, length = ids_BNL.shape
+            text, given = part_states(encoder, ids_BNL.flatten(0, 1), model.is_sdxl, self.clip_skip)
+            if self.weighted:
+                weights_RL1 = weights_BNL.flatten(0, 1)[..., None].to(text.dtype)
+                scaled, plain = text * weights_RL1, (weights_RL1 == 1).all(dim=1, keepdim=True)
+                kept = text.mean(dim=(1, 2), keepdim=True) / scaled.mean(dim=(1, 2), keepdim=True)
+                text = torch.where(plain, text, scaled * kept)
+            states.append(text.reshape(rows, parts * length, -1))
+            pooled = given.reshape(rows, parts, *given.shape[1:])[:, 0] if model.is_sdxl else None
+        return torch.cat(states, dim=-1), pooled
+
+
 class Diffusion:
     """Train what of the U-Net and text encoders requires gradients to denoise latents."""
 
@@ -83,35 +131,45 @@ class Diffusion:
         read: ReadSettings,
         modules: Mapping[str, nn.Module],
         *,
-        text_encoder_lr: float | None = None,
-        noise_offset: float = 0.0,
+        rates: Mapping[str, float] | None = None,
+        noise: NoiseSettings | None = None,
         num_points: int = 8,
         encode: Callable[[Tensor], Tensor] | None = None,
         cache_text: bool = False,
+        reading: Reading | None = None,
         prior_weight: float | None = None,
         masks: Masks | None = None,
         extras: Extras | None = None,
     ) -> None:
         """`modules` are the U-Net and the text encoders that gradients go through, by part.
 
-        `encode` turns pixels [B, 3, H, W] into moments [B, 2, C, h, w] where latents are not read.
-        `cache_text` keeps the states of captions, encoded one by one. With `prior_weight` every other row is
+        `rates` are peak learning rates by part. `encode` turns pixels [B, 3, H, W] into moments
+        [B, 2, C, h, w] where latents are not read.
+        `cache_text` keeps the states of captions, encoded one by one. `reading` is how else than plainly.
+        With `prior_weight` every other row is
         a picture of the class, whose loss has this weight. `extras` are what a transformer is trained with.
         """
         assert model.unet is not None
-        draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(("offset",) if noise_offset else ()))
+        self._noise = noise or NoiseSettings()
+        more: dict[Draw, float] = {
+            "offset": self._noise.offset,
+            "multires": self._noise.multires_iterations,
+            "perturbation": self._noise.perturbation,
+        }
+        draws: tuple[Draw, ...] = ("noise", "posterior", "u", *(name for name, used in more.items() if used))
+        multires = self._noise.multires_iterations, self._noise.multires_discount
         self.model, self.objective = model, objective
-        self.read = read.model_copy(update={"draws": draws})
+        self.read = read.model_copy(update={"draws": draws, "multires": multires})
         self.modules: dict[str, nn.Module] = {**modules, **(extras.modules if extras else {})}
         self._extras = extras
         text = [name for name in modules if name != "unet"]
-        self.rates: dict[str, float] = {} if text_encoder_lr is None else dict.fromkeys(text, text_encoder_lr)
+        self.rates: dict[str, float] = dict(rates or {})
         self._trains_text = bool(text)
         self.rows_a_picture = 1 if prior_weight is None else 2
         self._prior_weight, self._masks = prior_weight, masks
         self._state_cache: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._caches_text = cache_text and not text
-        self._offset, self._encode = noise_offset, encode
+        self._caches_text, self._reading = cache_text and not text, reading
+        self._encode = encode
         total = objective.num_timesteps
         self._points = [int((i + 0.5) * total / num_points) for i in range(num_points)]
         self._token_cache: dict[str, tuple[Tensor, ...]] = {}
@@ -138,8 +196,10 @@ class Diffusion:
         assert self.model.vae is not None
         latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.latent_scaling)
         noise_BChw = drawn["noise"]
-        if self._offset:
-            noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._offset)
+        if "offset" in drawn:
+            noise_BChw = offset_noise(noise_BChw, drawn["offset"], self._noise.offset)
+        if "multires" in drawn:
+            noise_BChw = multires_noise(noise_BChw, drawn["multires"])
         u_B = columns["u"]  # float64, which not every accelerator takes: it stays where it was drawn
         inputs = {
             "latents": latents_BChw,
@@ -148,6 +208,8 @@ class Diffusion:
         }
         if self._extras is not None and self._extras.routes:
             inputs["draw_bits"] = _to(draw_bits(u_B), device)
+        if "perturbation" in drawn:
+            inputs["perturbation"] = drawn["perturbation"]
         inputs |= self._text(columns, device)
         if self.model.is_sdxl:
             target = (
@@ -155,6 +217,8 @@ class Diffusion:
                 latents_BChw.shape[-1] * self.model.vae_factor,
             )
             inputs["time_ids"] = _to(size_conditioning(columns, target), device)
+        if "loss_weight" in columns:
+            inputs["loss_weight"] = _to(columns["loss_weight"], device).float()
         if "is_prior" in columns:
             inputs["is_prior"] = _to(columns["is_prior"], device).float()
         if self._extras is not None and self._extras.extractor is not None:
@@ -178,6 +242,8 @@ class Diffusion:
             return self._losses_with(self._extras, inputs, t_b)
         out_bChw, target_bChw = self._predict(inputs, t_b)
         loss_b = self.objective.loss(out_bChw, target_bChw, t_b, inputs.get("mask"))
+        if "loss_weight" in inputs:
+            loss_b = loss_b * inputs["loss_weight"]
         if self._prior_weight is None or "is_prior" not in inputs:
             return {"loss": loss_b}
         # Half of the rows are the subject's: the mean over all rows of twice a half's losses is its own mean.
@@ -216,7 +282,8 @@ class Diffusion:
         errors = []
         for point in self._points:
             t_b = self.objective.at(point, inputs["t"])
-            errors.append(square_error(*self._predict(inputs, t_b), inputs.get("mask")))
+            plain = {name: tensor for name, tensor in inputs.items() if name != "perturbation"}
+            errors.append(square_error(*self._predict(plain, t_b), inputs.get("mask")))
         errors_bn = torch.stack(errors, dim=1)
         return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
 
@@ -235,7 +302,10 @@ class Diffusion:
         unet: Any = self.model.unet
         text_bLD, pooled_bD = self._states(inputs)
         added = {"text_embeds": pooled_bD, "time_ids": inputs["time_ids"]} if self.model.is_sdxl else None
-        noisy_bChw = self.objective.add_noise(latents_bChw, noise_bChw, t_b)
+        added_bChw = noise_bChw
+        if "perturbation" in inputs:
+            added_bChw = noise_bChw + self._noise.perturbation * inputs["perturbation"]
+        noisy_bChw = self.objective.add_noise(latents_bChw, added_bChw, t_b)
         found: Sequence[Tensor] = unet(
             noisy_bChw.to(unet.dtype),
             t_b,
@@ -254,7 +324,7 @@ class Diffusion:
         if self._caches_text:
             return self._cached(columns["caption"], device)
         rows = self._tokens(columns["caption"])
-        ids = {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
+        ids = self._named(rows, device)
         if self._trains_text:
             return ids
         with torch.no_grad():
@@ -268,7 +338,7 @@ class Diffusion:
             self._state_cache.clear()
         for caption in dict.fromkeys(captions):
             if caption not in self._state_cache:
-                ids = {f"ids_{i}": _to(row[None], device) for i, row in enumerate(self._tokens([caption])[0])}
+                ids = self._named(self._tokens([caption]), device)
                 with torch.no_grad():
                     self._state_cache[caption] = self._encoded(ids)
         states, pooled = zip(*(self._state_cache[caption] for caption in captions), strict=True)
@@ -281,15 +351,26 @@ class Diffusion:
             self._token_cache.clear()
         new = [caption for caption in dict.fromkeys(captions) if caption not in self._token_cache]
         if new:
-            ids = tokenize(self.model.tokenizers, new)
-            self._token_cache |= zip(new, zip(*ids, strict=True), strict=True)
+            if self._reading is None:
+                ids = tokenize(self.model.tokenizers, new)
+                self._token_cache |= zip(new, zip(*ids, strict=True), strict=True)
+            else:
+                self._token_cache |= {one: self._reading.tokens(self.model, one) for one in new}
         return [self._token_cache[caption] for caption in captions]
 
     def _states(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         return (inputs["text"], inputs.get("pooled")) if "text" in inputs else self._encoded(inputs)
 
+    def _named(self, rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> dict[str, Tensor]:
+        """Tokens of rows as inputs: of each encoder, and their weights where captions have some."""
+        return {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
+
     def _encoded(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         encoders = self.model.text_encoders
+        if self._reading is not None:
+            count = len(encoders)
+            ids, weights = ([inputs[f"ids_{i + at}"] for i in range(count)] for at in (0, count))
+            return self._reading.states(self.model, ids, weights)
         return text_states(encoders, [inputs[f"ids_{i}"] for i in range(len(encoders))])
 
 

@@ -1,18 +1,22 @@
-"""LoRA layers on a model's frozen weights: which layers, how many numbers, and the file they become.
+"""Adapters on a model's frozen weights: which layers, how many numbers, and the file they become.
 
-PEFT makes the layers; their parameters alone are trained, averaged and saved. They are named
-`<part>.<module>.lora_A.default.weight`.
+PEFT makes the layers of LoRA, LoHa and LoKr; a rotation (OFT) and a whole difference are parametrizations of
+the layer's weight. Their parameters alone are trained, averaged and saved. They are named
+`<part>.<module>.lora_A.default.weight`, `.hada_w1_a.default`, `.parametrizations.weight.0.diff` and so on.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from darkroom.errors import RecipeError
 from darkroom.recipe.sections import AdapterSettings
@@ -31,10 +35,10 @@ NAMED = ("qv", "attention", "all-linear", "conv")
 
 
 def add_adapters(model: Model, settings: AdapterSettings, *, seed: int = 0) -> dict[str, nn.Module]:
-    """Put LoRA layers into the U-Net (and text encoders); returns the parts that have some, by name.
+    """Put adapter layers into the U-Net (and text encoders); returns the parts that have some, by name.
 
-    The first matrix starts as PEFT draws it with `seed`, the second as zeros: the model is unchanged. Only
-    the new parameters require gradients. RecipeError where a pattern names no layer.
+    They start as PEFT draws them with `seed`, and the model is unchanged; or as the file `settings.start` has
+    them. Only the new parameters require gradients. RecipeError where a pattern names no layer.
     """
     parts = {
         name: module
@@ -43,11 +47,16 @@ def add_adapters(model: Model, settings: AdapterSettings, *, seed: int = 0) -> d
     }
     chosen = {part: target_layers(part, module, settings.targets) for part, module in parts.items()}
     _check_patterns(parts, chosen, settings.targets)
+    chosen = {p: [n for n in layers if settings.rank_of(f"{p}.{n}")] for p, layers in chosen.items()}
+    _check_ranks(chosen, settings)
+    given = None if settings.start is None else read_start(settings, model, chosen)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for part, layers in chosen.items():
             if layers:
-                _inject(parts[part], layers, settings)
+                _inject(part, parts[part], layers, settings)
+    if given is not None:
+        _begin_with(parts, given, settings)
     return {part: parts[part] for part, layers in chosen.items() if layers}
 
 
@@ -82,19 +91,206 @@ def _check_patterns(
             )
 
 
-def _inject(module: nn.Module, layers: list[str], settings: AdapterSettings) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
+def _check_ranks(chosen: Mapping[str, list[str]], settings: AdapterSettings) -> None:
+    """RecipeError for a pattern of ranks or alphas that names no layer, or where no layer is left."""
+    names = [f"{part}.{layer}" for part, layers in chosen.items() for layer in layers]
+    if not names:
+        raise RecipeError("adapter.rank_pattern", "0 for every layer, so nothing is trained")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern, number in getattr(settings, key).items():
+            either = (one for name in names for one in (name, name.partition(".")[2]))
+            if number and not any(fnmatch.fnmatchcase(one, pattern) for one in either):
+                raise RecipeError(
+                    f"adapter.{key}",
+                    f"'{pattern}' names no layer of adapter.targets",
+                    allowed=f"patterns of names such as {names[0]}",
+                )
 
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
-        lora_dropout=settings.dropout,
-        use_rslora=settings.rslora,
-        use_dora=settings.dora,
-        target_modules="|".join(map(re.escape, layers)),
-    )
+
+def _inject(part: str, module: nn.Module, layers: list[str], settings: AdapterSettings) -> None:
     module.requires_grad_(False)
-    inject_adapter_in_model(config, module, adapter_name=NAME)
+    if settings.kind in PARAMETRIZED:
+        for name in layers:
+            layer = module.get_submodule(name)
+            made = PARAMETRIZED[settings.kind](layer.weight, settings.rank_of(f"{part}.{name}"))
+            parametrize.register_parametrization(layer, "weight", made)
+        return
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_peft_config(part, layers, settings), module, adapter_name=NAME)
+    if settings.rank_dropout and settings.kind == "lora":
+        for name in layers:
+            inner: Any = module.get_submodule(name)
+            inner.lora_A[NAME].register_forward_hook(partial(_drop_ranks, settings.rank_dropout))
+    if settings.module_dropout and settings.kind == "lora":
+        for name in layers:
+            inner = module.get_submodule(name)
+            inner.lora_B[NAME].register_forward_hook(partial(_drop_module, settings.module_dropout))
+
+
+def _peft_config(part: str, layers: list[str], settings: AdapterSettings) -> Any:
+    """PEFT's configuration, with the rank and alpha of every layer that differs."""
+    from peft import LoHaConfig, LoKrConfig, LoraConfig
+
+    ranks = {name: settings.rank_of(f"{part}.{name}") for name in layers}
+    alphas = {name: settings.alpha_of(f"{part}.{name}") for name in layers}
+    rank, alpha = settings.rank, settings.alpha or settings.rank
+    common: dict[str, Any] = {
+        "r": rank,
+        "target_modules": "|".join(map(re.escape, layers)),
+        "rank_pattern": {f"^{re.escape(name)}": r for name, r in ranks.items() if r != rank},
+        "alpha_pattern": {f"^{re.escape(name)}": a for name, a in alphas.items() if a != alpha},
+    }
+    if settings.kind == "lora":
+        return LoraConfig(
+            **common,
+            lora_alpha=alpha,
+            lora_dropout=settings.dropout,
+            use_rslora=settings.rslora,
+            use_dora=settings.dora,
+        )
+    common["alpha"] = alpha
+    common |= {name: getattr(settings, name) for name in ("rank_dropout", "module_dropout")}
+    if settings.kind == "loha":
+        return LoHaConfig(**common)
+    return LoKrConfig(
+        **common, decompose_factor=settings.factor, decompose_both=settings.decompose_both, init_weights=True
+    )
+
+
+def _drop_ranks(share: float, module: nn.Module, _: Any, out: Tensor) -> Tensor:
+    """Leave out some ranks of each row, the others so much larger, as kohya's networks do."""
+    if not module.training:
+        return out
+    rank, place = (out.shape[1], 1) if out.ndim == 4 else (out.shape[-1], -1)
+    kept_Br = torch.rand(out.shape[0], rank, device=out.device) > share
+    shape = [out.shape[0], *[1] * (out.ndim - 1)]
+    shape[place] = rank
+    return out * kept_Br.view(shape).to(out.dtype) / (1 - share)
+
+
+def _drop_module(share: float, module: nn.Module, _: Any, out: Tensor) -> Tensor:
+    """Leave out all that a layer adds, in some steps."""
+    return out * (torch.rand(1, device=out.device) >= share).to(out.dtype) if module.training else out
+
+
+class Difference(nn.Module):
+    """A weight and a difference to it, which is trained from zero."""
+
+    def __init__(self, weight: Tensor, _: int) -> None:
+        super().__init__()
+        self.diff = nn.Parameter(torch.zeros_like(weight))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.diff
+
+
+class Rotation(nn.Module):
+    """A weight whose outputs are rotated in blocks by Cayley's map (Qiu et al. 2023), from none.
+
+    The layout is that of LyCORIS and kohya: `oft_blocks` [blocks, side, side], of which the skew part counts.
+    """
+
+    def __init__(self, weight: Tensor, most: int) -> None:
+        super().__init__()
+        outputs = weight.shape[0]
+        side = next(n for n in range(min(most, outputs), 0, -1) if outputs % n == 0)
+        self.oft_blocks = nn.Parameter(torch.zeros(outputs // side, side, side, dtype=weight.dtype))
+        self.oft_blocks.data = self.oft_blocks.data.to(weight.device)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        from darkroom.models.adapters.layers import rotated
+
+        return rotated(self.oft_blocks, weight.float()).to(weight.dtype)
+
+
+PARAMETRIZED: dict[str, Any] = {"full": Difference, "oft": Rotation}
+
+
+# ---- from a file
+
+
+def read_start(settings: AdapterSettings, model: Model, chosen: Mapping[str, list[str]]) -> Adapter:
+    """The adapter that training starts from, fitted to the model; RecipeError where it is another kind,
+    changes layers that are not trained, or has other ranks.
+    """
+    from darkroom.models.adapters.read import fit, read_adapter
+
+    file = Path(str(settings.start))
+    if not file.exists():
+        raise RecipeError("adapter.from", f"no file '{file}'")
+    adapter = fit(read_adapter(file), model)
+    kind = "dora" if settings.dora else settings.kind
+    if adapter.kind != kind:
+        told = f"'{file.name}' is of kind {adapter.kind}, not {kind}"
+        raise RecipeError("adapter.from", told, mend="set adapter.kind (dora: adapter.dora)")
+    names = [f"{part}.{name}" for part, layers in chosen.items() for name in layers]
+    trained = {_unwrapped(name): name for name in names}
+    outside = [name for name in adapter.layers if _unwrapped(name) not in trained]
+    if outside:
+        raise RecipeError(
+            "adapter.from",
+            f"'{file.name}' changes {len(outside)} layers that are not trained here ({outside[0]}, ...)",
+            mend="set adapter.targets and adapter.text_encoder so that they are",
+        )
+    for name, layer in adapter.layers.items():
+        own = settings.rank_of(trained[_unwrapped(name)])
+        if kind in ("lora", "dora", "loha") and layer.rank != own:
+            raise RecipeError(
+                "adapter.from",
+                f"'{file.name}' has rank {layer.rank} in {name}, and the recipe {own}",
+                mend=f"set adapter.rank={layer.rank} (or conv_rank, rank_pattern)",
+            )
+    return adapter
+
+
+def _unwrapped(name: str) -> str:
+    part, _, path = name.partition(".")
+    return f"{part}.{path.removeprefix('text_model.')}"
+
+
+@torch.no_grad()
+def _begin_with(parts: Mapping[str, nn.Module], adapter: Adapter, settings: AdapterSettings) -> None:
+    """Set the new parameters to a file's values; its own scale goes into the factor that is linear in it."""
+    trained = {
+        f"{part}.{name}": param
+        for part, module in parts.items()
+        for name, param in module.named_parameters()
+        if param.requires_grad
+    }
+    own = {_unwrapped(name): (name, tensors) for name, tensors in _trained_layers(trained)}
+    for name, layer in adapter.layers.items():
+        path, params = own[_unwrapped(name)]
+        values = dict(layer.tensors)
+        linear = next((r for r in ("up", "hada_w1_a", "lokr_w1", "lokr_w1_a") if r in values), None)
+        if linear is not None:
+            values[linear] = values[linear].float() * (layer.scale / settings.scale_of(path))
+        fits = {role: role in values and values[role].numel() == params[role].numel() for role in params}
+        if odd := [role for role, does in fits.items() if not does]:
+            raise RecipeError(
+                "adapter.from",
+                f"{name} has {', '.join(sorted(values))} of other shapes than here ({odd[0]})",
+                mend="set adapter.rank, factor and decompose_both as the file was trained",
+            )
+        for role, param in params.items():
+            param.copy_(values[role].reshape(param.shape))
+
+
+_TRAINED = re.compile(
+    rf"\.(?:lora_(?P<lora>A|B|magnitude_vector)\.{NAME}(?:\.weight)?"
+    rf"|(?P<factor>(?:hada|lokr)_\w+)\.{NAME}|parametrizations\.weight\.0\.(?P<whole>\w+))$"
+)
+_LORA_ROLES = {"A": "down", "B": "up", "magnitude_vector": "magnitude"}
+
+
+def _trained_layers(values: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Layers by their names, each with its trained tensors by role."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key, value in values.items():
+        if (found := _TRAINED.search(key)) is not None:
+            role = _LORA_ROLES.get(found["lora"] or "", found["factor"] or found["whole"] or "")
+            layers.setdefault(key[: found.start()], {})[role] = value
+    yield from layers.items()
 
 
 def parameter_table(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
@@ -114,14 +310,18 @@ def adapter_of(
     from darkroom.models.adapters.layers import Factors, Layer
 
     layers: dict[str, Layer | Factors] = {}
-    for key, down in values.items():
-        path, found, _ = key.partition(f".lora_A.{NAME}.")
-        if found:
-            up = values[f"{path}.lora_B.{NAME}.weight"]
-            magnitude = values.get(f"{path}.lora_magnitude_vector.{NAME}.weight")
-            flat = None if magnitude is None else _plain(magnitude).flatten()
-            layers[path] = Layer(_plain(down), _plain(up), settings.scale, flat)
-    return Adapter(name, layers, metadata, "dora" if settings.dora else "lora")
+    for path, trained in _trained_layers(values):
+        tensors = {role: _plain(value) for role, value in trained.items()}
+        if settings.kind == "lora":
+            magnitude = tensors.get("magnitude")
+            flat = None if magnitude is None else magnitude.flatten()
+            layers[path] = Layer(tensors["down"], tensors["up"], settings.scale_of(path), flat)
+            continue
+        scale = 1.0 if settings.kind in PARAMETRIZED else settings.scale_of(path)
+        if {"lokr_w1", "lokr_w2"} <= tensors.keys():  # LyCORIS has no alpha where both are whole
+            tensors["lokr_w1"], scale = tensors["lokr_w1"] * scale, 1.0
+        layers[path] = Factors(settings.kind, tensors, scale)
+    return Adapter(name, layers, metadata, "dora" if settings.dora else settings.kind)
 
 
 def _plain(value: Tensor) -> Tensor:

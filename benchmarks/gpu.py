@@ -1,0 +1,348 @@
+"""Rows from a GPU in a few short calls; the same command goes on where it stopped.
+
+    benchmarks/gpu.sh --plan                          what is run in which call, and how long it may take
+    benchmarks/gpu.sh --needs > needs.txt             what must be there; pip download -d wheels -r needs.txt
+    benchmarks/gpu.sh --check --wheels wheels         whether all of it is there
+    benchmarks/gpu.sh --out rows.csv --minutes 9      again and again until it says that nothing is left
+
+The cases that decide come first. Each runs in a worker process with a time limit; its rows are on the disk
+when they are made. A case that fails, hangs or takes the device with it gets a row that says so, and the next
+one follows in a new worker. What is done is read from the rows: `--after` names files of earlier calls.
+`--wheels` is a folder of wheels, or of packages: it goes before what is installed. Nothing here needs a
+network, a store, typer or matplotlib; weights are random, of the families' true sizes, made on the device.
+This file imports the standard library alone until everything is known to be there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+BENCHMARK = "gpu-case"
+SPARE_S = 10.0
+"""Kept back of a call's minutes for a worker to end in."""
+START_S = 40.0
+"""To import torch and wake the device."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A group of rows that is made in one go."""
+
+    name: str
+    about_s: float
+    """What it should take on a card of 2023 or later; it may take three times as much."""
+    says: str
+
+    @property
+    def limit_s(self) -> float:
+        return max(60.0, 3 * self.about_s)
+
+
+CASES = (
+    Case("smoke", 40, "every path once on a tiny model, without compilers: what breaks on this device"),
+    Case("card", 10, "the device's own rates: product, convolution, attention, bandwidth"),
+    Case("sd15-b1", 25, "SD 1.5, 512 px, batch 1: plain and auto, half precision"),
+    Case("sd15-b1-graphs", 25, "the same with CUDA graphs"),
+    Case("sd2-train", 60, "SD 2 training step at 512 px, the largest batch that pays"),
+    Case("sd15-batch", 60, "SD 1.5, 512 px, batch 1 to 64: share of the dense rate"),
+    Case("sdxl-batch", 80, "SDXL, 1024 px, batch 1 to 8"),
+    Case("smoke-compile", 120, "what compiles and captures, on a tiny model; graph breaks and recompiles"),
+    Case("sd15-b1-compile", 120, "SD 1.5 batch 1, compiled by blocks, with CUDA graphs"),
+    Case("sd2-train-compile", 150, "SD 2 training step, compiled by blocks and whole"),
+    Case("profile", 60, "which kernels take the time: tables beside the rows"),
+    Case("memory", 90, "peak memory against the plan: training and pictures"),
+    Case("resume", 60, "bit-exact with deterministic kernels, and what they cost"),
+    Case("sdxl-compile", 180, "SDXL batch 1 and 4, compiled by blocks"),
+    Case("sd15-switches", 120, "each optimisation of SD 1.5 by itself"),
+    Case("sd2-train-256", 60, "SD 2 training step at 256 px, with checkpointing too"),
+    Case("serve", 240, "a mixed trace through the server and through plain ones"),
+)
+LAST_RESORT = "smoke"
+
+
+# ---- what must be there
+
+
+def needs() -> list[str]:
+    """The packages that the cases import, as pyproject.toml has them; torch comes with the machine."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = "diffusers transformers tokenizers safetensors huggingface-hub numpy pillow pydantic pyyaml"
+    wanted += " psutil regex"
+    serves = "fastapi uvicorn prometheus-client sqlalchemy python-multipart httpx"
+    listed = [*project["dependencies"], *project["optional-dependencies"]["serve"], "httpx>=0.28"]
+    names = {re.split(r"[\[<>=~ ]", line)[0]: line for line in listed}
+    return [names[name] for name in (*wanted.split(), *serves.split())]
+
+
+CHECK = """
+import importlib, importlib.metadata as have, json, sys
+found = {}
+for line in json.loads(sys.argv[1]):
+    name, _, floor = line.partition(">=")
+    module = {"pillow": "PIL", "pyyaml": "yaml"}.get(name, name.replace("-", "_"))
+    try:
+        importlib.import_module(module)
+        version = have.version(name)
+    except Exception as error:
+        found[line] = f"{type(error).__name__}: {error}"
+        continue
+    numbers = lambda text: [int("0" + "".join(filter(str.isdigit, part))) for part in text.split(".")]
+    if floor and numbers(version) < numbers(floor.split(",")[0]):
+        found[line] = f"{version} is installed"
+try:
+    import torch
+    print(f"Python {sys.version.split()[0]}, torch {torch.__version__}", file=sys.stderr)
+    torch.empty(1, device=sys.argv[2])
+    if sys.argv[2].startswith("cuda"):
+        free, all_ = torch.cuda.mem_get_info()
+        told = f"{free / 2**30:.0f} of {all_ / 2**30:.0f} GiB free"
+        print(f"{torch.cuda.get_device_name()}: {told}", file=sys.stderr)
+except Exception as error:
+    found[f"torch with device {sys.argv[2]}"] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+def lacks(python: str, environ: dict[str, str], device: str) -> dict[str, str]:
+    """What is missing or too old, and how that showed; looked at in a process of its own."""
+    command = [python, "-c", CHECK, json.dumps(needs()), device]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"a Python that starts": f"{python} ended with {done.returncode}"}
+    told: dict[str, str] = json.loads(lines[-1])
+    return told
+
+
+SERVES = ("fastapi", "uvicorn", "prometheus-client", "sqlalchemy", "python-multipart", "httpx")
+
+
+def unpacked(wheels: Path) -> Path:
+    """A folder of packages: of wheels, what is in them, in the system's temporary folder."""
+    files = sorted(wheels.glob("*.whl"))
+    if not wheels.is_dir():
+        raise SystemExit(f"--wheels '{wheels}' is no folder")
+    if not files:
+        return wheels.resolve()
+    stamp = hashlib.sha256("\n".join(f"{f.name} {f.stat().st_size}" for f in files).encode()).hexdigest()[:16]
+    place = Path(tempfile.gettempdir()) / f"darkroom-wheels-{stamp}"
+    if not place.exists():
+        beside = Path(tempfile.mkdtemp(prefix="darkroom-wheels-"))
+        for file in files:
+            with zipfile.ZipFile(file) as wheel:
+                wheel.extractall(beside)
+        beside.replace(place)
+    return place
+
+
+def environment(wheels: Path | None) -> dict[str, str]:
+    """What workers are started with."""
+    ahead = [str(ROOT / "src"), *([str(unpacked(wheels))] if wheels else [])]
+    path = os.pathsep.join([*ahead, *filter(None, [os.environ.get("PYTHONPATH")])])
+    told = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **told}
+
+
+# ---- what is done, and what comes next
+
+
+def done_in(files: Sequence[Path]) -> dict[str, str]:
+    """Cases that rows say are over, and how they ended."""
+    found: dict[str, str] = {}
+    for file in files:
+        if file.exists():
+            with file.open(encoding="utf-8", newline="") as text:
+                found |= {
+                    row["case"]: row["note"] for row in csv.DictReader(text) if row["benchmark"] == BENCHMARK
+                }
+    return found
+
+
+def calls(cases: Sequence[Case], minutes: float) -> list[list[Case]]:
+    """The cases of each call, as far as they take as long as they should."""
+    plan: list[list[Case]] = [[]]
+    left = minutes * 60 - START_S
+    for case in cases:
+        if plan[-1] and case.about_s > left:
+            plan.append([])
+            left = minutes * 60 - START_S
+        plan[-1].append(case)
+        left -= case.about_s
+    return plan
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_plan(cases: Sequence[Case], minutes: float) -> None:
+    """One block a call."""
+    found = calls(cases, minutes)
+    for number, some in enumerate(found, 1):
+        total = START_S + sum(case.about_s for case in some)
+        print(f"call {number} of {len(found)}: about {total / 60:.0f} of {minutes:g} minutes")
+        for case in some:
+            print(f"  {case.name:<18} {case.about_s:>4.0f} s  {case.says}")
+
+
+class Worker:
+    """A process that makes cases one by one and says when each begins and ends."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
+        self.process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+        self.lines.put(None)
+
+    def next_line(self, within_s: float) -> str | None:
+        """The next thing said; None where it has ended. TimeoutError where nothing comes."""
+        try:
+            return self.lines.get(timeout=max(0.01, within_s))
+        except queue.Empty:
+            raise TimeoutError from None
+
+    def end(self) -> int:
+        """Stop it; its exit code."""
+        if self.process.poll() is None:
+            self.process.kill()
+        return self.process.wait()
+
+
+def run(
+    cases: Sequence[Case], end_s: float, start: object, note: object, clock: object = time.monotonic
+) -> Iterator[tuple[Case, str]]:
+    """Have cases made until the time is up; yields each that is over, and how it ended.
+
+    `start(cases)` gives a worker for these; `note(case, why)` writes a row for one that its worker could not.
+    """
+    left = list(cases)
+    while left and clock() < end_s:  # type: ignore[operator]
+        worker = start(left)  # type: ignore[operator]
+        current: Case | None = None
+        limit_s = min(end_s, clock() + 3 * START_S)  # type: ignore[operator]
+        try:
+            while left:
+                line = worker.next_line(limit_s - clock())  # type: ignore[operator]
+                if line is None:
+                    break
+                word, _, rest = line.partition(" ")
+                if word == "BEGIN":
+                    current = next(case for case in left if case.name == rest)
+                    limit_s = min(end_s, clock() + current.limit_s)  # type: ignore[operator]
+                elif word == "END" and current is not None:
+                    left.remove(current)
+                    yield current, rest
+                    current = None
+                elif word == "FULL":
+                    return
+            code = worker.end()
+            if not left:
+                return
+            why = f"failed: the worker ended with {code}"
+        except TimeoutError:
+            worker.end()
+            if clock() >= end_s:  # type: ignore[operator]
+                if current is not None:
+                    say(f"{current.name}: cut off by the end of the call; the next one begins it again")
+                return
+            why = "failed: no end within its limit" if current else "failed: the worker did not start"
+        finally:
+            worker.end()
+        if current is None:  # it never came to a case: another worker would not either
+            raise SystemExit(f"{why}; see what it printed above")
+        note(current, why)  # type: ignore[operator]
+        left.remove(current)
+        yield current, why
+
+
+def written(out: Path, case: Case, why: str) -> None:
+    """A row for a case whose worker is gone."""
+    from darkroom.measure.timing import Measurement, append_csv
+
+    append_csv(out, [Measurement(benchmark=BENCHMARK, case=case.name, note=why)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="the CSV that rows are added to, anywhere")
+    parser.add_argument("--after", type=Path, action="append", default=[], help="rows of earlier calls")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of one call (default: 9)")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels or packages to use")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal: the same paths with tiny models")
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="only these")
+    parser.add_argument("--plan", action="store_true", help="print what is run in which call")
+    parser.add_argument("--needs", action="store_true", help="print the packages, as pip wants them")
+    parser.add_argument("--check", action="store_true", help="look whether all packages are there")
+    asked = parser.parse_args()
+    if asked.needs:
+        print("\n".join(needs()))
+        return
+    chosen = [case for case in CASES if not asked.case or case.name in asked.case]
+    over = done_in([*asked.after, *([asked.out] if asked.out else [])])
+    left = [case for case in chosen if case.name not in over]
+    if asked.plan:
+        print_plan(left, asked.minutes)
+        return
+    begun = time.monotonic()
+    environ = environment(asked.wheels)
+    missing = lacks(sys.executable, environ, asked.device)
+    for name, why in missing.items():
+        say(f"missing: {name} ({why})")
+    if any(re.split(r"[\[<>=~ ]", name)[0] not in SERVES for name in missing):
+        raise SystemExit("put wheels of what is missing into a folder and give it as --wheels (see --needs)")
+    if asked.check:
+        return
+    if asked.out is None:
+        parser.error("--out FILE.csv says where the rows go")
+    if not left:
+        say(f"nothing is left: {len(over)} cases are in the rows")
+        return
+    sys.path[:0] = environ["PYTHONPATH"].split(os.pathsep)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    end_s = begun + asked.minutes * 60 - SPARE_S
+    out = asked.out.resolve()
+
+    def start(cases: Sequence[Case]) -> Worker:
+        told = {
+            "device": asked.device,
+            "tiny": asked.tiny,
+            "out": str(out),
+            "cases": [(case.name, case.about_s) for case in cases],
+            "seconds": end_s - time.monotonic(),
+        }
+        return Worker([sys.executable, str(HERE / "gpu_cases.py"), json.dumps(told)], environ)
+
+    for case, how in run(left, end_s, start, lambda case, why: written(out, case, why)):
+        say(f"{case.name}: {how}")
+    still = [case for case in chosen if case.name not in done_in([*asked.after, out])]
+    say(f"rows: {out}; {len(chosen) - len(still)} of {len(chosen)} cases are over")
+    if still:
+        say("the same command goes on with " + ", ".join(case.name for case in still))
+
+
+if __name__ == "__main__":
+    main()

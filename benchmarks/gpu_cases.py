@@ -1,0 +1,644 @@
+"""The worker of benchmarks/gpu.py: makes the cases that it is told, each row on the disk at once.
+
+Says BEGIN NAME and END HOW on its standard output, and FULL where the time left is too short for the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from darkroom import models
+from darkroom.hardware import machine
+from darkroom.hardware.memory import PeakMemory
+from darkroom.measure.drawing import Drawing
+from darkroom.measure.ladder import DEVICE_LOST, bench_ladder, let_go, why_not
+from darkroom.measure.pretraining import Rung, bench_pretraining
+from darkroom.measure.timing import Measurement, Timing, append_csv, measurement, synchronise
+from darkroom.models.tokenizer import tokenizer_or_stand_in
+
+BENCHMARK = "gpu-case"
+HALF = {"cuda": ("fp16", torch.float16), "cpu": ("bf16", torch.bfloat16)}
+FAST = "bf16,channels_last,fused_adamw"
+TINY_UNET = {
+    "block_out_channels": [8, 16],
+    "norm_num_groups": 4,
+    "attention_head_dim": 2,
+    "layers_per_block": 1,
+}
+TINY = {"unet": TINY_UNET, "vae": {"block_out_channels": [8, 16, 16]}}
+LOG = logging.getLogger("darkroom.benchmarks")
+Rows = Iterator[Measurement]
+
+
+@dataclass
+class Lab:
+    """The device, and the models that lie on it."""
+
+    device: str
+    tiny: bool
+    out: Path
+    _models: dict[str, models.Model] = field(default_factory=dict)
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    @property
+    def half(self) -> str:
+        return HALF["cuda" if self.on_cuda else "cpu"][0]
+
+    def model(self, family: str, precision: str = "") -> models.Model:
+        """Random weights, made on the device; one model at a time stays."""
+        name = f"{family} {precision or self.half}"
+        if name not in self._models:
+            self._models.clear()
+            let_go(self.device)
+            if self.tiny:
+                model = models.create("tiny", device=self.device, overrides=TINY)
+            else:
+                stand_in = tokenizer_or_stand_in()
+                model = models.create(family, device=self.device, tokenizer=stand_in)
+            self._models[name] = model.to(self.device, models.precision(precision or self.half))
+        return self._models[name]
+
+    def drawing(self, family: str, side: int, precision: str = "", **more: Any) -> Drawing:
+        """A picture job on such a model."""
+        side = 32 if self.tiny else side
+        told = {"steps": 3 if self.tiny else 30, "guidance": 7.5, **more}
+        return Drawing(self.model(family, precision), (side, side), **told)
+
+    def forget(self) -> None:
+        """Nothing of earlier cases stays on the device."""
+        self._models.clear()
+        torch.compiler.reset()
+        let_go(self.device)
+
+    def row(self, benchmark: str, case: str, seconds: Iterable[float] = (), **more: Any) -> Measurement:
+        """A row of seconds, or of none where something was only tried."""
+        told, place = tuple(seconds), {"machine": machine().name, "device": self.device}
+        if not told:
+            return Measurement(benchmark=benchmark, case=case, **place, **more)
+        return measurement(benchmark, Timing(case, told, 0.0, None), device=self.device, **more)
+
+
+def timed(lab: Lab, call: Callable[[], object], repeats: int = 5, warmup: int = 2) -> list[float]:
+    """Seconds of each repeat, the device waited for."""
+    found = []
+    for number in range(warmup + repeats):
+        synchronise(lab.device)
+        start = time.perf_counter()
+        call()
+        synchronise(lab.device)
+        if number >= warmup:
+            found.append(time.perf_counter() - start)
+    return found
+
+
+def tried(lab: Lab, benchmark: str, paths: dict[str, Callable[[], object]]) -> Rows:
+    """A row for each path: how long it took once, or why it failed."""
+    for name, path in paths.items():
+        start = time.perf_counter()
+        try:
+            found = path()
+            synchronise(lab.device)
+            said = found if isinstance(found, dict) else {}
+            yield lab.row(benchmark, name, [time.perf_counter() - start], note="works", settings=said)
+        except DEVICE_LOST:
+            raise
+        except Exception as error:
+            yield lab.row(benchmark, name, note=why_not(error))
+            del error
+        let_go(lab.device)
+
+
+# ---- every path once
+
+
+def smoke(lab: Lab) -> Rows:
+    """On a tiny model whatever the device: what breaks, in seconds."""
+    yield from tried(lab, "gpu-smoke", {**_training_paths(lab), **_drawing_paths(lab)})
+
+
+def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
+    from darkroom.recipe.sections import OptimSettings, TrainSettings
+    from darkroom.train.step import DTYPES, Step
+
+    def step(precision: str, family: str = "tiny", micro: int = 2, optim: Any = None, **train: Any) -> Any:
+        unet = TINY_UNET if family == "tiny" else {"num_layers": 2}
+        rung = Rung(family, 32, "plain", lab.device, unet)
+        if train.pop("checkpointing", False):
+            rung.unet.enable_gradient_checkpointing()
+        rung.step = Step(
+            rung.task,
+            {"unet": rung.unet},
+            train=TrainSettings(steps=10, global_batch=4, micro_batch=micro, **train),
+            optim=OptimSettings(lr=1e-4, **(optim or {})),
+            micro_batch=micro,
+            dtype=DTYPES[precision],  # type: ignore[index]
+        )
+        inputs = rung.inputs(4)
+        losses = [float(rung.step(k, inputs).losses["loss"]) for k in range(3)]
+        if not all(loss == loss for loss in losses):
+            raise ValueError(f"losses {losses}")
+        return {"losses": losses}
+
+    precisions = ("float32", "bf16", "fp16") if lab.on_cuda else ("float32", "bf16")
+    paths: dict[str, Callable[[], object]] = {
+        f"train {name} {family}": lambda name=name, family=family: step(name, family)  # type: ignore[misc]
+        for name in precisions
+        for family in ("tiny", "tiny-dit")
+    }
+    for name in ("adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"):
+        paths[f"train bf16 {name}"] = lambda name=name: step("bf16", optim={"name": name})  # type: ignore[misc]
+    paths["train bf16 checkpointing"] = lambda: step("bf16", checkpointing=True)
+    paths["train bf16 one micro-batch"] = lambda: step("bf16", micro=4)
+    paths["train bf16 fused_backward"] = lambda: step(
+        "bf16", micro=4, optim={"fused_backward": True, "clip_norm": None}
+    )
+    paths["train bf16 skip"] = lambda: step("bf16", on_nan="skip")
+    return paths
+
+
+def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
+    from darkroom.sample.choice import SOLVERS
+
+    def draw(names: str, precision: str = lab.half, **settings: Any) -> Any:
+        model = lab.model("tiny" if lab.tiny else "sd15", precision)
+        drawing = Drawing(model, (32, 32) if lab.tiny else (128, 128), steps=3)
+        backend = drawing.open(names)
+        pictures = drawing.run(backend, num=2, **settings)
+        return {"in_place": ",".join(backend.optimised), "pictures": len(pictures)}
+
+    names = (
+        "none",
+        "auto",
+        "channels_last",
+        "fused_qkv",
+        "attention_slicing",
+        "vae_slicing",
+        "vae_tiling:64",
+    )
+    names += ("guidance_interval", "feature_cache", "offload_model", "offload_group", "int8", "fp8")
+    paths: dict[str, Callable[[], object]] = {
+        f"draw {name}": lambda name=name: draw(name)  # type: ignore[misc]
+        for name in names
+    }
+    paths |= {f"draw {solver}": lambda solver=solver: draw("auto", solver=solver) for solver in SOLVERS}  # type: ignore[misc]
+    paths["draw float32"] = lambda: draw("auto", "float32")
+    paths["draw bf16"] = lambda: draw("auto", "bf16")
+    paths["serve mixed rounds"] = lambda: _rounds(lab)
+    return paths
+
+
+def _rounds(lab: Lab) -> dict[str, Any]:
+    """The server's engine with rows that join and leave: what `darkroom serve` runs, without HTTP."""
+    from darkroom.serve.engine.executors import places_for
+    from darkroom.serve.engine.loop import Engine
+    from darkroom.serve.engine.runner import shape_of
+    from darkroom.serve.engine.tickets import Work
+    from darkroom.serve.metrics import Metrics
+    from darkroom.serve.request import PictureRequest
+
+    over: dict[str, BaseException | None] = {}
+
+    class Ends:
+        def began(self, work: Work) -> None: ...
+        def drawn(self, work: Work, index: int) -> None: ...
+        def made(self, work: Work) -> None:
+            over[work.uid] = None
+
+        def failed(self, work: Work, error: BaseException) -> None:
+            over[work.uid] = error
+
+    drawing = lab.drawing("tiny" if lab.tiny else "sd15", 64)
+    backend, draw = drawing.open("fused_attention,lean"), random.Random(0)
+    model = backend.model or drawing.model
+    unit = 16 if lab.tiny else 64
+    engine = Engine(model, backend, capacity=8, metrics=Metrics(), places=places_for(backend.device, 1, 1))
+    engine.start()
+    try:
+        for i in range(12):
+            side = unit * draw.choice((1, 2))
+            request = PictureRequest(
+                prompt=draw.choice(("a horse", "a red circle")),
+                seed=i,
+                steps=draw.randint(1, 6),
+                width=side,
+                height=unit,
+            )
+            engine.submit(Work(str(i), "key", request, shape_of(model, request), Ends()))
+        end = time.monotonic() + 60
+        while len(over) < 12 and engine.trouble is None and time.monotonic() < end:
+            time.sleep(0.01)
+    finally:
+        engine.stop()
+    if engine.trouble or len(over) < 12:
+        raise RuntimeError(engine.trouble or f"{len(over)} of 12 pictures in a minute")
+    for error in over.values():
+        if error is not None:
+            raise error
+    return {"pictures": len(over), "step_s": engine.step_s}
+
+
+def smoke_compile(lab: Lab) -> Rows:
+    """What compiles and captures, with the graph breaks and recompiles that sizes bring."""
+    from torch._dynamo.utils import counters
+
+    def draw(names: str) -> dict[str, Any]:
+        torch.compiler.reset()
+        counters.clear()
+        drawing = Drawing(
+            lab.model("tiny" if lab.tiny else "sd15"), (32, 32) if lab.tiny else (128, 128), steps=2
+        )
+        backend = drawing.open(names)
+        unit = drawing.size[0]
+        for size in ((unit, unit), (2 * unit, unit), (unit, 2 * unit)):
+            for num in (1, 2):
+                drawing.run(backend, num=num, size=size)
+        return {
+            "graphs": counters["stats"].get("unique_graphs", 0),
+            "graph_breaks": sum(counters["graph_break"].values()),
+            "recompiles": sum(counters["recompiles"].values()),
+        }
+
+    def train(case: str) -> dict[str, Any]:
+        torch.compiler.reset()
+        counters.clear()
+        rung = Rung("tiny", 32, case, lab.device, TINY_UNET)
+        for k in range(3):
+            rung.step(k, rung.inputs(2))
+        return {
+            "graphs": counters["stats"].get("unique_graphs", 0),
+            "graph_breaks": sum(counters["graph_break"].values()),
+        }
+
+    names = ["compile_regional", "compile"]
+    if lab.on_cuda:
+        names = ["cuda_graphs", *names, "compile_regional,cuda_graphs", "compile,cuda_graphs"]
+    paths: dict[str, Callable[[], object]] = {f"draw {n}": lambda n=n: draw(n) for n in names}  # type: ignore[misc]
+    for case in (f"{FAST},compile", f"{FAST},compile_regional"):
+        paths[f"train {case}"] = lambda case=case: train(case)  # type: ignore[misc]
+    yield from tried(lab, "gpu-smoke", paths)
+
+
+# ---- the device by itself
+
+
+def card(lab: Lab) -> Rows:
+    """What it reaches in the operations that U-Nets are made of; a share of the peak where that is known."""
+    dtype = HALF["cuda" if lab.on_cuda else "cpu"][1]
+    side, rows = (256, 1) if lab.tiny else (8192, 16)
+    attend, convolve = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.conv2d
+    a = torch.randn(side, side, device=lab.device, dtype=dtype)
+    x = torch.randn(rows, 64 if lab.tiny else 640, 32, 32, device=lab.device, dtype=dtype)
+    w = torch.randn(x.shape[1], x.shape[1], 3, 3, device=lab.device, dtype=dtype)
+    x, w = (one.to(memory_format=torch.channels_last) for one in (x, w))
+    q = torch.randn(rows, 8, 1024, 64, device=lab.device, dtype=dtype)
+    big = torch.randn(2**20 if lab.tiny else 2**28, device=lab.device)
+    calls: dict[str, tuple[Callable[[], object], float, str]] = {
+        "product": (lambda: a @ a, 2.0 * side**3, "FLOP/s"),
+        "convolution": (
+            lambda: convolve(x, w, padding=1), 2.0 * rows * x.shape[1] ** 2 * 9 * 32 * 32, "FLOP/s",
+        ),
+        "attention": (
+            lambda: attend(q, q, q), 4.0 * rows * 8 * 1024**2 * 64, "FLOP/s",
+        ),
+        "bandwidth": (lambda: big.mul_(1.0), 8.0 * big.numel(), "bytes/s"),
+        "launch": (lambda: [a[:1, :1].mul_(1.0) for _ in range(1000)], 1000.0, "kernels/s"),
+    }  # fmt: skip
+    for name, (call, work, unit) in calls.items():
+        seconds = timed(lab, call)
+        rate = {"rate": work / min(seconds), "unit": unit, "dtype": str(dtype)}
+        yield lab.row("gpu-card", name, seconds, settings=rate)
+
+
+# ---- pictures
+
+
+def ladder(family: str, side: int, cases: tuple[str, ...], **more: Any) -> Callable[[Lab], Rows]:
+    """Optimisations against the plain model, in turns with it."""
+
+    def run(lab: Lab) -> Rows:
+        wanted = [case for case in cases if lab.on_cuda or "cuda" not in case]
+        yield from bench_ladder(lab.drawing(family, side, **more), cases=wanted or ["auto"], repeats=3)
+
+    return run
+
+
+def batches(family: str, side: int, most: int, steps: int) -> Callable[[Lab], Rows]:
+    """Larger and larger batches, in half precision; the share of the dense rate is in `mfu`."""
+
+    def run(lab: Lab) -> Rows:
+        drawing = lab.drawing(family, side, steps=2 if lab.tiny else steps)
+        flops, batch = drawing.flops_per_image(), 1
+        backend = drawing.open("auto")
+        while batch <= (2 if lab.tiny else most):
+            peak = PeakMemory(lab.device)
+            try:
+                seconds = timed(lab, lambda n=batch: drawing.run(backend, num=n), repeats=3, warmup=1)  # type: ignore[misc]
+            except DEVICE_LOST:
+                raise
+            except Exception as error:
+                note = why_not(error)
+                yield lab.row(
+                    "batch", f"{family} {lab.half}", note=note, settings=drawing.settings(batch=batch)
+                )
+                return
+            yield lab.row(
+                "batch", f"{family} {lab.half}", seconds, images=batch, steps=drawing.steps,
+                flops_per_image=flops, precision=lab.half,
+                peak_memory_bytes=peak.bytes(), settings=drawing.settings(batch=batch),
+                note="end to end: text, steps, decoding",
+            )  # fmt: skip
+            batch *= 2
+
+    return run
+
+
+# ---- training
+
+
+def pretrain(family: str, side: int, *cases: str) -> Callable[[Lab], Rows]:
+    """The bare step on synthetic latents, EMA on."""
+
+    def run(lab: Lab) -> Rows:
+        told: dict[str, Any] = {"resolution": side, "batch": "auto"}
+        if lab.tiny:
+            told = {"resolution": 32, "batch": 2, "unet": TINY_UNET}
+        yield from bench_pretraining(
+            "tiny" if lab.tiny else family, cases=cases, repeats=5, device=lab.device, say=LOG.warning, **told
+        )
+
+    return run
+
+
+def resume(lab: Lab) -> Rows:
+    """Whether three steps after a saved state are an unbroken run's, bit by bit, and what that costs."""
+    family, side, rows = ("tiny", 32, 2) if lab.tiny else ("sd15", 512, 8)
+    unet = TINY_UNET if lab.tiny else {}
+
+    def made() -> Rung:
+        return Rung(family, side, FAST, lab.device, unet)
+
+    with deterministic():
+        one = made()
+        inputs = one.inputs(rows)
+        for k in range(3):
+            one.step(k, inputs)
+        kept = _state(one)
+        for k in range(3, 6):
+            one.step(k, inputs)
+        two = made()
+        _restore(two, kept)
+        for k in range(3, 6):
+            two.step(k, inputs)
+        pairs = zip(one.step.weights.masters.values(), two.step.weights.masters.values(), strict=True)
+        exact = all(torch.equal(a, b) for a, b in pairs)
+        moved = any(not torch.equal(kept["weights"][n].to(w), w) for n, w in one.step.weights.masters.items())
+        slow = timed(lab, lambda: two.step(7, inputs))
+    quick = timed(lab, lambda: two.step(8, inputs))
+    note = "six steps against three, saved, and three more" if moved else "the weights did not move: no proof"
+    told = {"model": family, "resolution": side, "batch": rows, "bit_exact": exact, "moved": moved}
+    free = Timing("default kernels", tuple(quick), 0.0, None)
+    yield measurement("resume", free, device=lab.device, images=rows, settings=told, precision="bf16")
+    yield measurement(
+        "resume", Timing("deterministic kernels", tuple(slow), 0.0, None), baseline=free, device=lab.device,
+        images=rows, settings=told, precision="bf16", note=note,
+    )  # fmt: skip
+
+
+def _state(rung: Rung) -> dict[str, dict[str, torch.Tensor]]:
+    from darkroom.train.optim import optimiser_tensors
+
+    masters = rung.step.weights.masters
+    found = {"weights": masters, "optimiser": optimiser_tensors(rung.step.optimiser, masters)}
+    return {
+        kind: {name: value.detach().to("cpu", copy=True) for name, value in some.items()}
+        for kind, some in {**found, "ema": rung.step.ema.state()}.items()
+    }
+
+
+def _restore(rung: Rung, kept: dict[str, dict[str, torch.Tensor]]) -> None:
+    from darkroom.train.optim import restore_optimiser
+
+    rung.step.weights.load(kept["weights"])
+    rung.step.ema.restore(kept["ema"])
+    restore_optimiser(rung.step.optimiser, rung.step.weights.masters, kept["optimiser"])
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """With the kernels that give the same numbers each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- where it goes
+
+
+def profile(lab: Lab) -> Rows:
+    """The kernels that take the time, as tables beside the rows."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if lab.on_cuda else [])]
+    family, side, rows = ("tiny", 32, 2) if lab.tiny else ("sd2", 512, 16)
+    rung = Rung(family, side, FAST, lab.device, TINY_UNET if lab.tiny else {})
+    inputs = rung.inputs(rows)
+    drawing = lab.drawing("sd15", 512, steps=5)
+    backend = drawing.open("auto")
+    jobs: dict[str, Callable[[], object]] = {
+        "train": lambda: rung.step(0, inputs),
+        "draw": lambda: drawing.run(backend),
+    }
+    for name, job in jobs.items():
+        job()
+        synchronise(lab.device)
+        start = time.perf_counter()
+        with profiled(activities=kinds) as seen:
+            job()
+            synchronise(lab.device)
+        order = "self_cuda_time_total" if lab.on_cuda else "self_cpu_time_total"
+        place = lab.out.with_name(f"{lab.out.stem}-profile-{name}.txt")
+        place.write_text(
+            seen.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90), "utf-8"
+        )
+        yield lab.row(
+            "gpu-profile", name, [time.perf_counter() - start], note=f"{place.name}; profiling slows it"
+        )
+
+
+def memory(lab: Lab) -> Rows:
+    """Peaks that were planned against those that the allocator saw."""
+    side, rows = (32, 2) if lab.tiny else (512, 8)
+    base: dict[str, Any] = {"base": "tiny", "unet": TINY_UNET} if lab.tiny else {"base": "sd2"}
+    data = {"store": "x", "resolution": side}
+    half = {"precision": "bf16", "global_batch": rows, "micro_batch": rows, "device": lab.device}
+    checkpointed = {**half, "gradient_checkpointing": True}
+    jobs = {
+        "pretrain": {"task": "pretrain", "model": base, "data": data, "train": half},
+        "pretrain, checkpointed": {"task": "pretrain", "model": base, "data": data, "train": checkpointed},
+        "lora": {"task": "lora", "model": base, "data": data, "train": half, "adapter": {"rank": 8}},
+    }  # fmt: skip
+    for name, content in jobs.items():
+        lab.forget()
+        yield _planned(lab, name, content, rows)
+
+
+def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measurement:
+    from darkroom.plan.ask import ask_recipe_object, plans
+    from darkroom.plan.counts import outline
+    from darkroom.plan.targets import Target
+    from darkroom.plan.training import _columns, _NoStore, _without_store
+    from darkroom.recipe import make_recipe
+    from darkroom.train import model as build
+    from darkroom.train import setup
+
+    recipe, device = make_recipe(content), torch.device(lab.device)
+    (plan,) = plans(ask_recipe_object(recipe), Target(gpu="here"))
+    parts = ("unet", "vae", "text_encoder")
+    before, peak = _used(lab), PeakMemory(lab.device)
+    overrides = build._overrides(recipe, None)
+    model = models.create(recipe.model.base, parts=parts, overrides=overrides, device=lab.device)
+    model.tokenizers = outline(recipe).tokenizers
+    task: Any = setup.make_task(_without_store(recipe), model, _NoStore(), device)
+    task._encode = None
+    step = setup.bare_step(task, recipe, rows, torch.bfloat16)
+    columns = {
+        key: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+        for key, value in _columns(recipe, model, task)(rows).items()
+    }
+    peak.reset()
+    for k in range(3):
+        step(k, task.inputs(columns, device))
+    synchronise(lab.device)
+    measured, held = peak.bytes() - before, _reserved(lab)
+    told = {
+        "planned_bytes": plan.peak_bytes,
+        "measured_bytes": measured,
+        "reserved_bytes": held,
+        "error": plan.peak_bytes / measured - 1,
+        "kinds": dict(plan.memory_bytes),
+        "batch": rows,
+    }
+    note = "planned with the driver's and libraries' share; measured: what tensors took at the peak"
+    return lab.row("gpu-memory", name, settings=told, peak_memory_bytes=measured, note=note)
+
+
+def _used(lab: Lab) -> int:
+    from darkroom.hardware.memory import resident_bytes
+
+    return torch.cuda.memory_allocated() if lab.on_cuda else resident_bytes()
+
+
+def _reserved(lab: Lab) -> int | None:
+    return torch.cuda.max_memory_reserved() if lab.on_cuda else None
+
+
+def serve(lab: Lab) -> Rows:
+    """A mixed trace through `darkroom serve` and through plain servers, over real processes."""
+    from darkroom.measure.serving import ServeBench, bench_serve
+
+    with tempfile.TemporaryDirectory(prefix="darkroom-gpu-") as folder:
+        models.save(lab.model("sd15"), Path(folder) / "model")
+        lab.forget()
+        asked = ServeBench(
+            str(Path(folder) / "model"),
+            adapters=4,
+            seconds=4.0 if lab.tiny else 20.0,
+            rounds=1,
+            loads=(1.0,),
+            device=lab.device,
+        )
+        yield from bench_serve(asked, LOG.warning)
+
+
+CASES: dict[str, Callable[[Lab], Rows]] = {
+    "smoke": smoke,
+    "card": card,
+    "sd15-b1": ladder("sd15", 512, ("auto",)),
+    "sd15-b1-graphs": ladder("sd15", 512, ("fused_qkv,channels_last,cuda_graphs",)),
+    "sd2-train": pretrain("sd2", 512, FAST),
+    "sd15-batch": batches("sd15", 512, 64, 20),
+    "sdxl-batch": batches("sdxl", 1024, 8, 20),
+    "smoke-compile": smoke_compile,
+    "sd15-b1-compile": ladder(
+        "sd15", 512, ("channels_last,compile_regional", "channels_last,compile_regional,cuda_graphs")
+    ),
+    "sd2-train-compile": pretrain("sd2", 512, FAST, f"{FAST},compile_regional", f"{FAST},compile"),
+    "profile": profile,
+    "memory": memory,
+    "resume": resume,
+    "sdxl-compile": ladder("sdxl", 1024, ("auto", "channels_last,compile_regional"), steps=20),
+    "sd15-switches": ladder(
+        "sd15", 512,
+        (
+            "channels_last", "fused_qkv", "lean", "attention_slicing", "vae_slicing", "guidance_interval",
+            "feature_cache", "fp8", "int8", "offload_model", "offload_group",
+        ),
+        steps=20,
+    ),
+    "sd2-train-256": pretrain("sd2", 256, FAST, f"{FAST},checkpointing"),
+    "serve": serve,
+}  # fmt: skip
+
+
+def make(name: str, lab: Lab) -> str:
+    """One case, its rows written as they come; how it ended."""
+    start, rows, how = time.perf_counter(), 0, "done"
+    try:
+        for row in CASES[name](lab):
+            append_csv(lab.out, [row])
+            rows += 1
+    except DEVICE_LOST as error:
+        how = f"failed: the device is lost: {error}"
+        raise
+    except Exception as error:
+        how = why_not(error)
+    finally:
+        seconds = time.perf_counter() - start
+        told = f"{how}; {rows} rows in {seconds:.0f} s"
+        append_csv(lab.out, [lab.row(BENCHMARK, name, [seconds] if how == "done" else [], note=told)])
+    return told
+
+
+def main() -> None:
+    """Cases in turn, as the argument says."""
+    began = time.monotonic()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    told = json.loads(sys.argv[1])
+    lab = Lab(told["device"], told["tiny"], Path(told["out"]))
+    first = True
+    for name, about_s in told["cases"]:
+        left_s = told["seconds"] - (time.monotonic() - began)
+        if not first and about_s > left_s and not lab.tiny:
+            print("FULL", flush=True)
+            return
+        first = False
+        print(f"BEGIN {name}", flush=True)
+        how = make(name, lab)
+        lab.forget()
+        gc.collect()
+        print(f"END {how}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Verbs for keys and certificates: keys make-test-certificate, keys make-signing-key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from darkroom.cli.door import app
+from darkroom.errors import InputError
+
+keys = typer.Typer(help="Keys and certificates to sign with.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(keys, name="keys")
+
+
+@keys.command("make-test-certificate")
+def make_test_certificate(
+    out: Annotated[Path, typer.Option(help="the PEM file to write")] = Path("certificate.pem"),
+    name: Annotated[str, typer.Option(help="the signer's name")] = "darkroom test signer",
+) -> None:
+    """A certificate and key for --sign of generate and serve, by an authority that nobody else trusts.
+
+    Example: darkroom keys make-test-certificate --out certificate.pem
+    """
+    from darkroom.sample import provenance
+
+    _check_free(out)
+    if not 1 <= len(name) <= 40:
+        raise InputError(f"--name {name}", allowed="1 to 40 characters")
+    provenance.make_test_certificate(out, name)
+    print(f"{out}: keep it to yourself, the key is inside")
+
+
+@keys.command("make-signing-key")
+def make_signing_key(
+    out: Annotated[Path, typer.Option(help="the private key's PEM file to write")] = Path("signer.pem"),
+) -> None:
+    """A key for `export --sign`, and its public half beside it (signer.pub.pem) for `verify --trust`.
+
+    Example: darkroom keys make-signing-key --out signer.pem
+    """
+    from darkroom.models.signing import make_key, public_path
+
+    _check_free(out)
+    _check_free(public_path(out))
+    make_key(out)
+    print(f"{out}: keep it to yourself; {public_path(out)} is for those who verify")
+
+
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise InputError(f"'{path}' is there already", mend="name another with --out, or move it away")

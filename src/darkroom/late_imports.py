@@ -1,0 +1,204 @@
+"""Imports that wait: what diffusers and transformers import for features that a run may never use.
+
+Opening a U-Net, VAE and CLIP makes diffusers import torch's compiler, peft, torchao, every transformer and
+every autoencoder it knows, and transformers import scipy: half of the time until the first step.
+`waiting()` lets those imports wait while it is open: a library is replaced by a stand-in whose names import
+the real thing when they are called or read, and a package's `__init__` runs when a name is asked of it that
+only it has. Nothing is missing afterwards, and no class or function of a library is another one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+LIBRARIES = ("boto3", "peft", "scipy", "torchao")
+"""Imported by diffusers, transformers and accelerate for what few of their users do."""
+PACKAGES = (
+    "diffusers.hooks",
+    "diffusers.models.autoencoders",
+    "diffusers.models.transformers",
+    "diffusers.models.unets",
+)
+"""Packages whose `__init__` imports every one of their modules."""
+COMPILER = "torch._dynamo"
+"""Imported by diffusers to mark functions and classes for torch.compile."""
+
+
+class _LateName(type):
+    """A class of this type stands for a name of a library that waits."""
+
+    _module: str
+    _name: str
+
+    def _real(cls) -> Any:
+        return getattr(importlib.import_module(cls._module), cls._name)
+
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        return cls._real()(*arguments, **named)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(cls._real(), name)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Nothing is an instance of a class whose module was never imported."""
+        return cls._module in sys.modules and isinstance(instance, cls._real())
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return cls._module in sys.modules and issubclass(subclass, cls._real())
+
+
+class _LateModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        late = _LateName(name, (), {"_module": self.__name__, "_name": name})
+        setattr(self, name, late)
+        return late
+
+
+class _LatePackage(ModuleType):
+    """A package whose `__init__` runs when a name is asked of it that no module of it has put there."""
+
+    def __getattr__(self, name: str) -> Any:
+        loader = None if name.startswith("__") else self.__dict__.pop("_waiting_loader", None)
+        if loader is None:
+            raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
+        loader.exec_module(self)
+        return getattr(self, name)
+
+
+class _LateCompiler(ModuleType):
+    """Takes what libraries tell torch's compiler when their functions and classes are defined."""
+
+    def allow_in_graph(self, what: Any) -> Any:
+        _ON_COMPILER.marked.append(("allow_in_graph", what))
+        return what
+
+    def assume_constant_result(self, what: Any) -> Any:
+        _ON_COMPILER.marked.append(("assume_constant_result", what))
+        return what
+
+    def disable(self, function: Any = None, recursive: bool = True, **_: Any) -> Any:
+        """torch's own way to do it without the compiler, which comes with the first call."""
+        from torch._compile import _disable_dynamo
+
+        return _disable_dynamo(function, recursive)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else is asked of it is asked of the compiler itself: it waits no longer."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder):
+                finder.compiler = False
+        _forget(COMPILER)
+        return getattr(importlib.import_module(COMPILER), name)
+
+
+class _LateLoader(importlib.abc.Loader):
+    """Makes a stand-in of a kind; a package keeps its own loader for later."""
+
+    def __init__(self, kind: type[ModuleType], own: Any = None) -> None:
+        self.kind, self.own = kind, own
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self.kind(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self.own is not None:
+            module.__dict__["_waiting_loader"] = self.own
+
+
+class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports torch's compiler as ever, and then tells it what was marked for it before."""
+
+    def __init__(self) -> None:
+        self.marked: list[tuple[str, Any]] = []
+        self.own: Any = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != COMPILER or (spec := importlib.machinery.PathFinder.find_spec(name, path)) is None:
+            return None
+        self.own, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.own
+        self.own.exec_module(module)
+        for mark, what in self.marked:
+            getattr(module, mark)(what)
+        self.marked.clear()
+
+
+_ON_COMPILER = _OnCompiler()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what waits; what is not installed stays not found."""
+
+    def __init__(self) -> None:
+        self.libraries = [name for name in LIBRARIES if name not in sys.modules]
+        self.compiler = COMPILER not in sys.modules
+        self.stand_ins: list[str] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name in PACKAGES:
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            if spec is not None:
+                spec.loader = _LateLoader(_LatePackage, spec.loader)
+            return spec
+        if self.compiler and name.startswith(COMPILER):
+            return self._stand_in(name, _LateCompiler if name == COMPILER else _LateModule)
+        library = name.partition(".")[0]
+        if library not in self.libraries:
+            return None
+        if name == library and importlib.machinery.PathFinder.find_spec(name, path) is None:
+            return None
+        return self._stand_in(name, _LateModule)
+
+    def _stand_in(self, name: str, kind: type[ModuleType]) -> importlib.machinery.ModuleSpec:
+        self.stand_ins.append(name)
+        return importlib.machinery.ModuleSpec(name, _LateLoader(kind), is_package=True)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Let `LIBRARIES`, torch's compiler and the `__init__` of `PACKAGES` wait while others are imported.
+
+    What is imported already stays as it is. On leaving the stand-ins are gone: whoever imports one of the
+    libraries from then on gets it.
+    """
+    finder = _Finder()
+    if finder.compiler and _ON_COMPILER not in sys.meta_path:
+        sys.meta_path.insert(0, _ON_COMPILER)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in finder.stand_ins:
+            if isinstance(sys.modules.get(name), (_LateModule, _LateCompiler)):
+                _forget(name)
+
+
+def _forget(name: str) -> None:
+    module = sys.modules.pop(name, None)
+    parent, _, child = name.rpartition(".")
+    if parent and vars(sys.modules.get(parent, sys)).get(child) is module:
+        delattr(sys.modules[parent], child)

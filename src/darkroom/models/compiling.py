@@ -1,0 +1,135 @@
+"""torch.compile with a graph for each set of shapes: of a whole denoiser, or of each of its blocks.
+
+Shapes are static: with open ones Inductor keeps convolutions in the layout that they come in, and knows no
+size when it picks its kernels. A graph is kept for each of `MOST_SHAPES` sets of shapes. The next set has the
+dimensions that have differed so far marked dynamic, and one graph with these open takes all further sizes;
+blocks, which see no marks, run as they are for further sizes, and that is logged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOG = logging.getLogger("darkroom.models")
+MOST_SHAPES = 16
+BLOCKS = ("BasicTransformerBlock", "ResnetBlock2D", "DiTBlock")
+"""What denoisers are made of: few classes, each many times, and nearly all of the work."""
+KINDS_OF_A_BLOCK = 24
+"""Widths and sizes that one class of block has within one call."""
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+def compile_blocks(module: nn.Module, mode: str | None = None, backend: str = "inductor") -> int:
+    """Compile each block of a denoiser by itself, in place; returns how many. The rest runs as it is."""
+    _make_room()
+    blocks = [part for part in module.modules() if type(part).__name__ in BLOCKS]
+    for block in blocks:
+        block.compile(fullgraph=True, dynamic=False, mode=mode, backend=backend)
+    return len(blocks)
+
+
+def compile_whole(module: nn.Module, mode: str | None = None, backend: str = "inductor") -> None:
+    """Compile a module as one, in place, with static shapes."""
+    _make_room()
+    module.compile(dynamic=False, mode=mode, backend=backend)
+
+
+def _make_room() -> None:
+    """Dynamo counts its graphs by the code that they are of, which all blocks of a class share."""
+    config: Any = torch._dynamo.config
+    most = MOST_SHAPES * KINDS_OF_A_BLOCK
+    config.recompile_limit = max(config.recompile_limit, most)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 2 * most)
+
+
+class Compiled:
+    """A denoiser whose calls are compiled, told apart by their shapes; otherwise it looks like the module."""
+
+    def __init__(self, module: Any, mode: str | None = None, backend: str = "inductor") -> None:
+        self._module = module
+        self.shapes: set[Shapes] = set()
+        self._static = torch.compile(module, dynamic=False, mode=mode, backend=backend)
+        self._open = torch.compile(module, mode=mode, backend=backend)
+        self._said = False
+        _make_room()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if _known(self.shapes, shapes := shapes_of(given, named)):
+            return self._static(*given, **named)
+        if not self._said:
+            self._said = True
+            LOG.warning("more than %d sizes: further ones share one graph of open sizes", MOST_SHAPES)
+        _mark(given, named, _varying({*self.shapes, shapes}))
+        return self._open(*given, **named)
+
+
+class CompiledBlocks:
+    """A denoiser whose blocks are compiled; past `MOST_SHAPES` sets of shapes new ones run uncompiled."""
+
+    def __init__(self, module: Any, mode: str | None = None, backend: str = "inductor") -> None:
+        self._module = module
+        self.shapes: set[Shapes] = set()
+        self._said = False
+        compile_blocks(module, mode, backend)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        stance: AbstractContextManager[Any] = nullcontext()
+        if not _known(self.shapes, shapes_of(given, named)):
+            if not self._said:
+                self._said = True
+                LOG.warning("more than %d sizes: further ones run uncompiled", MOST_SHAPES)
+            stance = torch.compiler.set_stance("eager_on_recompile")  # type: ignore[no-untyped-call]
+        with stance:
+            return self._module(*given, **named)
+
+
+def _known(seen: set[Shapes], shapes: Shapes) -> bool:
+    """Whether a call has a graph of its own, noted now if there is room."""
+    if shapes not in seen:
+        if len(seen) >= MOST_SHAPES:
+            return False
+        seen.add(shapes)
+    return True
+
+
+def _tensors(given: Any, named: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in [*enumerate(given), *sorted(named.items())]:
+        if isinstance(value, Tensor):
+            yield f"{path}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _tensors((), value, f"{path}{name}.")
+
+
+def shapes_of(given: Any, named: Mapping[str, Any]) -> Shapes:
+    """What tells the graphs of a call's tensors apart: names, shapes and types."""
+    return tuple((name, tuple(value.shape), value.dtype) for name, value in _tensors(given, named))
+
+
+def _varying(seen: set[Shapes]) -> dict[str, set[int]]:
+    """By a tensor's name, the dimensions in which calls have differed."""
+    by_name: dict[str, list[tuple[int, ...]]] = {}
+    for shapes in seen:
+        for name, shape, _ in shapes:
+            by_name.setdefault(name, []).append(shape)
+    return {
+        name: {i for i in range(len(some[0])) if len({shape[i] for shape in some if i < len(shape)}) > 1}
+        for name, some in by_name.items()
+    }
+
+
+def _mark(given: Any, named: Mapping[str, Any], varying: Mapping[str, set[int]]) -> None:
+    for name, value in _tensors(given, named):
+        for dimension in varying.get(name, ()):
+            torch._dynamo.maybe_mark_dynamic(value, dimension)

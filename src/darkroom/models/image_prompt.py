@@ -1,0 +1,270 @@
+"""IP-Adapters: pictures as prompts (Ye et al. 2023, arXiv 2308.06721), plain, plus and full.
+
+A picture becomes a few tokens that the U-Net's cross-attentions read beside the text, with keys and values of
+their own. Here every row has its own tokens, weight and mask; a row without any has weight 0.
+
+Shapes: B rows, N tokens, D text width, L places of a level, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_processor import AttnProcessor2_0
+from PIL import Image
+
+from darkroom.errors import InputError, ModelError
+from darkroom.models.folder import read_part
+from darkroom.models.quiet import quiet
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+
+IMAGE_PREFIX, LAYER_PREFIX = "image_proj.", "ip_adapter."
+ENCODER_FOLDER = "image_encoder"
+TOKENS, STRENGTH = "image_tokens", "image_strength"
+"""Names under which the U-Net gets tokens [B, N, D] and strength [B, h, w] of each installed adapter."""
+
+
+@dataclass(eq=False, repr=False)
+class ImagePrompt:
+    """An IP-Adapter's weights, and the encoder of pictures that it was trained with."""
+
+    name: str
+    projection: Any
+    """diffusers' module from the encoder's features to tokens."""
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    """Of each cross-attention in the U-Net's order: weights of keys and of values, [out, D]."""
+    encoder: Any
+    sha256: str
+
+    kind = "ip-adapter"
+
+    @property
+    def num_tokens(self) -> int:
+        """That a picture becomes."""
+        projection = self.projection
+        for name in ("num_image_text_embeds", "latents"):
+            if (found := getattr(projection, name, None)) is not None:
+                return int(found) if isinstance(found, int) else int(found.shape[1])
+        side: int = self.encoder.config.image_size // self.encoder.config.patch_size
+        return side * side + 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights and the encoder's."""
+        modules = (self.projection, self.encoder)
+        own: int = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        return own + sum(2 * keys.numel() * keys.element_size() for keys, _ in self.layers)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """On a device and in a precision, in place."""
+        with quiet():
+            self.projection.to(device, dtype)
+            self.encoder.to(device, dtype)
+        self.layers = [(keys.to(device, dtype), values.to(device, dtype)) for keys, values in self.layers]
+
+    def fit(self, model: Model) -> None:
+        """ModelError unless it was made for U-Nets of this shape."""
+        model.needs_unet(f"IP-Adapter '{self.name}'")
+        attentions = [attention for _, attention in cross_attentions(model.unet)]
+        wide = [(a.to_k.out_features, a.to_k.in_features) for a in attentions]
+        if [tuple(keys.shape) for keys, _ in self.layers] != wide:
+            raise ModelError(
+                f"IP-Adapter '{self.name}' is for another model: {len(self.layers)} layers for text of width "
+                f"{self.layers[0][0].shape[1]}",
+                allowed=f"{len(wide)} layers for text of width {wide[0][1]}, as {model.family} has",
+            )
+
+    @torch.no_grad()
+    def encode(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
+        """A picture's tokens [N, D], and those of no picture, which the unguided half reads."""
+        from diffusers.models.embeddings import ImageProjection
+
+        weight = next(self.encoder.parameters())
+        pixels = _pixels(image, self.encoder.config.image_size).to(weight.device, weight.dtype)
+        if isinstance(self.projection, ImageProjection):
+            features = self.encoder(pixels).image_embeds
+            none = torch.zeros_like(features)
+        else:
+            features, none = (
+                self.encoder(one, output_hidden_states=True).hidden_states[-2]
+                for one in (pixels, torch.zeros_like(pixels))
+            )
+        return self.projection(features)[0], self.projection(none)[0]
+
+
+def _pixels(image: Image.Image, side: int) -> torch.Tensor:
+    """As CLIP's own preprocessing: the shorter side resized, the middle cut out, its mean and deviation."""
+    from transformers import CLIPImageProcessor
+
+    with quiet():
+        read = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+        pixels: torch.Tensor = read(image.convert("RGB"), return_tensors="pt").pixel_values
+    return pixels
+
+
+def cross_attentions(unet: Any) -> list[tuple[str, Any]]:
+    """The U-Net's cross-attentions in the order in which IP-Adapters number them."""
+    names = [name.removesuffix(".processor") for name in unet.attn_processors]
+    return [(name, unet.get_submodule(name)) for name in names if name.endswith("attn2")]
+
+
+def is_image_prompt(keys: Sequence[str]) -> bool:
+    """Whether a file's tensors are an IP-Adapter's."""
+    return any(key.startswith(LAYER_PREFIX) for key in keys)
+
+
+def read_image_prompt(
+    path: Path, name: str, sha256: str, model: Model, encoder: str | Path | None = None
+) -> ImagePrompt:
+    """From a .safetensors file; `encoder` is the folder of its CLIP image encoder.
+
+    Unless given it is looked for beside the file, one folder up, and in the model's folder (`image_encoder`).
+    ModelError for a file of another model or kind.
+    """
+    from diffusers.loaders.unet import UNet2DConditionLoadersMixin
+    from safetensors.torch import load_file
+    from transformers import CLIPVisionModelWithProjection
+
+    tensors = load_file(str(path))
+    image = {
+        k.removeprefix(IMAGE_PREFIX): v.float() for k, v in tensors.items() if k.startswith(IMAGE_PREFIX)
+    }
+    of_faces = "norm.weight" in image and "proj.weight" not in image
+    if of_faces or "perceiver_resampler.proj_in.weight" in image:
+        raise ModelError(f"'{path}' is an IP-Adapter for faces", allowed="plain, plus and full ones")
+    numbers = sorted({int(key.split(".")[1]) for key in tensors if key.startswith(LAYER_PREFIX)})
+    try:
+        layers = [
+            tuple(tensors[f"{LAYER_PREFIX}{n}.to_{part}_ip.weight"].float() for part in "kv") for n in numbers
+        ]
+        projection = UNet2DConditionLoadersMixin._convert_ip_adapter_image_proj_to_diffusers(
+            None, image, low_cpu_mem_usage=False
+        )
+    except (KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"'{path}' is no IP-Adapter that is known: {reason}") from error
+    found = ImagePrompt(name, projection, layers, None, sha256)
+    found.fit(model)
+    found.encoder = read_part(CLIPVisionModelWithProjection, _encoder_folder(path, model, encoder))
+    for module in (found.projection, found.encoder):
+        module.eval().requires_grad_(False)
+    _check_encoder(found)
+    return found
+
+
+def _encoder_folder(path: Path, model: Model, given: str | Path | None) -> Path:
+    places = [path.parent / ENCODER_FOLDER, path.parent.parent / ENCODER_FOLDER]
+    if model.path is not None:
+        places.append(Path(model.path) / ENCODER_FOLDER)
+    if given is not None:
+        places = [Path(given)]
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise ModelError(
+        f"no image encoder for IP-Adapter '{path.stem}'",
+        allowed="a folder of CLIP's vision model: " + ", ".join(f"'{place}'" for place in places),
+        mend="--image-encoder FOLDER",
+    )
+
+
+def _check_encoder(found: ImagePrompt) -> None:
+    config = found.encoder.config
+    for width in (config.hidden_size, config.projection_dim):
+        try:
+            found.projection(
+                torch.zeros(1, width) if width == config.projection_dim else torch.zeros(1, 2, width)
+            )
+        except RuntimeError:
+            continue
+        return
+    raise ModelError(
+        f"IP-Adapter '{found.name}' was trained with another image encoder",
+        mend=f"this one has width {config.hidden_size} and projects to {config.projection_dim}",
+    )
+
+
+class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
+    """Cross-attention to text, and to each installed adapter's tokens with the rows' strengths."""
+
+    def __init__(self, index: int, adapters: Sequence[ImagePrompt]) -> None:
+        super().__init__()
+        self.index, self.adapters = index, adapters
+
+    def __deepcopy__(self, memo: object) -> ImageAttention:
+        return self  # the weights are read only, and shared by look-alikes of the U-Net
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+        ip_hidden_states: Sequence[torch.Tensor] = (),
+        ip_adapter_masks: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """[B, L, D] to [B, L, D]."""
+        if not ip_hidden_states:
+            out: torch.Tensor = super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, temb
+            )
+            return out
+
+        def by_heads(x_BLD: torch.Tensor) -> torch.Tensor:
+            rows, places, width = x_BLD.shape
+            return x_BLD.view(rows, places, attn.heads, width // attn.heads).transpose(1, 2)
+
+        q = by_heads(attn.to_q(hidden_states))
+        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        mixed = F.scaled_dot_product_attention(q, by_heads(attn.to_k(text)), by_heads(attn.to_v(text)))
+        for adapter, tokens, strength in zip(self.adapters, ip_hidden_states, ip_adapter_masks, strict=True):
+            keys, values = adapter.layers[self.index]
+            seen = F.scaled_dot_product_attention(
+                q, by_heads(F.linear(tokens, keys)), by_heads(F.linear(tokens, values))
+            )
+            mixed = mixed + seen * at_level(strength, q.shape[2])[:, None, :, None].to(seen.dtype)
+        made: torch.Tensor = attn.to_out[0](mixed.transpose(1, 2).flatten(2))
+        return made
+
+
+def at_level(strength_Bhw: torch.Tensor, places: int) -> torch.Tensor:
+    """Strengths for the places of a U-Net level [B, L], as diffusers resizes IP-Adapter masks."""
+    height, width = strength_Bhw.shape[1:]
+    if height == width == 1:
+        return strength_Bhw[:, 0]
+    rows = int(math.sqrt(places / (width / height)))
+    rows += int(places % rows != 0)
+    small = F.interpolate(strength_Bhw[None].float(), size=(rows, places // rows), mode="bicubic")[0]
+    return small.flatten(1)
+
+
+@contextmanager
+def installed(model: Model, adapters: Sequence[ImagePrompt]) -> Iterator[None]:
+    """The U-Net's cross-attentions read the adapters' tokens meanwhile; afterwards it is as it was."""
+    if not adapters:
+        yield
+        return
+    unet: Any = model.unet
+    for adapter in adapters:
+        adapter.fit(model)
+    attentions = [attention for _, attention in cross_attentions(unet)]
+    before = [attention.processor for attention in attentions]
+    if any(getattr(attention, "fused_projections", False) for attention in attentions):
+        raise InputError("IP-Adapters with fused_qkv", mend="leave fused_qkv out")
+    for index, attention in enumerate(attentions):
+        attention.processor = ImageAttention(index, adapters)
+    try:
+        yield
+    finally:
+        for attention, processor in zip(attentions, before, strict=True):
+            attention.processor = processor

@@ -1,0 +1,258 @@
+"""A U-Net in 8 bits for OpenVINO: weights and activations, by NNCF's post-training quantisation.
+
+Calibrated on what the U-Net is given while it draws prompts, at all timesteps. Layers that lose most by
+8 bits, each measured for itself, stay in float; NNCF keeps attention's softmax there and smooths activations
+(SmoothQuant, Xiao et al. 2022). Then the same pictures are drawn with both: what is broken is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from darkroom.errors import DarkroomError, MissingExtra
+from darkroom.sample.choice import make_table
+from darkroom.sample.denoise import Row, Unet, denoise
+from darkroom.sample.likeness import levels, psnr, ssim
+from darkroom.sample.pictures import decode
+from darkroom.sample.prompts import encode_prompts
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+
+PROMPTS = (
+    "a photo of an astronaut riding a horse",
+    "a red circle on a blue background",
+    "a portrait of an old man with a beard, oil painting",
+    "a house by the sea at night",
+)
+REPORT = "quality.json"
+LEAST_PSNR_DB, LEAST_STD = 12.0, 2.0
+"""Below these final pictures have little in common with float32's, or are of one colour."""
+MOST_FLOAT = 0.1
+"""The largest share of layers that may stay in float."""
+SENSITIVE = 4.0
+"""A layer stays in float where 8 bits change its output by so many times the median layer's change."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What an 8-bit export is made of, besides the float32 one."""
+
+    prompts: tuple[str, ...] = PROMPTS
+    steps: int = 8
+    guidance: float = 7.5
+    seed: int = 0
+    smooth: float = 0.95
+
+    @property
+    def digest(self) -> str:
+        """For the name of the export."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def nncf() -> Any:
+    """The package, which reports nothing of its use and prints no progress of its own."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    try:
+        import nncf as package
+    except ImportError as error:
+        raise MissingExtra("nncf", "openvino") from error
+    import logging
+
+    package.set_log_level(logging.ERROR)
+    return package
+
+
+Inputs = dict[str, torch.Tensor]
+
+
+def draw(model: Model, unet: Unet, calibration: Calibration, prompt: str) -> list[torch.Tensor]:
+    """The predicted latents after each step of one prompt's picture."""
+    size = (model.sample_size, model.sample_size)
+    (said, silent), _ = encode_prompts(model, [prompt, ""], size)
+    solver = None if model.scheduler else "ddim"
+    table = make_table(solver, model.scheduler, calibration.steps)
+    generator = torch.Generator().manual_seed(calibration.seed)
+    shape = (model.latent_channels, size[1] // model.vae_factor, size[0] // model.vae_factor)
+    noise = torch.randn(shape, generator=generator) * table.initial_scale
+    distilled = table.solver == "lcm"
+    row = Row(
+        table,
+        noise,
+        said,
+        None if distilled else silent,
+        1.0 if distilled else calibration.guidance,
+        generator=generator,
+    )
+    return [state.x0_BCHW[0] for state in denoise(unet, [row])]
+
+
+def inputs_of(
+    model: Model, unet: Unet, calibration: Calibration, notice: Callable[[str], None]
+) -> list[Inputs]:
+    """What the U-Net is given while it draws the calibration's prompts."""
+    found: list[Inputs] = []
+
+    def call(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: Inputs) -> torch.Tensor:
+        given = {"x": x, "t": t, "text": text, **added}
+        found.append({name: value.detach().float().clone() for name, value in given.items()})
+        return unet(x, t, text, added)
+
+    for i, prompt in enumerate(calibration.prompts, start=1):
+        notice(f"int8: calibration picture {i} of {len(calibration.prompts)}, {calibration.steps} steps")
+        draw(model, call, calibration, prompt)
+    return found
+
+
+# ---- what stays in float
+
+
+@torch.no_grad()
+def sensitive_layers(unet: nn.Module, samples: Sequence[Inputs], call: Callable[[Inputs], Any]) -> list[str]:
+    """Names of the layers whose own output 8 bits change most, each measured by itself, worst first.
+
+    Activations are rounded with one scale a tensor and weights with one a channel, as OpenVINO computes.
+    """
+    errors: dict[str, list[float]] = {}
+    layers = {n: m for n, m in unet.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+
+    def hook(name: str) -> Callable[[Any, Any, torch.Tensor], None]:
+        def measure(layer: Any, given: Any, out: torch.Tensor) -> None:
+            rounded = _same(layer, _rounded(given[0]), _rounded(layer.weight, by_channel=True))
+            change = (rounded - out).square().mean() / out.square().mean().clamp(min=1e-12)
+            errors.setdefault(name, []).append(float(change))
+
+        return measure
+
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    try:
+        for sample in samples:
+            call(sample)
+    finally:
+        for handle in handles:
+            handle.remove()
+    mean = {name: float(np.mean(values)) for name, values in errors.items()}
+    limit = SENSITIVE * float(np.median(list(mean.values())))
+    worst = sorted((name for name in mean if mean[name] > limit), key=lambda name: -mean[name])
+    return worst[: math.ceil(MOST_FLOAT * len(mean))]
+
+
+def _rounded(value: torch.Tensor, *, by_channel: bool = False) -> torch.Tensor:
+    axes = tuple(range(1, value.ndim)) if by_channel else tuple(range(value.ndim))
+    scale = value.abs().amax(axes, keepdim=True).clamp(min=1e-12) / 127
+    return (value / scale).round() * scale
+
+
+def _same(layer: Any, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(layer, nn.Linear):
+        return nn.functional.linear(given, weight, layer.bias)
+    return nn.functional.conv2d(
+        given, weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups
+    )
+
+
+# ---- quantising
+
+
+def quantise(float_model: Any, samples: Sequence[Inputs], kept: Sequence[str], smooth: float) -> Any:
+    """The 8-bit model of an OpenVINO model. `kept` names modules that stay in float."""
+    package = nncf()
+    from nncf.quantization.advanced_parameters import (
+        AdvancedQuantizationParameters,
+        AdvancedSmoothQuantParameters,
+    )
+
+    names = [operation.get_friendly_name() for operation in float_model.get_ops()]
+    patterns = [rf".*\.{re.escape(name)}/.*" for name in kept]
+    patterns = [one for one in patterns if any(re.fullmatch(one, name) for name in names)]
+    dataset = package.Dataset([{name: value.numpy() for name, value in one.items()} for one in samples])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return package.quantize(
+            float_model,
+            dataset,
+            subset_size=len(samples),
+            model_type=package.ModelType.TRANSFORMER,
+            preset=package.QuantizationPreset.MIXED,
+            ignored_scope=package.IgnoredScope(patterns=patterns, validate=False),
+            advanced_parameters=AdvancedQuantizationParameters(
+                smooth_quant_alphas=AdvancedSmoothQuantParameters(matmul=smooth)
+            ),
+        )
+
+
+# ---- what it costs
+
+
+def quality(model: Model, plain: Unet, small: Unet, calibration: Calibration) -> dict[str, Any]:
+    """PSNR of the predicted picture's latents after each step, and of the final pictures PSNR and SSIM.
+
+    Of a prompt that calibration did not see where there are several, with another seed.
+    """
+    other = Calibration(
+        calibration.prompts, calibration.steps, calibration.guidance, calibration.seed + 1, calibration.smooth
+    )
+    prompt = calibration.prompts[-1]
+    ours, theirs = draw(model, small, other, prompt), draw(model, plain, other, prompt)
+    by_step = [_psnr(one, reference) for one, reference in zip(ours, theirs, strict=True)]
+    assert model.vae is not None
+    pictures = [decode(model.vae, torch.stack([one[-1]]))[0] for one in (ours, theirs)]
+    drawn, reference = map(levels, pictures)
+    return {
+        "psnr_db_by_step": [round(value, 2) for value in by_step],
+        "psnr_db": round(psnr(drawn, reference), 2),
+        "ssim": round(ssim(drawn, reference), 4),
+        "std": round(float(drawn.std()), 2),
+        "std_float32": round(float(reference.std()), 2),
+        "finite": all(bool(torch.isfinite(one).all()) for one in ours),
+    }
+
+
+def _psnr(one: torch.Tensor, reference: torch.Tensor) -> float:
+    error = float((one - reference).square().mean())
+    span = float(reference.max() - reference.min())
+    return 99.0 if error == 0 else 10 * math.log10(max(span, 1e-6) ** 2 / error)
+
+
+def refuse_broken(found: dict[str, Any]) -> None:
+    """DarkroomError for 8 bits that make other pictures, black ones or none."""
+    black = found["std"] < LEAST_STD <= found["std_float32"]
+    if not found["finite"] or black or found["psnr_db"] < LEAST_PSNR_DB:
+        what = "no numbers" if not found["finite"] else "one colour" if black else f"{found['psnr_db']} dB"
+        raise DarkroomError(
+            f"int8 breaks this model's pictures ({what} against float32): use --precision float32 or bf16"
+        )
+
+
+def told(found: dict[str, Any], kept: Sequence[str]) -> str:
+    """The quality in a line."""
+    steps = ", ".join(f"{value:.0f}" for value in found["psnr_db_by_step"])
+    return (
+        f"int8 against float32: PSNR {found['psnr_db']:.1f} dB, SSIM {found['ssim']:.3f}; "
+        f"by step {steps} dB; {len(kept)} layers stay in float"
+    )
+
+
+def write_report(folder: Path, found: dict[str, Any], kept: Sequence[str], calibration: Calibration) -> None:
+    """Keep the quality beside the export."""
+    about = {"quality": found, "float_layers": list(kept), "calibration": asdict(calibration)}
+    (folder / REPORT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """What `write_report` kept."""
+    content: dict[str, Any] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    return content

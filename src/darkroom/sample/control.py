@@ -1,0 +1,390 @@
+"""Pictures that steer other pictures: ControlNets, T2I-Adapters and IP-Adapters by row.
+
+Each row of a batch has nets of its own, with weight, start and end: rows without, with one and with several
+nets share the U-Net calls. A net runs for the rows that have it at this step, and for no others.
+
+Shapes: B rows, C H W latents, h w pixels, D channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+
+from darkroom.errors import InputError, MissingExtra, ModelError
+from darkroom.models.control import ControlNet, read_control
+from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
+from darkroom.sample.denoise import Owner, Row, Unet
+
+if TYPE_CHECKING:
+    from darkroom.models.model import Model
+    from darkroom.sample.backends.backend import Backend
+
+MAX_CONTROLS = 8
+MAX_WEIGHT = 10.0
+CANNY_LOW, CANNY_HIGH = 100, 200
+BLUR_RADIUS, COLOUR_TILE = 4, 64
+
+
+def _canny(image: Image.Image) -> Image.Image:
+    try:
+        import cv2
+    except ModuleNotFoundError as error:
+        raise MissingExtra("opencv-python-headless", "control") from error
+    edges = cv2.Canny(np.asarray(image.convert("L")), CANNY_LOW, CANNY_HIGH)
+    return Image.fromarray(np.asarray(edges, np.uint8)).convert("RGB")
+
+
+def _scribble(image: Image.Image) -> Image.Image:
+    """Lines as a felt pen draws them: differences of two Gaussians, A1111's 'scribble_xdog'."""
+    grey = np.asarray(image.convert("L"), np.float32)
+    fine, coarse = (
+        np.asarray(Image.fromarray(grey).filter(ImageFilter.GaussianBlur(radius)), np.float32)
+        for radius in (0.5, 5.0)
+    )
+    lines = np.where(255 - np.minimum(fine - coarse + 255, 255) > 32 * (1 - 1e-6), 255, 0)
+    return Image.fromarray(lines.astype(np.uint8)).convert("RGB")
+
+
+def _colour(image: Image.Image) -> Image.Image:
+    """Squares of 64 pixels in their mean colour, as A1111's 't2ia_color_grid'."""
+    small = (max(1, image.width // COLOUR_TILE), max(1, image.height // COLOUR_TILE))
+    return (
+        image.convert("RGB")
+        .resize(small, Image.Resampling.BICUBIC)
+        .resize(image.size, Image.Resampling.NEAREST)
+    )
+
+
+MAPS: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "none": lambda image: image,
+    "canny": _canny,
+    "blur": lambda image: image.convert("RGB").filter(ImageFilter.GaussianBlur(BLUR_RADIUS)),
+    "invert": lambda image: Image.eval(image.convert("RGB"), lambda value: 255 - value),
+    "scribble": _scribble,
+    "colour": _colour,
+}
+"""What makes the map that a net reads of a picture; `none`: it is the map (depth, pose, tile)."""
+
+
+@dataclass(frozen=True, repr=False)
+class Control:
+    """One net with the picture it reads and how much it counts."""
+
+    net: str | Path | ControlNet | ImagePrompt
+    """A folder, a .safetensors file, or one read before (`models.read_control`)."""
+    image: Image.Image | str | Path
+    """PNG, JPEG, WebP; brought to the size of the pictures that are made."""
+    weight: float = 1.0
+    start: float = 0.0
+    """Share of the steps after which it begins."""
+    end: float = 1.0
+    """Share of the steps after which it stops."""
+    guess: bool = False
+    """Guess mode: only the prompted half of a guided row, and deep residuals count more than shallow ones."""
+    map: str | Callable[[Image.Image], Image.Image] = "none"
+    """One of `MAPS`, or a function of one's own from picture to map."""
+    mask: Image.Image | str | Path | None = None
+    """Of an IP-Adapter: white where it is at work."""
+    image_encoder: str | Path | None = None
+    """Of an IP-Adapter: the folder of its CLIP image encoder, where it does not lie beside it."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and abs(self.weight) <= MAX_WEIGHT):
+            raise InputError(f"control weight {self.weight}", allowed=f"-{MAX_WEIGHT:g} to {MAX_WEIGHT:g}")
+        if not 0 <= self.start < self.end <= 1:
+            raise InputError(f"control from {self.start:g} to {self.end:g}", allowed="0 <= start < end <= 1")
+        if isinstance(self.map, str) and self.map not in MAPS:
+            raise InputError(f"control map '{self.map}'", allowed=", ".join(MAPS))
+
+    @property
+    def name(self) -> str:
+        """Of its net."""
+        return Path(self.net).stem if isinstance(self.net, (str, Path)) else self.net.name
+
+    @classmethod
+    def parsed(cls, text: str, image_encoder: Path | None = None) -> Control:
+        """From the command line: NET=PICTURE[:WEIGHT][,start=S][,end=E][,map=MAP][,mask=FILE][,guess]."""
+        form = (
+            "NET=PICTURE[:WEIGHT][,start=0.1][,end=0.8][,map=canny][,mask=FILE][,guess], NET a folder or file"
+        )
+        first, *more = text.split(",")
+        net, equals, rest = first.partition("=")
+        if not (equals and net and rest):
+            raise InputError(f"--control {text}", allowed=form)
+        image, weight = rest, 1.0
+        head, colon, tail = rest.rpartition(":")
+        if colon and not Path(rest).exists():
+            try:
+                image, weight = head, float(tail)
+            except ValueError as error:
+                raise InputError(f"--control {text}", allowed=form) from error
+        given: dict[str, Any] = {}
+        for part in more:
+            key, equals, value = part.partition("=")
+            try:
+                if key == "guess" and not equals:
+                    given[key] = True
+                elif key in ("start", "end"):
+                    given[key] = float(value)
+                elif key in ("map", "mask") and value:
+                    given[key] = value
+                else:
+                    raise ValueError
+            except ValueError as error:
+                raise InputError(f"--control {text}: '{part}'", allowed=form) from error
+        return cls(net, image, weight, image_encoder=image_encoder, **given)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RowControl:
+    """A net on one row: what it made of the picture at the row's size, and when it is at work."""
+
+    net: ControlNet | ImagePrompt
+    encoded: tuple[torch.Tensor, ...]
+    """Of one picture: a ControlNet's hint [D, H, W]; a T2I-Adapter's features by level, each [D, H, W]; an
+    IP-Adapter's tokens and those of no picture, each [N, D]."""
+    weight: float
+    start: float
+    end: float
+    guess: bool
+    mask_hw: torch.Tensor | None = None
+    """Of an IP-Adapter: where it is at work, in the picture's pixels."""
+
+    def active(self, row: Row, unguided: bool) -> bool:
+        """Whether it works at a row's next step; `unguided` is the half with the negative prompt."""
+        steps = len(row.table)
+        begun, over = row.step / steps >= self.start, (row.step + 1) / steps > self.end
+        only_prompted = isinstance(self.net, ControlNet) and (self.guess or self.net.pools)
+        return begun and not over and not (unguided and only_prompted)
+
+    def scales(self, levels: int) -> list[float]:
+        """How much the residual of each level counts; in guess mode from a tenth to all of the weight."""
+        if isinstance(self.net, ControlNet) and self.guess and not self.net.pools:
+            return [self.weight * 10 ** (i / (levels - 1) - 1) for i in range(levels)]
+        return [self.weight] * levels
+
+
+@dataclass(repr=False)
+class Controls:
+    """The controls of one call, read and matched to the model, and what rows get of them."""
+
+    controls: list[Control] = field(default_factory=list)
+    nets: list[ControlNet | ImagePrompt] = field(default_factory=list)
+    images: list[Image.Image] = field(default_factory=list)
+    """The maps, as the nets read them before resizing."""
+    masks: list[Image.Image | None] = field(default_factory=list)
+    _rows: dict[tuple[int, int], tuple[RowControl, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, controls: Sequence[Control], model: Model) -> Controls:
+        """InputError for too many or an unreadable picture; ModelError for a net of another model."""
+        from darkroom.sample.inputs import read_image, read_mask
+
+        if len(controls) > MAX_CONTROLS:
+            raise InputError(f"{len(controls)} controls", allowed=f"at most {MAX_CONTROLS}")
+        images = [read_image(one.image) for one in controls]
+        masks = [None if one.mask is None else read_mask(one.mask) for one in controls]
+        nets: dict[str, ControlNet | ImagePrompt] = {}
+        found = []
+        for one in controls:
+            if not isinstance(one.net, (str, Path)):
+                one.net.fit(model)
+                found.append(one.net)
+                continue
+            key = str(Path(one.net).resolve())
+            if key not in nets:
+                nets[key] = read_control(one.net, model, image_encoder=one.image_encoder)
+            found.append(nets[key])
+        for one, net in zip(controls, found, strict=True):
+            if one.mask is not None and not isinstance(net, ImagePrompt):
+                raise InputError(f"a mask for {net.kind} '{net.name}'", allowed="masks of IP-Adapters")
+        maps = [
+            (MAPS[one.map] if isinstance(one.map, str) else one.map)(image)
+            for one, image in zip(controls, images, strict=True)
+        ]
+        return cls(list(controls), found, maps, masks)
+
+    @property
+    def image_prompts(self) -> list[ImagePrompt]:
+        """The IP-Adapters, each once, in the order in which the U-Net has them installed."""
+        return list(dict.fromkeys(net for net in self.nets if isinstance(net, ImagePrompt)))
+
+    def to(self, backend: Backend) -> None:
+        """Bring the nets to where the backend computes. InputError where it cannot add residuals."""
+        if not self.nets:
+            return
+        if backend.name not in ("torch", "compile"):
+            raise InputError(f"controls with backend {backend.name}", allowed="torch, compile")
+        if any(
+            name.partition(":")[0] in ("feature_cache", "trace", "cuda_graphs") for name in backend.optimised
+        ):
+            raise InputError(
+                f"controls with {', '.join(backend.optimised)}",
+                mend="leave feature_cache, trace and cuda_graphs out",
+            )
+        for net in self.nets:
+            net.to(backend.device, backend.dtype)
+
+    def at(self, size: tuple[int, int], latent_shape: tuple[int, int, int]) -> tuple[RowControl, ...]:
+        """For rows of pictures of a size (width, height); encoded once, however many rows there are."""
+        if size not in self._rows:
+            self._rows[size] = tuple(
+                RowControl(
+                    net,
+                    self._encoded(net, image, size, latent_shape),
+                    one.weight,
+                    one.start,
+                    one.end,
+                    one.guess,
+                    None if mask is None else _mask(mask, size, net),
+                )
+                for one, net, image, mask in zip(
+                    self.controls, self.nets, self.images, self.masks, strict=True
+                )
+            )
+        return self._rows[size]
+
+    def _encoded(
+        self,
+        net: ControlNet | ImagePrompt,
+        image: Image.Image,
+        size: tuple[int, int],
+        latent_shape: tuple[int, int, int],
+    ) -> tuple[torch.Tensor, ...]:
+        if isinstance(net, ImagePrompt):
+            return net.encode(image)
+        if any(side % net.size_unit for side in size):
+            raise InputError(
+                f"size {size[0]}x{size[1]} with {net.kind} '{net.name}'",
+                allowed=f"sides that are multiples of {net.size_unit}",
+            )
+        encoded = net.encode(to_map(image, size, net.picture_channels))
+        if net.kind == "controlnet" and encoded[0].shape[2:] != latent_shape[1:]:
+            height, width = encoded[0].shape[2:]
+            raise ModelError(
+                f"ControlNet '{net.name}' makes {width}x{height} of {size[0]}x{size[1]} pixels, "
+                f"the latents have {latent_shape[2]}x{latent_shape[1]}",
+                mend="it is for a VAE of another factor",
+            )
+        return tuple(one[0] for one in encoded)
+
+    def parameters(self) -> list[dict[str, Any]]:
+        """What pictures say of them."""
+        return [
+            {
+                "name": net.name,
+                "kind": net.kind,
+                "sha256": net.sha256,
+                "weight": one.weight,
+                "start": one.start,
+                "end": one.end,
+                **({"guess": True} if one.guess else {}),
+                "map": one.map if isinstance(one.map, str) else getattr(one.map, "__name__", "own"),
+            }
+            for one, net in zip(self.controls, self.nets, strict=True)
+        ]
+
+
+def to_map(image: Image.Image, size: tuple[int, int], channels: int) -> torch.Tensor:
+    """A map at a size (width, height) as nets read it: [1, channels, h, w] of 0 to 1."""
+    mode = {1: "L", 3: "RGB"}.get(channels)
+    if mode is None:
+        raise ModelError(f"a net that reads pictures of {channels} channels", allowed="1, 3")
+    array = np.asarray(image.convert(mode).resize(size, Image.Resampling.LANCZOS), np.float32) / 255
+    return torch.from_numpy(array.reshape(size[1], size[0], channels).transpose(2, 0, 1)[None].copy())
+
+
+def _mask(mask: Image.Image, size: tuple[int, int], net: ControlNet | ImagePrompt) -> torch.Tensor:
+    from darkroom.sample.inputs import to_mask
+
+    assert isinstance(net, ImagePrompt)
+    return to_mask(mask, size)[0, 0].to(net.layers[0][0].device)
+
+
+class ControlledUnet:
+    """A U-Net with what each row's nets add; rows without any cost nothing.
+
+    `image_prompts` are the IP-Adapters that are installed in it, in their order.
+    """
+
+    def __init__(self, unet: Unet, image_prompts: Sequence[ImagePrompt] = ()) -> None:
+        self.unet, self.image_prompts = unet, tuple(image_prompts)
+
+    def __call__(
+        self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Without knowing whose rows these are: no nets."""
+        return self.unet(x, t, text, added)
+
+    def of_rows(self, owners: Sequence[Owner]) -> Unet:
+        """The call for rows of which is known whose they are."""
+        inner: Callable[[Sequence[Owner]], Unet] | None = getattr(self.unet, "of_rows", None)
+        unet = self.unet if inner is None else inner(owners)
+        at_work = [
+            (place, control, unguided)
+            for place, (row, unguided) in enumerate(owners)
+            for control in row.controls
+            if control.weight and control.active(row, unguided)
+        ]
+        return partial(_controlled, unet, at_work, self.image_prompts) if at_work else unet
+
+
+def _controlled(
+    unet: Unet,
+    at_work: Sequence[tuple[int, RowControl, bool]],
+    image_prompts: Sequence[ImagePrompt],
+    x: torch.Tensor,
+    t: torch.Tensor,
+    text: torch.Tensor,
+    added: dict[str, torch.Tensor],
+) -> torch.Tensor:
+    """One U-Net call: each net runs once for all the rows that have it, its residuals are added up by row."""
+    sums: dict[str, torch.Tensor] = {}
+    for net in dict.fromkeys(control.net for _, control, _ in at_work):
+        if isinstance(net, ImagePrompt):
+            continue
+        # A row that has the same net twice takes two places of the net's batch.
+        mine = [(place, control) for place, control, _ in at_work if control.net is net]
+        places = torch.tensor([place for place, _ in mine], device=x.device)
+        levels = [
+            torch.stack([control.encoded[i] for _, control in mine]) for i in range(len(mine[0][1].encoded))
+        ]
+        if net.kind == "controlnet":
+            more = {name: value[places] for name, value in added.items()}
+            levels = net.residuals(x[places], t[places], text[places], levels[0], more)
+        names = net.names(len(levels))
+        scales = torch.tensor([control.scales(len(levels)) for _, control in mine], device=x.device)
+        for i, (name, level) in enumerate(zip(names, levels, strict=True)):
+            weighted = level * scales[:, i, None, None, None].to(level.dtype)
+            if name not in sums:
+                sums[name] = level.new_zeros(len(x), *level.shape[1:])
+            sums[name].index_add_(0, places, weighted)
+    if any(isinstance(control.net, ImagePrompt) for _, control, _ in at_work):
+        for slot, prompt in enumerate(image_prompts):
+            images = [one for one in at_work if one[1].net is prompt]
+            tokens, strength = _image_tokens(prompt, images, text)
+            sums |= {f"{TOKENS}_{slot:02}": tokens, f"{STRENGTH}_{slot:02}": strength}
+    return unet(x, t, text, {**added, **sums})
+
+
+def _image_tokens(
+    prompt: ImagePrompt, mine: Sequence[tuple[int, RowControl, bool]], text: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An IP-Adapter's tokens [B, N, D] and strengths [B, h, w], of all rows of a call; 0 where it is not."""
+    masks = [control.mask_hw for _, control, _ in mine]
+    shape = next((mask.shape for mask in masks if mask is not None), torch.Size((1, 1)))
+    tokens = text.new_zeros(len(text), prompt.num_tokens, prompt.layers[0][0].shape[1])
+    strength = torch.zeros(len(text), *shape, device=text.device)
+    for (place, control, unguided), mask in zip(mine, masks, strict=True):
+        tokens[place] = control.encoded[1 if unguided else 0]
+        strength[place] = control.weight * (1.0 if mask is None else mask)
+    return tokens, strength

@@ -1,0 +1,521 @@
+"""What a picture proves of itself: signed content credentials (C2PA), a watermark, and IPTC's metadata.
+
+`Provenance` finishes pictures: it puts in the watermark and signs the file with the operator's certificate,
+or with one that darkroom made for this machine. The manifest names the generator, the model and its hash, and
+the settings as far as the operator lets it; the pictures that were given as input are its ingredients, with
+their own manifests. `verify_picture` reads all of it back. Needs the extra `provenance` for credentials; the
+watermark and the metadata need nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import io
+import json
+import os
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from darkroom import __version__
+from darkroom.errors import InputError, MissingExtra
+from darkroom.hardware.system import atomic_replace
+from darkroom.options import check_credentials
+from darkroom.sample import watermark
+from darkroom.sample.pictures import XMP, Picture, parameters_in, png_text
+from darkroom.sample.pictures import save_pictures as plain_save
+
+EXTRA = "provenance"
+MARK_VARIABLE = "DARKROOM_MARK"
+"""Environment variable with the watermark's key; whoever has the key can find the mark."""
+PROMPTS = ("prompt", "negative")
+TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+SOURCE = "http://cv.iptc.org/newscodes/digitalsourcetype"
+TEST_NAME = "darkroom test signer"
+YEARS = 10
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Certificates (the signer's first, then who vouches for it) and the signer's private key, as PEM."""
+
+    chain: bytes
+    key: bytes
+    algorithm: str
+    """As C2PA names it."""
+
+    @classmethod
+    def read(cls, path: Path) -> Certificate:
+        """InputError for a file that does not hold certificates and the first one's key."""
+        _need_c2pa()
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+
+        allowed = "a PEM file with the certificate, those that vouch for it, and its private key"
+        try:
+            content = path.read_bytes()
+            certificates = x509.load_pem_x509_certificates(content)
+            private: Any = serialization.load_pem_private_key(_key_part(content), None)
+        except OSError as error:
+            raise InputError(f"--sign '{path}' cannot be read: {error.strerror}", allowed=allowed) from error
+        except (ValueError, TypeError) as error:
+            raise InputError(f"--sign '{path}': {error}", allowed=allowed) from error
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        publics = [
+            public.public_bytes(serialization.Encoding.DER, form)
+            for public in (certificates[0].public_key(), private.public_key())
+        ]
+        if publics[0] != publics[1]:
+            raise InputError(
+                f"--sign '{path}': the key is not that of the first certificate", allowed=allowed
+            )
+        pem = serialization.Encoding.PEM
+        chain = b"".join(one.public_bytes(pem) for one in certificates)
+        key = private.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        return cls(chain, key, _algorithm(private, path))
+
+
+def _key_part(content: bytes) -> bytes:
+    """The private key among the certificates of a file."""
+    for kind in (b"PRIVATE KEY", b"EC PRIVATE KEY", b"RSA PRIVATE KEY"):
+        begin, end = b"-----BEGIN %s-----" % kind, b"-----END %s-----" % kind
+        if begin in content and end in content:
+            return content[content.index(begin) : content.index(end) + len(end)] + b"\n"
+    raise ValueError("no private key, or an encrypted one")
+
+
+def _algorithm(key: Any, path: Path) -> str:
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+    if isinstance(key, ed25519.Ed25519PrivateKey):
+        return "ed25519"
+    if isinstance(key, rsa.RSAPrivateKey) and key.key_size >= 2048:
+        return "ps256"
+    curves = {"secp256r1": "es256", "secp384r1": "es384", "secp521r1": "es512"}
+    if isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in curves:
+        return curves[key.curve.name]
+    allowed = "EC of P-256, P-384 or P-521, Ed25519, or RSA of 2048 bits and more"
+    raise InputError(f"--sign '{path}': a key of another kind", allowed=allowed)
+
+
+def make_test_certificate(path: Path, name: str = TEST_NAME) -> None:
+    """Write a certificate of an authority of its own, good for tests: nobody else trusts it."""
+    _need_c2pa()
+    content = _made(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    atomic_replace(part, path)
+
+
+def _made(name: str) -> bytes:
+    """An authority, and a signer that it vouches for: C2PA takes no certificate that vouches for itself."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    now = datetime.datetime.now(datetime.UTC)
+    authority, signer = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+
+    def named(common: str) -> x509.Name:
+        told = {NameOID.ORGANIZATION_NAME: "darkroom, for tests", NameOID.COMMON_NAME: common}
+        return x509.Name([x509.NameAttribute(oid, text) for oid, text in told.items()])
+
+    def made(subject: str, key: ec.EllipticCurvePrivateKey, *, vouches: bool) -> x509.Certificate:
+        usage = dict.fromkeys(
+            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
+        )
+        more = {"encipher_only": False, "decipher_only": False}
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(named(subject))
+            .issuer_name(named(f"{name}: authority"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=365 * YEARS))
+            .add_extension(x509.BasicConstraints(vouches, 0 if vouches else None), critical=True)
+            .add_extension(
+                x509.KeyUsage(
+                    digital_signature=not vouches, key_cert_sign=vouches, crl_sign=vouches, **usage, **more
+                ),
+                critical=True,
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False
+            )
+        )
+        if not vouches:
+            purpose = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.EMAIL_PROTECTION])
+            builder = builder.add_extension(purpose, critical=False)
+        return builder.sign(authority, hashes.SHA256())
+
+    pem = serialization.Encoding.PEM
+    key = signer.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    certificates = made(name, signer, vouches=False), made(f"{name}: authority", authority, vouches=True)
+    return b"".join([*(one.public_bytes(pem) for one in certificates), key])
+
+
+def local_certificate() -> Path:
+    """Where this machine's own certificate is, for pictures of `generate`."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "darkroom" / "certificate.pem"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a picture's watermark says, and the files of the pictures that it was made from."""
+
+    payload: int
+    inputs: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, parameters: dict[str, Any], inputs: Sequence[bytes] = ()) -> Origin:
+        """The payload is a checksum of what the picture was made with."""
+        told = json.dumps(parameters, sort_keys=True, default=str).encode()
+        return cls(zlib.crc32(told), tuple(inputs))
+
+
+class Provenance:
+    """Marks and signs pictures. May be used by several threads."""
+
+    def __init__(
+        self, certificate: Certificate | None, *, say: str = "settings", mark_key: str | None = None
+    ) -> None:
+        check_credentials(say)
+        self._certificate, self._say = certificate, say
+        self._mark_key = mark_key or os.environ.get(MARK_VARIABLE, "darkroom")
+        self._lock = threading.Lock()
+        self._signer: Any = None
+
+    @property
+    def signs(self) -> bool:
+        """Whether files get credentials."""
+        return self._certificate is not None
+
+    @classmethod
+    def opened(cls, sign: Path | None, own: Path, *, say: str = "settings") -> Provenance:
+        """With the certificate that the operator named, else this machine's own in the file `own`, which is
+        made where it is not there. Without the package for credentials pictures are marked only.
+        """
+        if sign is not None:
+            return cls(Certificate.read(sign), say=say)
+        if not installed():
+            return cls(None, say=say)
+        try:
+            if not own.exists():
+                make_test_certificate(own, "darkroom on this machine")
+            return cls(Certificate.read(own), say=say)
+        except OSError:  # a home that is not to be written to
+            return cls(None, say=say)
+
+    def marked(self, image: Image.Image, origin: Origin) -> Image.Image:
+        """The image with the watermark; as it was where it is too small for one."""
+        return watermark.embed(image, origin.payload, self._mark_key)
+
+    def png(self, picture: Picture, origin: Origin, compress_level: int = 6) -> bytes:
+        """The file of a picture whose image is marked already: metadata, parameters, credentials."""
+        buffer = io.BytesIO()
+        picture.image.save(buffer, "PNG", pnginfo=png_text(picture), compress_level=compress_level)
+        return self.signed(buffer.getvalue(), "PNG", picture.parameters, origin.inputs)
+
+    def signed(
+        self, content: bytes, kind: str, parameters: dict[str, Any], inputs: Sequence[bytes] = ()
+    ) -> bytes:
+        """A file with credentials: made by a model, from these inputs if any."""
+        actions: list[dict[str, Any]] = []
+        if inputs:
+            actions.append({"action": "c2pa.opened", "parameters": {"ingredientIds": ["input-0"]}})
+            kind_of = f"{SOURCE}/compositeWithTrainedAlgorithmicMedia"
+            actions.append({"action": "c2pa.edited", "digitalSourceType": kind_of})
+        else:
+            kind_of = f"{SOURCE}/trainedAlgorithmicMedia"
+            actions.append({"action": "c2pa.created", "digitalSourceType": kind_of})
+        agent = f"{parameters.get('model', 'a model')} (darkroom {__version__})"
+        for action in actions:
+            action["softwareAgent"] = {"name": agent}
+        generation = {"label": "org.darkroom.generation", "data": self._told(parameters)}
+        return self._sign(content, kind, actions, [generation], inputs)
+
+    def converted(self, content: bytes, kind: str, original: bytes) -> bytes:
+        """The credentials of a file that is another one in a new format: that one is its ingredient."""
+        actions: list[dict[str, Any]] = [
+            {"action": "c2pa.opened", "parameters": {"ingredientIds": ["input-0"]}},
+            {"action": "c2pa.transcoded"},
+        ]
+        return self._sign(content, kind, actions, [], [original])
+
+    def _told(self, parameters: dict[str, Any]) -> dict[str, Any]:
+        if self._say == "model":
+            parameters = {k: v for k, v in parameters.items() if k in ("model", "model_sha256", "version")}
+        if self._say != "all":
+            parameters = {k: v for k, v in parameters.items() if k not in PROMPTS}
+        told: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
+        return told
+
+    def _sign(
+        self,
+        content: bytes,
+        kind: str,
+        actions: list[dict[str, Any]],
+        more: list[dict[str, Any]],
+        inputs: Sequence[bytes],
+    ) -> bytes:
+        if self._certificate is None:
+            return content
+        import c2pa
+
+        manifest = {
+            "claim_generator_info": [{"name": "darkroom", "version": __version__}],
+            "format": TYPES[kind],
+            "assertions": [{"label": "c2pa.actions.v2", "data": {"actions": actions}}, *more],
+        }
+        with self._lock:
+            signer = self._signer = self._signer or self._open_signer()
+            context = c2pa.Context(c2pa.Settings.from_json(json.dumps(SIGNING)))
+            builder = c2pa.Builder.from_json(json.dumps(manifest), context)
+            for i, given in enumerate(inputs):
+                relation = "parentOf" if i == 0 else "inputTo"
+                told = {"title": f"input {i}", "relationship": relation, "label": f"input-{i}"}
+                media = TYPES[_kind_of(given)]
+                builder.add_ingredient({**told, "instance_id": f"input-{i}"}, media, io.BytesIO(given))
+            out = io.BytesIO()
+            builder.sign(signer, TYPES[kind], io.BytesIO(content), out)
+        return out.getvalue()
+
+    def _open_signer(self) -> Any:
+        import c2pa
+
+        assert self._certificate is not None
+        told = self._certificate
+        try:
+            return c2pa.Signer.from_info(c2pa.C2paSignerInfo(told.algorithm, told.chain, told.key, None))
+        except c2pa.C2paError as error:
+            raise InputError(f"the certificate cannot sign: {error}") from error
+
+
+def save_pictures(
+    pictures: Sequence[Picture],
+    out: Path,
+    provenance: Provenance | None,
+    inputs: Sequence[bytes] = (),
+    *,
+    kind: str = "png",
+    grid: bool = True,
+) -> list[Path]:
+    """`pictures.save_pictures` with watermark and credentials, where `provenance` is given."""
+    if provenance is None:
+        return plain_save(pictures, out, kind=kind, grid=grid)
+    marked = [
+        replace(picture, image=provenance.marked(picture.image, Origin.of(picture.parameters)))
+        for picture in pictures
+    ]
+
+    def sign(content: bytes, told: dict[str, Any]) -> bytes:
+        return provenance.signed(content, kind.upper(), told, inputs)
+
+    return plain_save(marked, out, kind=kind, grid=grid, sign=sign)
+
+
+SIGNING = {"builder": {"thumbnail": {"enabled": False}}, "verify": {"verify_after_sign": False}}
+"""No thumbnails: the picture itself is there. What was just signed is not checked again."""
+
+
+def installed() -> bool:
+    """Whether credentials can be made and read."""
+    return find_spec("c2pa") is not None and find_spec("cryptography") is not None
+
+
+def _need_c2pa() -> None:
+    if not installed():
+        raise MissingExtra("c2pa-python", EXTRA)
+
+
+def _kind_of(content: bytes) -> str:
+    with Image.open(io.BytesIO(content), formats=tuple(TYPES)) as image:
+        return str(image.format)
+
+
+def save_with_metadata(image: Image.Image, kind: str, quality: int) -> bytes:
+    """A JPEG or WebP that says by IPTC's metadata that a model made it."""
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, kind, quality=quality, xmp=XMP.encode())
+    return buffer.getvalue()
+
+
+# ---- reading back
+
+
+@dataclass
+class PictureProof:
+    """What a picture's file proves. `credentials`: none, trusted, valid (by a signer that this machine does
+    not know), invalid, or unread (the package for them is not installed)."""
+
+    file: str
+    credentials: str = "none"
+    signer: str | None = None
+    generator: str | None = None
+    chain: list[str] = field(default_factory=list)
+    """What was done to it and who signed that, the latest first."""
+    says: dict[str, Any] = field(default_factory=dict)
+    """The signed settings."""
+    watermark: str | None = None
+    """Eight hexadecimal digits; `there` where the mark is too faint to be read; None where none was found."""
+    watermark_score: float | None = None
+    declared: bool = False
+    """Whether unsigned metadata (IPTC) says that a model made it."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Unsigned: from the file's text."""
+    sha256: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing contradicts what the file says; a file that says nothing is ok."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, with `ok`."""
+        return {"ok": self.ok, **vars(self)}
+
+    def lines(self) -> list[str]:
+        """For a reader."""
+        who = f", signed by {self.signer}" if self.signer else ""
+        mark = {None: "none found", "there": "found, too faint to be read"}.get(self.watermark)
+        if mark is None:
+            mark = f"{self.watermark} (score {self.watermark_score:.1f})"
+        lines = [self.file, f"  sha256       {self.sha256}", f"  credentials  {self.credentials}{who}"]
+        lines += [f"  chain        {step}" for step in self.chain]
+        lines += [f"  signed       {name}: {value}" for name, value in self.says.items()]
+        lines += [
+            f"  watermark    {mark}",
+            f"  metadata     {'made by a model' if self.declared else 'none'}",
+        ]
+        lines += [f"  parameters   {name}: {value}" for name, value in self.parameters.items()]
+        return [*lines, *(f"  WRONG        {problem}" for problem in self.problems)]
+
+
+def verify_picture(path: Path, *, trust: Path | None = None, mark_key: str | None = None) -> PictureProof:
+    """What a picture's file proves of itself. InputError for what is no PNG, JPEG or WebP.
+
+    `trust` is a PEM file of authorities; this machine's own certificate is trusted as well.
+    """
+    try:
+        content = path.read_bytes()
+        with Image.open(io.BytesIO(content), formats=tuple(TYPES)) as image:
+            kind = str(image.format)
+            image.load()
+    except OSError as error:
+        told = error.strerror or "no picture that can be read"
+        raise InputError(f"'{path}': {told}", allowed="PNG, JPEG or WebP") from error
+    except (ValueError, SyntaxError) as error:
+        raise InputError(f"'{path}' is no picture that can be read: {error}") from error
+    proof = PictureProof(str(path), sha256=hashlib.sha256(content).hexdigest())
+    proof.declared = b"trainedAlgorithmicMedia" in _metadata(image)
+    proof.parameters = parameters_in(image) or {}
+    found = watermark.find(image, mark_key or os.environ.get(MARK_VARIABLE, "darkroom"))
+    if found is not None:
+        proof.watermark = "there" if found.payload is None else f"{found.payload:08x}"
+        proof.watermark_score = found.score
+    if installed():
+        _read_credentials(proof, content, kind, trust)
+    else:
+        proof.credentials = "unread"
+    return proof
+
+
+def _metadata(image: Image.Image) -> bytes:
+    found = image.info.get("xmp") or image.info.get("XML:com.adobe.xmp") or b""
+    return found if isinstance(found, bytes) else str(found).encode()
+
+
+def _read_credentials(proof: PictureProof, content: bytes, kind: str, trust: Path | None) -> None:
+    import c2pa
+
+    settings: dict[str, Any] = {"verify": {"verify_trust": True}}
+    if anchors := _anchors(trust):
+        settings["trust"] = {"user_anchors": anchors}
+    context = c2pa.Context(c2pa.Settings.from_json(json.dumps(settings)))
+    try:
+        reader = c2pa.Reader.try_create(TYPES[kind], io.BytesIO(content), None, context)
+    except c2pa.C2paError as error:
+        proof.credentials = "invalid"
+        proof.problems.append(f"credentials that cannot be read: {str(error).splitlines()[0]}")
+        return
+    if reader is None:
+        return
+    told = json.loads(reader.json())
+    codes = [one["code"] for one in told.get("validation_status", [])]
+    wrong = [code for code in codes if code != "signingCredential.untrusted"]
+    proof.credentials = "invalid" if wrong else "valid" if codes else "trusted"
+    proof.problems += [f"credentials: {code}" for code in wrong]
+    manifests, label = told["manifests"], told.get("active_manifest")
+    active = manifests.get(label, {})
+    proof.signer = _signer_of(active)
+    proof.generator = ", ".join(
+        f"{one.get('name')} {one.get('version', '')}".strip()
+        for one in active.get("claim_generator_info", [])
+    )
+    seen: set[str] = set()
+    while label in manifests and label not in seen:
+        seen.add(label)
+        manifest = manifests[label]
+        proof.chain.append(f"{', '.join(_actions(manifest))}, signed by {_signer_of(manifest)}")
+        if not proof.says:
+            proof.says = _assertion(manifest, "org.darkroom.generation")
+        inputs = manifest.get("ingredients", [])
+        proof.chain += [
+            f"from {one.get('title', 'a picture')} without credentials"
+            for one in inputs
+            if "active_manifest" not in one
+        ]
+        label = next((one["active_manifest"] for one in inputs if "active_manifest" in one), None)
+
+
+def _anchors(trust: Path | None) -> str:
+    """The authorities that this machine trusts: those of the file, and that of its own certificate."""
+    parts = []
+    for path, needed in ((trust, True), (local_certificate(), False)):
+        try:
+            text = path.read_text(encoding="ascii") if path is not None else ""
+        except (OSError, UnicodeDecodeError) as error:
+            if needed:
+                raise InputError(f"--trust '{path}' cannot be read") from error
+            continue
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+        blocks = [part.partition(end)[0] for part in text.split(begin)[1:]]
+        if needed and path is not None and not blocks:
+            raise InputError(f"--trust '{path}'", allowed="a PEM file of certificates")
+        parts += [f"{begin}{block}{end}\n" for block in (blocks if needed else blocks[-1:])]
+    return "".join(parts)
+
+
+def _signer_of(manifest: dict[str, Any]) -> str:
+    info = manifest.get("signature_info", {})
+    return str(info.get("common_name") or info.get("issuer") or "somebody")
+
+
+def _assertion(manifest: dict[str, Any], label: str) -> dict[str, Any]:
+    found = [one["data"] for one in manifest.get("assertions", []) if one["label"] == label]
+    return dict(found[0]) if found and isinstance(found[0], dict) else {}
+
+
+def _actions(manifest: dict[str, Any]) -> list[str]:
+    told = [one["data"] for one in manifest.get("assertions", []) if one["label"].startswith("c2pa.actions")]
+    actions = [action for data in told for action in data.get("actions", [])]
+    return [
+        str(action.get("action", "")).removeprefix("c2pa.")
+        + (f" by {agent['name']}" if isinstance(agent := action.get("softwareAgent"), dict) else "")
+        for action in actions
+    ]

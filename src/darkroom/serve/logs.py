@@ -1,0 +1,112 @@
+"""Logs of a server: one line a request and one a job, as text or as JSON.
+
+A line is a message and fields. A request's has its id (`X-Request-Id`, taken from the client or made here),
+route, status, the key's name, never the key, and why it was refused; a job's has the ids of the job and of
+the request that brought it, how it ended, the seconds of each phase, and the SHA-256 of each picture's file:
+"who drew this picture?" is a search for its hash.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import re
+import secrets
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from darkroom.errors import InputError
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
+LOG = logging.getLogger("darkroom.serve")
+
+
+@dataclass
+class RequestNotes:
+    """What a request's line says of it besides method and status; handlers add to it while it is answered."""
+
+    id: str
+    jobs: list[str] = field(default_factory=list)
+    refused: str | None = None
+    reason: str | None = None
+
+
+NOTES: contextvars.ContextVar[RequestNotes | None] = contextvars.ContextVar("darkroom_request", default=None)
+"""Of the request that is being answered; tasks that it starts see it too."""
+
+
+def request_id(given: str | None) -> str:
+    """The client's id for a request where it is one that a log may hold, else a new one."""
+    return given if given is not None and REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+
+
+def refused(code: str, message: str) -> None:
+    """Note why the request at hand is not served."""
+    if (notes := NOTES.get()) is not None:
+        notes.refused, notes.reason = code, message
+
+
+def event(message: str, level: int = logging.INFO, **fields: Any) -> None:
+    """One line; fields that are None are left out."""
+    if LOG.isEnabledFor(level):
+        told = {name: value for name, value in fields.items() if value is not None}
+        LOG.log(level, message, extra={"fields": told})
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, message, and the fields as name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Of `logging.Formatter`."""
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        line = super().format(record)
+        return " ".join([line, *(f"{name}={_plain(value)}" for name, value in fields.items())])
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, the fields, and a traceback if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Of `logging.Formatter`."""
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        told: dict[str, Any] = {
+            "time": f"{at}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told, default=str)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(_plain(one) for one in value)
+    if isinstance(value, dict):
+        return ",".join(f"{name}:{_plain(one)}" for name, one in value.items())
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return json.dumps(text) if re.search(r'[\s"=]', text) or not text else text
+
+
+def set_up(form: str = "text", level: str = "info", stream: TextIO | None = None) -> None:
+    """Have darkroom's loggers write to `stream` (stderr). InputError for a format or level there is not."""
+    if form not in FORMATS:
+        raise InputError(f"--log-format {form}", allowed=", ".join(FORMATS))
+    if level not in LEVELS:
+        raise InputError(f"--log-level {level}", allowed=", ".join(LEVELS))
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logger = logging.getLogger("darkroom")
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,148 @@
+"""A card without a card: shapes, types and places are real, numbers are not.
+
+`fake_cuda` lets torch.device("cuda") make tensors of torch's FakeTensorMode in a build without CUDA; it
+cannot go backward, for autograd asks for CUDA's streams. `fake_card` makes a device of its own kind, which
+can, and stays for the rest of the process: use it in one of its own. With both, mixing devices raises as on a
+card, and so does whatever needs a number on the host. `Watched` sees each operation: copies between
+devices that the host waits for, what reads a result back, and how many kernels are launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+NO_KERNEL = {
+    "aten::detach", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+    "aten::new_empty_strided", "aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias",
+    "aten::alias", "aten::is_pinned", "aten::resize_", "aten::set_", "prim::device", "aten::sym_size",
+}  # fmt: skip
+"""Of what is no view, what launches nothing."""
+READS = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
+    "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave.Tensor", "aten::item",
+}  # fmt: skip
+"""What the host waits for because it wants a number or a size."""
+
+
+class Watched(TorchDispatchMode):
+    """Notes what is launched and what is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.waits: list[str] = []
+        """Where the host waits for the device, as file:line of darkroom's own code."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        places = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        to, away = kwargs.get("device"), bool(places - {"cpu"})
+        if name == "aten::copy_":
+            to, places = args[0].device, {args[1].device.type}
+            blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        else:
+            blocks = not kwargs.get("non_blocking", False)
+        crosses = name in ("aten::copy_", "aten::_to_copy") and to is not None and places
+        if crosses and {torch.device(to).type} != places and blocks:
+            self.waits.append(f"{name} {'/'.join(places)} to {torch.device(to).type} at {_where()}")
+        if away and (name in READS or (str(func) == "aten.index.Tensor" and _by_mask(args))):
+            self.waits.append(f"{name} at {_where()}")
+        if away and not func.is_view and name not in NO_KERNEL:
+            self.kernels[name] += 1
+        return func(*args, **kwargs)
+
+    @property
+    def launched(self) -> int:
+        """Kernels in all, a foreach operation counted once."""
+        return self.kernels.total()
+
+
+def _by_mask(args: Any) -> bool:
+    return any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1] or ())
+
+
+def _where() -> str:
+    frames = [f for f in traceback.extract_stack() if "/darkroom/" in f.filename]
+    return " < ".join(f"{f.filename.rpartition('/darkroom/')[2]}:{f.lineno}" for f in frames[:-4:-1]) or "?"
+
+
+CARD = "fakecard"
+"""A kind of device of its own; torch knows it once `fake_card` has been entered."""
+GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
+META = 14
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeTensorMode]:
+    """Within, new tensors are fake and may be put on `cuda`; a module is made on the CPU and moved there."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 20).in_dll(library, GUARDS)
+    # Indexing looks for the device's guard, which this build does not have: the meta device's does nothing.
+    before, guards[1] = guards[1], guards[1] or guards[META]
+    apply, torch.nn.Module._apply = torch.nn.Module._apply, _apply  # type: ignore[method-assign, assignment]
+    try:
+        with FakeTensorMode() as mode:
+            yield mode
+    finally:
+        guards[1], torch.nn.Module._apply = before, apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def fake_card() -> Iterator[FakeTensorMode]:
+    """Within, new tensors are fake and may be put on `CARD`. Once in a process, before any backward pass."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(CARD)
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    with FakeTensorMode() as mode, _Made():
+        yield mode
+
+
+class _Made(TorchFunctionMode):
+    """torch.tensor on the card by way of the CPU, as it is on a real one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and kwargs.get("device") is not None:
+            return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` for fake weights: torch swaps their insides, which it refuses of fakes it remembers."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
+    for table in (self._parameters, self._buffers):
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            with torch.no_grad():
+                made = fn(tensor)
+            if made is not tensor:
+                is_weight = isinstance(tensor, torch.nn.Parameter)
+                table[name] = torch.nn.Parameter(made, tensor.requires_grad) if is_weight else made
+    return self
+
+
+def elsewhere(tensors: Any, device: str) -> list[str]:
+    """What of some tensors (modules' or a tree's) is not on the device."""
+    if isinstance(tensors, torch.nn.Module):
+        named = [*tensors.named_parameters(), *tensors.named_buffers()]
+    else:
+        named = [(str(i), leaf) for i, leaf in enumerate(tree_leaves(tensors)) if isinstance(leaf, Tensor)]
+    return [name for name, tensor in named if tensor.device.type != device]

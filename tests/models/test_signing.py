@@ -1,0 +1,95 @@
+"""A signed folder or file is as it was, or what is not is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from darkroom.cli.door import app
+from darkroom.errors import InputError
+from darkroom.models import signing
+from needs import missing
+
+
+@pytest.fixture
+def keys(tmp_path) -> tuple[Path, Path]:
+    """A private key's file and its public half's."""
+    if not signing.installed():
+        missing("no model-signing here: pip install '.[signing]'")
+    path = tmp_path / "signer.pem"
+    signing.make_key(path)
+    return path, signing.public_path(path)
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "unet").mkdir(parents=True)
+    (folder / "model_index.json").write_text("{}")
+    (folder / "unet" / "weights.safetensors").write_bytes(bytes(range(256)) * 40)
+    return folder
+
+
+def test_a_folder_is_as_it_was_signed_until_a_file_changes_comes_or_goes(keys, model):
+    private, public = keys
+    assert private.stat().st_mode & 0o077 == 0
+    signing.sign(model, private)
+    assert signing.verify_signature(model, public).ok
+    weights = model / "unet" / "weights.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + b"x")
+    changed = signing.verify_signature(model, public)
+    assert not changed.ok
+    assert "weights.safetensors" in " ".join(changed.problems)
+    weights.write_bytes(whole)
+    assert signing.verify_signature(model, public).ok
+    (model / "more.bin").write_bytes(b"x")
+    assert "more.bin" in " ".join(signing.verify_signature(model, public).problems)
+    (model / "more.bin").unlink()
+    weights.unlink()
+    assert "weights.safetensors" in " ".join(signing.verify_signature(model, public).problems)
+
+
+def test_another_s_key_does_not_verify(keys, model, tmp_path):
+    signing.make_key(tmp_path / "other.pem")
+    signing.sign(model, keys[0])
+    assert not signing.verify_signature(model, tmp_path / "other.pub.pem").ok
+
+
+def test_an_adapter_s_file_is_signed_beside_it_and_verify_tells(keys, tmp_path):
+    private, public = keys
+    file = tmp_path / "style.safetensors"
+    file.write_bytes(b"weights")
+    assert signing.sign(file, private) == tmp_path / "style.safetensors.sig"
+    run = CliRunner()
+    told = ["verify", str(file), "--trust", str(public), "--json"]
+    ran = run.invoke(app, told)
+    assert (ran.exit_code, json.loads(ran.stdout)["ok"]) == (0, True)
+    file.write_bytes(b"weighty")
+    ran = run.invoke(app, told)
+    assert (ran.exit_code, json.loads(ran.stdout)["ok"]) == (1, False)
+
+
+def test_what_is_not_signed_or_no_key_is_refused(keys, model):
+    private, public = keys
+    with pytest.raises(InputError, match="not signed"):
+        signing.verify_signature(model, public)
+    signing.sign(model, private)
+    with pytest.raises(InputError, match="--trust"):
+        signing.verify_signature(model, None)
+    with pytest.raises(InputError, match="--trust"):
+        signing.verify_signature(model, private)
+    with pytest.raises(InputError, match="--sign"):
+        signing.sign(model, public)
+
+
+def test_export_signs_what_it_writes(keys, tmp_path):
+    private, public = keys
+    run, folder = CliRunner(), tmp_path / "exported"
+    ran = run.invoke(app, ["export", "tiny", "--to", str(folder), "--sign", str(private)])
+    assert ran.exit_code == 0, ran.output
+    assert signing.verify_signature(folder, public).ok
+    assert run.invoke(app, ["verify", str(folder), "--trust", str(public)]).exit_code == 0

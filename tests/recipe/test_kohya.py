@@ -1,0 +1,216 @@
+"""TOML files of kohya's sd-scripts, read as recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from darkroom.cli import app
+from darkroom.errors import RecipeError
+from darkroom.recipe import Recipe
+from darkroom.recipe.kohya import NETWORK, SEVERAL, TABLE, table
+from darkroom.recipe.read import read_sweep
+from darkroom.recipe.reference import find_keys
+
+LORA = """
+[model]
+pretrained_model_name_or_path = "sd15"
+v_parameterization = false
+
+[training]
+output_dir = "/somewhere"
+train_data_dir = "{pictures}"
+reg_data_dir = "{others}"
+prior_loss_weight = 0.5
+resolution = "512,512"
+enable_bucket = true
+train_batch_size = 2
+gradient_accumulation_steps = 3
+max_train_epochs = 4
+learning_rate = 1e-4
+unet_lr = 2e-4
+text_encoder_lr = [5e-5, 1e-5]
+lr_scheduler = "cosine"
+lr_warmup_steps = 0.25
+optimizer_type = "AdamW8bit"
+optimizer_args = ["weight_decay=0.05", "betas=0.9,0.99", "momentum=1"]
+mixed_precision = "bf16"
+clip_skip = 2
+max_token_length = 225
+loss_type = "smooth_l1"
+noise_offset = 0.05
+multires_noise_iterations = 6
+ip_noise_gamma = 0.1
+min_timestep = 10
+max_timestep = 900
+shuffle_caption = true
+keep_tokens = 1
+network_module = "lycoris.kohya"
+network_dim = 16
+network_args = ["algo=locon", "conv_dim=8", "conv_alpha=4", "rank_dropout=0.1", "preset=full"]
+xformers = true
+color_aug = false
+"""
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    """Three dogs that come ten times, two cats that come five, and a dog of the class."""
+    for inner, count in (("in/10_sks dog", 3), ("in/5_cat", 2), ("reg/1_dog", 1)):
+        (tmp_path / inner).mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8)).save(tmp_path / inner / f"{i}.png")
+    return {"pictures": str(tmp_path / "in"), "others": str(tmp_path / "reg")}
+
+
+def read(path: Path, text: str, *overrides: str) -> Recipe:
+    (path / "kohya.toml").write_text(text)
+    return read_sweep(path / "kohya.toml", overrides, of="kohya")[0][1]
+
+
+def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folders: dict[str, str]) -> None:
+    recipe = read(tmp_path, LORA.format(**folders))
+    assert recipe.task == "lora"
+    adapter, optim, train, data = recipe.adapter, recipe.optim, recipe.train, recipe.data
+    assert adapter is not None
+    assert (adapter.kind, adapter.rank, adapter.alpha, adapter.targets) == ("lora", 16, 1, "conv")
+    assert (adapter.conv_rank, adapter.conv_alpha, adapter.rank_dropout) == (8, 4, 0.1)
+    assert adapter.text_encoder  # sd-scripts train it unless told otherwise
+    assert [(Path(one.folder).name, one.repeats, one.prompt, one.loss_weight) for one in data.sets] == [
+        ("10_sks dog", 10, "sks dog", 1.0),
+        ("5_cat", 5, "cat", 1.0),
+        ("1_dog", 1, "dog", 0.5),
+    ]
+    assert (train.micro_batch, train.global_batch, train.precision) == (2, 6, "bf16")
+    assert train.steps == 4 * 7  # 41 pictures, 7 batches of 6 an epoch
+    assert (optim.lr, optim.unet_lr, optim.text_encoder_lr, optim.text_encoder_2_lr) == (
+        1e-4,
+        2e-4,
+        5e-5,
+        1e-5,
+    )
+    assert (optim.name, optim.decay, optim.warmup_steps) == ("adamw8bit", "cosine", 7)
+    assert (optim.weight_decay, optim.beta2) == (0.05, 0.99)
+    assert (data.resolution, data.buckets, data.clip_skip, data.max_token_length) == (512, True, 1, 225)
+    assert (data.shuffle_tags, data.keep_tokens) == (True, 1)
+    objective = recipe.objective
+    assert (objective.loss.type, objective.timesteps.min, objective.timesteps.max) == ("smooth-l1", 10, 900)
+    assert objective.noise.model_dump(exclude_defaults=True) == {
+        "offset": 0.05,
+        "multires_iterations": 6,
+        "perturbation": 0.1,
+    }
+    left_out = next(line for line in recipe.derived if line.startswith("not known here and left out: "))
+    assert left_out.split(": ")[1] == "color_aug, network_args preset, optimizer_args momentum"
+
+
+def test_a_dataset_file_says_the_sets(tmp_path: Path, folders: dict[str, str]) -> None:
+    dataset = """
+[general]
+shuffle_caption = true
+caption_extension = ".txt"
+
+[[datasets]]
+resolution = 512
+batch_size = 4
+enable_bucket = true
+
+  [[datasets.subsets]]
+  image_dir = "a"
+  num_repeats = 3
+
+[[datasets]]
+resolution = [256, 256]
+batch_size = 4
+  [[datasets.subsets]]
+  image_dir = "b"
+  class_tokens = "a dog"
+  is_reg = true
+  face_crop_aug_range = "1,2"
+"""
+    (tmp_path / "data.toml").write_text(dataset)
+    text = 'pretrained_model_name_or_path = "sd15"\ndataset_config = "data.toml"\nprior_loss_weight = 0.3\n'
+    recipe = read(tmp_path, text)
+    assert recipe.task == "finetune"
+    assert [one.model_dump(exclude_defaults=True) for one in recipe.data.sets] == [
+        {"folder": "a", "repeats": 3, "resolution": 512},
+        {"folder": "b", "prompt": "a dog", "loss_weight": 0.3, "resolution": 256},
+    ]
+    assert (recipe.data.resolution, recipe.train.global_batch, recipe.train.steps) == (512, 4, 1600)
+    assert recipe.data.shuffle_tags
+    assert any("dataset_config face_crop_aug_range" in line for line in recipe.derived)
+    (tmp_path / "data.toml").write_text(dataset.replace("batch_size = 4\n  [[", "batch_size = 2\n  [["))
+    with pytest.raises(RecipeError, match="batch_size is 4 and 2; allowed: one for all subsets"):
+        read(tmp_path, text)
+
+
+def test_sample_prompts_keep_their_own_settings(tmp_path: Path) -> None:
+    lines = ("# mine", "a dog --n blurry, dark --d 7 --s 12 --l 4.5 --w 768", "", "a cat")
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    text = 'pretrained_model_name_or_path = "sd15"\nsample_prompts = "prompts.txt"\n'
+    recipe = read(tmp_path, text, "data.folder=pictures")
+    first, second = recipe.sample.prompts
+    assert second == "a cat"
+    assert not isinstance(first, str)
+    assert first.model_dump(exclude_none=True) == {
+        "prompt": "a dog",
+        "negative": "blurry, dark",
+        "seed": 7,
+        "steps": 12,
+        "guidance": 4.5,
+    }
+    assert any("sample_prompts --w" in line for line in recipe.derived)
+
+
+def test_sd_scripts_own_defaults_hold(tmp_path: Path, folders: dict[str, str]) -> None:
+    text = f"""
+pretrained_model_name_or_path = "sd15"
+train_data_dir = "{folders["pictures"]}"
+network_module = "networks.lora"
+network_train_unet_only = true
+"""
+    recipe = read(tmp_path, text, "train.seed=7")
+    assert recipe.adapter is not None
+    assert (recipe.adapter.rank, recipe.adapter.alpha, recipe.adapter.text_encoder) == (4, 1, False)
+    assert recipe.adapter.targets == ("*attentions.*",)
+    assert (recipe.train.steps, recipe.train.global_batch, recipe.train.seed) == (1600, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('optimizer_type = "Lion"', "optimizer_type: 'Lion' is not known here; allowed: adamw, "),
+        ('lr_scheduler = "polynomial"', "lr_scheduler: 'polynomial' is not known here"),
+        ('resolution = "512,768"', "resolution: 512,768: width and height differ"),
+        ('network_module = "networks.dylora"', "network_module: 'networks.dylora'; allowed: networks.lora"),
+        ('train_data_dir = "nowhere"', "train_data_dir: no folder 'nowhere'"),
+        ("= broken", "not readable as TOML"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        read(tmp_path, f'pretrained_model_name_or_path = "sd15"\n{text}\n')
+    assert "\n" not in str(caught.value)
+
+
+def test_every_option_of_the_table_is_a_key_of_a_recipe() -> None:
+    known = {one.key for one in find_keys()}
+    for name, option in [*TABLE.items(), *NETWORK.items()]:
+        assert option.key in known, name
+
+
+def test_the_docs_have_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "from-other-trainers.md").read_text("utf-8")
+    assert table() in page
+    assert all(f"`{name}`" in page for name in SEVERAL)
+
+
+def test_the_command_line_names_what_it_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "kohya.toml").write_text('pretrained_model_name_or_path = "sd15"\n')
+    result: Any = CliRunner().invoke(app, ["train", str(tmp_path / "kohya.toml"), "--from", "onetrainer"])
+    assert result.exit_code != 0
+    assert "--from: 'onetrainer'; allowed: kohya" in str(result.exception) + result.output

@@ -1,0 +1,191 @@
+"""Credentials: signed by whom, from what, saying what; and what `darkroom verify` finds in a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from test_watermark import jpeg, photo
+from typer.testing import CliRunner
+
+from darkroom.cli.door import app
+from darkroom.errors import InputError
+from darkroom.sample import provenance
+from darkroom.sample.pictures import Picture
+from darkroom.sample.provenance import Certificate, Origin, Provenance, verify_picture
+from needs import missing
+
+PARAMETERS = {"prompt": "a cat", "negative": "", "seed": 3, "steps": 4, "solver": "ddim", "guidance": 7.5}
+PARAMETERS |= {"width": 256, "height": 256, "model": "small", "model_sha256": "ab" * 32, "version": "1"}
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path, monkeypatch) -> None:
+    if not provenance.installed():
+        missing("no c2pa-python here: pip install '.[provenance]'")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.fixture
+def certificate(tmp_path) -> Path:
+    path = tmp_path / "certificate.pem"
+    provenance.make_test_certificate(path, "Studio Alice")
+    return path
+
+
+def picture(side: int = 256) -> Picture:
+    return Picture(photo(side), dict(PARAMETERS), torch.zeros(4, 8, 8))
+
+
+def saved(marks: Provenance | None, folder: Path, inputs: list[bytes] | None = None) -> Path:
+    return provenance.save_pictures([picture()], folder, marks, inputs or [])[0]
+
+
+def test_a_picture_says_who_signed_what_and_by_which_model(certificate, tmp_path):
+    file = saved(Provenance.opened(certificate, tmp_path / "own.pem"), tmp_path / "out")
+    proof = verify_picture(file, trust=certificate)
+    assert (proof.ok, proof.credentials, proof.signer) == (True, "trusted", "Studio Alice")
+    assert proof.says["model_sha256"] == "ab" * 32
+    assert proof.says["seed"] == 3
+    assert "prompt" not in proof.says, "prompts are signed only where that is wanted"
+    assert (
+        proof.chain == ["created by small (darkroom 1), signed by Studio Alice"]
+        or "created by small" in proof.chain[0]
+    )
+    assert proof.watermark == f"{Origin.of(PARAMETERS).payload:08x}"
+    assert proof.declared
+    assert proof.parameters == PARAMETERS
+    assert verify_picture(file).credentials == "valid", "by a signer that this machine does not know"
+    assert not (tmp_path / "own.pem").exists()
+
+
+@pytest.mark.parametrize(
+    ("say", "keys"), [("model", {"model", "model_sha256", "version"}), ("all", set(PARAMETERS))]
+)
+def test_the_operator_decides_what_credentials_say(certificate, tmp_path, say, keys):
+    file = saved(Provenance.opened(certificate, tmp_path / "own.pem", say=say), tmp_path / "out")
+    assert set(verify_picture(file).says) == keys
+
+
+def test_a_changed_pixel_is_told(certificate, tmp_path):
+    file = saved(Provenance.opened(certificate, tmp_path / "own.pem"), tmp_path / "out")
+    content = bytearray(file.read_bytes())
+    at = content.find(b"IDAT") + 1000
+    content[at] ^= 1
+    file.write_bytes(bytes(content))
+    try:
+        proof = verify_picture(file)
+    except InputError:
+        return  # the stream itself broke
+    assert proof.credentials == "invalid"
+    assert any("dataHash" in problem for problem in proof.problems)
+
+
+def test_the_chain_goes_back_to_the_input_and_its_own_signer(certificate, tmp_path):
+    provenance.make_test_certificate(tmp_path / "bob.pem", "Studio Bob")
+    first = saved(Provenance.opened(tmp_path / "bob.pem", tmp_path / "own.pem"), tmp_path / "in")
+    inputs = [first.read_bytes(), b"".join([plain_png(tmp_path)])]
+    file = saved(Provenance.opened(certificate, tmp_path / "own.pem"), tmp_path / "out", inputs)
+    proof = verify_picture(file)
+    assert proof.ok
+    assert [step.rpartition("signed by ")[2] for step in proof.chain if "signed by" in step] == [
+        "Studio Alice",
+        "Studio Bob",
+    ]
+    assert "from input 1 without credentials" in proof.chain
+    assert "edited" in proof.chain[0]
+
+
+def plain_png(folder: Path) -> bytes:
+    photo(256, 1).save(folder / "plain.png")
+    return (folder / "plain.png").read_bytes()
+
+
+def test_a_jpeg_of_a_signed_picture_is_signed_and_names_it(certificate, tmp_path):
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    png = marks.png(picture(), Origin(7))
+    content = marks.converted(provenance.save_with_metadata(photo(256), "JPEG", 90), "JPEG", png)
+    (tmp_path / "a.jpg").write_bytes(content)
+    proof = verify_picture(tmp_path / "a.jpg")
+    assert proof.credentials == "valid"
+    assert "transcoded" in proof.chain[0]
+    assert "created" in proof.chain[1]
+    assert proof.says["seed"] == 3
+    assert proof.declared
+
+
+def test_a_stranger_s_picture_says_nothing_and_is_not_wrong(tmp_path):
+    plain_png(tmp_path)
+    proof = verify_picture(tmp_path / "plain.png")
+    assert (proof.ok, proof.credentials, proof.watermark, proof.declared) == (True, "none", None, False)
+
+
+def test_a_stripped_and_recoded_picture_still_has_its_mark(certificate, tmp_path):
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    jpeg(marks.marked(photo(512), Origin(0xABCDEF01)), 60).save(tmp_path / "a.jpg", quality=60)
+    proof = verify_picture(tmp_path / "a.jpg")
+    assert (proof.credentials, proof.watermark) == ("none", "abcdef01")
+
+
+def test_this_machine_makes_itself_a_certificate_and_trusts_it(tmp_path):
+    own = provenance.local_certificate()
+    file = saved(Provenance.opened(None, own), tmp_path / "out")
+    assert own.is_file()
+    assert own.stat().st_mode & 0o077 == 0
+    assert verify_picture(file).credentials == "trusted"
+    once = own.read_bytes()
+    Provenance.opened(None, own)
+    assert own.read_bytes() == once, "it is made once"
+
+
+def test_files_that_cannot_sign_are_refused(tmp_path, certificate):
+    provenance.make_test_certificate(tmp_path / "bob.pem", "Studio Bob")
+    text, other = certificate.read_text(), (tmp_path / "bob.pem").read_text()
+    split = "-----BEGIN PRIVATE KEY-----"
+    cases = {
+        "nothing": "",
+        "no key": text.partition(split)[0],
+        "another's key": text.partition(split)[0] + split + other.partition(split)[2],
+    }
+    for name, content in cases.items():
+        (tmp_path / "bad.pem").write_text(content)
+        with pytest.raises(InputError, match="--sign"):
+            Certificate.read(tmp_path / "bad.pem")
+        assert name
+
+
+def test_generate_signs_marks_and_verify_tells_by_the_command_line(tmp_path, certificate):
+    run, out = CliRunner(), tmp_path / "out"
+    told = ["generate", "tiny", "a cat", "--steps", "1", "--size", "256", "--solver", "euler"]
+    made = run.invoke(
+        app, [*told, "--out", str(out), "--sign", str(certificate)], env={"DARKROOM_PROVENANCE": "1"}
+    )
+    assert made.exit_code == 0, made.output
+    [file] = out.glob("0*.png")
+    seen = run.invoke(app, ["verify", str(file), "--json", "--trust", str(certificate)])
+    found = json.loads(seen.stdout)
+    assert (found["credentials"], found["signer"]) == ("trusted", "Studio Alice")
+    assert found["parameters"]["prompt"] == "a cat"
+    plain = tmp_path / "plain"
+    assert run.invoke(app, [*told, "--out", str(plain), "--no-provenance"]).exit_code == 0
+    [file] = plain.glob("0*.png")
+    assert json.loads(run.invoke(app, ["verify", str(file), "--json"]).stdout)["credentials"] == "none"
+    refused = run.invoke(app, [*told, "--no-provenance", "--sign", str(certificate)])
+    assert isinstance(refused.exception, InputError)
+
+
+def test_a_test_certificate_is_made_once_by_the_command_line(tmp_path):
+    run, path = CliRunner(), tmp_path / "c.pem"
+    assert run.invoke(app, ["keys", "make-test-certificate", "--out", str(path)]).exit_code == 0
+    assert Certificate.read(path).algorithm == "es256"
+    again = run.invoke(app, ["keys", "make-test-certificate", "--out", str(path)])
+    assert isinstance(again.exception, InputError)
+
+
+def test_pictures_of_other_formats_are_refused(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.bmp")
+    with pytest.raises(InputError, match="PNG, JPEG or WebP"):
+        verify_picture(tmp_path / "a.bmp")

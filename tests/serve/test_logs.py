@@ -1,0 +1,103 @@
+"""One line a request and a job: ids, phases, hashes, why refused; never a key."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from darkroom.errors import InputError
+from darkroom.serve import logs
+from darkroom.serve.api.guard import make_key
+
+BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
+
+
+def lines_of(run: Any, form: str = "json") -> list[Any]:
+    """What is written while `run` runs."""
+    stream = io.StringIO()
+    logs.set_up(form, "info", stream)
+    run()
+    written = stream.getvalue().splitlines()
+    return [json.loads(line) for line in written] if form == "json" else written
+
+
+def test_a_request_and_its_job_have_a_line_each_and_the_picture_is_found_by_its_hash(run_http, tmp_path):
+    keys = tmp_path / "keys.txt"
+    key = make_key(keys, "alice")
+    seen: dict[str, Any] = {}
+
+    async def scenario(core, http):
+        known = {"Authorization": f"Bearer {key}"}
+        answer = await http.post("/jobs", json=BODY, headers={**known, "X-Request-Id": "trace-17"})
+        seen["id"] = answer.headers["x-request-id"]
+        job = (await http.get(f"/jobs/{answer.json()['id']}?wait_s=30", headers=known)).json()
+        assert job["state"] == "done"
+        seen["png"] = (await http.get(f"/jobs/{job['id']}/pictures/0", headers=known)).content
+        await http.post("/jobs", json={**BODY, "steps": 999}, headers={**known, "X-Request-Id": "bad id\t"})
+        await http.get("/ready")
+
+    lines = lines_of(lambda: run_http(scenario, key_file=keys))
+    assert seen["id"] == "trace-17"
+    [job] = [line for line in lines if line["message"] == "job"]
+    [accepted] = [
+        line for line in lines if line.get("request_id") == "trace-17" and line["message"] == "request"
+    ]
+    assert accepted["route"] == "/jobs"
+    assert accepted["status"] == 202
+    assert accepted["key"] == "alice"
+    assert accepted["jobs"] == [job["job"]]
+    assert job["request_id"] == "trace-17"
+    assert job["state"] == "done"
+    assert set(job["phases"]) == {"queue", "text", "denoise", "decode", "write"}
+    assert all(seconds >= 0 for seconds in job["phases"].values())
+    assert job["sha256"] == [hashlib.sha256(seen["png"]).hexdigest()]
+    [refused] = [line for line in lines if line.get("refused")]
+    assert refused["refused"] == "over_limit"
+    assert "steps: at most 150" in refused["why"]
+    assert refused["request_id"] != "bad id\t"
+    assert not [line for line in lines if line.get("path") == "/ready"], "probes that go well are not told"
+    assert key not in json.dumps(lines), "a key is written down nowhere"
+
+
+def test_text_lines_have_the_same_fields_and_levels_and_formats_are_checked(run_http):
+    async def scenario(core, http):
+        await http.post("/jobs", json={**BODY, "steps": 999})
+
+    lines = lines_of(lambda: run_http(scenario), "text")
+    [line] = [line for line in lines if " request " in line]
+    assert "route=/jobs status=422" in line
+    assert 'why="steps: at most 150 steps"' in line
+    with pytest.raises(InputError, match="text, json"):
+        logs.set_up("xml")
+    with pytest.raises(InputError, match="debug, info"):
+        logs.set_up("json", "loud")
+
+
+def test_a_failed_job_says_why(run_http):
+    async def scenario(core, http):
+        answer = await http.put("/jobs/late", json={**BODY, "steps": 150, "num": 8, "deadline_s": 0.001})
+        assert answer.status_code == 202
+        while (await http.get("/jobs/late")).json()["state"] != "failed":
+            await asyncio.sleep(0.01)
+
+    lines = lines_of(lambda: run_http(scenario))
+    [job] = [line for line in lines if line["message"] == "job"]
+    assert (job["state"], job["error"], job["id"]) == ("failed", "deadline", "late")
+
+
+def test_a_traceback_is_part_of_its_line():
+    def run() -> None:
+        try:
+            raise ValueError("no")
+        except ValueError:
+            logging.getLogger("darkroom.serve").exception("failed")
+
+    [line] = lines_of(run)
+    assert line["level"] == "error"
+    assert "ValueError: no" in line["traceback"]

@@ -1,0 +1,162 @@
+"""Every bound by file and option, quotas and shares by key, the path prefix, and Idempotency-Key."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import typer.testing
+
+from darkroom.cli import serving
+from darkroom.cli.door import app
+from darkroom.errors import InputError
+from darkroom.serve.api.guard import make_key
+from darkroom.serve.engine.fairness import Entry, FairQueue
+from darkroom.serve.settings import KeyLimits, Limits
+
+BODY = {"prompt": "a red circle", "steps": 3, "seed": 3}
+NOTHING_SAID = dict.fromkeys(
+    ("limits", "limit", "queue", "queue_seconds", "rate", "keep", "keep_gb", "api_key_file")
+)
+
+
+def said(**options):
+    return serving._limits({**NOTHING_SAID, **options})
+
+
+def test_bounds_come_from_the_file_then_limit_then_options_of_their_own(tmp_path):
+    file = tmp_path / "limits.yaml"
+    file.write_text("steps: 40\nqueue: 10\nkeys:\n  alice: {pictures_per_day: 5, share: 3}\n")
+    assert said() == Limits(queue_per_key=256)
+    told = said(limits=file, limit=["steps=50", "side_pixels=512"], queue=20)
+    assert (told.steps, told.side_pixels, told.queue, told.queue_per_key) == (50, 512, 20, 20)
+    assert told.keys == {"alice": KeyLimits(pictures_per_day=5, share=3)}
+    assert told.of_key("alice").rate_per_minute == told.rate_per_minute
+    assert told.of_key("bob").pictures_per_day is None
+    assert said(limits=file, api_key_file=tmp_path).queue_per_key == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("steps: many", "limit steps"),
+        ("colour: 3", "limit colour"),
+        ("- 3", "NAME: VALUE"),
+        ("a: [", "no YAML"),
+    ],
+)
+def test_a_limits_file_with_a_mistake_is_refused_in_one_line(tmp_path, text, why):
+    file = tmp_path / "limits.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=why) as error:
+        said(limits=file)
+    assert "\n" not in str(error.value)
+
+
+def test_a_limit_that_there_is_not_is_refused_with_those_there_are():
+    ran = typer.testing.CliRunner().invoke(app, ["serve", "model", "--limit", "colour=3"])
+    assert isinstance(ran.exception, InputError)
+    assert "side_pixels" in str(ran.exception)
+
+
+def test_a_key_has_its_pictures_of_the_day_over_restarts_and_status_tells(run_http, tmp_path):
+    keys = tmp_path / "keys.txt"
+    alice, bob = ({"Authorization": f"Bearer {make_key(keys, name)}"} for name in ("alice", "bob"))
+    limits = Limits(keys={"alice": KeyLimits(pictures_per_day=3)})
+
+    async def first(core, http):
+        assert (await http.put("/jobs/a", json={**BODY, "num": 2}, headers=alice)).status_code == 202
+        assert (await http.put("/jobs/a", json={**BODY, "num": 2}, headers=alice)).status_code == 202, (
+            "the same"
+        )
+        over = await http.put("/jobs/b", json={**BODY, "num": 2}, headers=alice)
+        assert (over.status_code, over.json()["error"]["code"]) == (429, "quota")
+        assert 0 < int(over.headers["retry-after"]) <= 86_400
+        assert (await http.put("/jobs/c", json=BODY, headers=alice)).status_code == 202
+        assert (await http.put("/jobs/b", json={**BODY, "num": 2}, headers=bob)).status_code == 202
+        status = (await http.get("/status", headers=alice)).json()
+        assert status["key"]["pictures_today"] == status["key"]["pictures_per_day"] == 3
+        assert status["limits"]["steps"] == 150
+        assert "keys" not in status["limits"], "other keys are nobody's business"
+
+    async def again(core, http):
+        assert (await http.put("/jobs/d", json=BODY, headers=alice)).status_code == 429
+
+    run_http(first, key_file=keys, limits=limits)
+    run_http(again, key_file=keys, limits=limits)
+
+
+def test_a_key_of_three_shares_gets_three_times_the_work_while_others_wait():
+    queue = FairQueue({"alice": 3})
+    for i in range(30):
+        for key in ("alice", "bob"):
+            queue.push(Entry(i, key, "512", 1.0))
+    first = [queue.take().key for _ in range(20)]
+    assert first.count("alice") == 15
+    assert [entry.key for entry in queue.in_order()[:4]].count("alice") == 3
+    even = FairQueue()
+    for i in range(30):
+        for key in ("alice", "bob"):
+            even.push(Entry(i, key, "512", 1.0))
+    assert [even.take().key for _ in range(20)].count("alice") == 10
+
+
+def test_a_request_sent_again_with_its_idempotency_key_is_drawn_once(run_http):
+    async def scenario(core, http):
+        told = {"Idempotency-Key": "order 66"}
+        body = {"prompt": "a red circle", "num_inference_steps": 3}
+        once = await http.post("/v1/images/generations", json=body, headers=told)
+        again = await http.post("/v1/images/generations", json=body, headers=told)
+        assert once.status_code == again.status_code == 200
+        assert once.json()["data"] == again.json()["data"]
+        other = await http.post("/v1/images/generations", json={**body, "seed": 4}, headers=told)
+        assert other.status_code == 409
+        first = await http.post("/jobs", json=BODY, headers=told)
+        second = await http.post("/jobs", json=BODY, headers=told)
+        assert first.json()["id"] == second.json()["id"]
+        assert (await http.post("/jobs", json=BODY)).json()["id"] != first.json()["id"]
+        assert (
+            await http.post("/jobs", json=BODY, headers={"Idempotency-Key": "x" * 256})
+        ).status_code == 422
+        return len((await http.get("/jobs")).json()["jobs"])
+
+    assert run_http(scenario) == 3
+
+
+def test_page_and_api_answer_below_a_path_and_at_the_root(run_http):
+    async def scenario(core, http):
+        moved = await http.get("/studio/pictures")
+        assert (moved.status_code, moved.headers["location"]) == (308, "/studio/pictures/")
+        page = await http.get("/studio/pictures/")
+        assert '"page/app.js"' in page.text
+        assert (await http.get("/studio/pictures/page/app.js")).status_code == 200
+        assert (await http.get("/studio/pictures/ready")).json() == {"state": "ready"}
+        assert (await http.get("/ready")).status_code == 200
+        assert (await http.get("/studio/picturesque/ready")).status_code == 404
+        body = {"prompt": "a", "num_inference_steps": 2, "response_format": "url"}
+        [picture] = (await http.post("/studio/pictures/v1/images/generations", json=body)).json()["data"]
+        assert picture["url"].startswith("http://127.0.0.1:8000/studio/pictures/signed/")
+        assert (await http.get(picture["url"])).content[:4] == b"\x89PNG"
+
+    run_http(scenario, prefix="/studio/pictures")
+
+
+def test_a_prefix_is_a_plain_path():
+    assert serving._prefix("studio/") == "/studio"
+    with pytest.raises(InputError, match="--path-prefix"):
+        serving._prefix("/a b")
+
+
+def test_a_client_that_left_finds_its_picture_when_it_asks_again(run_http):
+    async def scenario(core, http):
+        told, body = {"Idempotency-Key": "k"}, {"prompt": "a", "num_inference_steps": 40}
+        asking = asyncio.create_task(http.post("/v1/images/generations", json=body, headers=told))
+        while not len(core._lives):
+            await asyncio.sleep(0.005)
+        asking.cancel()
+        await asyncio.sleep(0.05)
+        answer = await http.post("/v1/images/generations", json=body, headers=told)
+        assert answer.status_code == 200
+        return len((await http.get("/jobs")).json()["jobs"])
+
+    assert run_http(scenario) == 1

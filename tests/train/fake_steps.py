@@ -1,0 +1,155 @@
+"""Every kind of training step on a CARD device without a card: places, waits and launches."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from darkroom import models
+from darkroom.plan.training import _columns, _NoStore, _without_store
+from darkroom.recipe import make_recipe
+from darkroom.train import model as build
+from darkroom.train import setup
+from darkroom.train.distributed.ranks import ALONE
+from fake_card import CARD, Watched, elsewhere, fake_card
+
+ROWS = 4
+UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
+DIT = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 8}
+VAE = {"block_out_channels": [8, 16, 16]}
+TINY = {"base": "tiny", "unet": UNET, "vae": VAE}
+TINY_DIT = {"base": "tiny-dit", "unet": DIT, "vae": VAE}
+TINY_XL = {
+    "base": "sdxl",
+    "unet": {
+        "block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": [2, 2],
+        "cross_attention_dim": 32, "addition_time_embed_dim": 16,
+        "projection_class_embeddings_input_dim": 112,
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+        "transformer_layers_per_block": [1, 1], "layers_per_block": 1,
+    },
+    "vae": {"block_out_channels": [32, 32]},
+}  # fmt: skip
+XL_TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+class Made:
+    """A job's step on the device, and what it is called with."""
+
+    def __init__(self, content: dict[str, Any], ranks: Any = ALONE) -> None:
+        content = {"data": {"store": "x", "resolution": 32}, **content}
+        train = {"global_batch": ROWS, "micro_batch": ROWS, "precision": "bf16", "steps": 10}
+        content["train"] = {**train, **content.get("train", {})}
+        self.recipe = recipe = make_recipe(content)
+        self.dtype = models.precision(str(recipe.train.precision))
+        overrides = build._overrides(recipe, None)
+        if recipe.model.base == "sdxl":
+            overrides |= {"text_encoder": XL_TEXT, "text_encoder_2": {**XL_TEXT, "projection_dim": 16}}
+        parts = ("vae",) if recipe.task == "autoencoder" else ("unet", "vae", "text_encoder", "tokenizer")
+        tokenizer = None
+        if recipe.model.base == "sdxl":
+            tokenizer = models.train_tokenizer(["a picture of a dog"], vocab_size=640)
+        self.model = models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
+        setup._move(self.model, torch.device(CARD))
+        self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), torch.device(CARD))
+        setup.halve_text(recipe, self.model, self.dtype)
+        self.step = setup.bare_step(self.task, recipe, recipe.train.micro_batch, self.dtype, ranks)
+
+    def columns(self) -> dict[str, Any]:
+        given = _columns(self.recipe, self.model, self.task)(ROWS)
+        return {
+            name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in given.items()
+        }
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that the step keeps between two calls."""
+        state = self.step.optimiser.state.values()
+        return [*self.step.weights.masters.values(), *self.step.ema.state().values(), *state]
+
+
+def steady(made: Made) -> Watched:
+    """The third step, watched: by then the optimiser has its state and captions are encoded."""
+    for k in range(2):
+        made.step(k, made.task.inputs(made.columns(), torch.device(CARD)))
+    columns, watched = made.columns(), Watched()
+    with watched:
+        result = made.step(2, made.task.inputs(columns, torch.device(CARD)))
+    assert not elsewhere([*result.losses.values(), result.grad_norm], CARD)
+    return watched
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "pretrain": {"task": "pretrain", "model": TINY},
+    "pretrain dit": {"task": "pretrain", "model": TINY_DIT},
+    "pretrain sdxl": {"task": "pretrain", "model": TINY_XL},
+    "text encoder too": {"task": "finetune", "model": {**TINY, "train_text_encoder": True}},
+    "finetune": {"task": "finetune", "model": TINY},
+    "autoencoder": {"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}},
+    "lora": {"task": "lora", "model": TINY, "adapter": {"rank": 2}},
+    "lora conv dora": {
+        "task": "lora", "model": TINY, "adapter": {"rank": 2, "targets": "conv", "dora": True},
+    },
+    "lora text": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "text_encoder": True}},
+    "dreambooth": {
+        "task": "dreambooth", "model": TINY,
+        "data": {"instance": "x", "resolution": 32, "prompt": "a", "class_prompt": "b"},
+    },
+    "textual inversion": {
+        "task": "textual-inversion", "model": {**TINY, "word": {"token": "<x>", "initial": "a"}},
+        "data": {"folder": "x", "resolution": 32},
+    },
+    "routing": {"task": "pretrain", "model": TINY_DIT, "train": {"routing": {"keep": 0.5, "before": 1}}},
+    "inline": {
+        "task": "pretrain", "model": TINY, "data": {"store": "x", "resolution": 32, "encode": "inline"},
+    },
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {"train": {"precision": "float32"}},
+    "fp16": {"train": {"precision": "fp16"}},
+    "checkpointing": {"train": {"gradient_checkpointing": True}},
+    "two micro-batches": {"train": {"micro_batch": 2}},
+    "two micro-batches, fp16": {"train": {"micro_batch": 2, "precision": "fp16"}},
+    "channels last": {"train": {"channels_last": True}},
+    "skip": {"train": {"on_nan": "skip", "spike_norm": 10.0}},
+    "no ema": {"train": {"ema": {"enabled": False}}},
+    "noise offset": {"objective": {"noise": {"offset": 0.1}}},
+    "min-snr": {"objective": {"min_snr_gamma": 5.0}},
+    "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
+    **{name: {"optim": {"name": name}} for name in ("adafactor", "schedule-free", "muon", "adamw8bit")},
+    "prodigy": {"optim": {"name": "prodigy"}},
+}  # fmt: skip
+
+
+CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in WAYS.items()}}
+
+
+def seen(content: dict[str, Any]) -> dict[str, Any]:
+    """What is to be known of one step."""
+    made = Made(content)
+    watched = steady(made)
+    modules = [name for module in made.task.modules.values() for name in elsewhere(module, CARD)]
+    return {
+        "waits": watched.waits,
+        "kernels": watched.launched,
+        "elsewhere": modules + elsewhere(made.tensors(), CARD),
+    }
+
+
+def main() -> None:
+    with fake_card():
+        for name in sys.argv[1:] or CASES:
+            try:
+                found = seen(CASES[name])
+            except Exception:
+                found = {"error": traceback.format_exc(limit=-7)}
+            print(json.dumps({"name": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

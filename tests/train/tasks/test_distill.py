@@ -1,0 +1,170 @@
+"""Latent consistency distillation, against the formulas of diffusers' train_lcm_distill_lora_sd.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from darkroom import models, sample
+from darkroom.errors import RecipeError
+from darkroom.train import train
+from darkroom.train.jobs import Job, Pinned
+from darkroom.train.setup import make_job
+from train.conftest import MakeRecipe
+
+GUIDED = ("objective.distill.guidance_min=3", "objective.distill.guidance_max=9")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with weights that answer to captions."""
+    path = tmp_path_factory.mktemp("base") / "model"
+    models.save(models.create("tiny", seed=3), path)
+    return path
+
+
+def job_of(recipe_of: MakeRecipe, base: Path, *overrides: str, **extra: object) -> Job:
+    told = (f"model.base={base}", "data.resolution=32", *overrides)
+    return make_job(recipe_of("distill", *told, model={"base": str(base)}, **extra), Pinned(Path("nowhere")))
+
+
+def first_inputs(job: Job) -> dict[str, torch.Tensor]:
+    with job.feed(0) as batches:
+        return job.task.inputs(next(batches), job.device)
+
+
+def scripts_loss(job: Job, inputs: dict[str, torch.Tensor], index: torch.Tensor, w: torch.Tensor):
+    """The loss as the script's training loop has it, w being its guidance: the scale less one."""
+    from diffusers import DDPMScheduler
+
+    unet = job.task.model.unet
+    noise_scheduler = DDPMScheduler.from_config(job.task.model.scheduler)
+    alphas_cumprod = noise_scheduler.alphas_cumprod
+    alpha, sigma = alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt()
+    ratio = 1000 // 50
+    ddim_timesteps = (torch.arange(1, 51) * ratio).round().long() - 1
+    alpha_prev = torch.cat([alphas_cumprod[:1], alphas_cumprod[ddim_timesteps[:-1]]])
+    start = ddim_timesteps[index]
+    timesteps = torch.where(start - ratio < 0, 0, start - ratio)
+
+    def scalings(t):
+        scaled = 10.0 * t
+        skip, out = 0.5**2 / (scaled**2 + 0.5**2), scaled / (scaled**2 + 0.5**2) ** 0.5
+        return skip.view(-1, 1, 1, 1), out.view(-1, 1, 1, 1)
+
+    def rows(table, t):
+        return table[t].view(-1, 1, 1, 1)
+
+    def predicted(x, t, text):
+        eps = unet(x, t, encoder_hidden_states=text).sample
+        return (x - rows(sigma, t) * eps) / rows(alpha, t), eps
+
+    noisy = noise_scheduler.add_noise(inputs["latents"], inputs["noise"], start)
+    text, (nothing, _) = inputs["text"], job.task._empty
+    (skip_start, out_start), (skip, out) = scalings(start), scalings(timesteps)
+    model_pred = skip_start * noisy + out_start * predicted(noisy, start, text)[0]
+    with torch.no_grad():
+        cond, uncond = predicted(noisy, start, text), predicted(noisy, start, nothing.expand_as(text))
+        x0, noise = (c + w.view(-1, 1, 1, 1) * (c - u) for c, u in zip(cond, uncond, strict=True))
+        prev = alpha_prev[index].view(-1, 1, 1, 1)
+        x_prev = prev.sqrt() * x0 + (1.0 - prev).sqrt() * noise
+        target = skip * x_prev + out * predicted(x_prev, timesteps, text)[0]
+    return (torch.sqrt((model_pred - target) ** 2 + 0.001**2) - 0.001).mean(dim=(1, 2, 3))
+
+
+def test_the_loss_is_the_scripts(recipe_of: MakeRecipe, base: Path) -> None:
+    """Also at the first index, whose target is the boundary; the control has another guidance."""
+    job = job_of(recipe_of, base, *GUIDED)
+    inputs = first_inputs(job)
+    inputs["index"][0] = 0
+    index, w = inputs["index"], inputs["guidance"]
+    assert 2 <= w.min() < w.max() <= 8
+    assert len(index.unique()) > 3
+    found = job.task.losses(inputs)["loss"]
+    torch.testing.assert_close(found, scripts_loss(job, inputs, index, w), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found, scripts_loss(job, inputs, index, w + 1), rtol=1e-3)
+    assert found.requires_grad
+
+
+def test_a_loras_teacher_is_the_model_without_it(recipe_of: MakeRecipe, base: Path) -> None:
+    """At the start both are the same model; then the teacher stays."""
+    whole, lora = job_of(recipe_of, base, *GUIDED), job_of(recipe_of, base, *GUIDED, adapter={"rank": 4})
+    inputs = first_inputs(lora)
+    before = lora.task.losses(inputs)["loss"]
+    torch.testing.assert_close(before, whole.task.losses(inputs)["loss"], rtol=1e-4, atol=1e-6)
+    layers = [p for n, p in lora.task.model.unet.named_parameters() if "lora_B" in n]
+    assert layers
+    assert all(p.requires_grad for p in layers)
+
+    def teachers() -> torch.Tensor:
+        t = torch.full((len(inputs["noise"]),), 499)
+        with torch.no_grad(), lora.task._as_teacher() as unet:
+            return lora.task._call(unet, inputs["noise"], t, inputs, (inputs["text"], None))
+
+    first = teachers()
+    with torch.no_grad():
+        for layer in layers:
+            layer.add_(0.1)
+    assert torch.equal(teachers(), first)
+    assert not torch.allclose(lora.task.losses(inputs)["loss"], before, rtol=1e-3)
+
+
+def test_a_distilled_folder_is_drawn_in_four_steps_without_a_word(
+    recipe_of: MakeRecipe, base: Path, tmp_path: Path
+) -> None:
+    """And a run from its middle checkpoint ends with the same weights."""
+    told = [f"model.base={base}", "data.resolution=32", "train.steps=4", "optim.warmup_steps=0"]
+    recipe = recipe_of("distill", *told, model={"base": str(base)})
+    train(recipe, out=tmp_path / "run", console=lambda _: None)
+    folder = tmp_path / "run" / "model"
+    config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    assert (config["_class_name"], config["original_inference_steps"]) == ("LCMScheduler", 50)
+    model = models.load(folder)
+    picture = sample.generate(model, ["a red square"], seed=1)[0]
+    assert (picture.parameters["solver"], picture.parameters["steps"]) == ("lcm", 4)
+    assert picture.parameters["guidance"] == 1.0
+    middle = min((tmp_path / "run" / "checkpoints").iterdir())
+    train(recipe, out=tmp_path / "other", console=lambda _: None, resume=str(middle))
+    first, again = (models.load(place).unet.state_dict() for place in (folder, tmp_path / "other" / "model"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    start = models.load(base).unet.state_dict()
+    assert not all(torch.equal(first[name], start[name]) for name in first)
+
+
+def test_an_lcm_lora_opens_in_diffusers(recipe_of: MakeRecipe, base: Path, tmp_path: Path) -> None:
+    """Its U-Net there answers as darkroom's with the adapter merged, and draws with LCMScheduler."""
+    from diffusers import LCMScheduler, StableDiffusionPipeline
+
+    told = [f"model.base={base}", "data.resolution=32", "train.steps=3", "optim.warmup_steps=0"]
+    recipe = recipe_of("distill", *told, model={"base": str(base)}, adapter={"rank": 2}, optim={"lr": 0.05})
+    train(recipe, out=tmp_path / "run", console=lambda _: None)
+    pipe = StableDiffusionPipeline.from_pretrained(base)
+    inputs = (torch.randn(1, 4, 8, 8), torch.tensor(499), torch.randn(1, 77, 64))
+    with torch.no_grad():
+        plain = pipe.unet(*inputs).sample
+        pipe.load_lora_weights(tmp_path / "run" / "adapter.safetensors")
+        found = pipe.unet(*inputs).sample
+        merged = models.load(base)
+        models.merge(merged, models.read_adapter(tmp_path / "run" / "adapter.safetensors"))
+        torch.testing.assert_close(found, merged.unet(*inputs).sample, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, plain, rtol=1e-3)
+    pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    drawn = pipe("a red square", num_inference_steps=4, guidance_scale=0.0, output_type="np").images
+    assert drawn.std() > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("objective.min_snr_gamma=5", "min_snr_gamma"),
+        ("objective.distill.ddim_steps=1", "ddim_steps"),
+        ("model.train_text_encoder=true", "train_text_encoder"),
+    ],
+)
+def test_what_cannot_be_is_refused(recipe_of: MakeRecipe, base: Path, override: str, word: str) -> None:
+    with pytest.raises(RecipeError, match=word):
+        job_of(recipe_of, base, override)

@@ -1,0 +1,255 @@
+"""Losses, timesteps and noises that fine-tuners know, against the formulas they come from."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.training_utils import compute_density_for_timestep_sampling
+from subjects import check_resumes_exactly, recipe_for
+
+from darkroom.data import order as draws
+from darkroom.errors import RecipeError
+from darkroom.recipe import make_recipe
+from darkroom.recipe.sections import ObjectiveSettings
+from darkroom.train.jobs import Pinned
+from darkroom.train.objective import Objective, make_objective, multires_noise, row_error
+from darkroom.train.setup import make_job
+
+BASE = {
+    "_class_name": "DDIMScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "num_train_timesteps": 1000,
+    "prediction_type": "epsilon",
+}
+FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 1.0}
+T = torch.tensor([0, 100, 500, 999])
+
+
+def objective(config: dict[str, object] = BASE, **settings: object) -> Objective:
+    made = make_objective(config, ObjectiveSettings.model_validate(settings))
+    assert isinstance(made, Objective)
+    return made
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, 4, 6, 5, generator=generator), torch.randn(4, 4, 6, 5, generator=generator)
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("schedule", ["constant", "exponential", "snr"])
+@pytest.mark.parametrize("kind", ["huber", "smooth-l1"])
+def test_huber_losses_are_kohyas(kind: str, schedule: str) -> None:
+    out, target = pair()
+    made = objective(loss={"type": kind, "huber_c": 0.2, "huber_schedule": schedule, "huber_scale": 1.5})
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    kept = torch.cumprod(1 - betas, 0)
+    expected = []
+    for row, t in enumerate(T.tolist()):
+        c = {
+            "constant": 0.2 * 1.5,
+            "exponential": 1.5 * math.exp(math.log(0.2) / 1000 * t),
+            "snr": 0.8 / (1 + math.sqrt((1 - kept[t]) / kept[t])) ** 2 + 0.2,
+        }[schedule]
+        smooth = (torch.sqrt((out[row] - target[row]) ** 2 + c**2) - c).mean()
+        expected.append(2 * smooth * (c if kind == "huber" else 1))
+    found = made.loss(out, target, T)
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    other = objective(loss={"type": kind, "huber_c": 0.5, "huber_schedule": schedule}).loss(out, target, T)
+    assert (other - found).abs().max() > 1e-2
+
+
+def test_huber_far_below_its_threshold_is_the_square_and_above_it_the_distance() -> None:
+    out, target = pair()
+    wide = row_error(out, target, None, "huber", torch.full((4,), 1e3))
+    torch.testing.assert_close(wide, (out - target).square().mean(dim=(1, 2, 3)), rtol=1e-2, atol=1e-2)
+    narrow = row_error(out, target, None, "smooth-l1", torch.full((4,), 1e-4))
+    distance = row_error(out, target, None, "l1")
+    torch.testing.assert_close(narrow, 2 * distance, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(distance.mean(), F.l1_loss(out, target))
+
+
+def test_a_mask_holds_for_every_loss() -> None:
+    out, target = pair()
+    mask = torch.zeros(4, 1, 6, 5)
+    mask[..., :2] = 1
+    for kind in ("mse", "l1", "huber", "smooth-l1"):
+        masked = row_error(out, target, mask, kind, torch.full((4,), 0.1))
+        alone = row_error(out[..., :2], target[..., :2], None, kind, torch.full((4,), 0.1))
+        torch.testing.assert_close(masked, alone)
+        assert not torch.allclose(masked, row_error(out, target, None, kind, torch.full((4,), 0.1)))
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_debiased_estimation_weighs_by_the_signal(prediction: str) -> None:
+    config = {**BASE, "prediction_type": prediction}
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
+    kept = torch.cumprod(1 - betas, 0)
+    snr = (kept / (1 - kept)).clamp(max=1000)[T]
+    expected = {"epsilon": snr**-0.5, "v_prediction": 1 / (snr + 1), "sample": snr**0.5}[prediction]
+    found = objective(config, debiased_estimation=True).weights[T]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+    assert not torch.allclose(found, objective(config).weights[T])
+
+
+# ---- timesteps
+
+
+def test_a_range_of_timesteps_is_drawn_evenly_and_nothing_else() -> None:
+    u = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    found = objective(timesteps={"min": 200, "max": 600}).timesteps(u)
+    counts = torch.bincount(found, minlength=1000)
+    assert counts[200:600].tolist() == [10] * 400
+    assert counts.sum() == counts[200:600].sum()
+    assert objective().timesteps(u).min() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs"),
+    [
+        (
+            {"distribution": "logit-normal", "mean": -0.5, "std": 0.8},
+            {"weighting_scheme": "logit_normal", "logit_mean": -0.5, "logit_std": 0.8},
+        ),
+        ({"distribution": "mode", "mode_scale": 0.8}, {"weighting_scheme": "mode", "mode_scale": 0.8}),
+        ({"distribution": "uniform"}, {"weighting_scheme": "none"}),
+    ],
+)
+def test_times_are_distributed_as_diffusers_draws_them(
+    settings: dict[str, object], theirs: dict[str, object]
+) -> None:
+    """The quantiles of 40,000 of each; another distribution's lie elsewhere."""
+    count = 40_000
+    u = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    given = {"logit_mean": None, "logit_std": None, "mode_scale": None} | theirs
+    generator = torch.Generator().manual_seed(0)
+    drawn = compute_density_for_timestep_sampling(batch_size=count, generator=generator, **given)
+    at = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
+    expected = torch.quantile(drawn.double(), at)
+    found = torch.quantile(objective(timesteps=settings).timesteps(u).double() / 1000, at)
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=0)
+    other = {"distribution": "logit-normal", "mean": 1.0, "std": 0.5}
+    wrong = torch.quantile(objective(timesteps=other).timesteps(u).double() / 1000, at)
+    assert (wrong - expected).abs().max() > 0.1
+
+
+def test_rectified_flow_has_them_too() -> None:
+    u = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    even = make_objective(
+        FLOW, ObjectiveSettings(timesteps={"distribution": "uniform", "min": 100, "max": 900})
+    )
+    torch.testing.assert_close(even.timesteps(u), (100 + 800 * u).float())
+    assert not torch.allclose(make_objective(FLOW).timesteps(u), even.timesteps(u))
+    out, target = pair()
+    soft = {"type": "smooth-l1", "huber_schedule": "constant"}
+    found = make_objective(FLOW, ObjectiveSettings(loss=soft)).loss(out, target, T.float())
+    torch.testing.assert_close(found, row_error(out, target, None, "smooth-l1", torch.full((4,), 0.1)))
+
+
+# ---- noise
+
+
+def test_multires_noise_is_kohyas_with_each_rows_own_draws() -> None:
+    epochs, rows = np.zeros(2, np.int64), np.array([3, 8])
+    found = draws.pyramid(5, epochs, rows, (4, 12, 9), 6, 0.4)
+    keys = draws.mix(5, int(draws.Purpose.MULTIRES), epochs, rows).tolist()
+    plain = torch.from_numpy(draws.normal(5, epochs, rows, (4, 12, 9)))
+    for row, key in enumerate(keys):  # the published loop, on one row
+        generator = np.random.Generator(np.random.Philox(key=key))
+        noise = plain[row][None].clone()
+        for i in range(6):
+            r = generator.random() * 2 + 2
+            h, w = max(1, int(12 / r**i)), max(1, int(9 / r**i))
+            coarse = torch.from_numpy(generator.standard_normal((1, 4, h, w), dtype=np.float32))
+            noise += F.interpolate(coarse, size=(12, 9), mode="bilinear") * 0.4**i
+            if h == 1 or w == 1:
+                break
+        ours = multires_noise(plain, torch.from_numpy(found))[row]
+        torch.testing.assert_close(ours, (noise / noise.std())[0], atol=1e-5, rtol=1e-5)
+    again = draws.pyramid(5, epochs[:1], rows[1:], (4, 12, 9), 6, 0.4)
+    assert np.array_equal(again[0], found[1])  # whoever shares the batch
+    assert not np.array_equal(draws.pyramid(6, epochs, rows, (4, 12, 9), 6, 0.4), found)
+
+
+def test_perturbation_is_in_the_input_and_not_in_the_target(base: Path, photos: Path, tmp_path: Path) -> None:
+    recipe = recipe_for("lora", base, photos, "objective.noise.perturbation=0.5")
+    job = make_job(recipe, Pinned(tmp_path / "run"))
+    with job.feed(0) as batches:
+        inputs = job.task.inputs(next(batches), job.device)
+    more = {**inputs, "noise": inputs["noise"] + 0.5 * inputs["perturbation"]}
+    plain = {key: value for key, value in more.items() if key != "perturbation"}
+    t = inputs["t"]
+    (out, target), (same, moved) = (job.task._predict(one, t) for one in (inputs, plain))  # type: ignore[attr-defined]
+    assert torch.equal(out, same)
+    assert torch.equal(target, inputs["noise"])
+    assert not torch.equal(moved, target)
+    other = {key: value for key, value in inputs.items() if key != "perturbation"}
+    held = job.task.heldout(inputs)["heldout_loss"]
+    assert torch.equal(held, job.task.heldout(other)["heldout_loss"])  # measured without it
+
+
+ALL = (
+    "objective.loss.type=huber",
+    "objective.debiased_estimation=true",
+    "objective.timesteps={min: 50, max: 900, distribution: mode}",
+    "objective.noise={multires_iterations: 4, perturbation: 0.1, offset: 0.05}",
+)
+
+
+def test_a_run_with_all_of_them_resumes_to_the_bit(base: Path, photos: Path, tmp_path: Path) -> None:
+    check_resumes_exactly(
+        lambda *more: recipe_for("lora", base, photos, *ALL, *more),
+        tmp_path,
+        control=("objective.noise.perturbation=0.2",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("objective.timesteps={min: 500, max: 400}",), "min 500 is not below max 400"),
+        (("objective.timesteps.mean=1",), "which distribution logit-normal alone has"),
+        (
+            ("objective.debiased_estimation=true", "objective.min_snr_gamma=5"),
+            "debiased_estimation with min_snr_gamma",
+        ),
+        (("objective.loss.type=hubert",), "objective.loss.type: 'hubert' was given"),
+    ],
+)
+def test_impossible_pairs_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        make_recipe({"task": "lora", "model": {"base": "tiny"}, "data": {"folder": "x"}}, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"debiased_estimation": True}, "debiased_estimation: true with rectified flow"),
+        ({"loss": {"type": "huber"}}, "huber_schedule: snr with rectified flow; allowed: constant"),
+        (
+            {"timesteps": {"distribution": "logit-normal", "mean": 1.0}},
+            "mean or std with rectified flow; say objective.flow.mean",
+        ),
+    ],
+)
+def test_what_rectified_flow_has_not_is_refused(settings: dict[str, object], message: str) -> None:
+    from darkroom.train.objective import scheduler_config
+
+    with pytest.raises(RecipeError, match=message):
+        scheduler_config(ObjectiveSettings.model_validate(settings), FLOW)
+
+
+def test_a_range_beyond_the_schedule_is_refused() -> None:
+    for config in (BASE, FLOW):
+        with pytest.raises(RecipeError, match=r"objective.timesteps.max: 2000; allowed: 0 to 1000"):
+            make_objective(config, ObjectiveSettings(timesteps={"max": 2000}))
