@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fake_device import OTHER, draw, train_a_step
+from sample.conftest import CAPTIONS, SMALL_XL
 from train.conftest import BASE_WORDS, SIDE, TEXT, UNET, VAE, paint
 
 Case = tuple[str, Callable[[], int]]
@@ -19,7 +20,6 @@ NETWORK = {"width": 8, "levels": 2, "embedding": 32, "buckets": 128}
 def drawings() -> Iterator[Case]:
     from darkroom import models
     from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS
-    from sample.conftest import CAPTIONS, SMALL_XL
 
     for family, solvers in (("tiny", SOLVERS), ("tiny-dit", FLOW_SOLVERS)):
         for solver in solvers:
@@ -46,9 +46,9 @@ def trainings(folder: Path) -> Iterator[Case]:
     pictures, store, base = folder / "pictures", folder / "pictures.lance", folder / "base"
     paint(pictures, 8)
     import_pictures(pictures, store)
-    models.save(
-        models.create("tiny", tokenizer=models.train_tokenizer([BASE_WORDS] * 3, vocab_size=640)), base
-    )
+    tokenizer = models.train_tokenizer([BASE_WORDS] * 3, vocab_size=640)
+    models.save(models.create("tiny", tokenizer=tokenizer), base)
+    models.save(models.create("sdxl", tokenizer=tokenizer, overrides=SMALL_XL), folder / "sdxl")
     stored = {"store": str(store), "resolution": SIDE, "encode": "inline"}
     subject = {
         "folder": str(pictures),
@@ -82,6 +82,7 @@ def trainings(folder: Path) -> Iterator[Case]:
             ("model.train_text_encoder=true",),
         ),
         "lora": ({"task": "lora", "model": {"base": str(base)}, "data": stored}, ()),
+        "lora, SDXL": ({"task": "lora", "model": {"base": str(folder / "sdxl")}, "data": stored}, ()),
         "dreambooth": ({"task": "dreambooth", "model": {"base": str(base)}, "data": subject}, ()),
         "dreambooth-lora": ({"task": "dreambooth-lora", "model": {"base": str(base)}, "data": subject}, ()),
         "textual-inversion": (

@@ -138,9 +138,13 @@ def windows_branches() -> None:
         finally:
             system.sys = windows
 
+    def no_key(*_: Any) -> None:
+        raise FileNotFoundError("no such key")
+
+    registry: Any = SimpleNamespace(HKEY_LOCAL_MACHINE=0, OpenKey=no_key)
     windows: Any = SimpleNamespace(platform="win32")
     system._lock_on_windows = lock  # type: ignore[attr-defined]
-    system.allows_long_paths = lambda: False
+    sys.modules["winreg"] = registry
     system.sys = windows
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import typer
 
 from darkroom import cli, errors
+from darkroom.cli import door
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = [name for name in (command.name for command in cli.app.registered_commands) if name]
@@ -185,3 +188,18 @@ def test_shells_complete_verbs(capsys, monkeypatch):
     code, out, _ = run(capsys)
     assert code == 0
     assert out.split() == ["inspect"]
+
+
+def test_a_console_of_eight_bits_gets_every_message(monkeypatch, tmp_path):
+    """As Windows' own: what it lacks is an escape, in JSON one that JSON knows."""
+    raw = {name: io.BytesIO() for name in ("stdout", "stderr")}
+    for name, stream in raw.items():
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, "cp1252", write_through=True))
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", "三.yaml", "--out", str(tmp_path / "run")])
+    assert left.value.code == 2
+    assert b"\\u4e09.yaml" in raw["stderr"].getvalue()
+    door.show({"name": "三 é 😀"}, True, list)
+    assert json.loads(raw["stdout"].getvalue().decode("cp1252")) == {"name": "三 é 😀"}
+    assert b"\\u00e9" in raw["stdout"].getvalue()

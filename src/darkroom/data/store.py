@@ -643,9 +643,10 @@ def _tag(name: str) -> str:
     """A name as Lance allows it: letters, digits, '.', '-' and '_'; two names never share one."""
     if re.fullmatch(r"[A-Za-z0-9_-]+", name) and file_name(name) == name:
         return name
-    return (
-        re.sub(r"[^A-Za-z0-9_-]", "_", file_name(name)) + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
-    )
+    tag = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+    if file_name(tag) != tag:  # a tag is a file: NUL.json is none on Windows
+        tag = f"_{tag}"
+    return tag + "." + hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def _make_room(path: Path) -> None:

@@ -146,6 +146,15 @@ def new_stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device) if kind_of(device).streams else None
 
 
+def new_event(device: torch.device) -> Any:
+    """A mark in a stream's work that a thread can wait for without taking a core."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return torch.Event(device, blocking=True)
+
+
 @contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     """On a stream that has seen what this thread's own did, and whose work is done at the end."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from darkroom.errors import InputError, MissingExtra
+from darkroom.hardware.system import remove_file
 
 EXTRA = "signing"
 IN_FOLDER = "model.sig"
@@ -81,7 +82,7 @@ def sign(path: Path, key: Path) -> Path:
     made = signature_of(path)
     hashed = hashing.Config().set_ignored_paths(paths=[made], ignore_git_paths=True)
     config = signing.Config().set_hashing_config(hashed).use_elliptic_key_signer(private_key=key)
-    made.unlink(missing_ok=True)
+    remove_file(made)
     config.sign(path, made)
     return made
 

@@ -23,6 +23,7 @@ import torch
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
+from darkroom.hardware import accelerator
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.models.latents import LatentScaling
 from darkroom.options import A1111_NAMES, find_solver
@@ -68,7 +69,7 @@ def check_wanted() -> None:
 
 def free_on_card(device: torch.device) -> int | None:
     """Memory that a card has free now; None of other devices, where a limit is for the user to say."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+    return accelerator.free_bytes(device) if accelerator.kind_of(device).own_memory else None
 
 
 def decode_pixels(free_bytes: int | None) -> int:

@@ -105,7 +105,7 @@ class Trainer:
     # ---- state
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint, whose files are not needed after it: it is closed."""
         step = self.step
         tensors = {kind: held_rows(saved, step.weights) for kind, saved in checkpoint.tensors.items()}
         step.weights.load(tensors["weights"])
@@ -116,6 +116,8 @@ class Trainer:
             step.scaler.load_state_dict(scaler)
         self.k = checkpoint.step
         self._best = Best.from_checkpoint(checkpoint, step.weights, self.run.path)
+        for saved in checkpoint.tensors.values():
+            saved.close()
 
     def save(self) -> None:
         """Save the state after step k; metrics up to it are on the disk before."""

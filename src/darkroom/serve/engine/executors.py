@@ -233,8 +233,8 @@ class Beside:
 
 def places_for(device: torch.device, lanes: int, threads: int) -> tuple[Steps, Aside]:
     """Where to take steps, and where to do what stands beside them; `lanes` and `threads` are of a CPU."""
-    if device.type == "cuda":
-        return Paced(lambda: torch.cuda.Event(blocking=True)), Beside(device)  # type: ignore[no-untyped-call]
+    if accelerator.kind_of(device).streams:
+        return Paced(lambda: accelerator.new_event(device)), Beside(device)
     if device.type != "cpu":
         return Between(), Beside(device)
     steps = Lanes(lanes, threads)

@@ -69,6 +69,10 @@ class Saved(Mapping[str, Tensor]):
             return whole
         return torch.cat([opened.get_tensor(name) for _, opened in pieces])
 
+    def close(self) -> None:
+        """Let its files go, which on Windows could not be deleted: nothing can be read any more."""
+        self._pieces.clear()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
