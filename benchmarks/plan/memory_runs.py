@@ -5,9 +5,9 @@
     python benchmarks/plan/memory_runs.py small NAME       of these the cases whose name holds NAME
 
 Each case is a `darkroom train` or `darkroom generate` in a process of its own, with no variable set for the
-allocator; what the system says was resident at its highest (wait4) stands beside what `darkroom plan` says of the
-same recipe or picture on this machine. Writes memory-runs.csv beside this file; other rows of it stay. Exits with 1
-where a case is more than 5 % off.
+allocator; what the system says was resident at its highest (wait4) stands beside what `darkroom plan` says of
+the same recipe or picture on this machine. Writes memory-runs.csv beside this file; other rows of it stay.
+Exits with 1 where a case is more than 5 % off.
 """
 
 from __future__ import annotations
@@ -97,8 +97,11 @@ def main(asked: list[str]) -> int:
     for case in chosen:
         row = compared(case)
         worst = max(worst, abs(float(row["error"])))
-        print(f"{case.name:<52} {row['planned'] / 1e9:6.2f} GB planned, {row['measured'] / 1e9:6.2f} measured, "
-              f"{float(row['error']):+.1%}", flush=True)  # fmt: skip
+        planned, measured = row["planned"] / 1e9, row["measured"] / 1e9
+        error = float(row["error"])
+        print(
+            f"{case.name:<52} {planned:6.2f} GB planned, {measured:6.2f} measured, {error:+.1%}", flush=True
+        )
         write(row)
     return int(worst > ALLOWED)
 

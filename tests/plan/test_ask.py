@@ -196,7 +196,9 @@ def test_advice_ranks_no_card_without_a_price(capsys, recipe):
     alone = (recipe, "--gpu", "GB200", "--advise")
     _, out, _ = told(capsys, *alone)
     assert not re.search("^(cheapest|fastest): .*USD", out, re.M)
-    assert re.search(r"cheapest: 1 x GB200, \S+ s, \S+ device-hours, no price known \(say --price\)", out)
+    assert re.search(
+        r"cheapest: 1 x GB200, \S+ s \(\S+ to \S+\), \S+ device-hours, no price known \(say --price\)", out
+    )
     code, _, err = told(capsys, *alone, "--budget", "100")
     assert code == 2
     assert "no price is known: say --price" in err

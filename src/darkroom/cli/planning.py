@@ -216,7 +216,7 @@ def _show_plans(asked: list[Any], target: Any, numbers: list[int], plot: Path | 
         for one in found if not compared else ():
             yield from lines(one)
         yield from columns(comparison(found)) if compared else ()
-        yield from [together(found)] if len(asked) > 1 else ()
+        yield from [together(found, sure=True)] if len(asked) > 1 else ()
         yield from price_lines(found) if several else ()
         yield from _drawn(plot)
 

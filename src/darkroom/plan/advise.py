@@ -58,6 +58,14 @@ class Option:
         """From the start of encoding to the last step."""
         return self.plan.hours + self.more_hours
 
+    def around(self, value: float) -> tuple[float, float] | None:
+        """The 80 % interval of its time or money: as wide as the plan's own."""
+        found = self.plan.intervals.get("hours")
+        if found is None or not self.plan.hours:
+            return None
+        low, high = (one / self.plan.hours for one in found)
+        return value * low, value * high
+
     def kept(self, target: Target) -> bool:
         """Whether it fits and keeps deadline and budget, encoding included; no price keeps no budget."""
         limits = over_limits(self.hours, self.usd, target.deadline_hours, target.budget_usd)
@@ -113,7 +121,8 @@ class Advice:
         """What was found, without the dates of its prices."""
         for name, option in (("cheapest", self.cheapest), ("fastest", self.fastest)):
             plan = option.plan
-            yield f"{name}: {plan.count} x {plan.device}, {hours(option.hours)}, {price_of(option)}"
+            took = hours(option.hours, option.around(option.hours))
+            yield f"{name}: {plan.count} x {plan.device}, {took}, {price_of(option)}"
             yield "  " + " ".join(f"{key}={value}" for key, value in option.settings.items())
             for reason in (*self.reasons[name], *option.notes, *plan.notes):
                 yield f"  - {reason}"
@@ -129,7 +138,7 @@ def price_of(option: Option) -> str:
     """'USD 12.30', or the device-hours where no price is known."""
     if option.usd is None:
         return f"{option.device_hours:,.3g} device-hours, no price known (say --price)"
-    return usd(option.usd)
+    return usd(option.usd, option.around(option.usd))
 
 
 def advise(

@@ -140,9 +140,11 @@ def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:
             "memory": gb(plan.peak_bytes),
             "images/s": f"{plan.images_per_s:,.3g}",
             "MFU": f"{100 * plan.mfu:.0f} %",
-            "time": hours(plan.hours),
+            "time": hours(plan.hours, plan.intervals.get("hours")),
             "device-h": f"{plan.cost.device_hours:,.3g}",
-            "USD": "-" if plan.cost.usd is None else usd(plan.cost.usd).removeprefix("USD "),
+            "USD": "-"
+            if plan.cost.usd is None
+            else usd(plan.cost.usd, plan.intervals.get("usd")).removeprefix("USD "),
             "spot": "-" if plan.cost.usd_spot is None else usd(plan.cost.usd_spot).removeprefix("USD "),
             "kWh": f"{plan.cost.kwh:,.3g}",
             "note": "; ".join((*plan.notes, *plan.over)),
@@ -151,12 +153,13 @@ def comparison(found: Sequence[Plan]) -> list[dict[str, Any]]:
     ]
 
 
-def together(found: Sequence[Plan]) -> str:
-    """What plans take one after the other."""
+def together(found: Sequence[Plan], *, sure: bool = False) -> str:
+    """What plans take one after the other; with `sure` its interval, as if all are off the same way."""
     spent = [plan.cost.usd for plan in found if plan.cost.usd is not None]
     money = usd(sum(spent)) if len(spent) == len(found) else "no price known"
     device_hours = sum(plan.cost.device_hours for plan in found)
-    took = hours(sum(plan.hours for plan in found))
+    spread = tuple(sum(plan.intervals["hours"][i] for plan in found) for i in (0, 1)) if sure else None
+    took = hours(sum(plan.hours for plan in found), spread)  # type: ignore[arg-type]
     return f"together: {took}, {device_hours:,.3g} device-hours, {money}"
 
 

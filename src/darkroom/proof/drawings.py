@@ -86,7 +86,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "training speed and cost (Vertex)",
             r"(?P<name>LoRA \d+), batch 4, 512 px",
             "steps/s",
-            note="checkpointed, batch 4, 512 px",
+            note="checkpointed, batch 4, 512 px; darkroom on stored latents and text",
         ),
         Drawing(
             "Speed by batch",
@@ -94,7 +94,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             r"batch (?P<x>\d+), 512 px",
             "steps/s",
             "batch",
-            note="steps/s",
+            note="steps/s; darkroom on stored latents and text",
             series="LoRA 8 checkpointed",
         ),
         Drawing(

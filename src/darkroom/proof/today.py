@@ -1,8 +1,9 @@
 """The same work with darkroom's own software on the same card, planned with an 80 % interval.
 
-Only where the work is the same: half precision against half precision, a pre-training step on stored latents
-against one, one LoRA step of a U-Net against one. Where the published run did something else (single
-precision, encoders at each step, a job's start) there is no such figure.
+Only where the task is the same: half precision against half precision, a pre-training step on stored latents
+against one, one LoRA step against one (darkroom has stored latents and text beforehand, the published script
+encoded them at each step, which the page says). Where the published run did something else (single precision,
+pre-training with encoders at each step, a job's start) there is no such figure.
 """
 
 from __future__ import annotations
