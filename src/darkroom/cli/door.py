@@ -34,7 +34,7 @@ app.add_typer(bench, name="bench")
 FIRST_TELLS_S = 10.0  # what rank 0 has to tell what all ranks know
 
 SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; the model's own if not said"
-PRECISION_HELP = "float32, bf16, fp16, or auto: bf16 where it is quick"
+PRECISION_HELP = "float32, bf16, fp16, int8 with openvino, or auto: bf16 where it is quick"
 SOLVER_HELP = (
     f"the model's own if not said; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
     "or as A1111 says it: 'DPM++ 2M Karras'"

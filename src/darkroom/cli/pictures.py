@@ -11,6 +11,7 @@ import typer
 
 from darkroom import options
 from darkroom.cli.door import PRECISION_HELP, SIZE_HELP, SOLVER_HELP, Json, app, progress_bar, show, size_of
+from darkroom.hardware import cpu
 
 
 @app.command()
@@ -82,6 +83,7 @@ def generate(
         "karras": karras,
         "spacing": spacing,
     }
+    precision, optimise = options.eight_bits(backend, precision, optimise)
     options.check_names(backend, precision)
     if solver is not None:
         options.parse_solver(solver)
@@ -148,6 +150,8 @@ def _precision(asked: str, place: Any, backend: str) -> str:
         name, why = "float32", "ONNX Runtime has no bfloat16 on a CPU"
     else:
         name, why = models.choose_precision(asked, place)
+        if backend == "openvino" and name == "float32" and (found := cpu.int8_instructions()) is not None:
+            why += f"; it has {found}: --precision int8 is quicker, after minutes of calibration, and lossy"
     _note(f"precision {name}: {why}")
     return name
 
