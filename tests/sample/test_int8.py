@@ -23,6 +23,7 @@ SMALL = {
 }
 
 
+@pytest.mark.nightly
 def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control is another seed. What was made is used again; other weights are quantised anew."""
     if importlib.util.find_spec("nncf") is None:
