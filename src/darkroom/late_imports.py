@@ -91,7 +91,7 @@ class _LateCompiler(ModuleType):
         """torch's own way to do it without the compiler, which comes with the first call."""
         from torch._compile import _disable_dynamo
 
-        return _disable_dynamo(function, recursive)  # type: ignore[no-untyped-call]
+        return _disable_dynamo(function, recursive)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else is asked of it is asked of the compiler itself: it waits no longer."""

@@ -17,6 +17,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MI
 MAX_SIDE = 8192
 PRECISIONS = ("float32", "bf16", "fp16")
 AUTO = "auto"
+INT8 = "int8"
 BACKENDS = ("torch", "compile", "onnx", "openvino")
 
 
@@ -117,12 +118,27 @@ def parse_bytes(text: str | int) -> int:
     return int(float(found[1]) * UNITS[unit])
 
 
+def eight_bits(backend: str, precision: str, optimise: str) -> tuple[str, str]:
+    """Precision and optimisations of a request for precision int8, which is OpenVINO's alone."""
+    if precision != INT8:
+        return precision, optimise
+    check_names(backend, "float32")
+    if backend != "openvino":
+        raise InputError(
+            f"precision int8 with backend {backend}",
+            allowed="backend openvino",
+            mend="backend torch has --optimise int8, of large linear layers",
+        )
+    others = [name for name in optimise.split(",") if name not in ("none", "")]
+    return "float32", ",".join([*others, INT8])
+
+
 def check_names(backend: str, precision: str) -> None:
     """InputError for a backend or precision that does not exist."""
     if backend not in BACKENDS:
         raise InputError(f"backend '{backend}'", allowed=", ".join(BACKENDS))
     if precision not in (AUTO, *PRECISIONS):
-        raise InputError(f"precision '{precision}'", allowed=", ".join((*PRECISIONS, AUTO)))
+        raise InputError(f"precision '{precision}'", allowed=", ".join((*PRECISIONS, AUTO, INT8)))
 
 
 def check_pair(backend: str, precision: str, device: str) -> None:

@@ -133,6 +133,25 @@ def bench_loader(
     _measured(run(repeats=repeats), out, as_json)
 
 
+@bench.command("job-history")
+def bench_job_history(
+    jobs: Annotated[int, typer.Option(min=1, help="jobs in the history")] = 200_000,
+    repeats: Annotated[int, typer.Option(min=5, help="jobs accepted, and lists")] = 50,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Milliseconds to accept a job and to list a key's newest, with a long history and with none.
+
+    Example: darkroom bench job-history --out results.csv
+    """
+    from darkroom.cli.serving import need_server
+
+    need_server()
+    from darkroom.measure.job_history import bench_job_history as run
+
+    _measured(run(jobs=jobs, repeats=repeats), out, as_json)
+
+
 @bench.command("import")
 def bench_import(
     repeats: Annotated[int, typer.Option(min=5, help="imports measured")] = 5,

@@ -37,7 +37,7 @@ SIGN_HELP = "PEM file of certificates and key that sign the pictures; default: a
 CREDENTIALS_HELP = "what the signed credentials say: model, settings, or all (the prompts too)"
 PROVENANCE_HELP = "mark pictures (watermark) and sign them (C2PA)"
 SIZE_HELP = "WIDTHxHEIGHT in pixels, or one number for a square; default: the model's own"
-PRECISION_HELP = "float32, bf16, fp16, or auto: bf16 where it is quick"
+PRECISION_HELP = "float32, bf16, fp16, int8 with openvino, or auto: bf16 where it is quick"
 SOLVER_HELP = (
     f"default: the model's own; {', '.join((*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES))}, "
     "or as A1111 says it: 'DPM++ 2M Karras'"

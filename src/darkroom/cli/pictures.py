@@ -24,6 +24,7 @@ from darkroom.cli.door import (
     size_of,
 )
 from darkroom.errors import InputError
+from darkroom.hardware import cpu
 
 
 @app.command()
@@ -124,6 +125,7 @@ def generate(
         "karras": karras,
         "spacing": spacing,
     }
+    precision, optimise = options.eight_bits(backend, precision, optimise)
     options.check_names(backend, precision)
     options.check_credentials(credentials)
     if sign is not None and not provenance:
@@ -266,6 +268,8 @@ def _precision(asked: str, place: Any, backend: str) -> str:
         name, why = "float32", "ONNX Runtime has no bfloat16 on a CPU"
     else:
         name, why = models.choose_precision(asked, place)
+        if backend == "openvino" and name == "float32" and (found := cpu.int8_instructions()) is not None:
+            why += f"; it has {found}: --precision int8 is quicker, after minutes of calibration, and lossy"
     _note(f"precision {name}: {why}")
     return name
 

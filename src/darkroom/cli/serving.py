@@ -190,6 +190,9 @@ def _check(said: dict[str, Any]) -> None:
     """InputError for what does not go together."""
     if said["model"] is None and not said["vertex"]:
         raise InputError("no model", mend="darkroom serve MODEL; see --help")
+    plain = said["optimise"] or "auto"
+    said["precision"], in_8_bits = options.eight_bits(said["backend"], said["precision"], plain)
+    said["optimise"] = in_8_bits if in_8_bits != plain else said["optimise"]
     options.check_names(said["backend"], said["precision"])
     options.check_credentials(said["credentials"])
     if said["engine"] not in ("local", "ray"):

@@ -25,6 +25,9 @@ FEATURES = (*X86, *ARM)
 BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 """Any of them multiplies bfloat16 in hardware; without one it is emulated, up to 60 times slower."""
 
+INT8 = ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm")
+"""Any of them multiplies 8-bit integers and adds them up in 32 bits at once."""
+
 _AVX512 = ("avx2", "avx_vnni", "avx512f")
 _BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
 _FP16 = (*_BF16, "avx512_fp16")
@@ -69,6 +72,12 @@ def bf16_instructions() -> str | None:
     """What multiplies bfloat16 here; None where it would be emulated."""
     have = instructions()
     return next((name for name in BF16 if name in have), None)
+
+
+def int8_instructions() -> str | None:
+    """What multiplies 8-bit integers here, quickest first; None where it takes several instructions."""
+    have = instructions()
+    return next((name for name in INT8 if name in have), None)
 
 
 @cache

@@ -42,6 +42,7 @@ CASES = {
     "onnx float32": ("onnx", "none"),
     "openvino float32": ("openvino", "none"),
     "openvino bf16": ("openvino", "bf16"),
+    "openvino int8": ("openvino", "int8"),
 }
 """Each case: the backend, and the optimisations it is opened with. Others are named by both, as
 `openvino bf16,guidance_interval`."""

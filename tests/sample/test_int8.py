@@ -1,0 +1,91 @@
+"""OpenVINO in 8 bits: near float32, made once, refused where it breaks pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from darkroom import cli, models, options
+from darkroom.errors import DarkroomError, InputError
+from darkroom.sample import generate, open_backend
+from darkroom.sample.backends import int8
+from darkroom.sample.likeness import likeness
+from needs import missing
+
+SMALL = {
+    "unet": {"block_out_channels": [16, 32], "norm_num_groups": 4},
+    "vae": {"block_out_channels": [8, 16, 16], "norm_num_groups": 4},
+}
+
+
+@pytest.mark.nightly
+def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is another seed. What was made is used again; other weights are quantised anew."""
+    if importlib.util.find_spec("nncf") is None:
+        missing("no nncf here: pip install '.[openvino]'")
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path))
+    monkeypatch.setattr(int8.Calibration.__init__, "__defaults__", (("a red circle",), 2, 7.5, 0, 0.95))
+    model = models.create("tiny", seed=1, overrides=SMALL)
+    told: list[str] = []
+    opened = open_backend("openvino", model, optimise="int8", notice=told.append)
+    assert opened.precision == "int8"
+    (made,) = (tmp_path / "backends").glob("openvino-unet-int8-*")
+    assert "FakeQuantize" in (made / "model.xml").read_text()
+    about = json.loads((made / int8.REPORT).read_text())
+    assert about["quality"]["psnr_db"] > 30
+    assert len(about["float_layers"]) <= 0.1 * 100
+    assert any("PSNR" in line for line in told)
+    ours = generate(model, "a red circle", backend=opened, steps=4, seed=3)
+    plain = generate(model, "a red circle", steps=4, seed=3)
+    other = generate(model, "a red circle", steps=4, seed=4)
+    pictures, ours_drawn, others_drawn = ([one.image for one in some] for some in (plain, ours, other))
+    near, far = likeness(ours_drawn, pictures)["psnr_db"], likeness(others_drawn, pictures)["psnr_db"]
+    assert near > 28 > far
+    again: list[str] = []
+    open_backend("openvino", model, optimise="int8", notice=again.append)
+    assert [line for line in again if "quantis" in line] == []
+
+
+def test_layers_that_8_bits_change_most_are_found_by_measuring() -> None:
+    """One layer sees a value that dwarfs all others; without it none stands out."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(20)))
+
+    def found(outlier: float) -> list[str]:
+        with torch.no_grad():
+            net[7].bias[0] = outlier
+            net[8].weight[:, 0] = 0.0  # it does not listen to it, but rounds by it
+        x = torch.randn(8, 32)
+        return int8.sensitive_layers(net, [{"x": x}], lambda one: net(one["x"]))
+
+    assert found(500.0)[0] == "8"
+    assert "8" not in found(0.0)
+
+
+@pytest.mark.parametrize("change", [{"std": 0.5}, {"psnr_db": 9.0}, {"finite": False}])
+def test_what_breaks_pictures_is_refused(change: dict[str, object]) -> None:
+    good = {"finite": True, "psnr_db": 35.0, "std": 40.0, "std_float32": 41.0}
+    int8.refuse_broken(good)
+    with pytest.raises(DarkroomError, match="int8 breaks this model's pictures"):
+        int8.refuse_broken(good | change)
+
+
+def test_another_calibration_is_another_export() -> None:
+    assert int8.Calibration().digest == int8.Calibration().digest
+    assert int8.Calibration(prompts=("a dog",)).digest != int8.Calibration().digest
+
+
+def test_int8_is_openvinos(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options.eight_bits("openvino", "int8", "auto") == ("float32", "auto,int8")
+    assert options.eight_bits("torch", "bf16", "none") == ("bf16", "none")
+    with pytest.raises(InputError, match="precision int8 with backend onnx"):
+        options.eight_bits("onnx", "int8", "none")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["generate", "tiny", "a dog", "--precision", "int8"])
+    assert left.value.code == 2
+    assert "allowed: backend openvino" in capsys.readouterr().err
