@@ -130,7 +130,7 @@ def disturbed(recipe: Path, out: Path, disturb: Callable[[int], None], *more: st
         env=environment(out),
         start_new_session=True,
     ) as driver:
-        until = time.monotonic() + 200
+        until = time.monotonic() + 900
         while len(checkpoints(out / "checkpoints")) < 2:
             assert driver.poll() is None, "it ended too soon"
             assert time.monotonic() < until, "no checkpoints were made"

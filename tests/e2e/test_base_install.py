@@ -48,10 +48,10 @@ WORKS = [
     "bench ladder tiny bf16 --steps 1 --repeats 1",
     "bench batch tiny --steps 1 --most 1 --repeats 1",
     "bench precision tiny --steps 2 --repeats 1 --page precision.html",
-    "serve --make-key you --api-key-file keys.txt",
     "delete p.lance --source photos",
 ]
 NAMES_AN_EXTRA = {
+    "serve --make-key you --api-key-file keys.txt": "serve",
     "serve model": "serve",
     "serve model --shared": "serve",
     "serve model --engine ray": "serve",

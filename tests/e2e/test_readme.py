@@ -138,7 +138,7 @@ def test_every_command_of_the_readme_runs_with_avx2_alone() -> None:
     here = f"{__file__}::test_every_command_of_the_readme_runs"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", here]
     done = subprocess.run(command, env={**os.environ, **limits}, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "1 passed" in done.stdout
 
 

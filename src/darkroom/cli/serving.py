@@ -319,6 +319,7 @@ def _replicas(said: dict[str, Any]) -> Replicas:
 
 
 def _new_key(path: Path | None, name: str) -> str:
+    need_server()
     from darkroom.serve.api.guard import make_key
 
     if path is None:
