@@ -35,6 +35,7 @@ from darkroom.models.model import PARTS, Model
 from darkroom.models.outline import outlined
 from darkroom.train import model as build
 from darkroom.train.objective import scheduler_config
+from darkroom.train.tasks.distill import lcm_scheduler
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -566,6 +567,6 @@ def outline(recipe: Recipe) -> Model:
         latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
         model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
         if recipe.task == "distill":
-            model.scheduler = build.lcm_scheduler(model.scheduler, recipe.objective.distill)
+            model.scheduler = lcm_scheduler(model.scheduler, recipe.objective.distill)
         build.check_resolution(recipe.data.resolution, model)
     return model
