@@ -9,8 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import sqlalchemy as sql
-
 from darkroom.errors import InputError
 from darkroom.measure.timing import Measurement, interleave, measurement
 from darkroom.serve.jobs.store import JOBS, Record, Store
@@ -60,7 +58,7 @@ def fill(store: Store, count: int) -> None:
         for i in range(count)
     )
     while some := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        store.do(lambda connection, some=some: connection.execute(sql.insert(JOBS), some)).result()  # type: ignore[misc]
+        store.do(lambda connection, some=some: connection.execute(JOBS.insert(), some)).result()  # type: ignore[misc]
 
 
 def record(number: int, created_s: float, state: str = "queued") -> Record:
