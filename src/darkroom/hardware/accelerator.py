@@ -48,7 +48,7 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("cuda", "NVIDIA", RUN, energy="nvml", tf32=True, graphs=True, collectives="nccl"),
+        Kind("cuda", "NVIDIA", SUBSTITUTED, energy="nvml", tf32=True, graphs=True, collectives="nccl"),
         Kind("rocm", "AMD", BELIEVED, graphs=True, collectives="nccl"),
         Kind("xpu", "Intel", SUBSTITUTED, float64=False, collectives="xccl"),
         Kind("mps", "Apple", SUBSTITUTED, float64=False, own_memory=False, statistics=False, streams=False),
