@@ -16,7 +16,7 @@ from darkroom.hardware.machine import Device
 def test_every_kind_says_how_it_is_known() -> None:
     proofs = {accelerator.RUN, accelerator.SUBSTITUTED, accelerator.BELIEVED}
     assert set(accelerator.KINDS) == {"cuda", "rocm", "xpu", "mps"}
-    assert {kind.proof for kind in accelerator.KINDS.values()} == proofs
+    assert {kind.proof for kind in (*accelerator.KINDS.values(), accelerator.CPU)} == proofs
     assert [kind.name for kind in accelerator.KINDS.values() if not kind.float64] == ["xpu", "mps"]
     other = accelerator.kind_of("hpu:1")
     assert (other.name, other.proof, other.makes) == ("hpu", accelerator.BELIEVED, accelerator.UNPROVEN)
