@@ -71,7 +71,10 @@ def check_values(values: dict[str, Any]) -> None:
     ):
         if isinstance(values.get(name), str):
             check(values[name])
-    options.check_names(values.get("backend") or "torch", values.get("precision") or options.AUTO)
+    backend, precision = values.get("backend") or "torch", values.get("precision") or options.AUTO
+    if "software" not in values:  # `plan` knows number formats that nothing computes in here
+        precision, _ = options.eight_bits(backend, precision, values.get("optimise") or "none")
+        options.check_names(backend, precision)
     recipe = values.get("recipe")
     if recipe is not None and str(recipe).startswith("recipes/") and not (ROOT / recipe).is_file():
         raise InputError(f"no recipe '{recipe}'")

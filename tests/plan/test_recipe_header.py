@@ -17,7 +17,8 @@ SMALL = {"autoencoder", "pretrain"}  # counted within seconds
 
 def test_heads_name_their_own_recipe():
     unplanned = {path.stem for path in ALL} - {path.stem for path in RECIPES}
-    assert unplanned == {"extractor", "dit-budget"}  # no plan; phase by phase in a table of its own
+    # no plan; phase by phase in a table of its own; of the model that the quickstart leaves
+    assert unplanned == {"extractor", "dit-budget", "laptop"}
     for recipe in RECIPES:
         found = head.quoted(recipe)
         assert len(found.lines) > len(list(head.devices(found.on)))

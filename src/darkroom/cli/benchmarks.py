@@ -140,7 +140,9 @@ def bench_job_history(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Milliseconds to accept a job and to list a key's newest, with a long history and with none.
+    """Time the job queue with a long history.
+
+    Milliseconds to accept a job and to list a key's newest ones, with a long history and with none.
 
     Example: darkroom bench job-history --out results.csv
     """

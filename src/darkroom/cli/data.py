@@ -149,7 +149,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Whether a store is whole, what a picture proves of itself, or whether a model is as it was signed.
+    """Check a store, a picture's credentials or a model's signature.
 
     A store: reads every picture, compares hashes and counts, names what is left over. A picture: credentials
     and their chain, watermark, parameters. A model folder, adapter or recipe: the signature beside it.

@@ -250,7 +250,9 @@ def likeness(
     drawn: Annotated[Path | None, typer.Option(help="pictures whose likeness is asked about")] = None,
     as_json: Json = False,
 ) -> None:
-    """What a likeness is worth: the same measure of blurs, shuffled tiles and another subject.
+    """Measure likeness beside its controls.
+
+    Controls: blurred photographs, shuffled tiles, another subject.
 
     Example: darkroom bench likeness photos/dog photos/dog2 --drawn runs/dog/pictures
     """

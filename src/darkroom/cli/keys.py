@@ -19,7 +19,9 @@ def make_test_certificate(
     out: Annotated[Path, typer.Option(help="the PEM file to write")] = Path("certificate.pem"),
     name: Annotated[str, typer.Option(help="the signer's name")] = "darkroom test signer",
 ) -> None:
-    """A certificate and key for --sign of generate and serve, by an authority that nobody else trusts.
+    """Make a certificate for trying `--sign`.
+
+    It is for `generate` and `serve`, by an authority that nobody else trusts.
 
     Example: darkroom keys make-test-certificate --out certificate.pem
     """
@@ -36,7 +38,9 @@ def make_test_certificate(
 def make_signing_key(
     out: Annotated[Path, typer.Option(help="the private key's PEM file to write")] = Path("signer.pem"),
 ) -> None:
-    """A key for `export --sign`, and its public half beside it (signer.pub.pem) for `verify --trust`.
+    """Make a key for `export --sign`.
+
+    Its public half (signer.pub.pem) is for `verify --trust`.
 
     Example: darkroom keys make-signing-key --out signer.pem
     """

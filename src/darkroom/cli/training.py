@@ -345,7 +345,9 @@ def push(
     hub: Annotated[str | None, typer.Option(help="another hub's address; else the usual one")] = None,
     as_json: Json = False,
 ) -> None:
-    """Put a run's adapter or model on the hub, with a model card and its last samples.
+    """Put a run's adapter or model on a hub.
+
+    A model card and the run's last samples go with it.
 
     Example: darkroom push runs/dog me/sks-dog --private
     """
