@@ -23,6 +23,7 @@ ADAPTERS_HELP = "a folder of LoRA files; new ones appear by themselves"
 Adapters = Annotated[Path | None, typer.Option(help=ADAPTERS_HELP)]
 Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")]
 MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
+Embeddings = Annotated[Path | None, typer.Option(help="a folder of textual inversions, by name in prompts")]
 Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
 KeyFile = Annotated[Path | None, typer.Option(help="the API keys that are accepted; see --make-key")]
@@ -110,6 +111,7 @@ def serve(
     adapters: Adapters = None,
     slots: Slots = 16,
     max_rank: MaxRank = 64,
+    embeddings: Embeddings = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: KeyFile = None,

@@ -14,7 +14,7 @@ from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
 from darkroom.models.control import ControlNet, read_control
-from darkroom.models.embeddings import Embedding, add_embeddings, find_embeddings, read_embedding
+from darkroom.models.embeddings import Embedding, add_embeddings, add_fitting, find_embeddings, read_embedding
 from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_fit, create
 from darkroom.models.folder import (
     base_family,
@@ -49,6 +49,7 @@ __all__ = [
     "Model",
     "about",
     "add_embeddings",
+    "add_fitting",
     "base_family",
     "check_fit",
     "choose_precision",

@@ -102,6 +102,7 @@ class ServeSettings(BaseModel):
     adapters: Path | None = Field(None, description="the folder of adapters; new files appear by themselves")
     slots: int = Field(16, ge=1, le=1024, description="adapters that lie ready on the device at once")
     max_rank: int = Field(64, ge=1, le=1024, description="the largest rank of an adapter")
+    embeddings: Path | None = Field(None, description="the folder of textual inversions, by name in prompts")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     key_file: Path | None = Field(None, description="names and hashes of the keys that may come in")

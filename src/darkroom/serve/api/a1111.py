@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
+from darkroom.models.embeddings import Embedding
 from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
 from darkroom.sample.pictures import a1111_text, parse_a1111
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
@@ -279,11 +280,31 @@ def _add_lists(router: APIRouter, core: Core) -> None:
             {"name": one.name, "alias": one.name, "path": one.name, "metadata": {}} for one in core.adapters()
         ]
 
+    @router.get("/embeddings")
+    async def embeddings() -> dict[str, Any]:
+        """The textual inversions that prompts may name, and those that are for other models."""
+        there = core.embeddings()
+        return {
+            kind: {one.name: _embedding(one) for one in found}
+            for kind, found in (("loaded", there.loaded), ("skipped", there.skipped))
+        }
+
     @router.get("/upscalers")
     async def upscalers() -> list[dict[str, Any]]:
         """How a second pass may begin."""
         plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
         return [{"name": name, **plain} for name in ("Latent", "Lanczos")]
+
+
+def _embedding(one: Embedding) -> dict[str, Any]:
+    """As A1111 tells it: `shape` is the width of all text encoders' vectors together."""
+    return {
+        "step": None,
+        "sd_checkpoint": None,
+        "sd_checkpoint_name": None,
+        "shape": sum(vectors.shape[1] for vectors in one.vectors),
+        "vectors": len(one.vectors[0]),
+    }
 
 
 def _error(refused: Refused) -> dict[str, Any]:

@@ -181,10 +181,11 @@ def server_router(core: Core) -> APIRouter:
 
     @router.get("/model")
     async def model() -> dict[str, Any]:
-        """The model served, its adapters, and the limits of a request."""
+        """The model served, its adapters and embeddings, and the limits of a request."""
         return {
             **asdict(core.model),
             "adapters": [asdict(card) for card in core.adapters()],
+            "embeddings": [one.name for one in core.embeddings().loaded],
             "limits": core.limits.model_dump(exclude={"keys"}),
         }
 

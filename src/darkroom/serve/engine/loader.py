@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -27,6 +27,7 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
+    from darkroom.models.embeddings import Embedding
     from darkroom.models.model import Model
     from darkroom.serve.engine.adapters import Library
 
@@ -53,6 +54,15 @@ class Opened:
     model: Model
     engine: Engine
     library: Library | None
+    embeddings: Embeddings = field(default_factory=lambda: Embeddings())
+
+
+@dataclass(frozen=True, repr=False)
+class Embeddings:
+    """The textual inversions of the server's folder: those that prompts may name, and others'."""
+
+    loaded: tuple[Embedding, ...] = ()
+    skipped: tuple[Embedding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         variant=settings.variant,
         revision=settings.revision,
     )
+    embeddings = _embeddings(settings, model)
     optimise = _optimisations(settings, model)
     backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
@@ -105,7 +116,18 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
-    return Opened(model, engine, library)
+    return Opened(model, engine, library, embeddings)
+
+
+def _embeddings(settings: ServeSettings, model: Model) -> Embeddings:
+    """What the folder has, added to the model; InputError for no folder, ModelError for two of one name."""
+    if settings.embeddings is None:
+        return Embeddings()
+    loaded, skipped = models.add_fitting(model, settings.embeddings)
+    LOG.info("embeddings: %s", ", ".join(one.name for one in loaded) or "none that are for this model")
+    if skipped:
+        LOG.warning("embeddings of other models, not used: %s", ", ".join(one.name for one in skipped))
+    return Embeddings(tuple(loaded), tuple(skipped))
 
 
 def _name_hash(model: Model) -> None:

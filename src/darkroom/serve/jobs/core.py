@@ -515,6 +515,10 @@ class Core:
         library = self._library()
         return [] if library is None else library.cards()
 
+    def embeddings(self) -> opening.Embeddings:
+        """The textual inversions that prompts may name, and those that are for other models."""
+        return opening.Embeddings() if self._opened is None else self._opened.embeddings
+
     def status(self) -> cards.Status:
         """The server as it is now."""
         trouble = self.trouble()
