@@ -150,7 +150,7 @@ def _counted(
 def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
-    unet = ControlledUnet(job.backend.unet, job.controls.image_prompts)
+    unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
 
     def run(rows: list[Row]) -> None:
         nonlocal done

@@ -1,32 +1,124 @@
-"""What steers pictures beside prompts, through HTTP: embeddings by name."""
+"""What steers pictures beside prompts, through HTTP: embeddings by name, nets with their pictures."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import diffusers
+import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import save_file
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from serve.api.conftest import opened
+from darkroom import models, sample
+from darkroom.models.image_prompt import cross_attentions
+from darkroom.sample import Control
+from serve.api.conftest import base64_of, opened
 from serve.conftest import Server, difference
 
 QUICK: dict[str, Any] = {"steps": 4, "seed": 5}
 
 
-@pytest.fixture(scope="module")
-def http(small, model_folder, tmp_path_factory) -> Iterator[Any]:
-    """A server with embeddings."""
-    folder = tmp_path_factory.mktemp("conditions")
-    width = small.text_encoders[0].config.hidden_size
-    (folder / "embeddings").mkdir()
+def shaken(net: Any, seed: int) -> Any:
+    """Weights that do something: a fresh net's last convolutions are zero."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(torch.randn(weight.shape, generator=draw) * 0.1)
+    return net
+
+
+def write_embeddings(folder: Path, width: int) -> None:
+    """`zorp` for the model, `foreign` for one of another width."""
+    folder.mkdir()
     draw = torch.Generator().manual_seed(0)
     for name, wide in (("zorp", width), ("foreign", width + 8)):
         vectors = 3 * torch.randn(2, wide, generator=draw)
-        save_file({"emb_params": vectors}, str(folder / "embeddings" / f"{name}.safetensors"))
-    server = Server(model_folder, folder / "state", "--embeddings", str(folder / "embeddings"))
+        save_file({"emb_params": vectors}, str(folder / f"{name}.safetensors"))
+
+
+def write_nets(folder: Path, model: Any, other: Any) -> None:
+    """ControlNets `edges`, `depth` and `pose` (a file), T2I-Adapter `sketch`, IP-Adapter `face`; `foreign`
+    is for another model, `broken` no net at all."""
+
+    def controlnet(of: Any, seed: int) -> Any:
+        torch.manual_seed(seed)
+        channels = (16, 32, 96, 256)[: of.vae_factor.bit_length()]
+        made = diffusers.ControlNetModel.from_unet(of.unet, conditioning_embedding_out_channels=channels)
+        return shaken(made, seed)
+
+    controlnet(model, 1).save_pretrained(str(folder / "edges"))
+    controlnet(other, 1).save_pretrained(str(folder / "foreign"))
+    controlnet(model, 2).save_pretrained(str(folder / "depth"))
+    wide = list(model.unet.config.block_out_channels)
+    sketch = diffusers.T2IAdapter(3, wide, 1, model.vae_factor, "full_adapter")
+    shaken(sketch, 3).save_pretrained(str(folder / "sketch"))
+    controlnet(model, 4).save_pretrained(str(folder / "saved"))
+    (folder / "saved" / "diffusion_pytorch_model.safetensors").rename(folder / "pose.safetensors")
+    shutil.rmtree(folder / "saved")
+    write_image_prompt(folder / "face.safetensors", model)
+    (folder / "broken.safetensors").write_bytes(b"no net")
+
+
+def write_image_prompt(file: Path, model: Any) -> None:
+    """An IP-Adapter of random weights in the layout of the published files, and its encoder beside it."""
+    draw = torch.Generator().manual_seed(6)
+    width = int(model.unet.config.cross_attention_dim)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return 0.3 * torch.randn(*shape, generator=draw)
+
+    tensors = {
+        "image_proj.proj.weight": weight(4 * width, 24),
+        "image_proj.proj.bias": weight(4 * width),
+        "image_proj.norm.weight": torch.ones(width),
+        "image_proj.norm.bias": torch.zeros(width),
+    }
+    for i, (_, attention) in enumerate(cross_attentions(model.unet)):
+        for part in "kv":
+            tensors[f"ip_adapter.{2 * i + 1}.to_{part}_ip.weight"] = weight(
+                attention.to_k.out_features, width
+            )
+    save_file(tensors, str(file))
+    torch.manual_seed(6)
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        projection_dim=24,
+        image_size=32,
+        patch_size=8,
+    )
+    CLIPVisionModelWithProjection(vision).save_pretrained(str(file.parent / "image_encoder"))
+
+
+@pytest.fixture(scope="module")
+def nets(small, tmp_path_factory) -> Path:
+    """A folder of nets."""
+    folder = tmp_path_factory.mktemp("nets")
+    write_nets(folder, small, models.create("tiny", seed=1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def http(small, nets, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Any]:
+    """A server with embeddings, adapters and nets, with memory for two nets."""
+    folder = tmp_path_factory.mktemp("conditions")
+    write_embeddings(folder / "embeddings", small.text_encoders[0].config.hidden_size)
+    needs = 4 * models.describe_control(nets / "edges", small).num_weights
+    server = Server(
+        model_folder,
+        folder / "state",
+        *("--embeddings", str(folder / "embeddings"), "--adapters", str(adapter_folder)),
+        *("--controls", str(nets), "--control-memory", str(int(2.2 * needs))),
+    )
     yield server.ready().http
     server.kill()
 
@@ -58,3 +150,165 @@ def test_embeddings_are_words_of_every_api_and_listed(http, small):
     assert difference(pictures["zorp"], pictures["ZORP"]) == 0
     assert difference(pictures["zorp"], pictures["zorb"]) >= 3
     assert difference(drawn(http, prompt="a zorp"), pictures["zorp"]) <= 1
+
+
+def steering(seed: int) -> Image.Image:
+    """A picture of 4 by 4 squares."""
+    small = np.random.default_rng(seed).integers(0, 255, (4, 4, 3), np.uint8)
+    return Image.fromarray(small).resize((32, 32), Image.Resampling.NEAREST)
+
+
+MIXED: list[list[dict[str, Any]]] = [
+    [],
+    [{"net": "edges"}],
+    [{"net": "depth", "weight": 0.7, "start": 0.25}, {"net": "edges", "weight": 0.5, "guess": True}],
+    [],
+    [{"net": "sketch", "weight": 0.8, "end": 0.5}],
+    [{"net": "depth", "map": "invert"}],
+    [{"net": "edges"}, {"net": "sketch"}],
+    [{"net": "pose"}],
+    [{"net": "face", "weight": 0.9}],
+    [{"net": "face", "weight": 0.9}, {"net": "pose"}],
+]
+NAMES = ("depth", "edges", "face", "pose", "sketch")
+
+
+def file_of(nets: Path, name: str) -> Path:
+    return next(file for file in (nets / name, nets / f"{name}.safetensors") if file.exists())
+
+
+def test_each_row_of_a_mixed_batch_is_its_lone_run(http, small, nets):
+    bodies = [
+        {
+            "prompt": f"a horse number {i}",
+            "steps": 6 + i % 2,
+            "seed": i,
+            "guidance": 4.0 if i % 3 else 1.0,
+            "solver": "euler",
+            "adapters": [{"name": "style1"}] if i == 5 else [],
+            "controls": [{**one, "image": base64_of(steering(i + j))} for j, one in enumerate(controls)],
+        }
+        for i, controls in enumerate(MIXED)
+    ]
+    jobs = [http.post("/jobs", json=body).json()["id"] for body in bodies]
+    for i, (job, controls) in enumerate(zip(jobs, MIXED, strict=True)):
+        told = http.get(f"/jobs/{job}", params={"wait_s": 60}).json()
+        assert told["state"] == "done", told
+        made = opened(http.get(f"/jobs/{job}/pictures/0").content)
+        if i == 5:  # its adapter is compared elsewhere
+            continue
+        asked = [
+            Control(
+                file_of(nets, one["net"]), steering(i + j), **{k: v for k, v in one.items() if k != "net"}
+            )
+            for j, one in enumerate(controls)
+        ]
+        lone, plain = (
+            sample.generate(
+                small,
+                f"a horse number {i}",
+                steps=6 + i % 2,
+                seed=i,
+                guidance=4.0 if i % 3 else 1.0,
+                solver="euler",
+                controls=some,
+                optimise="none",
+                notice=lambda _: None,
+            )[0]
+            for some in (asked, [])
+        )
+        assert difference(made, lone.image) <= 2, controls
+        assert (difference(made, plain.image) >= 4) == bool(controls)
+        assert [one["name"] for one in told["pictures"][0].get("controls", [])] == [
+            one["net"] for one in controls
+        ]
+    cards = {card["name"]: card for card in http.get("/model").json()["controls"]}
+    needs = {name: models.describe_control(file_of(nets, name), small).num_weights for name in NAMES}
+    loaded = sum(needs[name] for name, card in cards.items() if card["loaded"])
+    assert 0 < loaded <= 2.2 * needs["edges"] < sum(needs.values())
+
+
+def ask(http: Any, dialect: str, controls: list[dict[str, Any]]) -> Any:
+    """A picture in a dialect, with these nets or none."""
+    if dialect == "openai":
+        body = {"prompt": "a horse", "seed": 5, "num_inference_steps": 4, "response_format": "b64_json"}
+        return http.post("/v1/images/generations", json={**body, "controls": controls})
+    if dialect == "huggingface":
+        told = {"seed": 5, "num_inference_steps": 4, "controls": controls}
+        return http.post("/", json={"inputs": "a horse", "parameters": told})
+    if dialect == "kserve":
+        name = http.get("/model").json()["name"]
+        prompt = {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["a horse"]}
+        told = {"seed": 5, "steps": 4, "controls": json.dumps(controls)}
+        return http.post(f"/v2/models/{name}/infer", json={"inputs": [prompt], "parameters": told})
+    units = [{"model": f"{one['net']} [0123abcd]", "image": one["image"]} for one in controls]
+    return http.post(
+        "/sdapi/v1/txt2img",
+        json={**QUICK, "prompt": "a horse", "alwayson_scripts": {"ControlNet": {"args": units}}},
+    )
+
+
+def picture_of(answer: Any, dialect: str) -> Image.Image:
+    assert answer.status_code == 200, answer.text
+    if dialect == "huggingface":
+        return opened(answer.content)
+    told = answer.json()
+    found = {
+        "openai": lambda: told["data"][0]["b64_json"],
+        "kserve": lambda: told["outputs"][0]["data"][0],
+        "a1111": lambda: told["images"][0],
+    }
+    return opened(found[dialect]())
+
+
+def test_every_dialect_takes_nets(http, nets, small):
+    wanted = [{"net": "edges", "image": base64_of(steering(9))}]
+    settings = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    steered = [Control(nets / "edges", steering(9))]
+    lone = sample.generate(small, "a horse", controls=steered, **settings)[0].image
+    for dialect in ("openai", "huggingface", "kserve", "a1111"):
+        assert difference(picture_of(ask(http, dialect, wanted), dialect), lone) <= 2, dialect
+        assert difference(picture_of(ask(http, dialect, []), dialect), lone) >= 4, dialect
+
+
+def test_the_extensions_lists(http):
+    assert http.get("/controlnet/model_list").json() == {"model_list": sorted([*NAMES, "broken", "foreign"])}
+    modules = http.get("/controlnet/module_list").json()["module_list"]
+    assert {"none", "canny", "scribble_xdog"} <= set(modules)
+    body = {"controlnet_module": "invert", "controlnet_input_images": [base64_of(steering(1))]}
+    made = opened(http.post("/controlnet/detect", json=body).json()["images"][0])
+    assert difference(ImageOps.invert(made), steering(1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("control", "code", "named"),
+    [
+        ({"net": "nobody"}, "unusable_control", "edges"),
+        ({"net": "foreign"}, "unusable_control", "another model"),
+        ({"net": "broken"}, "unusable_control", "damaged"),
+        ({"net": "edges", "map": "pose"}, "unusable_control", "canny"),
+        ({"net": "edges", "start": 0.5, "end": 0.5}, "invalid_value", "start is before end"),
+        ({"net": "edges", "image": "bm8gcGljdHVyZQ=="}, "invalid_picture", "controls.0.image"),
+        ({"net": "edges", "mask": base64_of(Image.new("L", (8, 8)))}, "unusable_control", "IP-Adapters"),
+    ],
+    ids=["unknown", "another family", "broken", "map", "interval", "picture", "mask"],
+)
+def test_what_cannot_steer_is_refused_before_anything_is_drawn(http, control, code, named):
+    body = {"prompt": "a horse", "controls": [{"image": base64_of(steering(0)), **control}]}
+    told = http.post("/jobs", json=body)
+    assert told.status_code == 422
+    assert told.json()["error"]["code"] == code
+    assert named in told.json()["error"]["message"]
+
+
+def test_too_many_nets_are_refused(http):
+    picture = base64_of(steering(0))
+    for count, named in ((4, "at most 3"), (9, "at most 8")):
+        body = {"prompt": "a horse", "controls": [{"net": "edges", "image": picture}] * count}
+        told = http.post("/jobs", json=body)
+        assert told.status_code == 422
+        assert named in told.json()["error"]["message"]
+    three = [{"net": name, "image": picture} for name in ("edges", "depth", "pose")]
+    told = http.post("/jobs", json={"prompt": "a horse", "controls": three})
+    assert told.status_code == 422
+    assert "--control-memory" in told.json()["error"]["message"]

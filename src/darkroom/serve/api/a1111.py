@@ -24,11 +24,12 @@ from darkroom.errors import InputError
 from darkroom.models.embeddings import Embedding
 from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
 from darkroom.sample.pictures import a1111_text, parse_a1111
+from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.admission import Rates, checked_picture
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, HiresChoice, Job, PictureRequest, Uploads
+from darkroom.serve.request import MAX_SEED, ControlUpload, HiresChoice, Job, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 
 PREFIX = "sdapi-"
@@ -58,6 +59,7 @@ class Txt2Img(BaseModel):
     eta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     denoising_strength: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     override_settings: dict[str, Any] | None = None
+    alwayson_scripts: dict[str, Any] | None = Field(None, description="controlnet, as its extension has it")
     enable_hr: bool | None = False
     hr_scale: float | None = Field(None, ge=1, le=8, allow_inf_nan=False, description="none: 2")
     hr_second_pass_steps: int | None = Field(0, ge=0, le=1000, description="0: as the first pass")
@@ -82,7 +84,9 @@ class Txt2Img(BaseModel):
 
     def echo(self) -> dict[str, Any]:
         """What was given, as far as it is known and of use."""
-        told = self.model_dump(include=set(type(self).model_fields) - {"init_images", "mask"})
+        told = self.model_dump(
+            include=set(type(self).model_fields) - {"init_images", "mask", "alwayson_scripts"}
+        )
         used = {k: v for k, v in (self.override_settings or {}).items() if k in USED_SETTINGS}
         return {**told, "override_settings": used}
 
@@ -106,7 +110,20 @@ class Txt2Img(BaseModel):
             clip_skip=self._clip_skip(core),
             strength=None,
             hires=self._hires(),
+            controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
+
+    def uploads(self, core: Core) -> Uploads | None:
+        """The pictures of the ControlNet extension's units. Takes a while."""
+        controls = self._control_pictures(core, None)
+        return Uploads(controls=controls) if controls else None
+
+    def _control_pictures(self, core: Core, start: bytes | None) -> tuple[ControlUpload, ...]:
+        units = units_of(self.alwayson_scripts)
+        if not units:
+            return ()
+        size = self.width or self.height or core.model.width, self.height or self.width or core.model.height
+        return tuple(unit.pictures(size, start, core.limits) for unit in units)
 
     def _hires(self) -> HiresChoice | None:
         if not self.enable_hr:
@@ -154,13 +171,14 @@ class Img2Img(Txt2Img):
                 422, "not_served", "inpaint_full_res: only the whole picture", param="inpaint_full_res"
             )
 
-    def uploads(self, limits: Limits) -> Uploads:
+    def uploads(self, core: Core) -> Uploads:
         """The pictures; those that are not as told are found by the core, which opens them. Takes a while."""
         image = decoded(self.init_images[0], "init_images")
+        controls = self._control_pictures(core, image)
         if self.mask is None:
-            return Uploads(image)
+            return Uploads(image, controls=controls)
         mask = decoded(self.mask, "mask")
-        return Uploads(image, _inverted(mask, limits) if self.inpainting_mask_invert else mask)
+        return Uploads(image, _inverted(mask, core.limits) if self.inpainting_mask_invert else mask, controls)
 
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core. A strength of 0 changes nothing, and is refused."""
@@ -193,7 +211,9 @@ def a1111_router(core: Core) -> APIRouter:
     @router.post("/txt2img")
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
         """Pictures of a prompt."""
-        return await _answer(core, body, body.request(core), request, None)
+        wanted = body.request(core)
+        uploads = await asyncio.to_thread(body.uploads, core)
+        return await _answer(core, body, wanted, request, uploads)
 
     @router.post("/img2img")
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
@@ -201,7 +221,7 @@ def a1111_router(core: Core) -> APIRouter:
         wanted = body.request(core)
         if body.mask is not None and body.inpainting_mask_invert:
             reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core.limits)
+        uploads = await asyncio.to_thread(body.uploads, core)
         return await _answer(core, body, wanted, request, uploads)
 
     @router.get("/progress")
@@ -468,7 +488,6 @@ UNUSED = frozenset(
 The exceptions are `mask_blur` and `inpainting_fill`: every client sends A1111's own values of these.
 """
 REFUSED: dict[str, tuple[Neutral, ...]] = {
-    "alwayson_scripts": ({}, None),
     "disable_extra_networks": (False, None),
     "eta_noise_seed_delta": (0, None),
     "firstphase_height": (0, None),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from darkroom.models.model import Model
     from darkroom.sample.adapters import Encode
     from darkroom.serve.engine.adapters import Library
+    from darkroom.serve.engine.nets import Nets
 
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -70,15 +71,15 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     guidance = settings.resolved(table.solver, model.guidance).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
     evaluations = 2 if guidance > 1 and not distilled else 1
-    larger = _larger(model, settings, (width, height), evaluations)
-    return Shape(width, height, len(table), evaluations, larger)
+    larger = _larger(model, settings, (width, height), evaluations, len(request.controls))
+    return Shape(width, height, len(table), evaluations, larger, len(request.controls))
 
 
 def _larger(
-    model: Model, settings: sample.GenerateSettings, size: tuple[int, int], evaluations: int
+    model: Model, settings: sample.GenerateSettings, size: tuple[int, int], evaluations: int, nets: int
 ) -> Shape | None:
     found = second_pass(model, settings, size)
-    return None if found is None else Shape(*found.size, len(found.table), evaluations)
+    return None if found is None else Shape(*found.size, len(found.table), evaluations, nets=nets)
 
 
 class _Job(sample.Job):
@@ -111,7 +112,7 @@ class Studio:
         """What would keep the first jobs waiting: learn to glance at latents."""
         self._glance = self._glance or Glance.learnt(self.backend, channels_of(self.model))
 
-    def prepare(self, works: Sequence[Work], library: Library | None) -> Failures:
+    def prepare(self, works: Sequence[Work], library: Library | None, nets: Nets | None = None) -> Failures:
         """Check and encode works, their texts together; those that cannot be are returned with the reason."""
         failed: Failures = []
         fresh = [work for work in works if work.prepared is None]
@@ -120,7 +121,7 @@ class Studio:
         for work in fresh:
             try:
                 with while_wanted(self._wanted([work])):
-                    work.prepared = self._prepared(work, library)
+                    work.prepared = self._prepared(work, library, nets)
             except Stopped:
                 continue
             except Exception as error:
@@ -131,7 +132,7 @@ class Studio:
         """Tells whether anybody waits for one of these still."""
         return lambda: not self.stopping and any(not work.over for work in works)
 
-    def _prepared(self, work: Work, library: Library | None) -> sample.Job:
+    def _prepared(self, work: Work, library: Library | None, nets: Nets | None) -> sample.Job:
         adapted = library.lend(work) if library is not None and work.adapters else None
         uploads = work.uploads or Uploads()
         return _Job(
@@ -143,6 +144,7 @@ class Studio:
             adapted=adapted,
             image=_opened(uploads.image),
             mask=_opened(uploads.mask),
+            controls=None if nets is None or not work.request.controls else nets.lend(work),
         )
 
     def start(self, ticket: Ticket) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from darkroom import sample
     from darkroom.models.adapters.bank import Staged
+    from darkroom.models.control import ControlNet
+    from darkroom.models.image_prompt import ImagePrompt
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Loan:
     read: Read
 
 
+NET_COST = 0.5
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a request costs, as far as the engine needs to know beforehand."""
@@ -69,6 +74,13 @@ class Shape:
     """U-Net rows a step: 2 with guidance."""
     larger: Shape | None = None
     """Of the second pass."""
+    nets: int = 0
+    """That steer it."""
+
+    @property
+    def row_cost(self) -> float:
+        """Evaluations a step, with its nets': each is about half a U-Net."""
+        return self.evaluations * (1 + NET_COST * self.nets)
 
     @property
     def pixels(self) -> int:
@@ -77,12 +89,12 @@ class Shape:
 
     def load(self, own_pixels: int) -> float:
         """Evaluations of a picture's step, counted in pictures of the model's own size."""
-        return self.evaluations * self.pixels / own_pixels
+        return self.row_cost * self.pixels / own_pixels
 
     @property
     def cost(self) -> float:
         """Work of one picture's first pass: pixels x steps x evaluations."""
-        return float(self.pixels * self.steps * self.evaluations)
+        return self.pixels * self.steps * self.row_cost
 
     @property
     def whole_cost(self) -> float:
@@ -202,6 +214,8 @@ class Work:
     prepared: sample.Job | None = None
     lent: dict[str, Loan] = field(default_factory=dict)
     """Where its adapters are, by name."""
+    nets: dict[str, ControlNet | ImagePrompt] = field(default_factory=dict)
+    """Its nets in memory, by name."""
     tickets: list[Ticket] = field(default_factory=list)
     pictures: dict[int, sample.Picture] = field(default_factory=dict)
     files: dict[int, Future[bytes]] = field(default_factory=dict)

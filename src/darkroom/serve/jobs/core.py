@@ -37,6 +37,7 @@ from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
 
 if TYPE_CHECKING:
     from darkroom.serve.engine.adapters import Library
+    from darkroom.serve.engine.nets import NetCard
 
 
 LOG = logging.getLogger("darkroom.serve")
@@ -213,8 +214,9 @@ class Core:
         self._loop.end_tasks()
         if self.engine is not None:
             self.left_at_work = not await asyncio.to_thread(self.engine.stop)
-        if (library := self._library()) is not None:
-            library.close()
+        for shelf in (self._library(), None if self._opened is None else self._opened.nets):
+            if shelf is not None:
+                shelf.close()
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
             with suppress(StorageError, OSError):
@@ -350,6 +352,7 @@ class Core:
         def checked() -> Shape:
             image, mask = admission.opened_images(request, uploads, self.limits)
             shape = admission.check_shape(model, request, self.limits, image, mask=mask)
+            admission.check_controls(request, uploads, self.limits, engine.nets, shape)
             admission.check_load(model, shape, engine.largest_load)
             admission.check_texts(model, request)
             return shape
@@ -514,6 +517,11 @@ class Core:
         """The adapters that a request may name."""
         library = self._library()
         return [] if library is None else library.cards()
+
+    def nets(self) -> list[NetCard]:
+        """The nets that a request may name."""
+        nets = None if self._opened is None else self._opened.nets
+        return [] if nets is None else nets.cards()
 
     def embeddings(self) -> opening.Embeddings:
         """The textual inversions that prompts may name, and those that are for other models."""
