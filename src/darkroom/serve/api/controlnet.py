@@ -1,4 +1,4 @@
-"""A1111's ControlNet extension: its units in `alwayson_scripts.controlnet.args`, and the `/controlnet` routes.
+"""A1111's ControlNet extension: its units in `alwayson_scripts`, and the `/controlnet` routes.
 
 A unit's `model` is a net of the server's folder. What its picture is made into (`module`) is one of the maps
 that need no weights; depth, pose and the like come as finished maps with module `none`.
@@ -7,11 +7,10 @@ that need no weights; depth, pose and the like come as finished maps with module
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
