@@ -175,8 +175,9 @@ def describe_image_prompt(
     numbers = sorted({int(key.split(".")[1]) for key in shapes if key.startswith(LAYER_PREFIX)})
     try:
         layers = [
-            tuple(
-                torch.empty(shapes[f"{LAYER_PREFIX}{n}.to_{part}_ip.weight"], device="meta") for part in "kv"
+            (
+                torch.empty(shapes[f"{LAYER_PREFIX}{n}.to_k_ip.weight"], device="meta"),
+                torch.empty(shapes[f"{LAYER_PREFIX}{n}.to_v_ip.weight"], device="meta"),
             )
             for n in numbers
         ]

@@ -104,6 +104,12 @@ class PictureRequest(_Strict):
     strength: float | None = Field(
         None, gt=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
     )
+    only_masked: int | None = Field(
+        None,
+        ge=0,
+        le=8192,
+        description="with a mask: draw only its part and so many pixels around, at the size",
+    )
     hires: HiresChoice | None = Field(None, description="a second pass at a larger size; not with an upload")
     adapters: tuple[AdapterChoice, ...] = Field(
         (), max_length=MOST_ADAPTERS, description="of the server's folder"

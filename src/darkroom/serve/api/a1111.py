@@ -24,6 +24,7 @@ from darkroom.errors import InputError
 from darkroom.models.embeddings import Embedding
 from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
 from darkroom.sample.pictures import a1111_text, parse_a1111
+from darkroom.serve.api.a1111_server import add_server_routes
 from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.errors import Refused
@@ -162,14 +163,7 @@ class Img2Img(Txt2Img):
     mask: str | None = None
     inpainting_mask_invert: int | bool | None = 0
     inpaint_full_res: bool | int | None = None
-
-    def check_others(self) -> None:
-        """As above, and of the mask."""
-        super().check_others()
-        if self.mask is not None and self.inpaint_full_res:
-            raise Refused(
-                422, "not_served", "inpaint_full_res: only the whole picture", param="inpaint_full_res"
-            )
+    inpaint_full_res_padding: int | None = Field(None, ge=0, le=8192)
 
     def uploads(self, core: Core) -> Uploads:
         """The pictures; those that are not as told are found by the core, which opens them. Takes a while."""
@@ -185,7 +179,15 @@ class Img2Img(Txt2Img):
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
         if not strength:
             raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
-        return super().request(core).model_copy(update={"strength": strength})
+        return (
+            super().request(core).model_copy(update={"strength": strength, "only_masked": self._only_masked})
+        )
+
+    @property
+    def _only_masked(self) -> int | None:
+        """How many pixels around the mask are drawn with it; None: the whole picture."""
+        wanted = self.mask is not None and self.inpaint_full_res
+        return (self.inpaint_full_res_padding or 0) if wanted else None
 
 
 def _inverted(mask: bytes, limits: Limits) -> bytes:
@@ -228,13 +230,22 @@ def a1111_router(core: Core) -> APIRouter:
     async def progress(
         request: Request, skip_current_image: Annotated[bool, Query()] = False
     ) -> dict[str, Any]:
-        """How far the caller's own oldest running job is."""
-        return _progress(await _own(core, request))
+        """How far the caller's own oldest running job is; the picture is that of an earlier question."""
+        jobs = await _own(core, request)
+        shown = None if skip_current_image or not jobs else core.glance(jobs[0].id, key=jobs[0].key)
+        return {**_progress(jobs), "current_image": None if shown is None else encoded(shown)}
 
     @router.post("/interrupt")
     async def interrupt(request: Request) -> dict[str, Any]:
         """Cancels the caller's own jobs of this dialect, no one else's."""
         for job in await _own(core, request):
+            await core.cancel(job.id, key=job.key)
+        return {}
+
+    @router.post("/skip")
+    async def skip(request: Request) -> dict[str, Any]:
+        """Cancels the caller's own oldest running job of this dialect."""
+        for job in (await _own(core, request))[:1]:
             await core.cancel(job.id, key=job.key)
         return {}
 
@@ -245,6 +256,7 @@ def a1111_router(core: Core) -> APIRouter:
         return await asyncio.to_thread(_png_info, core, body.image)
 
     _add_lists(router, core)
+    add_server_routes(router, core, reading)
     return router
 
 
@@ -430,7 +442,6 @@ def _progress(jobs: Sequence[Job]) -> dict[str, Any]:
         "progress": share,
         "eta_relative": eta_s,
         "state": state,
-        "current_image": None,
         "textinfo": text,
     }
 

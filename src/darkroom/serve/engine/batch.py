@@ -13,7 +13,7 @@ from darkroom import sample
 from darkroom.errors import InputError, is_out_of_memory
 from darkroom.models.adapters.bank import SLOTS, WEIGHTS
 from darkroom.sample.denoise import Unet
-from darkroom.serve.engine.tickets import Ticket
+from darkroom.serve.engine.tickets import GLANCE, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -106,6 +106,9 @@ class Bucket:
         for i, ticket in enumerate(self.tickets):
             if ticket.preview_at and ticket.step in ticket.preview_at:
                 stepped.previews.append((ticket, ticket.preview_at[ticket.step], x0_BCHW[i]))
+            if ticket.glance:
+                ticket.glance = False
+                stepped.previews.append((ticket, GLANCE, x0_BCHW[i]))
 
     def _apart(self, unet: Unet, stepped: Stepped, error: BaseException) -> None:
         """Each row by itself: those that fail alone too are to blame."""

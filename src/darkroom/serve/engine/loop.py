@@ -28,7 +28,7 @@ from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, fixed, padde
 from darkroom.serve.engine.executors import Aside, Between, Steps
 from darkroom.serve.engine.fairness import Admits, Drawing, Entry, FairQueue, admitted_after
 from darkroom.serve.engine.runner import Studio
-from darkroom.serve.engine.tickets import Preview, Shape, Ticket, Work, png_of
+from darkroom.serve.engine.tickets import GLANCE, Preview, Shape, Ticket, Work, png_of
 from darkroom.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -502,7 +502,10 @@ class Engine:
                 work.over, work.decoded_s = True, time.monotonic()
                 work.listener.made(work)
         for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
-            ticket.work.previews.append(Preview(ticket.index, index, ticket.step, png_of(image)))
+            if index == GLANCE:
+                ticket.work.glance = png_of(image)
+            else:
+                ticket.work.previews.append(Preview(ticket.index, index, ticket.step, png_of(image)))
         with self._condition:
             self._call()
 

@@ -57,6 +57,7 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         weighting=request.weighting,
         clip_skip=request.clip_skip,
         strength=request.strength,
+        only_masked=request.only_masked,
         hires=None if request.hires is None else sample.Hires(**request.hires.model_dump()),
     )
 
@@ -67,7 +68,7 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     if image is not None and settings.strength is None:  # as much as a mask would have redone
         settings = settings.model_copy(update={"strength": 1.0})
     table = table_for(model, settings)
-    width, height = checked_size(model, settings.size, image)
+    width, height = checked_size(model, settings.size, image if settings.only_masked is None else None)
     guidance = settings.resolved(table.solver, model.guidance).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
     evaluations = 2 if guidance > 1 and not distilled else 1

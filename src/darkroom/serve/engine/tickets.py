@@ -128,6 +128,10 @@ class Preview:
     png: bytes
 
 
+GLANCE = -1
+"""In place of a preview's index: of no event, but for who asks."""
+
+
 def png_of(image: Image.Image) -> bytes:
     """A picture as a PNG file without parameters."""
     buffer = io.BytesIO()
@@ -148,6 +152,8 @@ class Ticket:
     row: sample.Row | None = None
     preview_at: dict[int, int] = field(default_factory=dict)
     """After which step which preview is due."""
+    glance: bool = False
+    """Somebody asks what it looks like: so it does after the next step."""
     meter_s: float = 0.0
     """The bucket's meter when it came aboard."""
     done: bool = False
@@ -221,6 +227,8 @@ class Work:
     files: dict[int, Future[bytes]] = field(default_factory=dict)
     """Of its pictures, once they have gone through the hooks."""
     previews: list[Preview] = field(default_factory=list)
+    glance: bytes | None = None
+    """What a picture of it looked like when somebody asked last, as PNG."""
     watchers: int = 0
     device_s: float = 0.0
     over: bool = False

@@ -23,7 +23,7 @@ from darkroom.errors import DarkroomError, InputError
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.control import MAPS
 from darkroom.sample.generate import DEFAULT_STEPS, check_parts
-from darkroom.sample.inputs import check_mask
+from darkroom.sample.inputs import check_mask, masked_box, read_mask
 from darkroom.sample.prompt_schedule import schedule
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
@@ -56,7 +56,7 @@ MOST_KEYS = 10_000
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     """The same for the same body: what makes sending a job twice harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
-    later = {name for name in ("hires", "controls") if not getattr(request, name)}
+    later = {name for name in ("hires", "controls", "only_masked") if getattr(request, name) in (None, ())}
     said = request.model_dump(mode="json", exclude=later)
     told = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
@@ -171,6 +171,10 @@ def check_shape(
         check_parts(model, has_mask=mask is not None)
         if mask is not None and image is not None:
             check_mask(mask, image)
+            if request.only_masked is not None:
+                masked_box(read_mask(mask), image.size, 0, image.size)
+        elif request.only_masked is not None:
+            raise InputError("only_masked without a mask")
     except InputError as error:
         raise Refused(422, "invalid_value", say(error), param="mask") from error
     if request.seed is not None and request.seed + request.num - 1 > MAX_SEED:

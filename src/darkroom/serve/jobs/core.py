@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import ValidationError
 
 import darkroom
@@ -517,6 +518,24 @@ class Core:
         """The adapters that a request may name."""
         library = self._library()
         return [] if library is None else library.cards()
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where pictures are drawn, once the model is there."""
+        return None if self._opened is None else self._opened.engine.studio.backend.device
+
+    def glance(self, job_id: str, *, key: str) -> bytes | None:
+        """The latest sight of a running job, as PNG, and asks for a newer one; None where there is none yet.
+
+        None with hooks: they see finished pictures only, and a sight would get past them.
+        """
+        live = self._lives.find(key, job_id)
+        if live is None or self.settings.hooks:
+            return None
+        ticket = next((one for one in live.work.tickets if one.row is not None and not one.done), None)
+        if ticket is not None:
+            ticket.glance = True
+        return live.work.glance
 
     def nets(self) -> list[NetCard]:
         """The nets that a request may name."""

@@ -251,8 +251,9 @@ class Keeper:
 
     def check(self, work: Work, index: int) -> None:
         """Have the hooks see a finished picture, while others of its work may still be drawn."""
-        given = () if work.uploads is None else tuple(work.uploads.files().values())
-        origin = Origin(int(work.uid[:8], 16), given)
+        # Not those of controls: nothing of them is in the picture.
+        given = () if work.uploads is None else (work.uploads.image, work.uploads.mask)
+        origin = Origin(int(work.uid[:8], 16), tuple(one for one in given if one is not None))
         work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index], origin)
         work.files[index].add_done_callback(lambda file: self._checked(work, file))
 
