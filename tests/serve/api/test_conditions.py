@@ -13,7 +13,8 @@ from PIL import Image, ImageOps
 from safetensors.torch import save_file
 
 from darkroom import models, sample
-from darkroom.sample import Control
+from darkroom.sample import Control, Hires
+from darkroom.serve.engine.tickets import png_of
 from serve.api.conftest import base64_of, opened
 from serve.conftest import Server, difference
 from serve.nets import NAMES, file_of, steering, write_nets
@@ -95,6 +96,8 @@ MIXED: list[list[dict[str, Any]]] = [
     [{"net": "face", "weight": 0.9}],
     [{"net": "face", "weight": 0.9}, {"net": "pose"}],
 ]
+LARGER, HIRES = 6, {"scale": 1.5, "strength": 0.6}
+"""The request with a second pass."""
 
 
 def test_each_row_of_a_mixed_batch_is_its_lone_run(http, small, nets):
@@ -106,6 +109,7 @@ def test_each_row_of_a_mixed_batch_is_its_lone_run(http, small, nets):
             "guidance": 4.0 if i % 3 else 1.0,
             "solver": "euler",
             "adapters": [{"name": "style1"}] if i == 5 else [],
+            "hires": HIRES if i == LARGER else None,
             "controls": [{**one, "image": base64_of(steering(i + j))} for j, one in enumerate(controls)],
         }
         for i, controls in enumerate(MIXED)
@@ -132,6 +136,7 @@ def test_each_row_of_a_mixed_batch_is_its_lone_run(http, small, nets):
                 guidance=4.0 if i % 3 else 1.0,
                 solver="euler",
                 controls=some,
+                hires=Hires(**HIRES) if i == LARGER else None,
                 optimise="none",
                 notice=lambda _: None,
             )[0]
@@ -191,6 +196,63 @@ def test_every_dialect_takes_nets(http, nets, small):
         assert difference(picture_of(ask(http, dialect, []), dialect), lone) >= 4, dialect
 
 
+def test_a_picture_to_start_from_goes_with_nets(http, nets, small):
+    start = steering(3)
+    told = {"steps": 4, "seed": 5, "strength": 0.8, "optimise": "none", "notice": lambda _: None}
+    for net_picture in (steering(9), start):
+        steered = [Control(nets / "edges", net_picture)]
+        lone = sample.generate(small, "a horse", image=start, controls=steered, **told)[0].image
+        unit = {"model": "edges", "module": "None", "resize_mode": "Just Resize"}
+        if net_picture is start:  # that of img2img where the unit has none
+            form = {"image": base64_of(start)}
+        else:
+            form = {"image": base64_of(net_picture)}
+            unit |= form
+        body = {
+            **QUICK,
+            "prompt": "a horse",
+            "denoising_strength": 0.8,
+            "init_images": [base64_of(start)],
+            "alwayson_scripts": {"controlnet": {"args": [unit, {"enabled": False}]}},
+        }
+        answer = http.post("/sdapi/v1/img2img", json=body)
+        assert difference(picture_of(answer, "a1111"), lone) <= 2
+        fields = {"prompt": "a horse", "seed": "5", "num_inference_steps": "4", "strength": "0.8"}
+        answer = http.post(
+            "/v1/images/edits",
+            data={**fields, "controls": json.dumps([{"net": "edges", **form}])},
+            files={"image": ("a.png", png_of(start), "image/png")},
+        )
+        assert difference(picture_of(answer, "openai"), lone) <= 2
+    plain = sample.generate(small, "a horse", image=start, **told)[0].image
+    assert difference(plain, lone) >= 4
+
+
+def test_a_units_picture_is_cut_to_the_shape(http, nets, small):
+    wide = steering(9).resize((64, 32), Image.Resampling.NEAREST)
+    found = {}
+    for mode in (0, 1, 2):
+        unit = {"model": "edges", "image": base64_of(wide), "resize_mode": mode}
+        body = {**QUICK, "prompt": "a horse", "alwayson_scripts": {"controlnet": {"args": [unit]}}}
+        found[mode] = picture_of(http.post("/sdapi/v1/txt2img", json=body), "a1111")
+    settings = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    for mode, seen in ((0, wide), (1, wide.crop((16, 0, 48, 32)))):
+        lone = sample.generate(small, "a horse", controls=[Control(nets / "edges", seen)], **settings)[0]
+        assert difference(found[mode], lone.image) <= 2
+    assert difference(found[0], found[1]) >= 4
+    assert difference(found[2], found[1]) >= 3
+    for unit, named in (
+        ({"model": "None"}, "model_list"),
+        ({"model": "edges", "module": "openpose"}, "module"),
+        ({"model": "edges", "control_mode": 1}, "control_mode"),
+        ({"model": "edges", "weight": "much"}, "weight"),
+    ):
+        body = {"prompt": "a", "alwayson_scripts": {"controlnet": {"args": [unit]}}}
+        told = http.post("/sdapi/v1/txt2img", json=body)
+        assert told.status_code == 422
+        assert named in told.json()["detail"]
+
+
 def test_the_extensions_lists(http):
     assert http.get("/controlnet/model_list").json() == {"model_list": sorted([*NAMES, "broken", "foreign"])}
     modules = http.get("/controlnet/module_list").json()["module_list"]
@@ -206,7 +268,7 @@ def test_the_extensions_lists(http):
         ({"net": "nobody"}, "unusable_control", "edges"),
         ({"net": "foreign"}, "unusable_control", "another model"),
         ({"net": "broken"}, "unusable_control", "damaged"),
-        ({"net": "edges", "map": "pose"}, "unusable_control", "canny"),
+        ({"net": "edges", "map": "pose"}, "invalid_value", "scribble"),
         ({"net": "edges", "start": 0.5, "end": 0.5}, "invalid_value", "start is before end"),
         ({"net": "edges", "image": "bm8gcGljdHVyZQ=="}, "invalid_picture", "controls.0.image"),
         ({"net": "edges", "mask": base64_of(Image.new("L", (8, 8)))}, "unusable_control", "IP-Adapters"),

@@ -13,6 +13,7 @@ from PIL import Image
 from darkroom import sample
 from darkroom.errors import InputError
 from darkroom.sample import Control
+from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.jobs.admission import digest_of
 from darkroom.serve.jobs.core import Core
@@ -100,6 +101,13 @@ def test_nets_that_do_not_fit_together_take_turns_and_a_cancelled_one_leaves(run
     assert states[4] in ("cancelled", "done")
     assert 0 < most <= 1.2 * needs
     assert (users, load) == ({}, 0.0)
+
+
+def test_a_net_counts_half_an_evaluation(small):
+    plain = STEERED.model_copy(update={"controls": ()})
+    two = STEERED.model_copy(update={"controls": STEERED.controls * 2})
+    loads = [shape_of(small, one).load(small.sample_size**2) for one in (plain, STEERED, two)]
+    assert loads == [2.0, 3.0, 4.0]
 
 
 def test_digests_of_kept_jobs_stay_and_pictures_of_controls_count():

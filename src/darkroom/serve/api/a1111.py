@@ -124,6 +124,9 @@ class Txt2Img(BaseModel):
         if not units:
             return ()
         size = self.width or self.height or core.model.width, self.height or self.width or core.model.height
+        if max(size) > core.limits.side_pixels:  # here, for pictures are brought into their shape below
+            most = f"width: at most {core.limits.side_pixels} pixels"
+            raise Refused(422, "over_limit", most, param="width")
         return tuple(unit.pictures(size, start, core.limits) for unit in units)
 
     def _hires(self) -> HiresChoice | None:
@@ -214,6 +217,8 @@ def a1111_router(core: Core) -> APIRouter:
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
         """Pictures of a prompt."""
         wanted = body.request(core)
+        if wanted.controls:
+            reading.take(caller(request))
         uploads = await asyncio.to_thread(body.uploads, core)
         return await _answer(core, body, wanted, request, uploads)
 
@@ -221,7 +226,7 @@ def a1111_router(core: Core) -> APIRouter:
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
         """Pictures that start from one."""
         wanted = body.request(core)
-        if body.mask is not None and body.inpainting_mask_invert:
+        if wanted.controls or (body.mask is not None and body.inpainting_mask_invert):
             reading.take(caller(request))
         uploads = await asyncio.to_thread(body.uploads, core)
         return await _answer(core, body, wanted, request, uploads)

@@ -18,7 +18,7 @@ from darkroom.sample.control import MAPS
 from darkroom.serve.api.shared import caller, decoded, encoded, route_in
 from darkroom.serve.engine.tickets import png_of
 from darkroom.serve.errors import Refused
-from darkroom.serve.jobs.admission import Rates, checked_picture
+from darkroom.serve.jobs.admission import Rates, check_map, checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import MOST_CONTROLS, ControlChoice, ControlUpload
 from darkroom.serve.settings import Limits
@@ -224,6 +224,7 @@ def controlnet_router(core: Core) -> APIRouter:
         if name is None:
             message = f"controlnet_module: one of {', '.join(MODULES)}"
             raise Refused(422, "invalid_value", message, param="controlnet_module")
+        check_map(name)
 
         def made() -> list[str]:
             images = [

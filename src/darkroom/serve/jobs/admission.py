@@ -325,6 +325,8 @@ def check_controls(
     for i, (choice, pictures) in enumerate(zip(request.controls, given, strict=True)):
         try:
             _check_control(nets, choice, pictures, shape)
+        except Refused:
+            raise
         except DarkroomError as error:
             told = f"controls: {say(error)}"
             raise Refused(422, "unusable_control", told, param=f"controls.{i}") from error
@@ -337,12 +339,18 @@ def check_controls(
         raise Refused(422, "over_limit", f"controls: {say(error)}", param="controls") from error
 
 
+def check_map(name: str) -> None:
+    """422 for a map that is not known, or that this server lacks a package for."""
+    served = [one for one in MAPS if one != "canny" or find_spec("cv2") is not None]
+    if name not in served:
+        told = name[:40].encode("ascii", "replace").decode()
+        message = f"controls: map '{told}'; allowed here: {', '.join(served)}"
+        raise Refused(422, "invalid_value", message, param="controls")
+
+
 def _check_control(nets: Nets, choice: ControlChoice, pictures: ControlUpload, shape: Shape) -> None:
+    check_map(choice.map)
     known = nets.describe(choice.net)
-    if choice.map not in MAPS:
-        raise InputError(f"map '{choice.map[:40]}'", allowed=", ".join(MAPS))
-    if choice.map == "canny" and find_spec("cv2") is None:
-        raise InputError("map canny: not installed on this server", allowed=", ".join({*MAPS} - {"canny"}))
     if pictures.mask is not None and known.kind != "ip-adapter":
         raise InputError(f"a mask for {known.kind} '{choice.net}'", allowed="masks of IP-Adapters")
     for one in filter(None, (shape, shape.larger)):

@@ -561,6 +561,8 @@ class Core:
         if self._opened is not None:
             device = self._opened.engine.studio.backend.device
             self.metrics.device_memory.set(opening.used_bytes(device))
+            if (nets := self._opened.nets) is not None:
+                self.metrics.net_memory.set(nets.bytes)
         return self.metrics.text()
 
     def queue_age_s(self) -> float:
