@@ -218,6 +218,22 @@ class Controls:
         """The IP-Adapters, each once, in the order in which the U-Net has them installed."""
         return list(dict.fromkeys(net for net in self.nets if isinstance(net, ImagePrompt)))
 
+    def cropped(self, box: tuple[int, int, int, int], whole: tuple[int, int]) -> Controls:
+        """For a part of a picture of a size (width, height): maps and masks are of the whole, as it is.
+
+        The picture that an IP-Adapter reads is no map: it stays.
+        """
+
+        def part(image: Image.Image) -> Image.Image:
+            return image.resize(whole, Image.Resampling.LANCZOS).crop(box)
+
+        images = [
+            image if isinstance(net, ImagePrompt) else part(image)
+            for image, net in zip(self.images, self.nets, strict=True)
+        ]
+        masks = [None if mask is None else part(mask) for mask in self.masks]
+        return Controls(self.controls, self.nets, images, masks)
+
     def to(self, backend: Backend) -> None:
         """Bring the nets to where the backend computes. InputError where it cannot add residuals."""
         if not self.nets:

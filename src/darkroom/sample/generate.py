@@ -265,6 +265,7 @@ class Job:
         if settings.only_masked is not None and self.image is not None and self.mask is not None:
             self.size = checked_size(model, settings.size)
             self.part = inputs.Part.around(self.image, self.mask, settings.only_masked, self.size)
+            self.controls = self.controls.cropped(self.part.box, self.image.size)
             self.image, self.mask = self.part.image, self.part.mask
         self.first = Pass(model, self.table, self.size)
         self.hires = second_pass(model, self.settings, self.size)

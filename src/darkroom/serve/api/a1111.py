@@ -127,7 +127,14 @@ class Txt2Img(BaseModel):
         if max(size) > core.limits.side_pixels:  # here, for pictures are brought into their shape below
             most = f"width: at most {core.limits.side_pixels} pixels"
             raise Refused(422, "over_limit", most, param="width")
+        if start is not None and self._only_masked is not None:  # they are maps of the whole picture
+            size = checked_picture(start, core.limits, "init_images").size
         return tuple(unit.pictures(size, start, core.limits) for unit in units)
+
+    @property
+    def _only_masked(self) -> int | None:
+        """How many pixels around the mask are drawn with it; None: the whole picture."""
+        return None
 
     def _hires(self) -> HiresChoice | None:
         if not self.enable_hr:

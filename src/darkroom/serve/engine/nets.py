@@ -7,7 +7,6 @@ together take no more than the bound, also while one is being read.
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections import OrderedDict
@@ -17,15 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from PIL import Image
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models.control import ControlCard, ControlNet, describe_control, read_control
 from darkroom.models.image_prompt import ENCODER_FOLDER, ImagePrompt, install
 from darkroom.sample.control import Control, Controls
-from darkroom.serve.engine.runner import FORMATS
 from darkroom.serve.engine.shelf import SUFFIX, Shelf, may_be_named, scan
-from darkroom.serve.engine.tickets import File, Ticket, Work
+from darkroom.serve.engine.tickets import File, Ticket, Work, opened
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -234,22 +231,17 @@ class Nets(Shelf):
         controls = [
             Control(
                 work.nets[choice.net],
-                _opened(given.image),
+                opened(given.image),
                 choice.weight,
                 choice.start,
                 choice.end,
                 choice.guess,
                 choice.map,
-                None if given.mask is None else _opened(given.mask),
+                None if given.mask is None else opened(given.mask),
             )
             for choice, given in zip(work.request.controls, uploads, strict=True)
         ]
         return Controls.read(controls, self.model)
-
-
-def _opened(content: bytes) -> Image.Image:
-    """An upload that admission has let in."""
-    return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def _folder_of_net(entry: os.DirEntry[str]) -> File | None:

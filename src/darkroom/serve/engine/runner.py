@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from darkroom.sample.denoise import Condition
 from darkroom.sample.generate import checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
 from darkroom.sample.prompts import encode_prompts, read_parts
-from darkroom.serve.engine.tickets import Shape, Ticket, Work, preview_steps
+from darkroom.serve.engine.tickets import Shape, Ticket, Work, opened, preview_steps
 from darkroom.serve.request import PictureRequest, Uploads
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.nets import Nets
 
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-"""Of uploads."""
 Failures = list[tuple[Work, BaseException]]
 FEW_LATENTS = 16 * 16
 """So few values a channel the VAE decodes in no time: previews of such pictures are as the picture itself."""
@@ -143,8 +140,8 @@ class Studio:
             settings_of(work.request),
             self.backend,
             adapted=adapted,
-            image=_opened(uploads.image),
-            mask=_opened(uploads.mask),
+            image=None if uploads.image is None else opened(uploads.image),
+            mask=None if uploads.mask is None else opened(uploads.mask),
             controls=None if nets is None or not work.request.controls else nets.lend(work),
         )
 
@@ -237,11 +234,6 @@ def _changes_texts(work: Work, library: Library | None) -> bool:
     if library is None or not work.adapters:
         return False
     return any(path.startswith("text_encoder") for path in library.bank.layers)
-
-
-def _opened(content: bytes | None) -> Image.Image | None:
-    """An upload that admission has let in."""
-    return None if content is None else Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def _by_size(tickets: Iterable[Ticket]) -> Iterable[list[Ticket]]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from PIL import Image
+
 from darkroom.serve.engine.fairness import Entry
 from darkroom.serve.metrics import PHASES
 from darkroom.serve.request import PRIORITIES, PictureRequest, Uploads
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from darkroom import sample
     from darkroom.models.adapters.bank import Staged
     from darkroom.models.control import ControlNet
@@ -130,6 +130,15 @@ class Preview:
 
 GLANCE = -1
 """In place of a preview's index: of no event, but for who asks."""
+
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""Of uploads."""
+
+
+def opened(content: bytes) -> Image.Image:
+    """An upload that admission has let in."""
+    return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def png_of(image: Image.Image) -> bytes:

@@ -28,8 +28,8 @@ from darkroom.sample.prompt_schedule import schedule
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.loop import Engine
-from darkroom.serve.engine.runner import FORMATS, shape_of
-from darkroom.serve.engine.tickets import Shape
+from darkroom.serve.engine.runner import shape_of
+from darkroom.serve.engine.tickets import FORMATS, Shape
 from darkroom.serve.errors import Refused, say
 from darkroom.serve.jobs.store import OverQuota, Record
 from darkroom.serve.request import (
