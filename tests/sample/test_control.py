@@ -17,6 +17,7 @@ from test_generate import pipeline_of
 
 from darkroom import models
 from darkroom.errors import InputError, ModelError
+from darkroom.models.control import ControlCard
 from darkroom.models.model import Model
 from darkroom.sample import Control, generate
 
@@ -210,6 +211,13 @@ def test_a_single_file_is_the_same_net(wide: Model, tmp_path: Path, keys: str) -
     reference = drawn(wide, controls=[Control(folder, picture())])
     assert apart(drawn(wide, controls=[Control(file, picture())]), reference) == 0
     assert apart(reference, drawn(wide)) >= 4
+    weights = sum(value.numel() for value in net.state_dict().values())
+    for path in (folder, file):  # what is known of it before its weights are read
+        assert models.describe_control(path, wide) == ControlCard("controlnet", 1, weights)
+    narrow = models.create("tiny", seed=1, overrides={"unet": {"block_out_channels": [16, 32]}})
+    for path in (folder, file):
+        with pytest.raises(ModelError, match="for another model"):
+            models.describe_control(path, narrow)
 
 
 @pytest.fixture(scope="module")

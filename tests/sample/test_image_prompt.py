@@ -166,7 +166,7 @@ def test_rows_with_and_without_share_the_calls(tiny: Model, tmp_path: Path) -> N
             )
             for i, controls in enumerate(kinds)
         ]
-        unet = ControlledUnet(jobs[0].backend.unet, prompts)
+        unet = ControlledUnet(jobs[0].backend.unet, dict(enumerate(prompts)))
 
         def latents(chosen: list[int]) -> list[torch.Tensor]:
             rows = [jobs[i].row(0) for i in chosen]

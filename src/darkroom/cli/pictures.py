@@ -26,6 +26,8 @@ from darkroom.cli.door import (
 from darkroom.errors import InputError
 from darkroom.hardware import cpu
 
+ONLY_MASKED_HELP = "with a mask: draw only its part and so many pixels around, at --size, and put it back"
+
 
 @app.command()
 def generate(
@@ -67,6 +69,7 @@ def generate(
     strength: Annotated[
         float | None, typer.Option(help="how much of the steps; default: 0.75, with a mask 1")
     ] = None,
+    only_masked: Annotated[int | None, typer.Option(min=0, help=ONLY_MASKED_HELP)] = None,
     paste: Annotated[bool, typer.Option(help="keep the picture outside the mask to the pixel")] = True,
     hires: Annotated[
         str | None, typer.Option(help="a second, larger pass: SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6")
@@ -114,6 +117,7 @@ def generate(
         "num": num,
         "size": size_of(size),
         "strength": strength,
+        "only_masked": only_masked,
         "paste": paste,
         "weighting": weighting,
         "clip_skip": clip_skip,

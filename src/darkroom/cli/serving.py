@@ -23,6 +23,11 @@ ADAPTERS_HELP = "a folder of LoRA files; new ones appear by themselves"
 Adapters = Annotated[Path | None, typer.Option(help=ADAPTERS_HELP)]
 Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")]
 MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
+CONTROLS_HELP = "a folder of ControlNets, T2I-Adapters and IP-Adapters; new ones appear by themselves"
+ControlFolder = Annotated[Path | None, typer.Option("--controls", help=CONTROLS_HELP)]
+CONTROL_MEMORY_HELP = "of nets at once, such as 4GB; default: a quarter of what is free"
+ControlMemory = Annotated[str | None, typer.Option(help=CONTROL_MEMORY_HELP)]
+Embeddings = Annotated[Path | None, typer.Option(help="a folder of textual inversions, by name in prompts")]
 Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
 KeyFile = Annotated[Path | None, typer.Option(help="the API keys that are accepted; see --make-key")]
@@ -110,6 +115,9 @@ def serve(
     adapters: Adapters = None,
     slots: Slots = 16,
     max_rank: MaxRank = 64,
+    embeddings: Embeddings = None,
+    controls: ControlFolder = None,
+    control_memory: ControlMemory = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: KeyFile = None,
@@ -216,6 +224,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     same = {name: said[name] for name in ServeSettings.model_fields if name in said}
     told = {
         "model": said["model"] if said["model"] is not None else model_of(),
+        "control_memory": _bytes(said["control_memory"]),
         "key_file": said["api_key_file"],
         "origins": tuple(_origin(one) for one in said["origin"] or ()),
         "hosts": tuple(said["allow_host"] or ()),
@@ -274,6 +283,10 @@ def _limits_file(path: Path) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise InputError(f"--limits '{path}'", allowed="NAME: VALUE lines, and keys: with limits by key")
     return told
+
+
+def _bytes(given: str | None) -> int | None:
+    return None if given is None else options.parse_bytes(given)
 
 
 def _prefix(given: str) -> str:

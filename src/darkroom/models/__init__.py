@@ -13,9 +13,9 @@ from darkroom.models.adapters.export import describe_adapter, export_adapter, ex
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.metadata import about
 from darkroom.models.adapters.read import fit, merge, merge_all, read_adapter, write_adapter
-from darkroom.models.control import ControlNet, read_control
-from darkroom.models.embeddings import Embedding, add_embeddings, find_embeddings, read_embedding
-from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_text_width, create
+from darkroom.models.control import ControlNet, describe_control, read_control
+from darkroom.models.embeddings import Embedding, add_embeddings, add_fitting, find_embeddings, read_embedding
+from darkroom.models.families import FAMILIES, PUBLISHED, Family, check_fit, check_text_width, create
 from darkroom.models.folder import (
     base_family,
     describe,
@@ -49,12 +49,15 @@ __all__ = [
     "Model",
     "about",
     "add_embeddings",
+    "add_fitting",
     "base_family",
+    "check_fit",
     "check_text_width",
     "choose_precision",
     "create",
     "describe",
     "describe_adapter",
+    "describe_control",
     "device",
     "export_adapter",
     "export_merged",

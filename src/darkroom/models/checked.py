@@ -103,6 +103,13 @@ def tensor_types(files: Iterable[Path]) -> dict[str, str]:
     return types
 
 
+def tensor_shapes(files: Iterable[Path]) -> dict[str, list[int]]:
+    """Of each tensor in safetensors files its shape; `tensor_types` has found them whole."""
+    return {
+        name: list(told["shape"]) for file in files for name, told in _header(file) if name != "__metadata__"
+    }
+
+
 def _header(file: Path) -> list[tuple[str, Any]]:
     """Names and descriptions of a file's tensors, also those given twice; safetensors has read it before."""
     with file.open("rb") as stream:

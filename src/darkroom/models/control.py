@@ -10,6 +10,8 @@ Shapes: B rows, C H W latents, h w pixels.
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,13 +19,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from darkroom.errors import ModelError
-from darkroom.models.checked import FLOATS, check_complete, read_json, tensor_types, weight_files
+from darkroom.models.checked import (
+    FLOATS,
+    check_complete,
+    read_json,
+    tensor_shapes,
+    tensor_types,
+    weight_files,
+)
 from darkroom.models.folder import read_part
 from darkroom.models.image_prompt import (
     LAYER_PREFIX,
     STRENGTH,
     TOKENS,
     ImagePrompt,
+    describe_image_prompt,
     is_image_prompt,
     read_image_prompt,
 )
@@ -35,6 +45,8 @@ if TYPE_CHECKING:
 Kind = Literal["controlnet", "t2i-adapter"]
 LDM_PREFIX = "control_model."
 LDM_KEY, DIFFUSERS_KEY = "input_hint_block.0.weight", "controlnet_cond_embedding.conv_in.weight"
+
+ALLOWED = "a diffusers folder or a .safetensors file"
 
 DOWN, MID, FEATURE = "down_residual", "mid_residual", "down_feature"
 """Names under which the U-Net gets what nets add, a row for every row of x."""
@@ -168,9 +180,7 @@ def read_control(
         elif path.is_file():
             net = _from_file(path, name, model, image_encoder)
         else:
-            raise ModelError(
-                f"no ControlNet at '{path}'", allowed="a diffusers folder or a .safetensors file"
-            )
+            raise ModelError(f"no ControlNet at '{path}'", allowed=ALLOWED)
     net.fit(model)
     if isinstance(net, ControlNet):
         for module in filter(None, (net.module, net.hint)):
@@ -178,7 +188,62 @@ def read_control(
     return net
 
 
+@dataclass(frozen=True)
+class ControlCard:
+    """What is known of a net before its weights are read."""
+
+    kind: Kind | Literal["ip-adapter"]
+    size_unit: int
+    """What the sides of its picture must be multiples of, in pixels."""
+    num_weights: int
+    """An IP-Adapter's with those of its encoder."""
+
+
+def describe_control(path: str | Path, model: Model, image_encoder: str | Path | None = None) -> ControlCard:
+    """A net by its configuration and the shapes of its tensors: no weights are read.
+
+    ModelError, as `read_control`, for what cannot be read or is for another model.
+    """
+    path = Path(path)
+    with quiet(), torch.device("meta"):
+        if path.is_dir():
+            kind, module = _kind_of(path)
+            net = ControlNet(path.stem, kind, module.from_config(read_json(path / "config.json")), "")
+            files = weight_files(path, None)
+        elif path.is_file() and path.suffix == ".safetensors":
+            files = [path]
+            types = tensor_types(files)
+            if is_image_prompt(list(types)):
+                shapes = tensor_shapes(files)
+                encoder = describe_image_prompt(path, path.stem, shapes, model, image_encoder)
+                more = tensor_shapes(weight_files(encoder, None))
+                return ControlCard("ip-adapter", 1, _count(shapes) + _count(more))
+            net = _from_file(path, path.stem, model, None, weights=False)  # type: ignore[assignment]
+        else:
+            raise ModelError(f"no ControlNet at '{path}'", allowed=ALLOWED)
+        net.fit(model)
+    tensor_types(files)
+    return ControlCard(net.kind, net.size_unit, _count(tensor_shapes(files)))
+
+
+def _count(shapes: Mapping[str, Sequence[int]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
 def _from_folder(path: Path, name: str) -> ControlNet:
+    kind, cls = _kind_of(path)
+    module = read_part(cls, path)
+    digest = hashlib.sha256()
+    for weights in weight_files(path, None):
+        with weights.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    if kind == "t2i-adapter":
+        return ControlNet(name, kind, module, digest.hexdigest())
+    return _controlnet(name, module, digest.hexdigest())
+
+
+def _kind_of(path: Path) -> tuple[Kind, Any]:
+    """What a folder of diffusers holds, and its class."""
     from diffusers import ControlNetModel, T2IAdapter
 
     kinds = {"ControlNetModel": ControlNetModel, "T2IAdapter": T2IAdapter}
@@ -190,14 +255,7 @@ def _from_folder(path: Path, name: str) -> ControlNet:
     kind = read_json(file).get("_class_name")
     if kind not in kinds:
         raise ModelError(f"'{path}' is a {kind}", allowed=", ".join(kinds))
-    module = read_part(kinds[kind], path)
-    digest = hashlib.sha256()
-    for weights in weight_files(path, None):
-        with weights.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    if kind == "T2IAdapter":
-        return ControlNet(name, "t2i-adapter", module, digest.hexdigest())
-    return _controlnet(name, module, digest.hexdigest())
+    return "t2i-adapter" if kind == "T2IAdapter" else "controlnet", kinds[kind]
 
 
 def _controlnet(name: str, module: Any, sha256: str) -> ControlNet:
@@ -212,7 +270,7 @@ def _controlnet(name: str, module: Any, sha256: str) -> ControlNet:
 
 
 def _from_file(
-    path: Path, name: str, model: Model, image_encoder: str | Path | None
+    path: Path, name: str, model: Model, image_encoder: str | Path | None, *, weights: bool = True
 ) -> ControlNet | ImagePrompt:
     from diffusers import ControlNetModel
     from diffusers.loaders.single_file_utils import convert_controlnet_checkpoint
@@ -224,8 +282,10 @@ def _from_file(
         )
     model.needs_unet(f"ControlNet '{name}'")
     types = tensor_types([path])
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = ""
+    if weights:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if is_image_prompt(list(types)):
         return read_image_prompt(path, name, digest, model, image_encoder)
     plain = {key.removeprefix(LDM_PREFIX): kind for key, kind in types.items()}
@@ -234,7 +294,11 @@ def _from_file(
         raise ModelError(f"'{path}' holds no ControlNet", allowed=allowed)
     check_complete(f"'{path}'", whole_numbers=[key for key, kind in plain.items() if kind not in FLOATS])
     module = ControlNetModel.from_unet(model.unet, load_weights_from_unet=False)
-    tensors = {key.removeprefix(LDM_PREFIX): tensor.float() for key, tensor in load_file(str(path)).items()}
+    if weights:
+        tensors = {key: tensor.float() for key, tensor in load_file(str(path)).items()}
+    else:
+        tensors = {key: torch.empty(shape) for key, shape in tensor_shapes([path]).items()}
+    tensors = {key.removeprefix(LDM_PREFIX): tensor for key, tensor in tensors.items()}
     if LDM_KEY in tensors:
         try:
             tensors = convert_controlnet_checkpoint(tensors, dict(module.config))
@@ -274,7 +338,11 @@ def take_residuals(added: dict[str, torch.Tensor]) -> dict[str, Any]:
             "mid_block_additional_residual": added.pop(MID),
         }
     tokens, strengths = (
-        [added.pop(name) for name in sorted(added) if name.startswith(prefix)]
+        {
+            int(name.removeprefix(f"{prefix}_")): added.pop(name)
+            for name in sorted(added)
+            if name.startswith(prefix)
+        }
         for prefix in (TOKENS, STRENGTH)
     )
     if tokens:

@@ -118,6 +118,21 @@ def find_embeddings(folder: str | Path, texts: Iterable[str] | None = None) -> l
     return found
 
 
+def add_fitting(model: Model, folder: str | Path) -> tuple[list[Embedding], list[Embedding]]:
+    """Teach a model all the textual inversions of a folder that are for it; gives those, and the others."""
+    fitting: list[Embedding] = []
+    others: list[Embedding] = []
+    for one in find_embeddings(folder):
+        try:
+            one.fit(model)
+        except ModelError:
+            others.append(one)
+        else:
+            fitting.append(one)
+    add_embeddings(model, fitting)
+    return fitting, others
+
+
 def add_embeddings(model: Model, embeddings: Sequence[Embedding]) -> None:
     """Teach a model's tokenizers and text encoders the words, in place: prompts may use them from now on.
 

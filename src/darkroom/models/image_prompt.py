@@ -9,7 +9,7 @@ Shapes: B rows, N tokens, D text width, L places of a level, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +161,32 @@ def read_image_prompt(
     return found
 
 
+def describe_image_prompt(
+    path: Path,
+    name: str,
+    shapes: Mapping[str, Sequence[int]],
+    model: Model,
+    encoder: str | Path | None = None,
+) -> Path:
+    """The folder of an IP-Adapter's encoder, with no more than the shapes of its tensors known.
+
+    ModelError for one of another model, or without an encoder.
+    """
+    numbers = sorted({int(key.split(".")[1]) for key in shapes if key.startswith(LAYER_PREFIX)})
+    try:
+        layers = [
+            (
+                torch.empty(shapes[f"{LAYER_PREFIX}{n}.to_k_ip.weight"], device="meta"),
+                torch.empty(shapes[f"{LAYER_PREFIX}{n}.to_v_ip.weight"], device="meta"),
+            )
+            for n in numbers
+        ]
+    except KeyError as error:
+        raise ModelError(f"'{path}' is no IP-Adapter that is known: {error}") from error
+    ImagePrompt(name, None, layers, None, "").fit(model)
+    return _encoder_folder(path, model, encoder)
+
+
 def _encoder_folder(path: Path, model: Model, given: str | Path | None) -> Path:
     places = [path.parent / ENCODER_FOLDER, path.parent.parent / ENCODER_FOLDER]
     if model.path is not None:
@@ -196,7 +222,7 @@ def _check_encoder(found: ImagePrompt) -> None:
 class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
     """Cross-attention to text, and to each installed adapter's tokens with the rows' strengths."""
 
-    def __init__(self, index: int, adapters: Sequence[ImagePrompt]) -> None:
+    def __init__(self, index: int, adapters: Mapping[int, ImagePrompt]) -> None:
         super().__init__()
         self.index, self.adapters = index, adapters
 
@@ -210,11 +236,11 @@ class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         temb: torch.Tensor | None = None,
-        ip_hidden_states: Sequence[torch.Tensor] = (),
-        ip_adapter_masks: Sequence[torch.Tensor] = (),
+        ip_hidden_states: Mapping[int, torch.Tensor] | None = None,
+        ip_adapter_masks: Mapping[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """[B, L, D] to [B, L, D]."""
-        if not ip_hidden_states:
+        """[B, L, D] to [B, L, D]; tokens and strengths by the adapter's place."""
+        if not ip_hidden_states or not ip_adapter_masks:
             out: torch.Tensor = super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, temb
             )
@@ -227,8 +253,9 @@ class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
         q = by_heads(attn.to_q(hidden_states))
         text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         mixed = F.scaled_dot_product_attention(q, by_heads(attn.to_k(text)), by_heads(attn.to_v(text)))
-        for adapter, tokens, strength in zip(self.adapters, ip_hidden_states, ip_adapter_masks, strict=True):
-            keys, values = adapter.layers[self.index]
+        for place, tokens in ip_hidden_states.items():
+            strength = ip_adapter_masks[place]
+            keys, values = self.adapters[place].layers[self.index]
             seen = F.scaled_dot_product_attention(
                 q, by_heads(F.linear(tokens, keys)), by_heads(F.linear(tokens, values))
             )
@@ -254,17 +281,23 @@ def installed(model: Model, adapters: Sequence[ImagePrompt]) -> Iterator[None]:
     if not adapters:
         yield
         return
-    unet: Any = model.unet
     for adapter in adapters:
         adapter.fit(model)
-    attentions = [attention for _, attention in cross_attentions(unet)]
+    attentions = [attention for _, attention in cross_attentions(model.unet)]
     before = [attention.processor for attention in attentions]
-    if any(getattr(attention, "fused_projections", False) for attention in attentions):
-        raise InputError("IP-Adapters with fused_qkv", mend="leave fused_qkv out")
-    for index, attention in enumerate(attentions):
-        attention.processor = ImageAttention(index, adapters)
+    install(model, dict(enumerate(adapters)))
     try:
         yield
     finally:
         for attention, processor in zip(attentions, before, strict=True):
             attention.processor = processor
+
+
+def install(model: Model, adapters: Mapping[int, ImagePrompt]) -> None:
+    """The U-Net's cross-attentions read the tokens of adapters by their place from now on; those may change
+    between calls. A call without tokens is as before."""
+    attentions = [attention for _, attention in cross_attentions(model.unet)]
+    if any(getattr(attention, "fused_projections", False) for attention in attentions):
+        raise InputError("IP-Adapters with fused_qkv", mend="leave fused_qkv out")
+    for index, attention in enumerate(attentions):
+        attention.processor = ImageAttention(index, adapters)

@@ -9,7 +9,7 @@ Shapes: B rows, C H W latents, h w pixels, D channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -218,19 +218,27 @@ class Controls:
         """The IP-Adapters, each once, in the order in which the U-Net has them installed."""
         return list(dict.fromkeys(net for net in self.nets if isinstance(net, ImagePrompt)))
 
+    def cropped(self, box: tuple[int, int, int, int], whole: tuple[int, int]) -> Controls:
+        """For a part of a picture of a size (width, height): maps and masks are of the whole, as it is.
+
+        The picture that an IP-Adapter reads is no map: it stays.
+        """
+
+        def part(image: Image.Image) -> Image.Image:
+            return image.resize(whole, Image.Resampling.LANCZOS).crop(box)
+
+        images = [
+            image if isinstance(net, ImagePrompt) else part(image)
+            for image, net in zip(self.images, self.nets, strict=True)
+        ]
+        masks = [None if mask is None else part(mask) for mask in self.masks]
+        return Controls(self.controls, self.nets, images, masks)
+
     def to(self, backend: Backend) -> None:
         """Bring the nets to where the backend computes. InputError where it cannot add residuals."""
         if not self.nets:
             return
-        if backend.name not in ("torch", "compile"):
-            raise InputError(f"controls with backend {backend.name}", allowed="torch, compile")
-        if any(
-            name.partition(":")[0] in ("feature_cache", "trace", "cuda_graphs") for name in backend.optimised
-        ):
-            raise InputError(
-                f"controls with {', '.join(backend.optimised)}",
-                mend="leave feature_cache, trace and cuda_graphs out",
-            )
+        check_backend(backend)
         for net in self.nets:
             net.to(backend.device, backend.dtype)
 
@@ -294,6 +302,17 @@ class Controls:
         ]
 
 
+def check_backend(backend: Backend) -> None:
+    """InputError where a backend cannot add residuals."""
+    if backend.name not in ("torch", "compile"):
+        raise InputError(f"controls with backend {backend.name}", allowed="torch, compile")
+    if any(name.partition(":")[0] in ("feature_cache", "trace", "cuda_graphs") for name in backend.optimised):
+        raise InputError(
+            f"controls with {', '.join(backend.optimised)}",
+            mend="leave feature_cache, trace and cuda_graphs out",
+        )
+
+
 def to_map(image: Image.Image, size: tuple[int, int], channels: int) -> torch.Tensor:
     """A map at a size (width, height) as nets read it: [1, channels, h, w] of 0 to 1."""
     mode = {1: "L", 3: "RGB"}.get(channels)
@@ -313,11 +332,12 @@ def _mask(mask: Image.Image, size: tuple[int, int], net: ControlNet | ImagePromp
 class ControlledUnet:
     """A U-Net with what each row's nets add; rows without any cost nothing.
 
-    `image_prompts` are the IP-Adapters that are installed in it, in their order.
+    `image_prompts` are the IP-Adapters that are installed in it, by place; others may come between calls.
     """
 
-    def __init__(self, unet: Unet, image_prompts: Sequence[ImagePrompt] = ()) -> None:
-        self.unet, self.image_prompts = unet, tuple(image_prompts)
+    def __init__(self, unet: Unet, image_prompts: Mapping[int, ImagePrompt] | None = None) -> None:
+        self.unet = unet
+        self.image_prompts: Mapping[int, ImagePrompt] = {} if image_prompts is None else image_prompts
 
     def __call__(
         self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
@@ -335,13 +355,16 @@ class ControlledUnet:
             for control in row.controls
             if control.weight and control.active(row, unguided)
         ]
-        return partial(_controlled, unet, at_work, self.image_prompts) if at_work else unet
+        if not at_work:
+            return unet
+        places = {prompt: place for place, prompt in tuple(self.image_prompts.items())}
+        return partial(_controlled, unet, at_work, places)
 
 
 def _controlled(
     unet: Unet,
     at_work: Sequence[tuple[int, RowControl, bool]],
-    image_prompts: Sequence[ImagePrompt],
+    places_of: Mapping[ImagePrompt, int],
     x: torch.Tensor,
     t: torch.Tensor,
     text: torch.Tensor,
@@ -368,11 +391,12 @@ def _controlled(
             if name not in sums:
                 sums[name] = level.new_zeros(len(x), *level.shape[1:])
             sums[name].index_add_(0, places, weighted)
-    if any(isinstance(control.net, ImagePrompt) for _, control, _ in at_work):
-        for slot, prompt in enumerate(image_prompts):
+    for prompt in dict.fromkeys(control.net for _, control, _ in at_work):
+        if isinstance(prompt, ImagePrompt):
             images = [one for one in at_work if one[1].net is prompt]
             tokens, strength = _image_tokens(prompt, images, text)
-            sums |= {f"{TOKENS}_{slot:02}": tokens, f"{STRENGTH}_{slot:02}": strength}
+            place = places_of[prompt]
+            sums |= {f"{TOKENS}_{place:02}": tokens, f"{STRENGTH}_{place:02}": strength}
     return unet(x, t, text, {**added, **sums})
 
 

@@ -150,7 +150,7 @@ def _counted(
 def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
-    unet = ControlledUnet(job.backend.unet, job.controls.image_prompts)
+    unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
 
     def run(rows: list[Row]) -> None:
         nonlocal done
@@ -261,6 +261,12 @@ class Job:
         self.table = table_for(model, settings)
         self.settings = settings.resolved(self.table.solver, model.guidance)
         self.size = checked_size(model, settings.size, self.image)
+        self.part: inputs.Part | None = None
+        if settings.only_masked is not None and self.image is not None and self.mask is not None:
+            self.size = checked_size(model, settings.size)
+            self.part = inputs.Part.around(self.image, self.mask, settings.only_masked, self.size)
+            self.controls = self.controls.cropped(self.part.box, self.image.size)
+            self.image, self.mask = self.part.image, self.part.mask
         self.first = Pass(model, self.table, self.size)
         self.hires = second_pass(model, self.settings, self.size)
         self.num_pictures = len(prompts) * settings.num
@@ -441,7 +447,8 @@ class Job:
         if self.image is None or self.image.size == self.size:
             return []
         given, taken = ("x".join(map(str, size)) for size in (self.image.size, self.size))
-        return [f"the picture of {given} pixels is taken at {taken}"]
+        what = "the picture" if self.part is None else "the masked part"
+        return [f"{what} of {given} pixels is taken at {taken}"]
 
     @property
     def guidance(self) -> float:
@@ -549,11 +556,13 @@ class Job:
         """Decoded pictures, the first of which is picture `start`, with what they are made with."""
         if self.image is not None and self.mask is not None and self.settings.paste:
             images = [inputs.pasted(made, self.image, self.mask) for made in images]
+        if self.part is not None:
+            images = [self.part.put_back(made) for made in images]
         return [Picture(image, self.parameters(start + i), latents_BCHW[i]) for i, image in enumerate(images)]
 
     def parameters(self, i: int) -> dict[str, Any]:
         """What picture i is made with, as plain values."""
-        width, height = (self.hires or self.first).size
+        width, height = (self.hires or self.first).size if self.part is None else self.part.whole.size
         settings, model = self.settings, self.model
         told = {
             "prompt": self.prompts[i // settings.num],
@@ -588,8 +597,11 @@ class Job:
             told["weighting"] = settings.weighting
         if settings.clip_skip:
             told["clip_skip"] = settings.clip_skip
+        if self.part is not None:
+            told |= {"only_masked": settings.only_masked, "drawn_size": "x".join(map(str, self.size))}
         if self.image is not None:
-            told |= {"strength": settings.strength, "image": f"{self.image.width}x{self.image.height}"}
+            image = self.image if self.part is None else self.part.whole
+            told |= {"strength": settings.strength, "image": f"{image.width}x{image.height}"}
         if self.mask is not None:
             told |= {"mask": f"{self.mask.width}x{self.mask.height}", "paste": settings.paste}
         if self.controls.nets:
@@ -694,6 +706,8 @@ def check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: 
     """InputError unless settings, picture and mask go together."""
     if image is None and mask is not None:
         raise InputError("a mask without a picture", mend="give the picture too")
+    if settings.only_masked is not None and mask is None:
+        raise InputError("only_masked without a mask", mend="give the picture and its mask")
     if image is None and settings.strength is not None:
         raise InputError(f"strength {settings.strength:g} without a picture to start from", mend="give one")
     if image is not None and settings.hires is not None:
@@ -795,6 +809,12 @@ class GenerateSettings(BaseModel):
         description="share of the steps taken from a given picture; None: 0.75, with a mask 1",
     )
     paste: bool = Field(True, description="put the given picture back outside the mask when done")
+    only_masked: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_SIDE,
+        description="draw only the masked part and so many pixels around it, at `size`",
+    )
     hires: Hires | None = Field(None, description="a second pass at a larger size")
 
     @classmethod

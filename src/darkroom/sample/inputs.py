@@ -191,3 +191,59 @@ def pasted(made: Image.Image, image: Image.Image, mask: Image.Image) -> Image.Im
     """The made picture inside the mask, the given one outside; greys of the mask mix both."""
     resized = [one.resize(made.size, Image.Resampling.LANCZOS) for one in (image.convert("RGB"), mask)]
     return Image.composite(made, resized[0], resized[1].convert("L"))
+
+
+Box = tuple[int, int, int, int]
+"""Left, top, right, bottom in pixels."""
+
+
+def masked_box(mask: Image.Image, size: tuple[int, int], padding: int, drawn: tuple[int, int]) -> Box:
+    """What lies around the white of a mask in a picture of a size, in the shape of what is drawn for it.
+
+    InputError where nothing is white.
+    """
+    white = mask.resize(size, Image.Resampling.LANCZOS).getbbox()
+    if white is None:
+        raise InputError("a mask with nothing white", mend="paint white what is to be drawn anew")
+    left, top = (max(0, side - padding) for side in white[:2])
+    right, bottom = (min(most, side + padding) for side, most in zip(white[2:], size, strict=True))
+    wide, high = right - left, bottom - top
+    if wide * drawn[1] > high * drawn[0]:
+        high = min(size[1], round(wide * drawn[1] / drawn[0]))
+    else:
+        wide = min(size[0], round(high * drawn[0] / drawn[1]))
+    x = min(max(0, (left + right - wide) // 2), size[0] - wide)
+    y = min(max(0, (top + bottom - high) // 2), size[1] - high)
+    return x, y, x + wide, y + high
+
+
+@dataclass(frozen=True, repr=False)
+class Part:
+    """The part of a picture that is drawn anew, alone and at the full size, and put back into the whole."""
+
+    whole: Image.Image
+    whole_mask: Image.Image
+    box: Box
+
+    @classmethod
+    def around(cls, whole: Image.Image, mask: Image.Image, padding: int, drawn: tuple[int, int]) -> Part:
+        """Around the white of a mask."""
+        fitting = mask.resize(whole.size, Image.Resampling.LANCZOS)
+        return cls(whole, fitting, masked_box(mask, whole.size, padding, drawn))
+
+    @property
+    def image(self) -> Image.Image:
+        """Of the picture."""
+        return self.whole.crop(self.box)
+
+    @property
+    def mask(self) -> Image.Image:
+        """Of the mask."""
+        return self.whole_mask.crop(self.box)
+
+    def put_back(self, made: Image.Image) -> Image.Image:
+        """The whole picture with what was made of its part."""
+        left, top, right, bottom = self.box
+        found = self.whole.copy()
+        found.paste(made.resize((right - left, bottom - top), Image.Resampling.LANCZOS), (left, top))
+        return Image.composite(found, self.whole, self.whole_mask)

@@ -76,6 +76,7 @@ class Metrics:
         self.device_seconds = Counter("darkroom_device_seconds", "Device time of finished jobs", registry=at)
         self.usd = Counter("darkroom_usd", "Price of finished jobs' device time", registry=at)
         self.device_memory = Gauge("darkroom_device_memory_bytes", "Memory in use on the device", registry=at)
+        self.net_memory = Gauge("darkroom_net_memory_bytes", "Nets of --controls in memory", registry=at)
         self.request_seconds = Histogram(
             "darkroom_http_request_seconds",
             "From a request's first byte to the last of its answer, by route; probes left out",

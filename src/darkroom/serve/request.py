@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_SEED = 2**63 - 1
-MOST_ADAPTERS = 16
+MOST_ADAPTERS, MOST_CONTROLS = 16, 8
 JOB_ID = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 """What a client may call a job."""
 
@@ -28,6 +29,37 @@ class AdapterChoice(_Strict):
 
     name: str = Field(min_length=1, max_length=200)
     weight: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
+
+
+class ControlChoice(_Strict):
+    """One net of the server's folder, by name, and how much its picture counts."""
+
+    net: str = Field(min_length=1, max_length=200, description="a ControlNet, T2I-Adapter or IP-Adapter")
+    weight: float = Field(1.0, allow_inf_nan=False, ge=-10, le=10)
+    start: float = Field(
+        0.0, ge=0, lt=1, allow_inf_nan=False, description="share of the steps where it begins"
+    )
+    end: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="share of the steps where it stops")
+    guess: bool = Field(False, description="only the prompted half, deep layers more than shallow ones")
+    map: str = Field("none", max_length=40, description="what is made of the picture: none, canny, ...")
+
+    @model_validator(mode="after")
+    def _starts_before_it_ends(self) -> ControlChoice:
+        if self.start >= self.end:
+            raise ValueError("start is before end")
+        return self
+
+
+class ControlGiven(ControlChoice):
+    """The same with its picture."""
+
+    image: str = Field(description="PNG, JPEG or WebP in base64")
+    mask: str | None = Field(None, description="of an IP-Adapter: white where it counts")
+
+    @property
+    def choice(self) -> ControlChoice:
+        """Without the pictures."""
+        return ControlChoice(**self.model_dump(exclude={"image", "mask"}))
 
 
 class HiresChoice(_Strict):
@@ -72,9 +104,18 @@ class PictureRequest(_Strict):
     strength: float | None = Field(
         None, gt=0, le=1, allow_inf_nan=False, description="with an uploaded picture: how much of it to redo"
     )
+    only_masked: int | None = Field(
+        None,
+        ge=0,
+        le=8192,
+        description="with a mask: draw only its part and so many pixels around, at the size",
+    )
     hires: HiresChoice | None = Field(None, description="a second pass at a larger size; not with an upload")
     adapters: tuple[AdapterChoice, ...] = Field(
         (), max_length=MOST_ADAPTERS, description="of the server's folder"
+    )
+    controls: tuple[ControlChoice, ...] = Field(
+        (), max_length=MOST_CONTROLS, description="nets of the server's folder, each with a picture"
     )
     priority: Literal["low", "normal", "high"] = Field(
         "normal", description="among the jobs of one's own key; it takes nothing from others"
@@ -99,6 +140,13 @@ class PictureRequest(_Strict):
             raise ValueError(f"at most {MOST_ADAPTERS}")
         return tuple(given) if isinstance(given, list) else given
 
+    @field_validator("controls", mode="before")
+    @classmethod
+    def _controls_from_list(cls, given: Any) -> Any:
+        if isinstance(given, (list, tuple)) and len(given) > MOST_CONTROLS:
+            raise ValueError(f"at most {MOST_CONTROLS}")
+        return tuple(given) if isinstance(given, list) else given
+
     @property
     def size(self) -> tuple[int, int] | None:
         """Width and height; one of them alone means a square."""
@@ -107,12 +155,37 @@ class PictureRequest(_Strict):
         return self.width or self.height or 0, self.height or self.width or 0
 
 
+class ControlUpload(NamedTuple):
+    """The picture of a control, and where it counts."""
+
+    image: bytes
+    mask: bytes | None = None
+
+
 @dataclass(frozen=True)
 class Uploads:
     """Pictures that came with a request, as bytes of PNG, JPEG or WebP; checked by `Core.submit`."""
 
     image: bytes | None = None
     mask: bytes | None = None
+    controls: tuple[ControlUpload, ...] = ()
+    """One for each of the request's."""
+
+    def files(self) -> dict[str, bytes]:
+        """What is there, by the names under which it is kept."""
+        parts = {"image": self.image, "mask": self.mask}
+        for i, (image, mask) in enumerate(self.controls):
+            parts |= {f"control{i}": image, f"control{i}-mask": mask}
+        return {f"{name}.upload": content for name, content in parts.items() if content is not None}
+
+    @classmethod
+    def read(cls, read: Callable[[str], bytes | None]) -> Uploads | None:
+        """From where they are kept; None where nothing is."""
+        controls: list[ControlUpload] = []
+        while (image := read(f"control{len(controls)}.upload")) is not None:
+            controls.append(ControlUpload(image, read(f"control{len(controls)}-mask.upload")))
+        found = cls(read("image.upload"), read("mask.upload"), tuple(controls))
+        return None if found == cls() else found
 
 
 def too_late(within_s: float) -> dict[str, str]:

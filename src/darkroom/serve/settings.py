@@ -52,6 +52,7 @@ class Limits(BaseModel):
     )
     adapters: int = Field(4, ge=0, le=16, description="blended in one picture")
     adapter_weight: float = Field(4.0, gt=0, description="to either side of zero")
+    controls: int = Field(3, ge=0, le=8, description="nets that steer one picture")
     upload_pixels: int = Field(4096 * 4096, ge=1, description="of an uploaded picture, before decoding")
     previews: int = Field(10, ge=0, description="intermediate pictures of one job")
     queue: int = Field(256, ge=1, description="pictures waiting, of all keys")
@@ -102,6 +103,13 @@ class ServeSettings(BaseModel):
     adapters: Path | None = Field(None, description="the folder of adapters; new files appear by themselves")
     slots: int = Field(16, ge=1, le=1024, description="adapters that lie ready on the device at once")
     max_rank: int = Field(64, ge=1, le=1024, description="the largest rank of an adapter")
+    embeddings: Path | None = Field(None, description="the folder of textual inversions, by name in prompts")
+    controls: Path | None = Field(
+        None, description="the folder of ControlNets, T2I-Adapters and IP-Adapters, by name; new ones appear"
+    )
+    control_memory: int | None = Field(
+        None, ge=1, description="bytes of nets in memory at once; None: a quarter of what is free"
+    )
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     key_file: Path | None = Field(None, description="names and hashes of the keys that may come in")

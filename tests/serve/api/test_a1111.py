@@ -82,6 +82,39 @@ def test_img2img_redoes_what_is_white(http):
         assert change(made.crop(redone), start.crop(redone)) > 10
 
 
+def test_inpaint_full_res_draws_the_masked_part_alone_and_puts_it_back(http, small):
+    start = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (40, 8, 52, 20))
+    body = {**QUICK, "prompt": "a horse", "init_images": [base64_of(start)], "mask": base64_of(mask)}
+    full = {"inpaint_full_res": True, "inpaint_full_res_padding": 2, "denoising_strength": 0.9}
+    told = http.post("/sdapi/v1/img2img", json={**body, **full, "width": 32, "height": 32}).json()
+    box = (38, 6, 54, 22)  # 12 by 12 pixels and 2 around
+    settings = {"steps": 4, "seed": 5, "strength": 0.9, "weighting": "a1111", "size": (32, 32)}
+    [alone] = sample.generate(
+        small,
+        "a horse",
+        image=start.crop(box),
+        mask=mask.crop(box),
+        optimise="none",
+        notice=lambda _: None,
+        **settings,
+    )
+    wanted = start.copy()
+    wanted.paste(alone.image.resize((16, 16), Image.Resampling.LANCZOS), box[:2])
+    wanted = Image.composite(wanted, start, mask)
+    made = opened(told["images"][0])
+    assert made.size == (64, 64)
+    assert difference(made, wanted) <= 2
+    assert difference(made, start) >= 10
+    assert json.loads(told["info"])["width"] == 64
+    whole = http.post("/sdapi/v1/img2img", json={**body, "denoising_strength": 0.9}).json()
+    assert difference(opened(whole["images"][0]).resize((64, 64)), wanted) >= 10
+    empty = {**body, **full, "mask": base64_of(Image.new("L", (64, 64)))}
+    refused = http.post("/sdapi/v1/img2img", json=empty)
+    assert (refused.status_code, "nothing white" in refused.json()["detail"]) == (422, True)
+
+
 def test_png_info_reads_back(http):
     image = http.post("/sdapi/v1/txt2img", json={**QUICK, "prompt": "a horse"}).json()["images"][0]
     told = http.post("/sdapi/v1/png-info", json={"image": image}).json()
@@ -118,6 +151,70 @@ def test_lists(http):
     assert http.post("/sdapi/v1/options", json=options).status_code == 200
     refused = http.post("/sdapi/v1/options", json={"sd_model_checkpoint": "other"})
     assert (refused.status_code, refused.json()["error"]) == (422, "not_served")
+
+
+def test_what_clients_ask_for_around_the_pictures(http):
+    for path in ("sd-vae", "sd-modules", "hypernetworks", "script-info", "prompt-styles", "face-restorers"):
+        assert http.get(f"/sdapi/v1/{path}").json() == []
+    for path in ("checkpoints", "vae", "loras", "embeddings"):
+        assert http.post(f"/sdapi/v1/refresh-{path}").status_code == 200
+    assert http.get("/sdapi/v1/scripts").json()["img2img"] == ["controlnet"]
+    assert http.get("/sdapi/v1/cmd-flags").json()["ckpt"] == "small"
+    ram = http.get("/sdapi/v1/memory").json()["ram"]
+    assert 0 < ram["free"] < ram["total"] == ram["free"] + ram["used"]
+    assert http.get("/sdapi/v1/embeddings").json() == {"loaded": {}, "skipped": {}}
+
+
+def test_pictures_are_made_larger(http):
+    start = Image.linear_gradient("L").resize((32, 16)).convert("RGB")
+    image = base64_of(start)
+    sizes = {
+        (64, 32): {"upscaling_resize": 2},
+        (48, 48): {"resize_mode": 1, "upscaling_resize_w": 48, "upscaling_resize_h": 48},
+        (40, 20): {
+            "resize_mode": 1,
+            "upscaling_resize_w": 40,
+            "upscaling_resize_h": 48,
+            "upscaling_crop": False,
+        },
+    }
+    for size, how in sizes.items():
+        body = {**how, "upscaler_1": "Lanczos"}
+        one = http.post("/sdapi/v1/extra-single-image", json={**body, "image": image}).json()["image"]
+        assert opened(one).size == size
+        if "resize_mode" not in how:
+            assert difference(opened(one), start.resize(size, Image.Resampling.LANCZOS)) == 0
+            assert difference(opened(one), start.resize(size, Image.Resampling.NEAREST)) > 0
+        several = {**body, "imageList": [{"data": image, "name": "a.png"}] * 2}
+        assert http.post("/sdapi/v1/extra-batch-images", json=several).json()["images"] == [one] * 2
+    for more, named in (
+        ({"upscaler_1": "R-ESRGAN 4x+"}, "upscaler_1"),
+        ({"gfpgan_visibility": 0.5}, "gfpgan_visibility"),
+        ({"upscaler_1": "Lanczos", "resize_mode": 1, "upscaling_resize_w": 8192}, "upscaling_resize"),
+    ):
+        told = http.post("/sdapi/v1/extra-single-image", json={"image": image, **more})
+        assert told.status_code == 422
+        assert named in told.json()["detail"]
+
+
+def test_progress_shows_the_picture_as_far_as_it_is_and_skip_ends_it(http):
+    answers: list[int] = []
+
+    def ask() -> None:
+        body = {"prompt": "a horse", "steps": 150, "batch_size": 8}
+        answers.append(http.post("/sdapi/v1/txt2img", json=body).status_code)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    start, shown = time.monotonic(), None
+    while shown is None and time.monotonic() - start < 30:
+        shown = http.get("/sdapi/v1/progress").json()["current_image"]
+    assert shown is not None
+    assert opened(shown).size == (32, 32)
+    assert http.get("/sdapi/v1/progress?skip_current_image=true").json()["current_image"] is None
+    assert http.post("/sdapi/v1/skip").status_code == 200
+    asking.join(30)
+    assert answers == [410]
 
 
 def test_interrupt_ends_own_jobs_of_this_dialect_only(http):

@@ -21,13 +21,16 @@ from PIL import Image, ImageOps
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.errors import InputError
+from darkroom.models.embeddings import Embedding
 from darkroom.options import A1111_NAMES, SAMPLERS, SOLVERS, find_solver
 from darkroom.sample.pictures import a1111_text, parse_a1111
+from darkroom.serve.api.a1111_server import add_server_routes
+from darkroom.serve.api.controlnet import units_of
 from darkroom.serve.api.shared import all_made, caller, decoded, encoded, pngs_of, route_in
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.admission import Rates, checked_picture
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, HiresChoice, Job, PictureRequest, Uploads
+from darkroom.serve.request import MAX_SEED, ControlUpload, HiresChoice, Job, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 
 PREFIX = "sdapi-"
@@ -57,6 +60,7 @@ class Txt2Img(BaseModel):
     eta: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     denoising_strength: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     override_settings: dict[str, Any] | None = None
+    alwayson_scripts: dict[str, Any] | None = Field(None, description="controlnet, as its extension has it")
     enable_hr: bool | None = False
     hr_scale: float | None = Field(None, ge=1, le=8, allow_inf_nan=False, description="none: 2")
     hr_second_pass_steps: int | None = Field(0, ge=0, le=1000, description="0: as the first pass")
@@ -81,7 +85,9 @@ class Txt2Img(BaseModel):
 
     def echo(self) -> dict[str, Any]:
         """What was given, as far as it is known and of use."""
-        told = self.model_dump(include=set(type(self).model_fields) - {"init_images", "mask"})
+        told = self.model_dump(
+            include=set(type(self).model_fields) - {"init_images", "mask", "alwayson_scripts"}
+        )
         used = {k: v for k, v in (self.override_settings or {}).items() if k in USED_SETTINGS}
         return {**told, "override_settings": used}
 
@@ -105,7 +111,30 @@ class Txt2Img(BaseModel):
             clip_skip=self._clip_skip(core),
             strength=None,
             hires=self._hires(),
+            controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
+
+    def uploads(self, core: Core) -> Uploads | None:
+        """The pictures of the ControlNet extension's units. Takes a while."""
+        controls = self._control_pictures(core, None)
+        return Uploads(controls=controls) if controls else None
+
+    def _control_pictures(self, core: Core, start: bytes | None) -> tuple[ControlUpload, ...]:
+        units = units_of(self.alwayson_scripts)
+        if not units:
+            return ()
+        size = self.width or self.height or core.model.width, self.height or self.width or core.model.height
+        if max(size) > core.limits.side_pixels:  # here, for pictures are brought into their shape below
+            most = f"width: at most {core.limits.side_pixels} pixels"
+            raise Refused(422, "over_limit", most, param="width")
+        if start is not None and self._only_masked is not None:  # they are maps of the whole picture
+            size = checked_picture(start, core.limits, "init_images").size
+        return tuple(unit.pictures(size, start, core.limits) for unit in units)
+
+    @property
+    def _only_masked(self) -> int | None:
+        """How many pixels around the mask are drawn with it; None: the whole picture."""
+        return None
 
     def _hires(self) -> HiresChoice | None:
         if not self.enable_hr:
@@ -144,29 +173,31 @@ class Img2Img(Txt2Img):
     mask: str | None = None
     inpainting_mask_invert: int | bool | None = 0
     inpaint_full_res: bool | int | None = None
+    inpaint_full_res_padding: int | None = Field(None, ge=0, le=8192)
 
-    def check_others(self) -> None:
-        """As above, and of the mask."""
-        super().check_others()
-        if self.mask is not None and self.inpaint_full_res:
-            raise Refused(
-                422, "not_served", "inpaint_full_res: only the whole picture", param="inpaint_full_res"
-            )
-
-    def uploads(self, limits: Limits) -> Uploads:
+    def uploads(self, core: Core) -> Uploads:
         """The pictures; those that are not as told are found by the core, which opens them. Takes a while."""
         image = decoded(self.init_images[0], "init_images")
+        controls = self._control_pictures(core, image)
         if self.mask is None:
-            return Uploads(image)
+            return Uploads(image, controls=controls)
         mask = decoded(self.mask, "mask")
-        return Uploads(image, _inverted(mask, limits) if self.inpainting_mask_invert else mask)
+        return Uploads(image, _inverted(mask, core.limits) if self.inpainting_mask_invert else mask, controls)
 
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core. A strength of 0 changes nothing, and is refused."""
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
         if not strength:
             raise Refused(422, "invalid_value", "denoising_strength: more than 0", param="denoising_strength")
-        return super().request(core).model_copy(update={"strength": strength})
+        return (
+            super().request(core).model_copy(update={"strength": strength, "only_masked": self._only_masked})
+        )
+
+    @property
+    def _only_masked(self) -> int | None:
+        """How many pixels around the mask are drawn with it; None: the whole picture."""
+        wanted = self.mask is not None and self.inpaint_full_res
+        return (self.inpaint_full_res_padding or 0) if wanted else None
 
 
 def _inverted(mask: bytes, limits: Limits) -> bytes:
@@ -192,28 +223,41 @@ def a1111_router(core: Core) -> APIRouter:
     @router.post("/txt2img")
     async def txt2img(body: Txt2Img, request: Request) -> dict[str, Any]:
         """Pictures of a prompt."""
-        return await _answer(core, body, body.request(core), request, None)
+        wanted = body.request(core)
+        if wanted.controls:
+            reading.take(caller(request))
+        uploads = await asyncio.to_thread(body.uploads, core)
+        return await _answer(core, body, wanted, request, uploads)
 
     @router.post("/img2img")
     async def img2img(body: Img2Img, request: Request) -> dict[str, Any]:
         """Pictures that start from one."""
         wanted = body.request(core)
-        if body.mask is not None and body.inpainting_mask_invert:
+        if wanted.controls or (body.mask is not None and body.inpainting_mask_invert):
             reading.take(caller(request))
-        uploads = await asyncio.to_thread(body.uploads, core.limits)
+        uploads = await asyncio.to_thread(body.uploads, core)
         return await _answer(core, body, wanted, request, uploads)
 
     @router.get("/progress")
     async def progress(
         request: Request, skip_current_image: Annotated[bool, Query()] = False
     ) -> dict[str, Any]:
-        """How far the caller's own oldest running job is."""
-        return _progress(await _own(core, request))
+        """How far the caller's own oldest running job is; the picture is that of an earlier question."""
+        jobs = await _own(core, request)
+        shown = None if skip_current_image or not jobs else core.glance(jobs[0].id, key=jobs[0].key)
+        return {**_progress(jobs), "current_image": None if shown is None else encoded(shown)}
 
     @router.post("/interrupt")
     async def interrupt(request: Request) -> dict[str, Any]:
         """Cancels the caller's own jobs of this dialect, no one else's."""
         for job in await _own(core, request):
+            await core.cancel(job.id, key=job.key)
+        return {}
+
+    @router.post("/skip")
+    async def skip(request: Request) -> dict[str, Any]:
+        """Cancels the caller's own oldest running job of this dialect."""
+        for job in (await _own(core, request))[:1]:
             await core.cancel(job.id, key=job.key)
         return {}
 
@@ -224,6 +268,7 @@ def a1111_router(core: Core) -> APIRouter:
         return await asyncio.to_thread(_png_info, core, body.image)
 
     _add_lists(router, core)
+    add_server_routes(router, core, reading)
     return router
 
 
@@ -279,11 +324,31 @@ def _add_lists(router: APIRouter, core: Core) -> None:
             {"name": one.name, "alias": one.name, "path": one.name, "metadata": {}} for one in core.adapters()
         ]
 
+    @router.get("/embeddings")
+    async def embeddings() -> dict[str, Any]:
+        """The textual inversions that prompts may name, and those that are for other models."""
+        there = core.embeddings()
+        return {
+            kind: {one.name: _embedding(one) for one in found}
+            for kind, found in (("loaded", there.loaded), ("skipped", there.skipped))
+        }
+
     @router.get("/upscalers")
     async def upscalers() -> list[dict[str, Any]]:
         """How a second pass may begin."""
         plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
         return [{"name": name, **plain} for name in ("Latent", "Lanczos")]
+
+
+def _embedding(one: Embedding) -> dict[str, Any]:
+    """As A1111 tells it: `shape` is the width of all text encoders' vectors together."""
+    return {
+        "step": None,
+        "sd_checkpoint": None,
+        "sd_checkpoint_name": None,
+        "shape": sum(vectors.shape[1] for vectors in one.vectors),
+        "vectors": len(one.vectors[0]),
+    }
 
 
 def _error(refused: Refused) -> dict[str, Any]:
@@ -389,7 +454,6 @@ def _progress(jobs: Sequence[Job]) -> dict[str, Any]:
         "progress": share,
         "eta_relative": eta_s,
         "state": state,
-        "current_image": None,
         "textinfo": text,
     }
 
@@ -447,7 +511,6 @@ UNUSED = frozenset(
 The exceptions are `mask_blur` and `inpainting_fill`: every client sends A1111's own values of these.
 """
 REFUSED: dict[str, tuple[Neutral, ...]] = {
-    "alwayson_scripts": ({}, None),
     "disable_extra_networks": (False, None),
     "eta_noise_seed_delta": (0, None),
     "firstphase_height": (0, None),

@@ -21,6 +21,7 @@ import darkroom
 from darkroom.errors import DarkroomError
 from darkroom.serve import logs
 from darkroom.serve.api.a1111 import a1111_router
+from darkroom.serve.api.controlnet import controlnet_router
 from darkroom.serve.api.guard import AsgiApp, Guard, Keys, Receive, Send, error_object
 from darkroom.serve.api.huggingface import huggingface_router
 from darkroom.serve.api.kserve import kserve_router
@@ -41,6 +42,7 @@ ROUTERS: tuple[Router, ...] = (
     server_router,
     openai_router,
     a1111_router,
+    controlnet_router,
     kserve_router,
     huggingface_router,
     page_router,

@@ -9,16 +9,26 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from darkroom.serve.api.shared import MEDIA_TYPES, all_made, body_of, converted, json_body, pngs_of, route_in
+from darkroom.serve.api.shared import (
+    MEDIA_TYPES,
+    all_made,
+    body_of,
+    choices,
+    converted,
+    json_body,
+    pngs_of,
+    route_in,
+    with_controls,
+)
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, AdapterChoice, PictureRequest
+from darkroom.serve.request import MAX_SEED, MOST_CONTROLS, AdapterChoice, ControlGiven, PictureRequest
 
 PICTURE = {200: {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "the picture"}}
 
 
 class Parameters(BaseModel):
-    """The task's parameters, and darkroom's adapters."""
+    """The task's parameters, and darkroom's adapters and controls."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -30,6 +40,7 @@ class Parameters(BaseModel):
     scheduler: str | None = Field(None, max_length=40, description="a solver's name")
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     adapters: list[AdapterChoice] = Field(default_factory=list, max_length=16)
+    controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
 
 
 class TextToImage(BaseModel):
@@ -54,6 +65,7 @@ class TextToImage(BaseModel):
             guidance=told.guidance_scale,
             solver=told.scheduler,
             adapters=tuple(told.adapters),
+            controls=choices(told.controls),
         )
 
 
@@ -65,7 +77,8 @@ def huggingface_router(core: Core) -> APIRouter:
     async def answer(request: Request) -> Response:
         wanted = TextToImage.model_validate(await json_body(request))
         kind = _accepted(request.headers.get("accept", ""))
-        jobs = await all_made(core, request, [wanted.request()])
+        uploads = await with_controls(wanted.parameters.controls)
+        jobs = await all_made(core, request, [wanted.request()], uploads=uploads)
         [png] = await pngs_of(core, jobs)
         headers = {"x-seed": str(jobs[0].request.seed), "Cache-Control": "no-store"}
         content = await asyncio.to_thread(converted, png, kind, provenance=core.provenance)

@@ -1,7 +1,8 @@
 """KServe's v2 protocol (open inference): health, the model's metadata, and infer with BYTES tensors.
 
 Prompts come as a BYTES tensor `prompt`; everything else may come as a tensor of one value for all or one for
-each prompt, or in the request's `parameters`. The answer's tensor `image` holds base64 pictures.
+each prompt, or in the request's `parameters`. `controls` is a parameter of all prompts, a list or its JSON.
+The answer's tensor `image` holds base64 pictures.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from fastapi import APIRouter, Header, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 import darkroom
-from darkroom.serve.api.shared import MEDIA_TYPES, all_made, converted, encoded, pngs_of, route_in
+from darkroom.serve.api.shared import (
+    MEDIA_TYPES,
+    all_made,
+    choices,
+    controls_of,
+    converted,
+    encoded,
+    pngs_of,
+    route_in,
+    with_controls,
+)
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.request import PictureRequest
@@ -118,7 +129,12 @@ def kserve_router(core: Core) -> APIRouter:
         if inference_header_content_length is not None:
             raise Refused(415, "binary", "tensors in the JSON only, not in a binary part")
         kind = _format(body)
-        jobs = await all_made(core, request, requests_of(body, core.limits.pictures))
+        controls = controls_of(body.parameters.pop("controls", []))
+        wanted = [
+            one.model_copy(update={"controls": choices(controls)})
+            for one in requests_of(body, core.limits.pictures)
+        ]
+        jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
         pngs = await pngs_of(core, jobs)
         marks = core.provenance
         pictures = await asyncio.to_thread(

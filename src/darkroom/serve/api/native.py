@@ -15,6 +15,8 @@ from pydantic import Field
 from darkroom.serve.api.shared import (
     caller,
     check_signature,
+    choices,
+    control_pictures,
     decoded,
     repeatable_ids,
     sse,
@@ -22,7 +24,16 @@ from darkroom.serve.api.shared import (
 )
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import JOB_ID, Event, Job, PictureRequest, State, Uploads
+from darkroom.serve.request import (
+    JOB_ID,
+    MOST_CONTROLS,
+    ControlGiven,
+    Event,
+    Job,
+    PictureRequest,
+    State,
+    Uploads,
+)
 
 JobId = Annotated[str, Path(pattern=f"^{JOB_ID}$", description="1 to 64 letters, digits, '-' or '_'")]
 Index = Annotated[int, Path(ge=0, le=1000)]
@@ -34,17 +45,21 @@ class JobRequest(PictureRequest):
 
     image: str | None = Field(None, description="PNG, JPEG or WebP in base64, to start from")
     mask: str | None = Field(None, description="the same, white where it is redone")
+    controls: tuple[ControlGiven, ...] = Field(
+        (), max_length=MOST_CONTROLS, description="nets of the server's folder, each with a picture"
+    )
 
     def apart(self) -> tuple[PictureRequest, Uploads | None]:
         """The request, and the pictures as bytes."""
-        fields = {name: getattr(self, name) for name in self.model_fields_set - {"image", "mask"}}
-        if self.image is None and self.mask is None:
-            return PictureRequest(**fields), None
+        pictures = {"image", "mask", "controls"}
+        fields = {name: getattr(self, name) for name in self.model_fields_set - pictures}
         image, mask = (
             None if text is None else decoded(text, name)
             for name, text in (("image", self.image), ("mask", self.mask))
         )
-        return PictureRequest(**fields), Uploads(image, mask)
+        wanted = PictureRequest(**fields, controls=choices(self.controls))
+        uploads = Uploads(image, mask, control_pictures(self.controls))
+        return wanted, None if uploads == Uploads() else uploads
 
 
 def plain_job(job: Job) -> dict[str, Any]:
@@ -181,10 +196,12 @@ def server_router(core: Core) -> APIRouter:
 
     @router.get("/model")
     async def model() -> dict[str, Any]:
-        """The model served, its adapters, and the limits of a request."""
+        """The model served, its adapters, nets and embeddings, and the limits of a request."""
         return {
             **asdict(core.model),
             "adapters": [asdict(card) for card in core.adapters()],
+            "controls": [asdict(card) for card in core.nets()],
+            "embeddings": [one.name for one in core.embeddings().loaded],
             "limits": core.limits.model_dump(exclude={"keys"}),
         }
 

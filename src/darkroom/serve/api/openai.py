@@ -19,17 +19,29 @@ from darkroom.serve.api.shared import (
     all_made,
     caller,
     checked,
+    choices,
+    controls_of,
     converted,
     encoded,
     repeatable_ids,
     route_in,
     sign,
     sse,
+    with_controls,
     with_heartbeat,
 )
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, AdapterChoice, Event, Job, PictureRequest, Uploads
+from darkroom.serve.request import (
+    MAX_SEED,
+    MOST_CONTROLS,
+    AdapterChoice,
+    ControlGiven,
+    Event,
+    Job,
+    PictureRequest,
+    Uploads,
+)
 
 Format = Literal["png", "jpeg", "webp"]
 
@@ -60,6 +72,7 @@ class ImagesRequest(BaseModel):
     guidance_scale: float | None = Field(None, ge=0, le=1000, allow_inf_nan=False)
     solver: str | None = Field(None, max_length=40)
     adapters: list[AdapterChoice] = Field(default_factory=list, max_length=16)
+    controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
 
     def request(self) -> PictureRequest:
         """In the terms of the core."""
@@ -75,6 +88,7 @@ class ImagesRequest(BaseModel):
             guidance=self.guidance_scale,
             solver=self.solver,
             adapters=tuple(self.adapters),
+            controls=choices(self.controls),
             previews=(self.partial_images or 0) if self.stream else 0,
         )
 
@@ -176,8 +190,10 @@ async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
         files[part] = await value.read()
     if "image" not in files:
         raise Refused(422, "missing_field", "image: a picture to start from", param="image")
+    controls = controls_of(texts.pop("controls", "[]"))
     # Texts of a form: numbers may be told as such, unlike in JSON.
-    return EditsRequest.model_validate_strings(texts), Uploads(files["image"], files.get("mask"))
+    wanted = EditsRequest.model_validate_strings(texts).model_copy(update={"controls": controls})
+    return wanted, Uploads(files["image"], files.get("mask"))
 
 
 def _model(core: Core) -> dict[str, Any]:
@@ -190,6 +206,7 @@ async def _answer(
 ) -> dict[str, Any] | StreamingResponse:
     if wanted.model is not None and wanted.model != core.model.name:
         raise Refused(404, "model_not_found", f"this server has '{core.model.name}'", param="model")
+    uploads = await with_controls(wanted.controls, uploads)
     if wanted.stream:
         job_id = next(iter(repeatable_ids(request, 1)), None)
         job = await core.submit(wanted.request(), key=caller(request), job_id=job_id, uploads=uploads)

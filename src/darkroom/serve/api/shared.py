@@ -12,21 +12,30 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from PIL import Image
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from darkroom.sample.provenance import Provenance, save_with_metadata
 from darkroom.serve import logs
 from darkroom.serve.api.guard import check_values
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import Job, PictureRequest, Uploads
+from darkroom.serve.request import (
+    MOST_CONTROLS,
+    ControlChoice,
+    ControlGiven,
+    ControlUpload,
+    Job,
+    PictureRequest,
+    Uploads,
+)
 
 HEARTBEAT_S = 10.0
 SIGNED_S = 3600
@@ -272,3 +281,42 @@ def decoded(text: str, param: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise Refused(422, "invalid_picture", f"{param}: no base64 that can be read", param=param) from error
+
+
+def choices(given: Sequence[ControlGiven]) -> tuple[ControlChoice, ...]:
+    """Controls as a request has them."""
+    return tuple(one.choice for one in given)
+
+
+CONTROLS = TypeAdapter(Annotated[list[ControlGiven], Field(max_length=MOST_CONTROLS)])
+
+
+def controls_of(given: Any) -> list[ControlGiven]:
+    """Controls of a dialect that has no field for them: a list, or its JSON."""
+    try:
+        if isinstance(given, str):
+            return CONTROLS.validate_json(given)
+        return CONTROLS.validate_python(given)
+    except ValidationError as error:
+        refused = of_validation(error.errors())
+        param = ".".join(filter(None, ("controls", refused.param)))
+        raise Refused(422, refused.code, f"controls: {refused.message}", param=param) from error
+
+
+def control_pictures(given: Sequence[ControlGiven]) -> tuple[ControlUpload, ...]:
+    """The pictures of controls as bytes. Takes a while."""
+    return tuple(
+        ControlUpload(
+            decoded(one.image, f"controls.{i}.image"),
+            None if one.mask is None else decoded(one.mask, f"controls.{i}.mask"),
+        )
+        for i, one in enumerate(given)
+    )
+
+
+async def with_controls(given: Sequence[ControlGiven], uploads: Uploads | None = None) -> Uploads | None:
+    """A request's pictures with those of its controls."""
+    if not given:
+        return uploads
+    pictures = await asyncio.to_thread(control_pictures, given)
+    return replace(uploads or Uploads(), controls=pictures)

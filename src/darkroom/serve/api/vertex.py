@@ -18,10 +18,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from darkroom.errors import InputError
 from darkroom.sample.provenance import Provenance
-from darkroom.serve.api.shared import MEDIA_TYPES, all_made, converted, encoded, pngs_of, route_in
+from darkroom.serve.api.shared import (
+    MEDIA_TYPES,
+    all_made,
+    choices,
+    converted,
+    encoded,
+    pngs_of,
+    route_in,
+    with_controls,
+)
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.request import MAX_SEED, AdapterChoice, Job, PictureRequest
+from darkroom.serve.request import MAX_SEED, MOST_CONTROLS, AdapterChoice, ControlGiven, Job, PictureRequest
 from darkroom.serve.settings import VertexRoutes
 
 MOST_BYTES = 1_400_000
@@ -61,6 +70,7 @@ class Parameters(BaseModel):
     lora_id: str | None = Field(None, max_length=200, description="an adapter's name; empty for none")
     lora_scale: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
     solver: str | None = Field(None, max_length=40)
+    controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
 
 
 class PredictRequest(BaseModel):
@@ -85,6 +95,7 @@ class PredictRequest(BaseModel):
                 steps=told.num_inference_steps,
                 guidance=told.guidance_scale,
                 solver=told.solver,
+                controls=choices(told.controls),
                 adapters=(AdapterChoice(name=told.lora_id, weight=told.lora_scale),) if told.lora_id else (),
             )
             for i, one in enumerate(self.instances)
@@ -115,7 +126,8 @@ def vertex_router(core: Core) -> APIRouter:
             raise Refused(
                 422, "over_limit", f"instances: at most {core.limits.pictures} pictures", param="instances"
             )
-        jobs = await all_made(core, request, body.requests())
+        uploads = await with_controls(body.parameters.controls)
+        jobs = await all_made(core, request, body.requests(), uploads=uploads)
         jpegs = await asyncio.to_thread(small_enough, await pngs_of(core, jobs), provenance=core.provenance)
         pictures = [encoded(jpeg) for jpeg in jpegs]
         return {"predictions": _predictions(body, jobs, pictures)}

@@ -8,21 +8,16 @@ by name, and tried again when its file changes.
 
 from __future__ import annotations
 
-import logging
-import os
-import stat
-import threading
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from darkroom.errors import DarkroomError, InputError
+from darkroom.errors import InputError
 from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.adapters import Adapted
+from darkroom.serve.engine.shelf import Shelf
 from darkroom.serve.engine.tickets import AdapterCard, File, Loan, Read, Ticket, Work
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice
@@ -31,11 +26,6 @@ if TYPE_CHECKING:
     from darkroom.models.adapters.bank import Bank
 
 
-LOG = logging.getLogger("darkroom.serve")
-SUFFIX = ".safetensors"
-LOOK_S = 1.0
-MOST_FILES = 10_000
-MOST_NAME = 200
 MOST_STAGED = 32
 
 
@@ -68,103 +58,43 @@ class Lent(Adapted):
         ]
 
 
-class Library:
-    """`hold` and `let_go` belong to the engine's thread; the rest may be called from any."""
+class Library(Shelf):
+    """The adapters of the folder, and the bank's slots."""
+
+    noun = "adapter"
 
     def __init__(self, folder: Path, bank: Bank, metrics: Metrics, wake: Callable[[], None]) -> None:
-        if not folder.is_dir():
-            raise InputError(f"--adapters '{folder}' is no folder")
-        self.folder, self.bank, self._metrics, self._wake = folder, bank, metrics, wake
-        self._lock = threading.Lock()
-        self._looked_s = -LOOK_S
-        self._files: dict[str, File] = {}
+        super().__init__(folder, "--adapters", wake)
+        self.bank, self._metrics = bank, metrics
         self._staged: OrderedDict[File, Read] = OrderedDict()
         self._at_hand: dict[File, Read] = {}  # of files in slots, without what was staged
-        self._troubles: dict[File, DarkroomError] = {}
-        self._reading: set[File] = set()
         self._slots: OrderedDict[File, int] = OrderedDict()  # least lately used first
         self._free = list(range(bank.slots, 0, -1))
-        self._held: dict[Ticket, dict[str, File]] = {}
-        self._users: Counter[File] = Counter()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="darkroom-adapters")
 
     def cards(self) -> list[AdapterCard]:
         """The adapters there are, by name."""
         files = self._look()
         with self._lock:
             return [
-                AdapterCard(name, file.bytes, file in self._slots, _told(self._troubles.get(file)))
+                AdapterCard(name, file.bytes, file in self._slots, self.trouble(file))
                 for name, file in sorted(files.items())
             ]
-
-    def names(self) -> set[str]:
-        """What a request may name."""
-        return set(self._look())
 
     def at_hand(self) -> set[str]:
         """The adapters that lie in slots or are about to."""
         with self._lock:
             return {file.name for file in (*self._slots, *self._staged)}
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raises what is known to be wrong with one of them."""
-        files = self._look()
-        for name in names:
-            if name in files and (trouble := self._troubles.get(files[name])) is not None:
-                if isinstance(trouble, InputError):
-                    raise trouble
-                with self._lock:  # the machine's trouble, not the file's: it is tried again
-                    self._troubles.pop(files[name], None)
+    def _has(self, file: File) -> bool:
+        return file in self._slots or file in self._staged
 
-    def _look(self) -> dict[str, File]:
-        """The folder's files, looked up anew at most every second."""
+    def _load(self, file: File) -> None:
+        adapter = read_adapter(file.path)
+        read = Read(self.bank.stage(adapter), adapter.sha256, adapter.notes)
         with self._lock:
-            if time.monotonic() - self._looked_s >= LOOK_S:
-                self._looked_s = time.monotonic()
-                self._files = _scan(self.folder)
-            return self._files
-
-    def fetch(self, names: Iterable[str]) -> None:
-        """Begin to read adapters that are not at hand."""
-        files = self._look()
-        for name in names:
-            if (file := files.get(name)) is not None:
-                self._fetch(file)
-
-    def _fetch(self, file: File) -> None:
-        with self._lock:
-            known = file in self._slots or file in self._staged or file in self._troubles
-            if known or file in self._reading:
-                return
-            self._reading.add(file)
-        self._pool.submit(self._read, file)
-
-    def _read(self, file: File) -> None:
-        try:
-            adapter = read_adapter(file.path)
-            read = Read(self.bank.stage(adapter), adapter.sha256, adapter.notes)
-        except DarkroomError as error:
-            self._note_trouble(file, error)
-        except Exception as error:
-            LOG.exception("adapter '%s' cannot be read", file.name)
-            self._note_trouble(
-                file, DarkroomError(f"adapter '{file.name}' could not be read: {type(error).__name__}")
-            )
-        else:
-            with self._lock:
-                self._staged[file] = read
-                while len(self._staged) > self.bank.slots + MOST_STAGED:
-                    self._staged.popitem(last=False)
-                self._reading.discard(file)
-        self._wake()
-
-    def _note_trouble(self, file: File, error: DarkroomError) -> None:
-        with self._lock:
-            self._troubles = {
-                other: trouble for other, trouble in self._troubles.items() if other.name != file.name
-            }
-            self._troubles[file] = error
-            self._reading.discard(file)
+            self._staged[file] = read
+            while len(self._staged) > self.bank.slots + MOST_STAGED:
+                self._staged.popitem(last=False)
 
     def hold(self, ticket: Ticket) -> bool:
         """Put a ticket's adapters into slots and keep them there; False while one is being read or no slot
@@ -179,28 +109,18 @@ class Library:
         for file in files.values():
             if file not in self._slots and not self._place(file, set(files.values())):
                 return False
-        self._held[ticket] = files
+        self._take(ticket, files)
         ticket.work.lent = {
             name: Loan(self._slots[file], self._at_hand[file]) for name, file in files.items()
         }
-        self._users.update(files.values())
         for file in files.values():
             self._slots.move_to_end(file)
         return True
 
-    def _files_of(self, names: Iterable[str]) -> dict[str, File]:
-        files, found = self._look(), {}
-        for name in names:
-            if name not in files:
-                raise InputError(f"adapter '{name}' is no longer there")
-            found[name] = files[name]
-        return found
-
     def _place(self, file: File, together: set[File]) -> bool:
         """Copy an adapter into a slot; False while it is not at hand or all slots are in use."""
         with self._lock:
-            if (trouble := self._troubles.get(file)) is not None:
-                raise trouble
+            self._raise_trouble(file)
             read = self._staged.pop(file, None)
         if read is None or read.staged is None:
             self._fetch(file)
@@ -229,35 +149,3 @@ class Library:
     def lend(self, work: Work) -> Lent:
         """A work's adapters, as `sample.Job` takes them; in force while tickets of the work hold them."""
         return Lent([work.request.prompt], [[]], bank=self.bank, work=work)
-
-    def let_go(self, ticket: Ticket) -> None:
-        """A ticket needs its adapters no more."""
-        for file in self._held.pop(ticket, {}).values():
-            self._users[file] -= 1
-            if not self._users[file]:
-                del self._users[file]
-
-    def close(self) -> None:
-        """Read no more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _told(error: DarkroomError | None) -> str | None:
-    return None if error is None else str(error)
-
-
-def _scan(folder: Path) -> dict[str, File]:
-    """Plain files of the folder by their names. Links and folders do not count: nothing leads out of it."""
-    found: dict[str, File] = {}
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                name = entry.name.removesuffix(SUFFIX)
-                if name == entry.name or name.startswith(".") or not 0 < len(name) <= MOST_NAME:
-                    continue
-                at = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(at.st_mode) and len(found) < MOST_FILES:
-                    found[name] = File(name, Path(entry.path), at.st_size, (at.st_mtime_ns, at.st_ino))
-    except OSError as error:
-        LOG.warning("the folder of adapters cannot be read: %s", error.strerror)
-    return found

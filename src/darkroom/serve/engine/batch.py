@@ -13,7 +13,7 @@ from darkroom import sample
 from darkroom.errors import InputError, is_out_of_memory
 from darkroom.models.adapters.bank import SLOTS, WEIGHTS
 from darkroom.sample.denoise import Unet
-from darkroom.serve.engine.tickets import Ticket
+from darkroom.serve.engine.tickets import GLANCE, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -28,7 +28,8 @@ class Stepped:
     """What a step did."""
 
     wall_s: float
-    evaluations: int
+    evaluations: float
+    """Of the U-Net, with those of nets."""
     finished: list[Ticket] = field(default_factory=list)
     failed: list[tuple[Ticket, BaseException]] = field(default_factory=list)
     previews: list[tuple[Ticket, int, torch.Tensor]] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Bucket:
         for ticket in gone:
             assert ticket.row is not None
             self.tickets.remove(ticket)
-            ticket.work.device_s += (self.meter_s - ticket.meter_s) * ticket.work.shape.evaluations
+            ticket.work.device_s += (self.meter_s - ticket.meter_s) * ticket.work.shape.row_cost
 
     def _unpack(self) -> None:
         if self._batch is not None:
@@ -80,7 +81,7 @@ class Bucket:
         its row by stepping each alone.
         """
         start = time.perf_counter()
-        stepped = Stepped(0.0, sum(ticket.work.shape.evaluations for ticket in self.tickets))
+        stepped = Stepped(0.0, sum(ticket.work.shape.row_cost for ticket in self.tickets))
         try:
             self._together(unet, stepped)
             pace()
@@ -105,6 +106,9 @@ class Bucket:
         for i, ticket in enumerate(self.tickets):
             if ticket.preview_at and ticket.step in ticket.preview_at:
                 stepped.previews.append((ticket, ticket.preview_at[ticket.step], x0_BCHW[i]))
+            if ticket.glance:
+                ticket.glance = False
+                stepped.previews.append((ticket, GLANCE, x0_BCHW[i]))
 
     def _apart(self, unet: Unet, stepped: Stepped, error: BaseException) -> None:
         """Each row by itself: those that fail alone too are to blame."""

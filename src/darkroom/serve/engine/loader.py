@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -27,8 +27,10 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
+    from darkroom.models.embeddings import Embedding
     from darkroom.models.model import Model
     from darkroom.serve.engine.adapters import Library
+    from darkroom.serve.engine.nets import Nets
 
 
 LOG = logging.getLogger("darkroom.serve")
@@ -38,6 +40,8 @@ MOST_ROWS = {"cpu": 16, "cuda": 32}
 SMALL_ROW_BYTES = 2**20
 # What the rows' activations may take of the memory that is free once the model is there.
 SHARE = 0.6
+# What nets may take of it, unless told otherwise.
+CONTROL_SHARE = 0.25
 # Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
 PLAIN = {"none", "auto", "lean", "fused_attention"}
 # Of each call where pictures are to have the same bits whoever shares it: as many as fill the device, few
@@ -53,6 +57,16 @@ class Opened:
     model: Model
     engine: Engine
     library: Library | None
+    nets: Nets | None = None
+    embeddings: Embeddings = field(default_factory=lambda: Embeddings())
+
+
+@dataclass(frozen=True, repr=False)
+class Embeddings:
+    """The textual inversions of the server's folder: those that prompts may name, and others'."""
+
+    loaded: tuple[Embedding, ...] = ()
+    skipped: tuple[Embedding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         variant=settings.variant,
         revision=settings.revision,
     )
+    embeddings = _embeddings(settings, model)
     optimise = _optimisations(settings, model)
     backend = open_backend(settings.backend, model, optimise=optimise, notice=LOG.info)
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
@@ -86,6 +101,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     lanes = _lanes(settings, backend, optimise, row_bytes)
     capacity = settings.capacity or rows_for_memory(backend, row_bytes, lanes)
     library = _open_library(settings, model, metrics, hooks.wake, lanes)
+    nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)
     engine = Engine(
         model,
@@ -95,6 +111,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         on_tick=hooks.on_tick,
         on_stop=hooks.on_stop,
         library=library,
+        nets=nets,
         pad_to=PAD_TO if settings.pad else (),
         places=places_for(backend.device, lanes, _threads_each(lanes)),
         shares=settings.limits.shares,
@@ -105,7 +122,18 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
-    return Opened(model, engine, library)
+    return Opened(model, engine, library, nets, embeddings)
+
+
+def _embeddings(settings: ServeSettings, model: Model) -> Embeddings:
+    """What the folder has, added to the model; InputError for no folder, ModelError for two of one name."""
+    if settings.embeddings is None:
+        return Embeddings()
+    loaded, skipped = models.add_fitting(model, settings.embeddings)
+    LOG.info("embeddings: %s", ", ".join(one.name for one in loaded) or "none that are for this model")
+    if skipped:
+        LOG.warning("embeddings of other models, not used: %s", ", ".join(one.name for one in skipped))
+    return Embeddings(tuple(loaded), tuple(skipped))
 
 
 def _name_hash(model: Model) -> None:
@@ -132,12 +160,12 @@ def fixed_rows(kind: str, row_bytes: int | None) -> int:
 
 
 def _optimisations(settings: ServeSettings, model: Model) -> str:
-    """Attention with fused projections leaves no layers for adapters to stand in."""
+    """Attention with fused projections leaves no layers for adapters, and no place for IP-Adapters."""
     if settings.optimise is not None:
         return settings.optimise
     if settings.backend not in ("torch", "compile"):
         return "none"
-    if settings.adapters is None:
+    if settings.adapters is None and settings.controls is None:
         return "auto"
     return "fused_attention" if settings.backend == "compile" or model.is_dit else "fused_attention,lean"
 
@@ -176,6 +204,27 @@ def _open_library(
         threads=lanes > 1,
     )
     return Library(settings.adapters, bank, metrics, wake)
+
+
+def _open_nets(
+    settings: ServeSettings, model: Model, backend: Backend, wake: Callable[[], None]
+) -> Nets | None:
+    """InputError for a model or backend that nets cannot steer."""
+    if settings.controls is None:
+        if settings.control_memory is not None:
+            raise InputError("--control-memory without --controls", mend="leave it out, or name the folder")
+        return None
+    from darkroom.sample.control import check_backend
+    from darkroom.serve.engine.nets import Nets
+
+    if settings.deterministic:
+        raise InputError("--controls with --deterministic", mend="leave one of them out")
+    model.needs_unet("--controls")
+    check_backend(backend)
+    most = settings.control_memory or int(CONTROL_SHARE * _free_bytes(backend.device))
+    nets = Nets(settings.controls, model, backend.device, backend.dtype, most, wake)
+    LOG.info("nets: %d in the folder, at most %d MiB in memory", len(nets.names()), most // 2**20)
+    return nets
 
 
 def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Job:

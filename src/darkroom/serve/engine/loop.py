@@ -22,16 +22,19 @@ import torch
 
 from darkroom.errors import DarkroomError
 from darkroom.sample.backends.backend import Backend
+from darkroom.sample.control import ControlledUnet
+from darkroom.sample.denoise import Unet
 from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, fixed, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
 from darkroom.serve.engine.fairness import Admits, Drawing, Entry, FairQueue, admitted_after
 from darkroom.serve.engine.runner import Studio
-from darkroom.serve.engine.tickets import Preview, Shape, Ticket, Work, png_of
+from darkroom.serve.engine.tickets import GLANCE, Preview, Shape, Ticket, Work, png_of
 from darkroom.serve.metrics import Metrics
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
     from darkroom.serve.engine.adapters import Library
+    from darkroom.serve.engine.nets import Nets
 
 
 LOG = logging.getLogger("darkroom.serve")
@@ -74,16 +77,19 @@ class Engine:
         places: tuple[Steps, Aside] | None = None,
         shares: Mapping[str, int] | None = None,
         fixed_rows: int = 0,
+        nets: Nets | None = None,
     ) -> None:
         self.capacity = float(capacity)
         self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
-        self.library = library
+        self.library, self.nets = library, nets
         self.own_pixels = model.sample_size**2
         self.studio = Studio(model, backend, one_by_one=bool(fixed_rows))
-        self.unet = padded(backend.unet, pad_to) if pad_to else backend.unet
+        self.unet: Unet = padded(backend.unet, pad_to) if pad_to else backend.unet
         if fixed_rows:
             most = 0 if library is None else library.bank.most_a_row
             self.unet = fixed(backend.unet, fixed_rows, most)
+        if nets is not None:
+            self.unet = ControlledUnet(self.unet, nets.image_prompts)
         self.steps, self.aside = places or (Between(), Between())
         self.steps.on_free = self.wake
         self.trouble: str | None = None
@@ -132,6 +138,8 @@ class Engine:
 
     def submit(self, work: Work) -> None:
         """Put a work's pictures in the queue."""
+        if self.nets is not None and work.request.controls:
+            self.nets.fetch(choice.net for choice in work.request.controls)
         if self.library is not None and work.adapters:
             self.library.fetch(work.adapters)
         with self._condition:
@@ -325,15 +333,19 @@ class Engine:
                 self._between.discard(entry.item)
                 admitted.append(entry.item)
         if admitted:
-            self._prepare([ticket for ticket in admitted if self._has_adapters(ticket)])
+            self._prepare([ticket for ticket in admitted if self._has_files(ticket)])
 
-    def _has_adapters(self, ticket: Ticket) -> bool:
-        """Whether its adapters lie in the bank, held there; else it is parked, or fails with its work."""
+    def _has_files(self, ticket: Ticket) -> bool:
+        """Whether its nets and adapters are in memory, held there; else it waits, or fails with its work."""
         work = ticket.work
-        if self.library is None or not work.adapters or work.over:
+        if work.over:
             return True
         try:
-            if self.library.hold(ticket):
+            # Nets first: who holds adapters waits for nothing more, or two could wait for each other.
+            if self.nets is not None and work.request.controls and not self.nets.hold(ticket):
+                self._parked.append(ticket)
+                return False
+            if self.library is None or not work.adapters or self.library.hold(ticket):
                 return True
         except Exception as error:
             self._fail(work, error)
@@ -357,7 +369,7 @@ class Engine:
         with self._condition:
             tickets, self._unprepared = self._unprepared, []
         works = [work for work in dict.fromkeys(ticket.work for ticket in tickets) if not work.over]
-        failed = self.studio.prepare(works, self.library)
+        failed = self.studio.prepare(works, self.library, self.nets)
         with self._condition:
             self._failed += failed
             if not self._stopping:  # then some were left half prepared
@@ -412,11 +424,12 @@ class Engine:
         self._parked = [ticket for ticket in self._parked if not ticket.work.over]
 
     def _release(self, *tickets: Ticket) -> None:
-        """Give back the load and the adapters of rows that left."""
+        """Give back the load, the nets and the adapters of rows that left."""
         for ticket in tickets:
             self._unload(ticket)
-            if self.library is not None:
-                self.library.let_go(ticket)
+            for shelf in (self.nets, self.library):
+                if shelf is not None:
+                    shelf.let_go(ticket)
 
     def _unload(self, ticket: Ticket) -> None:
         size = ticket.entry.size
@@ -489,7 +502,10 @@ class Engine:
                 work.over, work.decoded_s = True, time.monotonic()
                 work.listener.made(work)
         for ticket, index, image in self.studio.preview([p for p in previews if not p[0].work.over]):
-            ticket.work.previews.append(Preview(ticket.index, index, ticket.step, png_of(image)))
+            if index == GLANCE:
+                ticket.work.glance = png_of(image)
+            else:
+                ticket.work.previews.append(Preview(ticket.index, index, ticket.step, png_of(image)))
         with self._condition:
             self._call()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,7 @@ from darkroom.sample.denoise import Condition
 from darkroom.sample.generate import checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
 from darkroom.sample.prompts import encode_prompts, read_parts
-from darkroom.serve.engine.tickets import Shape, Ticket, Work, preview_steps
+from darkroom.serve.engine.tickets import Shape, Ticket, Work, opened, preview_steps
 from darkroom.serve.request import PictureRequest, Uploads
 
 if TYPE_CHECKING:
@@ -30,10 +29,9 @@ if TYPE_CHECKING:
     from darkroom.models.model import Model
     from darkroom.sample.adapters import Encode
     from darkroom.serve.engine.adapters import Library
+    from darkroom.serve.engine.nets import Nets
 
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-"""Of uploads."""
 Failures = list[tuple[Work, BaseException]]
 FEW_LATENTS = 16 * 16
 """So few values a channel the VAE decodes in no time: previews of such pictures are as the picture itself."""
@@ -56,6 +54,7 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         weighting=request.weighting,
         clip_skip=request.clip_skip,
         strength=request.strength,
+        only_masked=request.only_masked,
         hires=None if request.hires is None else sample.Hires(**request.hires.model_dump()),
     )
 
@@ -66,19 +65,19 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     if image is not None and settings.strength is None:  # as much as a mask would have redone
         settings = settings.model_copy(update={"strength": 1.0})
     table = table_for(model, settings)
-    width, height = checked_size(model, settings.size, image)
+    width, height = checked_size(model, settings.size, image if settings.only_masked is None else None)
     guidance = settings.resolved(table.solver, model.guidance).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
     evaluations = 2 if guidance > 1 and not distilled else 1
-    larger = _larger(model, settings, (width, height), evaluations)
-    return Shape(width, height, len(table), evaluations, larger)
+    larger = _larger(model, settings, (width, height), evaluations, len(request.controls))
+    return Shape(width, height, len(table), evaluations, larger, len(request.controls))
 
 
 def _larger(
-    model: Model, settings: sample.GenerateSettings, size: tuple[int, int], evaluations: int
+    model: Model, settings: sample.GenerateSettings, size: tuple[int, int], evaluations: int, nets: int
 ) -> Shape | None:
     found = second_pass(model, settings, size)
-    return None if found is None else Shape(*found.size, len(found.table), evaluations)
+    return None if found is None else Shape(*found.size, len(found.table), evaluations, nets=nets)
 
 
 class _Job(sample.Job):
@@ -111,7 +110,7 @@ class Studio:
         """What would keep the first jobs waiting: learn to glance at latents."""
         self._glance = self._glance or Glance.learnt(self.backend, channels_of(self.model))
 
-    def prepare(self, works: Sequence[Work], library: Library | None) -> Failures:
+    def prepare(self, works: Sequence[Work], library: Library | None, nets: Nets | None = None) -> Failures:
         """Check and encode works, their texts together; those that cannot be are returned with the reason."""
         failed: Failures = []
         fresh = [work for work in works if work.prepared is None]
@@ -120,7 +119,7 @@ class Studio:
         for work in fresh:
             try:
                 with while_wanted(self._wanted([work])):
-                    work.prepared = self._prepared(work, library)
+                    work.prepared = self._prepared(work, library, nets)
             except Stopped:
                 continue
             except Exception as error:
@@ -131,7 +130,7 @@ class Studio:
         """Tells whether anybody waits for one of these still."""
         return lambda: not self.stopping and any(not work.over for work in works)
 
-    def _prepared(self, work: Work, library: Library | None) -> sample.Job:
+    def _prepared(self, work: Work, library: Library | None, nets: Nets | None) -> sample.Job:
         adapted = library.lend(work) if library is not None and work.adapters else None
         uploads = work.uploads or Uploads()
         return _Job(
@@ -141,8 +140,9 @@ class Studio:
             settings_of(work.request),
             self.backend,
             adapted=adapted,
-            image=_opened(uploads.image),
-            mask=_opened(uploads.mask),
+            image=None if uploads.image is None else opened(uploads.image),
+            mask=None if uploads.mask is None else opened(uploads.mask),
+            controls=None if nets is None or not work.request.controls else nets.lend(work),
         )
 
     def start(self, ticket: Ticket) -> None:
@@ -234,11 +234,6 @@ def _changes_texts(work: Work, library: Library | None) -> bool:
     if library is None or not work.adapters:
         return False
     return any(path.startswith("text_encoder") for path in library.bank.layers)
-
-
-def _opened(content: bytes | None) -> Image.Image | None:
-    """An upload that admission has let in."""
-    return None if content is None else Image.open(io.BytesIO(content), formats=FORMATS)
 
 
 def _by_size(tickets: Iterable[Ticket]) -> Iterable[list[Ticket]]:

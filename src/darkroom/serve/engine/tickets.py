@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from PIL import Image
+
 from darkroom.serve.engine.fairness import Entry
 from darkroom.serve.metrics import PHASES
 from darkroom.serve.request import PRIORITIES, PictureRequest, Uploads
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from darkroom import sample
     from darkroom.models.adapters.bank import Staged
+    from darkroom.models.control import ControlNet
+    from darkroom.models.image_prompt import ImagePrompt
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Loan:
     read: Read
 
 
+NET_COST = 0.5
+
+
 @dataclass(frozen=True)
 class Shape:
     """What a request costs, as far as the engine needs to know beforehand."""
@@ -69,6 +74,13 @@ class Shape:
     """U-Net rows a step: 2 with guidance."""
     larger: Shape | None = None
     """Of the second pass."""
+    nets: int = 0
+    """That steer it."""
+
+    @property
+    def row_cost(self) -> float:
+        """Evaluations a step, with its nets': each is about half a U-Net."""
+        return self.evaluations * (1 + NET_COST * self.nets)
 
     @property
     def pixels(self) -> int:
@@ -77,12 +89,12 @@ class Shape:
 
     def load(self, own_pixels: int) -> float:
         """Evaluations of a picture's step, counted in pictures of the model's own size."""
-        return self.evaluations * self.pixels / own_pixels
+        return self.row_cost * self.pixels / own_pixels
 
     @property
     def cost(self) -> float:
         """Work of one picture's first pass: pixels x steps x evaluations."""
-        return float(self.pixels * self.steps * self.evaluations)
+        return self.pixels * self.steps * self.row_cost
 
     @property
     def whole_cost(self) -> float:
@@ -116,6 +128,19 @@ class Preview:
     png: bytes
 
 
+GLANCE = -1
+"""In place of a preview's index: of no event, but for who asks."""
+
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""Of uploads."""
+
+
+def opened(content: bytes) -> Image.Image:
+    """An upload that admission has let in."""
+    return Image.open(io.BytesIO(content), formats=FORMATS)
+
+
 def png_of(image: Image.Image) -> bytes:
     """A picture as a PNG file without parameters."""
     buffer = io.BytesIO()
@@ -136,6 +161,8 @@ class Ticket:
     row: sample.Row | None = None
     preview_at: dict[int, int] = field(default_factory=dict)
     """After which step which preview is due."""
+    glance: bool = False
+    """Somebody asks what it looks like: so it does after the next step."""
     meter_s: float = 0.0
     """The bucket's meter when it came aboard."""
     done: bool = False
@@ -202,11 +229,15 @@ class Work:
     prepared: sample.Job | None = None
     lent: dict[str, Loan] = field(default_factory=dict)
     """Where its adapters are, by name."""
+    nets: dict[str, ControlNet | ImagePrompt] = field(default_factory=dict)
+    """Its nets in memory, by name."""
     tickets: list[Ticket] = field(default_factory=list)
     pictures: dict[int, sample.Picture] = field(default_factory=dict)
     files: dict[int, Future[bytes]] = field(default_factory=dict)
     """Of its pictures, once they have gone through the hooks."""
     previews: list[Preview] = field(default_factory=list)
+    glance: bytes | None = None
+    """What a picture of it looked like when somebody asked last, as PNG."""
     watchers: int = 0
     device_s: float = 0.0
     over: bool = False

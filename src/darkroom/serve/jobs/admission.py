@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -12,6 +13,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
@@ -19,22 +21,33 @@ from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.sample.adapters import read_tags
+from darkroom.sample.control import MAPS
 from darkroom.sample.generate import DEFAULT_STEPS, check_parts
-from darkroom.sample.inputs import check_mask
+from darkroom.sample.inputs import check_mask, masked_box, read_mask
 from darkroom.sample.prompt_schedule import schedule
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.loop import Engine
-from darkroom.serve.engine.runner import FORMATS, shape_of
-from darkroom.serve.engine.tickets import Shape
+from darkroom.serve.engine.runner import shape_of
+from darkroom.serve.engine.tickets import FORMATS, Shape
 from darkroom.serve.errors import Refused, say
 from darkroom.serve.jobs.store import OverQuota, Record
-from darkroom.serve.request import JOB_ID, MAX_SEED, PRIORITIES, AdapterChoice, PictureRequest, Uploads
+from darkroom.serve.request import (
+    JOB_ID,
+    MAX_SEED,
+    PRIORITIES,
+    AdapterChoice,
+    ControlChoice,
+    ControlUpload,
+    PictureRequest,
+    Uploads,
+)
 from darkroom.serve.settings import Limits
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
     from darkroom.serve.engine.adapters import Library
+    from darkroom.serve.engine.nets import Nets
 
 
 MOST_KEYS = 10_000
@@ -43,9 +56,12 @@ MOST_KEYS = 10_000
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     """The same for the same body: what makes sending a job twice harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
-    said = request.model_dump(mode="json", exclude=None if request.hires else {"hires"})
+    later = {name for name in ("hires", "controls", "only_masked") if getattr(request, name) in (None, ())}
+    said = request.model_dump(mode="json", exclude=later)
     told = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
+        told.update(hashlib.sha256(part or b"").digest())
+    for part in itertools.chain.from_iterable(uploads.controls if uploads is not None else ()):
         told.update(hashlib.sha256(part or b"").digest())
     return told.hexdigest()
 
@@ -68,6 +84,7 @@ def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) 
         ("width", request.width or 0, limits.side_pixels, "pixels"),
         ("height", request.height or 0, limits.side_pixels, "pixels"),
         ("adapters", len(request.adapters), limits.adapters, "adapters"),
+        ("controls", len(request.controls), limits.controls, "controls"),
         ("previews", request.previews, limits.previews, "previews"),
         ("deadline_s", request.deadline_s or 0, limits.deadline_s, "seconds"),
     )
@@ -154,6 +171,10 @@ def check_shape(
         check_parts(model, has_mask=mask is not None)
         if mask is not None and image is not None:
             check_mask(mask, image)
+            if request.only_masked is not None:
+                masked_box(read_mask(mask), image.size, 0, image.size)
+        elif request.only_masked is not None:
+            raise InputError("only_masked without a mask")
     except InputError as error:
         raise Refused(422, "invalid_value", say(error), param="mask") from error
     if request.seed is not None and request.seed + request.num - 1 > MAX_SEED:
@@ -285,6 +306,59 @@ def check_adapters(request: PictureRequest, library: Library | None) -> None:
             library.check(names)
     except DarkroomError as error:
         raise Refused(422, "unusable_adapter", f"adapters: {say(error)}", param="adapters") from error
+
+
+def check_controls(
+    request: PictureRequest, uploads: Uploads | None, limits: Limits, nets: Nets | None, shape: Shape
+) -> None:
+    """422 for a net that is not there or not for this model, and for pictures that cannot be read.
+
+    Opens pictures and may read a net's configuration, so not for the event loop.
+    """
+    given = () if uploads is None else uploads.controls
+    if len(given) != len(request.controls):
+        raise Refused(422, "missing_field", "controls: a picture for each", param="controls")
+    if not request.controls:
+        return
+    if nets is None:
+        raise Refused(422, "unknown_net", "controls: this server has no nets (--controls)", param="controls")
+    for i, (choice, pictures) in enumerate(zip(request.controls, given, strict=True)):
+        try:
+            _check_control(nets, choice, pictures, shape)
+        except Refused:
+            raise
+        except DarkroomError as error:
+            told = f"controls: {say(error)}"
+            raise Refused(422, "unusable_control", told, param=f"controls.{i}") from error
+        checked_picture(pictures.image, limits, f"controls.{i}.image")
+        if pictures.mask is not None:
+            checked_picture(pictures.mask, limits, f"controls.{i}.mask")
+    try:
+        nets.check_room(choice.net for choice in request.controls)
+    except InputError as error:
+        raise Refused(422, "over_limit", f"controls: {say(error)}", param="controls") from error
+
+
+def check_map(name: str) -> None:
+    """422 for a map that is not known, or that this server lacks a package for."""
+    served = [one for one in MAPS if one != "canny" or find_spec("cv2") is not None]
+    if name not in served:
+        told = name[:40].encode("ascii", "replace").decode()
+        message = f"controls: map '{told}'; allowed here: {', '.join(served)}"
+        raise Refused(422, "invalid_value", message, param="controls")
+
+
+def _check_control(nets: Nets, choice: ControlChoice, pictures: ControlUpload, shape: Shape) -> None:
+    check_map(choice.map)
+    known = nets.describe(choice.net)
+    if pictures.mask is not None and known.kind != "ip-adapter":
+        raise InputError(f"a mask for {known.kind} '{choice.net}'", allowed="masks of IP-Adapters")
+    for one in filter(None, (shape, shape.larger)):
+        if one.width % known.size_unit or one.height % known.size_unit:
+            raise InputError(
+                f"size {one.width}x{one.height} with {known.kind} '{choice.net}'",
+                allowed=f"sides that are multiples of {known.size_unit}",
+            )
 
 
 def new_record(

@@ -165,6 +165,7 @@ def _tell_over(live: Live) -> None:
         size=f"{shape.width}x{shape.height}",
         steps=shape.steps,
         adapters=list(work.adapters) or None,
+        controls=[choice.net for choice in work.request.controls] or None,
         phases={phase: round(seconds, 6) for phase, seconds in work.phases().items()},
         device_s=round(work.device_s, 6),
         sha256=work.hashes or None,

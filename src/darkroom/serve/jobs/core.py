@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import ValidationError
 
 import darkroom
@@ -37,6 +38,7 @@ from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
 
 if TYPE_CHECKING:
     from darkroom.serve.engine.adapters import Library
+    from darkroom.serve.engine.nets import NetCard
 
 
 LOG = logging.getLogger("darkroom.serve")
@@ -213,8 +215,9 @@ class Core:
         self._loop.end_tasks()
         if self.engine is not None:
             self.left_at_work = not await asyncio.to_thread(self.engine.stop)
-        if (library := self._library()) is not None:
-            library.close()
+        for shelf in (self._library(), None if self._opened is None else self._opened.nets):
+            if shelf is not None:
+                shelf.close()
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
             with suppress(StorageError, OSError):
@@ -350,6 +353,7 @@ class Core:
         def checked() -> Shape:
             image, mask = admission.opened_images(request, uploads, self.limits)
             shape = admission.check_shape(model, request, self.limits, image, mask=mask)
+            admission.check_controls(request, uploads, self.limits, engine.nets, shape)
             admission.check_load(model, shape, engine.largest_load)
             admission.check_texts(model, request)
             return shape
@@ -515,6 +519,33 @@ class Core:
         library = self._library()
         return [] if library is None else library.cards()
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where pictures are drawn, once the model is there."""
+        return None if self._opened is None else self._opened.engine.studio.backend.device
+
+    def glance(self, job_id: str, *, key: str) -> bytes | None:
+        """The latest sight of a running job, as PNG, and asks for a newer one; None where there is none yet.
+
+        None with hooks: they see finished pictures only, and a sight would get past them.
+        """
+        live = self._lives.find(key, job_id)
+        if live is None or self.settings.hooks:
+            return None
+        ticket = next((one for one in live.work.tickets if one.row is not None and not one.done), None)
+        if ticket is not None:
+            ticket.glance = True
+        return live.work.glance
+
+    def nets(self) -> list[NetCard]:
+        """The nets that a request may name."""
+        nets = None if self._opened is None else self._opened.nets
+        return [] if nets is None else nets.cards()
+
+    def embeddings(self) -> opening.Embeddings:
+        """The textual inversions that prompts may name, and those that are for other models."""
+        return opening.Embeddings() if self._opened is None else self._opened.embeddings
+
     def status(self) -> cards.Status:
         """The server as it is now."""
         trouble = self.trouble()
@@ -530,6 +561,8 @@ class Core:
         if self._opened is not None:
             device = self._opened.engine.studio.backend.device
             self.metrics.device_memory.set(opening.used_bytes(device))
+            if (nets := self._opened.nets) is not None:
+                self.metrics.net_memory.set(nets.bytes)
         return self.metrics.text()
 
     def queue_age_s(self) -> float:

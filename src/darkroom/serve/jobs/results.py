@@ -217,7 +217,6 @@ def _shared_secret(connection: sql.Connection) -> bytes:
 
 LOG = logging.getLogger("darkroom.serve")
 RETRY_S = 1.0
-UPLOADS = ("image.upload", "mask.upload")
 
 
 class _ClosedError(Exception):
@@ -252,6 +251,7 @@ class Keeper:
 
     def check(self, work: Work, index: int) -> None:
         """Have the hooks see a finished picture, while others of its work may still be drawn."""
+        # Not those of controls: nothing of them is in the picture.
         given = () if work.uploads is None else (work.uploads.image, work.uploads.mask)
         origin = Origin(int(work.uid[:8], 16), tuple(one for one in given if one is not None))
         work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index], origin)
@@ -299,7 +299,7 @@ class Keeper:
         if state != "done":
             self._drop(work.uid)
         elif work.uploads is not None:  # they were there to begin again with
-            self._drop(work.uid, UPLOADS)
+            self._drop(work.uid, work.uploads.files())
         if state in FINAL:
             self._over(work, state, result)
 
@@ -342,10 +342,8 @@ class Keeper:
 
     def write_uploads(self, uid: str, uploads: Uploads) -> None:
         """Keep the pictures that came with a job."""
-        parts = zip(UPLOADS, (uploads.image, uploads.mask), strict=True)
-        self._results.write(uid, {name: part for name, part in parts if part is not None})
+        self._results.write(uid, uploads.files())
 
     def read_uploads(self, uid: str) -> Uploads | None:
         """The pictures that came with a job."""
-        image, mask = (self._results.read(uid, name) for name in UPLOADS)
-        return None if image is None else Uploads(image, mask)
+        return Uploads.read(lambda name: self._results.read(uid, name))

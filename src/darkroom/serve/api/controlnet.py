@@ -1,0 +1,240 @@
+"""A1111's ControlNet extension: its units in `alwayson_scripts`, and the `/controlnet` routes.
+
+A unit's `model` is a net of the server's folder. What its picture is made into (`module`) is one of the maps
+that need no weights; depth, pose and the like come as finished maps with module `none`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from fastapi import APIRouter, Request
+from PIL import Image, ImageOps
+from pydantic import BaseModel, ConfigDict, Field
+
+from darkroom.sample.control import MAPS
+from darkroom.serve.api.shared import caller, decoded, encoded, route_in
+from darkroom.serve.engine.tickets import png_of
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.admission import Rates, check_map, checked_picture
+from darkroom.serve.jobs.core import Core
+from darkroom.serve.request import MOST_CONTROLS, ControlChoice, ControlUpload
+from darkroom.serve.settings import Limits
+
+SCRIPT = "controlnet"
+MODULES = {
+    "none": "none",
+    "canny": "canny",
+    "invert (from white bg & black line)": "invert",
+    "scribble_xdog": "scribble",
+    "t2ia_color_grid": "colour",
+    "blur_gaussian": "blur",
+}
+"""The extension's preprocessors that are served, and darkroom's map of each."""
+ALIASES = {
+    **MODULES,
+    "": "none",
+    "invert": "invert",
+    "tile_resample": "none",
+    "ip-adapter-auto": "none",
+    "ip-adapter_clip_sd15": "none",
+    "ip-adapter_clip_sdxl": "none",
+    "ip-adapter_clip_sdxl_plus_vith": "none",
+}
+"""Those that leave the picture as it is, too: IP-Adapters bring their encoder along."""
+MODES = {
+    "balanced": False,
+    "controlnet is more important": True,
+    0: False,
+    2: True,
+}
+"""Control modes, and whether that is guess mode. 'My prompt is more important' (1) is not served."""
+RESIZE = {
+    "just resize": "stretch",
+    "scale to fit (inner fit)": "crop",
+    "inner_fit": "crop",
+    "crop and resize": "crop",
+    0: "stretch",
+    1: "crop",
+    2: "fill",
+    "resize and fill": "fill",
+    "envelope (outer fit)": "fill",
+}
+
+
+class Unit(BaseModel):
+    """One unit. Fields that only concern the extension's own preprocessors and windows are not used."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    enabled: bool = True
+    model: str | None = Field(None, max_length=300)
+    module: str | None = Field("none", max_length=100)
+    image: str | dict[str, Any] | None = None
+    input_image: str | None = None
+    effective_region_mask: str | None = Field(None, description="of an IP-Adapter: white where it counts")
+    weight: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+    guidance_start: float = Field(0.0, ge=0, lt=1, allow_inf_nan=False)
+    guidance_end: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    control_mode: int | str = 0
+    guessmode: bool | None = None
+    resize_mode: int | str = 1
+    pixel_perfect: bool = False
+
+    def choice(self) -> ControlChoice:
+        """In darkroom's terms."""
+        name = re.sub(r"\s*\[[0-9a-fA-F]+\]$", "", self.model or "")
+        if name.lower() in ("", "none"):
+            raise _refused("model: the net's name; /controlnet/model_list has them")
+        map_name = ALIASES.get((self.module or "none").lower())
+        if map_name is None:
+            raise _refused(f"module: one of {', '.join(MODULES)}; send others' maps with module none")
+        guess = MODES.get(_small(self.control_mode))
+        if guess is None:
+            raise _refused("control_mode: Balanced (0) or ControlNet is more important (2)")
+        if not self.guidance_start < self.guidance_end:
+            raise _refused("guidance_start is before guidance_end")
+        return ControlChoice(
+            net=name,
+            weight=self.weight,
+            start=self.guidance_start,
+            end=self.guidance_end,
+            guess=guess or bool(self.guessmode),
+            map=map_name,
+        )
+
+    def pictures(self, size: tuple[int, int], start: bytes | None, limits: Limits) -> ControlUpload:
+        """The unit's picture in the shape of those that are made; img2img's own where it has none."""
+        given = self.image.get("image") if isinstance(self.image, dict) else self.image
+        given = given or self.input_image
+        content = start if given is None else decoded(str(given), "alwayson_scripts")
+        if content is None:
+            raise _refused("image: a picture in base64")
+        mask = self.effective_region_mask
+        content = _shaped(content, size, RESIZE.get(_small(self.resize_mode)), limits)
+        return ControlUpload(content, None if mask is None else decoded(mask, "alwayson_scripts"))
+
+
+def _small(value: int | str) -> int | str:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _refused(message: str) -> Refused:
+    return Refused(422, "invalid_value", f"alwayson_scripts.controlnet: {message}", param="alwayson_scripts")
+
+
+def _shaped(content: bytes, size: tuple[int, int], how: str | None, limits: Limits) -> bytes:
+    """A picture that is stretched to a size afterwards, cut to its shape first where that is asked for."""
+    if how is None:
+        raise _refused("resize_mode: 0 (Just Resize), 1 (Crop and Resize) or 2 (Resize and Fill)")
+    if how == "stretch":
+        return content
+    image = checked_picture(content, limits, "alwayson_scripts")
+    if image.width * size[1] == image.height * size[0]:
+        return content
+    rgb = image.convert("RGB")
+    made = ImageOps.fit(rgb, size, _LANCZOS) if how == "crop" else _filled(rgb, size)
+    return png_of(made)
+
+
+_LANCZOS = Image.Resampling.LANCZOS
+
+
+def _filled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The whole picture, on the colour of its border in the middle."""
+    border = [image.getpixel((x, y)) for x in range(image.width) for y in (0, image.height - 1)]
+    border += [image.getpixel((x, y)) for y in range(image.height) for x in (0, image.width - 1)]
+    colour = tuple(sorted(one[i] for one in border)[len(border) // 2] for i in range(3))  # type: ignore[index]
+    return ImageOps.pad(image, size, _LANCZOS, color=colour)
+
+
+def units_of(scripts: Any) -> list[Unit]:
+    """The enabled units of `alwayson_scripts`; 422 for other scripts."""
+    if not scripts:
+        return []
+    if not isinstance(scripts, dict):
+        raise Refused(422, "invalid_value", "alwayson_scripts: scripts by name", param="alwayson_scripts")
+    args: list[Any] = []
+    for name, script in scripts.items():
+        given = script.get("args") if isinstance(script, dict) else None
+        if str(name).lower() != SCRIPT:
+            if given:
+                told = str(name)[:100].encode("ascii", "replace").decode()
+                message = f"alwayson_scripts.{told}: not served here"
+                raise Refused(422, "not_served", message, param="alwayson_scripts")
+            continue
+        if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+            raise _refused("args: a list of units")
+        if len(given) > MOST_CONTROLS:
+            raise _refused(f"args: at most {MOST_CONTROLS} units")
+        args += given
+    return [unit for unit in (Unit.model_validate(one) for one in args) if unit.enabled]
+
+
+class Detect(BaseModel):
+    """Pictures to make maps of."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    controlnet_module: str = Field("none", max_length=100)
+    controlnet_input_images: list[str] = Field(min_length=1, max_length=16)
+
+
+def controlnet_router(core: Core) -> APIRouter:
+    """The `/controlnet` routes."""
+    shape = route_in(core, lambda refused: {"error": refused.code, "detail": refused.message})
+    router = APIRouter(prefix="/controlnet", tags=["a1111"], route_class=shape)
+    reading = Rates(core.limits.rate_per_minute)
+
+    @router.get("/version")
+    async def version() -> dict[str, int]:
+        """Of the extension's API."""
+        return {"version": 2}
+
+    @router.get("/settings")
+    async def settings() -> dict[str, int]:
+        """Units that a request may have."""
+        return {"control_net_unit_count": core.limits.controls}
+
+    @router.get("/model_list")
+    async def model_list(update: bool = True) -> dict[str, list[str]]:
+        """The nets of the server's folder."""
+        return {"model_list": [card.name for card in core.nets()]}
+
+    @router.get("/module_list")
+    async def module_list(alias_names: bool = False) -> dict[str, Any]:
+        """The preprocessors that are served."""
+        detail = {"model_free": False, "sliders": []}
+        return {"module_list": list(MODULES), "module_detail": dict.fromkeys(MODULES, detail)}
+
+    @router.get("/control_types")
+    async def control_types() -> dict[str, Any]:
+        """One kind of all: nets say by themselves what they are."""
+        nets = ["None", *(card.name for card in core.nets())]
+        every = {"module_list": list(MODULES), "model_list": nets}
+        return {"control_types": {"All": {**every, "default_option": "none", "default_model": "None"}}}
+
+    @router.post("/detect")
+    async def detect(body: Detect, request: Request) -> dict[str, Any]:
+        """The maps of pictures."""
+        reading.take(caller(request))
+        name = ALIASES.get(body.controlnet_module.lower())
+        if name is None:
+            message = f"controlnet_module: one of {', '.join(MODULES)}"
+            raise Refused(422, "invalid_value", message, param="controlnet_module")
+        check_map(name)
+
+        def made() -> list[str]:
+            images = [
+                checked_picture(
+                    decoded(one, "controlnet_input_images"), core.limits, "controlnet_input_images"
+                )
+                for one in body.controlnet_input_images
+            ]
+            return [encoded(png_of(MAPS[name](image.convert("RGB")))) for image in images]
+
+        return {"images": await asyncio.to_thread(made), "info": "Success"}
+
+    return router

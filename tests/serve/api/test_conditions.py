@@ -1,0 +1,345 @@
+"""What steers pictures beside prompts, through HTTP: embeddings by name, nets with their pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import save_file
+
+from darkroom import models, sample
+from darkroom.sample import Control, Hires
+from darkroom.serve.engine.tickets import png_of
+from serve.api.conftest import base64_of, opened
+from serve.conftest import Server, difference
+from serve.nets import NAMES, file_of, steering, write_nets
+
+QUICK: dict[str, Any] = {"steps": 4, "seed": 5}
+
+
+def write_embeddings(folder: Path, width: int) -> None:
+    """`zorp` for the model, `foreign` for one of another width."""
+    folder.mkdir()
+    draw = torch.Generator().manual_seed(0)
+    for name, wide in (("zorp", width), ("foreign", width + 8)):
+        vectors = 3 * torch.randn(2, wide, generator=draw)
+        save_file({"emb_params": vectors}, str(folder / f"{name}.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def nets(small, tmp_path_factory) -> Path:
+    """A folder of nets."""
+    folder = tmp_path_factory.mktemp("nets")
+    write_nets(folder, small, models.create("tiny", seed=1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def http(small, nets, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Any]:
+    """A server with embeddings, adapters and nets, with memory for two nets."""
+    folder = tmp_path_factory.mktemp("conditions")
+    write_embeddings(folder / "embeddings", small.text_encoders[0].config.hidden_size)
+    needs = 4 * models.describe_control(nets / "edges", small).num_weights
+    server = Server(
+        model_folder,
+        folder / "state",
+        *("--embeddings", str(folder / "embeddings"), "--adapters", str(adapter_folder)),
+        *("--controls", str(nets), "--control-memory", str(int(2.2 * needs))),
+    )
+    yield server.ready().http
+    server.kill()
+
+
+def drawn(http: Any, **body: Any) -> Image.Image:
+    told = http.post("/sdapi/v1/txt2img", json={**QUICK, **body})
+    assert told.status_code == 200, told.text
+    return opened(told.json()["images"][0])
+
+
+def test_embeddings_are_words_of_every_api_and_listed(http, small):
+    listed = http.get("/sdapi/v1/embeddings").json()
+    wide = small.text_encoders[0].config.hidden_size
+    plain = {"step": None, "sd_checkpoint": None, "sd_checkpoint_name": None, "vectors": 2}
+    assert listed == {
+        "loaded": {"zorp": {**plain, "shape": wide}},
+        "skipped": {"foreign": {**plain, "shape": wide + 8}},
+    }
+    assert http.get("/model").json()["embeddings"] == ["zorp"]
+    body = {"num_inference_steps": 4, "seed": 5, "response_format": "b64_json"}
+    pictures = {
+        word: opened(
+            http.post("/v1/images/generations", json={**body, "prompt": f"a {word}"}).json()["data"][0][
+                "b64_json"
+            ]
+        )
+        for word in ("zorp", "ZORP", "zorb")
+    }
+    assert difference(pictures["zorp"], pictures["ZORP"]) == 0
+    assert difference(pictures["zorp"], pictures["zorb"]) >= 3
+    assert difference(drawn(http, prompt="a zorp"), pictures["zorp"]) <= 1
+
+
+MASK = Image.new("L", (32, 32))
+MASK.paste(255, (0, 0, 16, 32))
+MIXED: list[list[dict[str, Any]]] = [
+    [],
+    [{"net": "edges"}],
+    [{"net": "depth", "weight": 0.7, "start": 0.25}, {"net": "edges", "weight": 0.5, "guess": True}],
+    [],
+    [{"net": "sketch", "weight": 0.8, "end": 0.5}],
+    [{"net": "depth", "map": "invert"}],
+    [{"net": "edges"}, {"net": "sketch"}],
+    [{"net": "pose"}],
+    [{"net": "face", "weight": 0.9}],
+    [{"net": "face", "weight": 0.9}, {"net": "pose"}],
+    [{"net": "face", "weight": 2.0, "mask": MASK}],
+]
+LARGER, HIRES = 6, {"scale": 1.5, "strength": 0.6}
+"""The request with a second pass."""
+
+
+def told_of(control: dict[str, Any], image: Image.Image) -> dict[str, Any]:
+    """As JSON has it."""
+    mask = {"mask": base64_of(control["mask"])} if "mask" in control else {}
+    return {**control, "image": base64_of(image), **mask}
+
+
+def test_each_row_of_a_mixed_batch_is_its_lone_run(http, small, nets):
+    bodies = [
+        {
+            "prompt": f"a horse number {i}",
+            "steps": 6 + i % 2,
+            "seed": i,
+            "guidance": 4.0 if i % 3 else 1.0,
+            "solver": "euler",
+            "adapters": [{"name": "style1"}] if i == 5 else [],
+            "hires": HIRES if i == LARGER else None,
+            "controls": [told_of(one, steering(i + j)) for j, one in enumerate(controls)],
+        }
+        for i, controls in enumerate(MIXED)
+    ]
+    jobs = [http.post("/jobs", json=body).json()["id"] for body in bodies]
+    for i, (job, controls) in enumerate(zip(jobs, MIXED, strict=True)):
+        told = http.get(f"/jobs/{job}", params={"wait_s": 60}).json()
+        assert told["state"] == "done", told
+        made = opened(http.get(f"/jobs/{job}/pictures/0").content)
+        if i == 5:  # its adapter is compared elsewhere
+            continue
+        asked = [
+            Control(
+                file_of(nets, one["net"]), steering(i + j), **{k: v for k, v in one.items() if k != "net"}
+            )
+            for j, one in enumerate(controls)
+        ]
+        lone, plain = (
+            sample.generate(
+                small,
+                f"a horse number {i}",
+                steps=6 + i % 2,
+                seed=i,
+                guidance=4.0 if i % 3 else 1.0,
+                solver="euler",
+                controls=some,
+                hires=Hires(**HIRES) if i == LARGER else None,
+                optimise="none",
+                notice=lambda _: None,
+            )[0]
+            for some in (asked, [])
+        )
+        assert difference(made, lone.image) <= 2, controls
+        assert (difference(made, plain.image) >= 4) == bool(controls)
+        assert [one["name"] for one in told["pictures"][0].get("controls", [])] == [
+            one["net"] for one in controls
+        ]
+    cards = {card["name"]: card for card in http.get("/model").json()["controls"]}
+    needs = {name: models.describe_control(file_of(nets, name), small).num_weights for name in NAMES}
+    loaded = sum(needs[name] for name, card in cards.items() if card["loaded"])
+    assert 0 < loaded <= 2.2 * needs["edges"] < sum(needs.values())
+
+
+def ask(http: Any, dialect: str, controls: list[dict[str, Any]]) -> Any:
+    """A picture in a dialect, with these nets or none."""
+    if dialect == "openai":
+        body = {"prompt": "a horse", "seed": 5, "num_inference_steps": 4, "response_format": "b64_json"}
+        return http.post("/v1/images/generations", json={**body, "controls": controls})
+    if dialect == "huggingface":
+        told = {"seed": 5, "num_inference_steps": 4, "controls": controls}
+        return http.post("/", json={"inputs": "a horse", "parameters": told})
+    if dialect == "kserve":
+        name = http.get("/model").json()["name"]
+        prompt = {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["a horse"]}
+        told = {"seed": 5, "steps": 4, "controls": json.dumps(controls)}
+        return http.post(f"/v2/models/{name}/infer", json={"inputs": [prompt], "parameters": told})
+    units = [{"model": f"{one['net']} [0123abcd]", "image": one["image"]} for one in controls]
+    return http.post(
+        "/sdapi/v1/txt2img",
+        json={**QUICK, "prompt": "a horse", "alwayson_scripts": {"ControlNet": {"args": units}}},
+    )
+
+
+def picture_of(answer: Any, dialect: str) -> Image.Image:
+    assert answer.status_code == 200, answer.text
+    if dialect == "huggingface":
+        return opened(answer.content)
+    told = answer.json()
+    found = {
+        "openai": lambda: told["data"][0]["b64_json"],
+        "kserve": lambda: told["outputs"][0]["data"][0],
+        "a1111": lambda: told["images"][0],
+    }
+    return opened(found[dialect]())
+
+
+def test_every_dialect_takes_nets(http, nets, small):
+    wanted = [{"net": "edges", "image": base64_of(steering(9))}]
+    settings = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    steered = [Control(nets / "edges", steering(9))]
+    lone = sample.generate(small, "a horse", controls=steered, **settings)[0].image
+    for dialect in ("openai", "huggingface", "kserve", "a1111"):
+        assert difference(picture_of(ask(http, dialect, wanted), dialect), lone) <= 2, dialect
+        assert difference(picture_of(ask(http, dialect, []), dialect), lone) >= 4, dialect
+
+
+def test_a_picture_to_start_from_goes_with_nets(http, nets, small):
+    start = steering(3)
+    told = {"steps": 4, "seed": 5, "strength": 0.8, "optimise": "none", "notice": lambda _: None}
+    for net_picture in (steering(9), start):
+        steered = [Control(nets / "edges", net_picture)]
+        lone = sample.generate(small, "a horse", image=start, controls=steered, **told)[0].image
+        unit = {"model": "edges", "module": "None", "resize_mode": "Just Resize"}
+        if net_picture is start:  # that of img2img where the unit has none
+            form = {"image": base64_of(start)}
+        else:
+            form = {"image": base64_of(net_picture)}
+            unit |= form
+        body = {
+            **QUICK,
+            "prompt": "a horse",
+            "denoising_strength": 0.8,
+            "init_images": [base64_of(start)],
+            "alwayson_scripts": {"controlnet": {"args": [unit, {"enabled": False}]}},
+        }
+        answer = http.post("/sdapi/v1/img2img", json=body)
+        assert difference(picture_of(answer, "a1111"), lone) <= 2
+        fields = {"prompt": "a horse", "seed": "5", "num_inference_steps": "4", "strength": "0.8"}
+        answer = http.post(
+            "/v1/images/edits",
+            data={**fields, "controls": json.dumps([{"net": "edges", **form}])},
+            files={"image": ("a.png", png_of(start), "image/png")},
+        )
+        assert difference(picture_of(answer, "openai"), lone) <= 2
+    plain = sample.generate(small, "a horse", image=start, **told)[0].image
+    assert difference(plain, lone) >= 4
+
+
+def test_of_a_part_alone_the_map_is_that_part_too(http, nets, small):
+    start, whole = (steering(seed).resize((64, 64), Image.Resampling.NEAREST) for seed in (3, 9))
+    mask = Image.new("L", (64, 64))
+    mask.paste(255, (40, 8, 56, 24))
+    box = (38, 6, 58, 26)
+    body = {
+        **QUICK,
+        "prompt": "a horse",
+        "denoising_strength": 1.0,
+        "width": 32,
+        "height": 32,
+        "init_images": [base64_of(start)],
+        "mask": base64_of(mask),
+        "inpaint_full_res": 1,
+        "inpaint_full_res_padding": 2,
+        "alwayson_scripts": {"controlnet": {"args": [{"model": "edges", "image": base64_of(whole)}]}},
+    }
+    made = picture_of(http.post("/sdapi/v1/img2img", json=body), "a1111").crop((40, 8, 56, 24))
+    alone, otherwise = (
+        sample.generate(
+            small,
+            "a horse",
+            image=start.crop(box),
+            mask=mask.crop(box),
+            controls=[Control(nets / "edges", seen)],
+            size=(32, 32),
+            steps=4,
+            seed=5,
+            strength=1.0,
+            optimise="none",
+            notice=lambda _: None,
+        )[0]
+        .image.resize((20, 20), Image.Resampling.LANCZOS)
+        .crop((2, 2, 18, 18))
+        for seen in (whole.crop(box), whole)
+    )
+    assert difference(made, alone) <= 2
+    assert difference(made, otherwise) >= 4
+
+
+def test_a_units_picture_is_cut_to_the_shape(http, nets, small):
+    wide = steering(9).resize((64, 32), Image.Resampling.NEAREST)
+    found = {}
+    for mode in (0, 1, 2):
+        unit = {"model": "edges", "image": base64_of(wide), "resize_mode": mode}
+        body = {**QUICK, "prompt": "a horse", "alwayson_scripts": {"controlnet": {"args": [unit]}}}
+        found[mode] = picture_of(http.post("/sdapi/v1/txt2img", json=body), "a1111")
+    settings = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+    for mode, seen in ((0, wide), (1, wide.crop((16, 0, 48, 32)))):
+        lone = sample.generate(small, "a horse", controls=[Control(nets / "edges", seen)], **settings)[0]
+        assert difference(found[mode], lone.image) <= 2
+    assert difference(found[0], found[1]) >= 3
+    assert difference(found[2], found[1]) >= 3
+    for unit, named in (
+        ({"model": "None"}, "model_list"),
+        ({"model": "edges", "module": "openpose"}, "module"),
+        ({"model": "edges", "control_mode": 1}, "control_mode"),
+        ({"model": "edges", "weight": "much"}, "weight"),
+    ):
+        body = {"prompt": "a", "alwayson_scripts": {"controlnet": {"args": [unit]}}}
+        told = http.post("/sdapi/v1/txt2img", json=body)
+        assert told.status_code == 422
+        assert named in told.json()["detail"]
+
+
+def test_the_extensions_lists(http):
+    assert http.get("/controlnet/model_list").json() == {"model_list": sorted([*NAMES, "broken", "foreign"])}
+    modules = http.get("/controlnet/module_list").json()["module_list"]
+    assert {"none", "canny", "scribble_xdog"} <= set(modules)
+    body = {"controlnet_module": "invert", "controlnet_input_images": [base64_of(steering(1))]}
+    made = opened(http.post("/controlnet/detect", json=body).json()["images"][0])
+    assert difference(ImageOps.invert(made), steering(1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("control", "code", "named"),
+    [
+        ({"net": "nobody"}, "unusable_control", "edges"),
+        ({"net": "foreign"}, "unusable_control", "another model"),
+        ({"net": "broken"}, "unusable_control", "damaged"),
+        ({"net": "edges", "map": "pose"}, "invalid_value", "scribble"),
+        ({"net": "edges", "start": 0.5, "end": 0.5}, "invalid_value", "start is before end"),
+        ({"net": "edges", "image": "bm8gcGljdHVyZQ=="}, "invalid_picture", "controls.0.image"),
+        ({"net": "edges", "mask": base64_of(Image.new("L", (8, 8)))}, "unusable_control", "IP-Adapters"),
+    ],
+    ids=["unknown", "another family", "broken", "map", "interval", "picture", "mask"],
+)
+def test_what_cannot_steer_is_refused_before_anything_is_drawn(http, control, code, named):
+    body = {"prompt": "a horse", "controls": [{"image": base64_of(steering(0)), **control}]}
+    told = http.post("/jobs", json=body)
+    assert told.status_code == 422
+    assert told.json()["error"]["code"] == code
+    assert named in told.json()["error"]["message"]
+
+
+def test_too_many_nets_are_refused(http):
+    picture = base64_of(steering(0))
+    for count, named in ((4, "at most 3"), (9, "at most 8")):
+        body = {"prompt": "a horse", "controls": [{"net": "edges", "image": picture}] * count}
+        told = http.post("/jobs", json=body)
+        assert told.status_code == 422
+        assert named in told.json()["error"]["message"]
+    three = [{"net": name, "image": picture} for name in ("edges", "depth", "pose")]
+    told = http.post("/jobs", json={"prompt": "a horse", "controls": three})
+    assert told.status_code == 422
+    assert "--control-memory" in told.json()["error"]["message"]
