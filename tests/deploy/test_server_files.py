@@ -72,9 +72,9 @@ def test_pods_are_closed_up():
 def test_every_option_is_one_of_serve_s():
     known = {name for one in typer.main.get_command(app).commands["serve"].params for name in one.opts}
     [command] = re.findall(r"^CMD \[(.*)\]$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    overlay = (KUBERNETES / "shared" / "kustomization.yaml").read_text()
-    texts = [*(" ".join(container["args"]) for _, container in pods()), command, overlay]
-    texts += re.findall(r"ExecStart=(.*(?:\\\n.*)*)", (DEPLOY / "darkroom.service").read_text())
+    overlay = yaml.safe_load((KUBERNETES / "shared" / "kustomization.yaml").read_text())
+    texts = [*(" ".join(container["args"]) for _, container in pods()), command, *words_of_the_unit()]
+    texts += [one["patch"] for one in overlay["patches"] if "patch" in one]
     texts += re.findall(r"--path-prefix|--public-url", (DEPLOY / "nginx.conf").read_text())
     options = re.findall(r"(?<![\w-])--[a-z-]+", " ".join(texts))
     assert len(set(options)) >= 14
@@ -248,8 +248,16 @@ def wait_for(look: Any, within_s: float = 120) -> Any:
     raise AssertionError("nothing came")
 
 
+def words_of_the_unit() -> list[str]:
+    """The command that systemd starts; it goes on where a line ends with a backslash."""
+    [command] = re.findall(
+        r"^ExecStart=((?:.*\\\n)*.*)", (DEPLOY / "darkroom.service").read_text(), re.MULTILINE
+    )
+    return shlex.split(command.replace("\\\n", " "))
+
+
 def test_words_of_the_unit_parse():
-    [line] = re.findall(r"ExecStart=(.*(?:\\\n.*)*)", (DEPLOY / "darkroom.service").read_text())
-    words = shlex.split(line.replace("\\\n", " "))
+    words = words_of_the_unit()
+    assert words[-2:] == ["--drain", "45"], "the last line is read too"
     command = typer.main.get_command(app).commands["serve"]
     command.make_parser(command.context_class(command, info_name="serve")).parse_args(words[2:])

@@ -328,8 +328,8 @@ class Row:
 class Bucket(batch.Bucket):
     """Steps that are counted, not computed; some fail, and take the row that is to blame with them."""
 
-    def step(self, unet: Any) -> Any:
-        stepped = super().step(unet)
+    def step(self, unet: Any, pace: Any = lambda: None) -> Any:
+        stepped = super().step(unet, pace)
         stepped.wall_s += 0.05
         return stepped
 
@@ -391,6 +391,9 @@ class Lanes:
 
     def __init__(self, count: int, server: Any) -> None:
         self.free, self.server, self.on_free = count, server, lambda: None
+
+    def pace(self) -> None:
+        """A step is over when its call returns."""
 
     def put(self, task: Any) -> None:
         self.free -= 1
@@ -824,9 +827,11 @@ def run(seed: int) -> World:
     try:
         with _patches():
             made.loop.run_until_complete(_schedule(made))
+        if problems:
+            raise Violation("an error that nobody caught")
     except Violation as error:
         trace = "\n".join(made.trace)
-        raise Violation(f"seed {seed}: {error}\n{trace}") from error
+        raise Violation(f"seed {seed}: {error}\n{trace}") from (problems or [error])[0]
     finally:
         _end(made)
     return made

@@ -127,7 +127,7 @@ def test_keys_take_turns_by_work_and_a_keys_own_jobs_go_by_priority(two_stores):
 def test_waiting_pictures_are_counted_and_claimed_not_jobs(two_stores):
     leases, server = Leases(two_stores[0], "a", 30.0), two_stores[0].server
     jobs = [leases.accept(record(server, i, num=16), take=False).result() for i in range(3)]
-    assert leases.backlog().result() == ({"key": 48}, 3)
+    assert leases.backlog().result() == ({"key": 48}, 3, min(job.created_s for job in jobs))
     assert leases.look("key", jobs[2].id).result().place == 32
     assert [job.uid for job in leases.claim((), 2, 0.0).result()] == [jobs[0].uid]
 

@@ -509,9 +509,9 @@ def test_a_job_accepted_while_the_server_is_told_to_stop_is_kept_and_its_client_
     async def scenario(core):
         accept = core.store.accept
 
-        def told_to_stop(record):
+        def told_to_stop(*given):
             core.state = "draining"
-            return accept(record)
+            return accept(*given)
 
         core.store.accept = told_to_stop
         job = await core.submit(QUICK, key="a", job_id="x")
@@ -664,7 +664,7 @@ def test_a_kept_job_waits_for_a_machine_that_fails_just_now(run_core, monkeypatc
 def test_a_mistake_of_ours_ends_no_kept_job(run_core, monkeypatch, caplog):
     """It stays for the next process, and the log has the traceback; a request that is none any more ends."""
     job, times = kept_job(run_core, monkeypatch, ValueError("not in list"), 1.0)
-    assert (job.state, times) == ("queued", 1)
+    assert (job.over, times) == (False, 1)
     assert "cannot be taken up; it is kept" in caplog.text
     monkeypatch.undo()
 
