@@ -91,12 +91,10 @@ class Rung:
         )
         if "fused_adamw" not in switches:
             groups = [
-                {k: group[k] for k in ("params", "lr", "weight_decay")}
+                {k: group[k] for k in ("params", "lr", "weight_decay", "peak_lr", "rate")}
                 for group in self.step.optimiser.param_groups
             ]
             plain = torch.optim.AdamW(groups, foreach=True)
-            for group in plain.param_groups:
-                group["peak_lr"] = group["lr"]
             self.step.optimiser = Optimiser([plain])
         if "compile" in switches:
             compile_whole(self.unet)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_processor import AttnProcessor2_0
 from PIL import Image
 
 from darkroom.errors import InputError, ModelError
 from darkroom.models.folder import read_part
+from darkroom.models.parts import AttnProcessor2_0
 from darkroom.models.quiet import quiet
 
 if TYPE_CHECKING:

@@ -159,12 +159,16 @@ def test_a_store_that_fails_is_no_damage(tmp_path: Path) -> None:
 def test_an_address_that_does_not_answer_is_no_mistake_of_the_recipe(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    import s3fs
+
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nobody")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()  # of other tests, which speak with the server that answers
     place = RemotePlace("s3://gone/a", tmp_path)
     place._fs.retries = 1
+    s3fs.S3FileSystem.clear_instance_cache()  # this one is for no other test
     with pytest.raises(CheckpointError, match="checkpoint.url: 's3://gone/a' cannot be written: ") as caught:
         place.prepare()
     assert caught.value.exit_code == 1

@@ -80,7 +80,7 @@ def test_the_loss_is_the_scripts(recipe_of: MakeRecipe, base: Path) -> None:
     job = job_of(recipe_of, base, *GUIDED)
     inputs = first_inputs(job)
     inputs["index"][0] = 0
-    index, w = inputs["index"], inputs["guidance"]
+    index, w = inputs["index"], inputs["guidance"] - 1
     assert 2 <= w.min() < w.max() <= 8
     assert len(index.unique()) > 3
     found = job.task.losses(inputs)["loss"]
