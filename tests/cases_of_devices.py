@@ -69,7 +69,11 @@ def trainings(folder: Path) -> Iterator[Case]:
         ),
         "pretrain, transformer, routed": (
             {"task": "pretrain", "model": fresh | {"base": "tiny-dit", "unet": DIT}, "data": stored},
-            ("train.routing.keep=0.5", "objective.loss.type=huber"),
+            (
+                "train.routing.keep=0.5",
+                "objective.loss.type=huber",
+                "objective.loss.huber_schedule=exponential",
+            ),
         ),
         "autoencoder": ({"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}, "data": stored}, ()),
         "extractor": (
