@@ -19,9 +19,9 @@ NETWORK = {"width": 8, "levels": 2, "embedding": 32, "buckets": 128}
 
 def drawings() -> Iterator[Case]:
     from darkroom import models
-    from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS
+    from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 
-    for family, solvers in (("tiny", SOLVERS), ("tiny-dit", FLOW_SOLVERS)):
+    for family, solvers in (("tiny", SOLVER_NAMES), ("tiny-dit", FLOW_SOLVER_NAMES)):
         for solver in solvers:
             yield f"draw {family} {solver}", lambda f=family, s=solver: draw(models.create(f), s, OTHER)  # type: ignore[misc]
 
@@ -56,6 +56,9 @@ def trainings(folder: Path) -> Iterator[Case]:
         "resolution": SIDE,
         "encode": "inline",
     }
+    for kind in ("chosen", "rejected"):
+        paint(folder / "pairs" / kind, 4)
+    pairs = subject | {"folder": str(folder / "pairs"), "prompt": "a square"}
     train = {"steps": 3, "global_batch": 2, "micro_batch": 2, "precision": "float32"}
     fresh = {"base": "tiny", "vae": VAE, "unet": UNET, "text_encoder": TEXT}
     cases: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -66,7 +69,11 @@ def trainings(folder: Path) -> Iterator[Case]:
         ),
         "pretrain, transformer, routed": (
             {"task": "pretrain", "model": fresh | {"base": "tiny-dit", "unet": DIT}, "data": stored},
-            ("train.routing.keep=0.5",),
+            (
+                "train.routing.keep=0.5",
+                "objective.loss.type=huber",
+                "objective.loss.huber_schedule=exponential",
+            ),
         ),
         "autoencoder": ({"task": "autoencoder", "model": {"base": "tiny", "vae": VAE}, "data": stored}, ()),
         "extractor": (
@@ -83,6 +90,8 @@ def trainings(folder: Path) -> Iterator[Case]:
         ),
         "lora": ({"task": "lora", "model": {"base": str(base)}, "data": stored}, ()),
         "lora, SDXL": ({"task": "lora", "model": {"base": str(folder / "sdxl")}, "data": stored}, ()),
+        "distill": ({"task": "distill", "model": {"base": str(base)}, "data": stored}, ()),
+        "dpo": ({"task": "dpo", "model": {"base": str(base)}, "data": pairs}, ()),
         "dreambooth": ({"task": "dreambooth", "model": {"base": str(base)}, "data": subject}, ()),
         "dreambooth-lora": ({"task": "dreambooth-lora", "model": {"base": str(base)}, "data": subject}, ()),
         "textual-inversion": (

@@ -1,9 +1,9 @@
 """A device that this machine lacks, out of fake tensors: shapes, types and places without numbers.
 
-`python tests/fake_device.py FOLDER [WORD]` trains a step of every task and draws with every solver there (the
-cases with the word in their names), with float64 and complex128 refused as on Apple's and some of Intel's
-GPUs. A case is a line of JSON. It proves which types and devices each operation is asked for; not numbers,
-and not speed.
+`python tests/fake_device.py FOLDER [NAME...]` trains a step of every task and draws with every solver there
+(the cases whose names begin like one of these), with float64 and complex128 refused as on Apple's and some of
+Intel's GPUs. A case is a line of JSON. It proves which types and devices each operation is asked for; not
+numbers, and not speed.
 
 torch's autograd works on the machine's own accelerator alone, and a build for CPUs has none: this one is
 registered from Python, which changes the process and why it is one of its own.
@@ -25,6 +25,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from darkroom.hardware import accelerator
 
 REFUSED = (torch.float64, torch.complex128)
 OTHER = "other"
@@ -92,7 +94,9 @@ def watched(kind: str) -> Iterator[Watch]:
         watch.put(module, device=device or next(module.parameters()).device, dtype=dtype)
         return module
 
-    with mode, watch, patch.object(nn.Module, "to", put):
+    # An allocator cannot be registered from Python, so none can be asked.
+    free = patch.object(accelerator, "free_bytes", lambda device: 2**34)
+    with mode, watch, free, patch.object(nn.Module, "to", put):
         yield watch
 
 
@@ -178,9 +182,10 @@ def main() -> None:
     from cases_of_devices import drawings, trainings
 
     register()
-    folder, word = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
-    for name, call in [*drawings(), *trainings(folder)]:
-        if word in name:
+    folder, asked = Path(sys.argv[1]), tuple(word for word in sys.argv[2:] if word != "-v")
+    trains = not asked or any(word.startswith("train") for word in asked)
+    for name, call in [*drawings(), *(trainings(folder) if trains else ())]:
+        if not asked or name.startswith(asked):
             try:
                 line: dict[str, Any] = {"results": call()}
             except Exception as error:

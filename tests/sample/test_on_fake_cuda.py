@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from darkroom import models, sample
 from darkroom.models.adapters.bank import Bank
+from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.sample.backends import open_backend, unet_call
-from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS, make_table
+from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Batch, Condition, Row
 from darkroom.serve.engine.batch import padded
 from fake_card import Watched, elsewhere, fake_cuda
@@ -78,9 +79,9 @@ def unet(model):
     return unet_call(model.unet)
 
 
-@pytest.mark.parametrize("solver", [*SOLVERS, *FLOW_SOLVERS])
+@pytest.mark.parametrize("solver", [*SOLVER_NAMES, *FLOW_SOLVER_NAMES])
 def test_a_step_of_a_solver_is_not_waited_for(unet, solver):
-    table = make_table(solver, FLOW if solver in FLOW_SOLVERS else DDIM, STEPS)
+    table = make_table(solver, FLOW if solver in FLOW_SOLVER_NAMES else DDIM, STEPS)
     assert steady(unet, rows_of([table, table])).waits == []
 
 

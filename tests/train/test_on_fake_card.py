@@ -17,7 +17,10 @@ import warm
 
 HERE = Path(__file__).parent
 GOLDEN: dict[str, int] = json.loads((HERE / "kernels.json").read_text())
-"""Kernels of a whole step of a small model. A change that launches more has to say why."""
+"""Kernels of a whole step of a small model. A change that launches more has to say why.
+
+`fake_steps.py NAME...` prints them; run it as `seen` does.
+"""
 FEW = ("pretrain",)
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 import warm
-from darkroom.sample.choice import FLOW_SOLVERS, SOLVERS
+from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.train.setup import FINE_TUNING
 
 PROGRAM = Path(__file__).parents[1] / "fake_device.py"
 OTHERS = {"pretrain", "autoencoder", "extractor"}
 
 
-def results(folder: Path, word: str) -> dict[str, dict[str, str | int]]:
+def results(folder: Path, *names: str) -> dict[str, dict[str, str | int]]:
     """By case: how many tensors were made on the device, or the error."""
-    command = [sys.executable, str(PROGRAM), str(folder), word]
+    command = [sys.executable, str(PROGRAM), str(folder), *names]
     done = warm.run(command, stdout=warm.PIPE, stderr=warm.PIPE, text=True)
     assert done.returncode == 0, done.stderr
     return {line.pop("case"): line for line in map(json.loads, done.stdout.splitlines())}
@@ -35,13 +35,15 @@ def check(found: dict[str, dict[str, str | int]]) -> None:
 @pytest.mark.nightly
 def test_every_solver_draws_without_float64(tmp_path: Path) -> None:
     found = results(tmp_path, "draw")
-    names = {f"draw tiny {name}" for name in SOLVERS} | {f"draw tiny-dit {name}" for name in FLOW_SOLVERS}
+    names = {f"draw tiny {name}" for name in SOLVER_NAMES} | {
+        f"draw tiny-dit {name}" for name in FLOW_SOLVER_NAMES
+    }
     assert names <= set(found)
     check(found)
 
 
 def test_a_draw_needs_no_float64(tmp_path: Path) -> None:
-    found = results(tmp_path, "draw control") | results(tmp_path, "flow_euler")
+    found = results(tmp_path, "draw control", "draw tiny-dit flow_euler")
     assert len(found) == 2
     check(found)
 

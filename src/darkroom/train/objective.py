@@ -141,6 +141,7 @@ def _refuse_impossible(config: Mapping[str, Any]) -> None:
 
 
 HUBER = ("huber", "smooth-l1")
+"""Losses that have a threshold."""
 _PLAIN, _EVENLY = LossSettings(), TimestepSettings()
 
 
@@ -178,7 +179,8 @@ class Objective:
         weight = min_snr_weights(alphas_cumprod, prediction, min_snr_gamma)
         if debiased:
             weight = debiased_weights(alphas_cumprod, prediction)
-        c = huber_thresholds(loss, torch.arange(len(alphas_cumprod)), len(alphas_cumprod), alphas_cumprod)
+        every_T = torch.arange(len(alphas_cumprod), dtype=torch.float64)
+        c = huber_thresholds(loss, every_T, len(alphas_cumprod), alphas_cumprod)
         tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight, c)
         alphas, sigmas, weights, thresholds = (table.to(device, torch.float32) for table in tables)
         return cls(prediction, alphas, sigmas, weights, thresholds, loss.type, times)
@@ -219,7 +221,8 @@ class Objective:
         self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_B1HW: Tensor | None = None
     ) -> Tensor:
         """Weighted mean error of each row [B], in float32; of what a mask shows, if given."""
-        error_B = row_error(out_BCHW, target_BCHW, mask_B1HW, self.error, self.thresholds[t_B])
+        c_B = self.thresholds[t_B] if self.error in HUBER else None
+        error_B = row_error(out_BCHW, target_BCHW, mask_B1HW, self.error, c_B)
         return error_B * self.weights[t_B]
 
 
@@ -281,8 +284,9 @@ class FlowObjective:
         self, out_BCHW: Tensor, target_BCHW: Tensor, t_B: Tensor, mask_B1HW: Tensor | None = None
     ) -> Tensor:
         """Mean error of each row [B], in float32; of what a mask shows, if given."""
-        c_B = huber_thresholds(self.error, t_B, self.num_timesteps)
-        return row_error(out_BCHW, target_BCHW, mask_B1HW, self.error.type, c_B)
+        kind = self.error.type
+        c_B = huber_thresholds(self.error, t_B.float(), self.num_timesteps) if kind in HUBER else None
+        return row_error(out_BCHW, target_BCHW, mask_B1HW, kind, c_B)
 
 
 def make_objective(
@@ -357,13 +361,13 @@ def row_error(
 def huber_thresholds(
     settings: LossSettings, t_B: Tensor, total: int, alphas_cumprod_T: Tensor | None = None
 ) -> Tensor:
-    """The Huber losses' c at timesteps [B] of `total`, float64."""
-    c, t_B = settings.huber_c, t_B.double()
+    """The Huber losses' c at timesteps [B] of `total`, in the precision of these."""
+    c = settings.huber_c
     if settings.huber_schedule == "exponential":
         return settings.huber_scale * c ** (t_B / total)
     if settings.huber_schedule == "constant" or alphas_cumprod_T is None:
         return torch.full_like(t_B, c * settings.huber_scale)
-    at_B = alphas_cumprod_T.double()[t_B.long()]
+    at_B = alphas_cumprod_T.to(t_B.dtype)[t_B.long()]
     return (1 - c) / (1 + ((1 - at_B) / at_B).sqrt()).square() + c
 
 
