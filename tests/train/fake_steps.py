@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from typing import Any
@@ -126,12 +127,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+KEPT: list[Made] = []
+"""All that were made: torch may crash where tensors of a device from Python are let go."""
 CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in WAYS.items()}}
 
 
 def seen(content: dict[str, Any] | Made) -> dict[str, Any]:
     """What is to be known of one step."""
     made = content if isinstance(content, Made) else Made(content)
+    KEPT.append(made)
     watched = steady(made)
     modules = [name for module in made.task.modules.values() for name in elsewhere(module, CARD)]
     return {
@@ -165,6 +169,7 @@ def main() -> None:
             except Exception:
                 found = {"error": traceback.format_exc(limit=-7)}
             print(json.dumps({"name": name, **found}), flush=True)
+        os._exit(0)  # for the same reason
 
 
 if __name__ == "__main__":
