@@ -260,6 +260,8 @@ class Disk:
         return sum(map(len, files.values()))
 
     def read(self, uid: str, name: str) -> bytes | None:
+        if world().chance(0.03):
+            raise OSError(world().draw.choice([5, 24]), "it cannot be read just now")
         return self.files.get(uid, {}).get(name)
 
     def delete(self, uid: str, names: Any = None) -> None:
