@@ -222,8 +222,7 @@ class Core:
             library.close()
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
-            with suppress(StorageError, OSError):
-                await self.sharing.release()
+            await self.sharing.release()
         self._loop.close()
         await asyncio.to_thread(self.store.close)
         self.results.close()
