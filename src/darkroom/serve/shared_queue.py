@@ -16,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -124,8 +125,9 @@ class Sharing:
             await self._take_up(record)
 
     async def release(self, uids: list[str] | None = None) -> None:
-        """Let others draw these, or all that we have, at once."""
-        await asyncio.wrap_future(self.leases.release(uids))
+        """Let others draw these, or all that we have, at once; where that fails, once their leases end."""
+        with suppress(StorageError, OSError):
+            await asyncio.wrap_future(self.leases.release(uids))
 
     async def look(self, key: str, job_id: str) -> Job | None:
         """A job of any server."""

@@ -16,8 +16,9 @@ from PIL import Image
 from darkroom import sample
 from darkroom.models import folder
 from darkroom.serve.errors import Refused
+from darkroom.serve.jobs import core as core_module
 from darkroom.serve.jobs.results import Keeper
-from darkroom.serve.jobs.store import StorageError
+from darkroom.serve.jobs.store import StorageError, Store
 from darkroom.serve.request import AdapterChoice, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import difference
@@ -654,11 +655,32 @@ async def looked_at(core, seconds):
 
 
 @pytest.mark.parametrize(
-    "error", [StorageError("the database is gone"), OSError(24, "Too many open files"), MemoryError()]
+    "error",
+    [
+        StorageError("the database is gone"),
+        OSError(24, "Too many open files"),
+        OSError(5, "Input/output error"),
+        MemoryError(),
+    ],
 )
 def test_a_kept_job_waits_for_a_machine_that_fails_just_now(run_core, monkeypatch, error):
     job, times = kept_job(run_core, monkeypatch, error)
     assert (job.state, times) == ("done", 2)
+
+
+def test_a_kept_job_waits_for_a_store_that_fails_while_it_is_tried_again(run_core, monkeypatch):
+    find, failed = Store.find_uid, []
+
+    def fails_once(self, uid):
+        failed.append(uid)
+        if len(failed) == 1:
+            raise StorageError("the database is gone")
+        return find(self, uid)
+
+    monkeypatch.setattr(core_module, "TAKE_UP_RETRY_S", 0.05)
+    monkeypatch.setattr(Store, "find_uid", fails_once)
+    job, times = kept_job(run_core, monkeypatch, OSError(24, "Too many open files"), 10.0)
+    assert (job.state, times, len(failed)) == ("done", 3, 2)
 
 
 def test_a_mistake_of_ours_ends_no_kept_job(run_core, monkeypatch, caplog):

@@ -143,8 +143,24 @@ class Core:
             if self._lives.get(record.uid) is None:
                 await self._take_up(record)
 
-    async def _take_up(self, record: Record) -> None:
-        """A job that an earlier process accepted and did not finish."""
+    async def _take_up(self, record: Record, failures: int = 0) -> None:
+        """A job that was accepted and not finished. One that cannot be taken up just now is tried again, more
+        and more seldom; in a shared queue its lease ends, and another server may."""
+        try:
+            await self._begin(record)
+        except Exception as error:
+            if not isinstance(error, (StorageError, OSError)) and not is_system_failure(error):
+                LOG.exception("job %s cannot be taken up; it is kept", record.uid)  # a mistake of ours
+                return
+            LOG.warning("job %s cannot be taken up just now: %s", record.uid, error)
+            if self.sharing is None:
+                self._loop.spawn(self._take_up_later(record, failures + 1))
+
+    async def _take_up_later(self, record: Record, failures: int) -> None:
+        await asyncio.sleep(TAKE_UP_RETRY_S * 2 ** min(failures - 1, 5))
+        await self._take_up(record, failures)
+
+    async def _begin(self, record: Record) -> None:
         if record.attempts >= self.limits.attempts:
             await self._end_record(record, "gave_up", f"begun {record.attempts} times and never finished")
             return
@@ -156,21 +172,10 @@ class Core:
         except (Refused, ValidationError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
             return
-        except Exception as error:
-            if not isinstance(error, StorageError) and not is_system_failure(error):
-                LOG.exception("job %s cannot be taken up; it is kept", record.uid)  # a mistake of ours
-                return
-            LOG.warning("job %s cannot be taken up just now: %s", record.uid, error)
-            if self.sharing is None:  # else its lease ends, and another server may
-                self._loop.spawn(self._take_up_later(record))
-            return
         now: Record | None = await asyncio.wrap_future(self.store.find_uid(record.uid))
-        if now is not None and now.state in LIVE:  # it may have been cancelled meanwhile
+        # It may have been cancelled meanwhile, or taken up at another try.
+        if now is not None and now.state in LIVE and self._lives.get(now.uid) is None:
             self._enlist(now, request, shape, uploads)
-
-    async def _take_up_later(self, record: Record) -> None:
-        await asyncio.sleep(TAKE_UP_RETRY_S)
-        await self._take_up(record)
 
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
@@ -220,8 +225,7 @@ class Core:
                 shelf.close()
         await asyncio.to_thread(self._keeper.close)
         if self.sharing is not None:
-            with suppress(StorageError, OSError):
-                await self.sharing.release()
+            await self.sharing.release()
         self._loop.close()
         await asyncio.to_thread(self.store.close)
         self.results.close()
@@ -314,7 +318,7 @@ class Core:
                 break
             except (StorageError, OSError):
                 await asyncio.sleep(TAKE_UP_RETRY_S)
-        if record is not None and record.state in LIVE and self._lives.get(uid) is None:
+        if record is not None and record.state in LIVE:
             await self._take_up(record)
 
     def _no_storage(self, message: str = "jobs cannot be kept just now") -> Refused:
