@@ -46,8 +46,6 @@ from darkroom.serve.settings import Limits, ServeSettings
 
 FAULTS_S, PATIENCE_S = 15.0, 600.0
 """So long faults are injected, and so long after the last one every job has to be over."""
-OFFSET_S = 1.8e9
-"""What a right clock says when a world begins."""
 KEYS = ("alice", "bob")
 
 
@@ -529,7 +527,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.now, self.offset = 0.0, OFFSET_S
+        self.now, self.offset, self.furthest = 0.0, 1.8e9, 1.8e9
         self.shared = self.draw.random() < 0.5
         self.faulty, self.over = True, False
         self.strength = self.draw.choice([0.0, 0.3, 1.0, 1.0, 2.0])
@@ -726,10 +724,8 @@ async def _schedule(of: World) -> None:
     of.faulty, of.strength = False, 0.0
     for server in of.servers.values():
         server.cut_off_until = 0.0
-    if (
-        of.shared
-    ):  # leases are by the database's clock: set back by an hour, it keeps a dead server's for so long
-        of.offset = OFFSET_S
+    if of.shared:  # a clock set back by an hour keeps a dead server's leases for so long
+        of.offset = of.furthest
     for number in range(servers):
         if number not in of.servers:
             await of.start(number)
@@ -763,6 +759,7 @@ async def _disturb(of: World, servers: int) -> None:
         step = of.draw.choice([-3600, -5, -1, 1, 5, 3600])
         of.tell(f"the clock steps by {step} s")
         of.offset += step
+        of.furthest = max(of.furthest, of.offset)
 
 
 async def _check(of: World, clients: list[Client]) -> None:
