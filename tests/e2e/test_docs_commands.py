@@ -39,6 +39,10 @@ WORDS = {
     "SOURCE": "photos/",
     "RECIPE": "recipes/pretrain.yaml",
     "PICTURES_FOLDER": "photos/",
+    "photos/dog": "photos/",
+    "photos/dog2": "others/",
+    "runs/dog/pictures": "pictures/",
+    "base-pictures/": "others/",
     "sd15/": "model/",
     "sd15": "model/",
     "model.base=model.safetensors": "model.base=model/",
@@ -97,6 +101,7 @@ ADDED = {
 """What is added to a command, by how it begins; of an option that is given twice the last counts."""
 ELSEWHERE = {
     "quickstart": "five minutes: tests/quickstart runs it; its model and pictures are small ones here",
+    "push runs/dog": "sends to the hub: tests/train/test_sharing.py has one that answers",
     "import mds/": "shards of another package's making: tests/data/test_importing_page.py imports them",
     "serve model/ --engine ray": "starts a Ray cluster: tests/cluster/test_cluster_serve.py runs it",
     "export runs/dog --to early.safetensors --checkpoint 200": "200 steps; here `--checkpoint 1` is run",
@@ -140,6 +145,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         os.chdir(before)
     adapter = folder / "runs" / "dog" / "adapter.safetensors"
     (folder / "loras").mkdir()
+    shutil.copytree(folder / "runs" / "dog", folder / "runs" / "emoji")
     for copy in ("sks.safetensors", "ink.safetensors", "loras/sks.safetensors"):
         shutil.copyfile(adapter, folder / copy)
     _lists(folder)
