@@ -20,11 +20,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import ControlNetModel
 from PIL import Image
 from safetensors.torch import save_file
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import warm
 from darkroom import cli, models
+from darkroom.models.image_prompt import cross_attentions
 from darkroom.quickstart.shapes import draw, scenes
 from documented import PAGES, ROOT, Command, commands
 
@@ -36,8 +39,14 @@ WORDS = {
     "SOURCE": "photos/",
     "RECIPE": "recipes/pretrain.yaml",
     "PICTURES_FOLDER": "photos/",
+    "photos/dog": "photos/",
+    "photos/dog2": "others/",
+    "runs/dog/pictures": "pictures/",
+    "base-pictures/": "others/",
     "sd15/": "model/",
     "sd15": "model/",
+    "model.base=model.safetensors": "model.base=model/",
+    "model.safetensors": "model/",
     "sdxl": "model/",
     "sd2": "model/",
     "stable-diffusion-v1-5/stable-diffusion-v1-5": "model/",
@@ -54,6 +63,7 @@ BENCH = [*TRAINED.split(), *["--sweep", "1e-3", "--sweep-batch", "1", "--num", "
 BENCH += ["--memory", "1KB", "--planned", "none", "--repeats", "1", "--resolutions", "64"]
 ADDED = {
     "generate model/ 'a lighthouse' --size 512": ["--steps", "2", "--size", "64"],
+    "generate model/ 'a lighthouse' --grid": ["--size", "64"],
     "generate": ["--steps", "2"],
     "evaluate model/ --prompts captions.txt": [
         *("--extractor", "all=runs/extractor/model"),
@@ -67,10 +77,17 @@ ADDED = {
     "train recipes/pretrain.yaml model.base=tiny-dit": [
         *(*STEPS, "model.unet={}", "model.vocab_size=600", "data.encode=inline"),
     ],
-    "train recipes/pretrain.yaml": [*STEPS, *SMALL],
+    "train recipes/pretrain.yaml": [*STEPS, *SMALL, "data.encode=inline"],
+    "train recipes/sd15-lcm-lora.yaml": [*TUNED, "train.global_batch=4"],
+    "train recipes/sdxl-dreambooth-lora.yaml": TUNED,
+    "train recipes/sd15-lora.yaml data.folder=pictures/ adapter.trigger": [*TUNED, "--out", "runs/trigger"],
+    "train recipes/sd15-lora.yaml": TUNED,
+    "train kohya.toml": TUNED,
     "train recipes/sd2-base-256.yaml": ["model.base=model/", "data.resolution=64", *STEPS],
     "train recipes/sd2-two-phases.yaml": ["model.base=model/", PHASES, *SHORT],
     "train recipes/sd15-dreambooth-lora.yaml": TUNED,
+    "plan recipes/sd15-": ["model.base=model/", "data.resolution=64"],
+    "train recipes/laptop.yaml": ["data.filter=null", "train.steps=2", "sample.every=2", "sample.steps=1"],
     "plan recipes/pretrain.yaml": [*STEPS, *SMALL],
     "plan generate": ["--size", "64x64"],
     "plan serve": ["--size", "64x64"],
@@ -83,6 +100,9 @@ ADDED = {
 }
 """What is added to a command, by how it begins; of an option that is given twice the last counts."""
 ELSEWHERE = {
+    "quickstart": "five minutes: tests/quickstart runs it; its model and pictures are small ones here",
+    "push runs/dog": "sends to the hub: tests/train/test_sharing.py has one that answers",
+    "import mds/": "shards of another package's making: tests/data/test_importing_page.py imports them",
     "serve model/ --engine ray": "starts a Ray cluster: tests/cluster/test_cluster_serve.py runs it",
     "export runs/dog --to early.safetensors --checkpoint 200": "200 steps; here `--checkpoint 1` is run",
     "plan --validate": "compares published tables for minutes: tests/proof runs it",
@@ -99,15 +119,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i, scene in enumerate(scenes(16, seed=seed)):
             draw(scene, 96).save(folder / name / f"{i}.png")
             (folder / name / f"{i}.txt").write_text(scene.triple.caption)
-    Image.new("RGB", (64, 64), "teal").save(folder / "photo.jpg")
+    shutil.copytree(folder / "photos", folder / "pictures")
+    shutil.copytree(folder / "photos", folder / "train" / "10_shapes")
+    (folder / "somewhere").mkdir()
+    for picture in ("photo.jpg", "somewhere/found.jpg"):
+        Image.new("RGB", (64, 64), "teal").save(folder / picture)
     Image.new("L", (64, 64), 255).save(folder / "hat.png")
     torch.manual_seed(0)
     models.save(models.create("tiny", seed=1), folder / "model")
+    shutil.copytree(folder / "model", folder / "quickstart" / "runs" / "pretrain" / "model")
+    (folder / "quickstart" / "pictures.lance").symlink_to("../pictures.lance")
     before = Path.cwd()
     os.chdir(folder)
     try:
         run("import", "photos", "pictures.lance")
         run("import", "others", "others.lance")
+        run("keys", "make-test-certificate", "--out", "our-authority.pem")
         seen = [*STEPS[:3], "data.store=others.lance"]  # what it was trained on it may not judge
         run("train", "recipes/extractor.yaml", *seen, "--out", "runs/extractor")
         vae = "model.vae={block_out_channels: [8, 8, 8], norm_num_groups: 4, latent_channels: 4}"
@@ -118,21 +145,60 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         os.chdir(before)
     adapter = folder / "runs" / "dog" / "adapter.safetensors"
     (folder / "loras").mkdir()
+    shutil.copytree(folder / "runs" / "dog", folder / "runs" / "emoji")
     for copy in ("sks.safetensors", "ink.safetensors", "loras/sks.safetensors"):
         shutil.copyfile(adapter, folder / copy)
     _lists(folder)
+    _nets(folder)
     _extractors(folder)
     return folder
 
 
 def _lists(folder: Path) -> None:
     (folder / "captions.txt").write_text("a red circle on a blue background\na green star\n")
+    (folder / "kohya.toml").write_text('train_data_dir = "train"\nresolution = 64\nnetwork_dim = 2\n')
+    (folder / "limits.yaml").write_text("pictures: 8\nkeys:\n  trial: {pictures_per_day: 100}\n")
+    (folder / "prompts.txt").write_text('# two\na red circle\n--prompt "a green star" --seed 4\n')
+    (folder / "words").mkdir()
+    (folder / "words" / "animal.txt").write_text("fox\nowl\n")
     prompts = "'a {0} {1} in the jungle'.format(unique_token, class_token),\n"
     listed = f"Live Subject Prompts\nprompt_list = [\n{prompts}{prompts.replace('jungle', 'snow')}]\n"
     (folder / "prompts_and_classes.txt").write_text(listed)
     request = {"at": 0.5, "width": 64, "height": 64, "steps": 2, "guidance": 7.5}
     (folder / "requests.jsonl").write_text(f"{json.dumps(request)}\n" * 3)
     (folder / "checks.py").write_text("def checker(picture):\n    assert picture.image.width\n")
+
+
+def _nets(folder: Path) -> None:
+    """ControlNets, an IP-Adapter with its image encoder, and the pictures that steer them."""
+    model = models.load(folder / "model")
+    wide = (16, 32, 96, 256)[: model.vae_factor.bit_length()]
+    net = ControlNetModel.from_unet(model.unet, conditioning_embedding_out_channels=wide)
+    for name in ("canny", "pose", "depth"):
+        net.save_pretrained(str(folder / "nets" / name))
+    _image_prompt(model, folder / "ip-adapter_sd15.safetensors")
+    for picture in ("house.jpg", "pose.png", "depth.png", "cat.jpg"):
+        shutil.copyfile(folder / "photo.jpg", folder / picture)
+
+
+def _image_prompt(model: models.Model, file: Path) -> None:
+    """An IP-Adapter of random weights in the layout of the published files, its encoder beside it."""
+    seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    seen |= {"projection_dim": 24, "image_size": 32, "patch_size": 8}
+    CLIPVisionModelWithProjection(CLIPVisionConfig(**seen)).save_pretrained(file.parent / "image_encoder")
+    wide = model.unet.config.cross_attention_dim
+    shapes = {
+        "proj.weight": (4 * wide, 24),
+        "proj.bias": (4 * wide,),
+        "norm.weight": (wide,),
+        "norm.bias": (wide,),
+    }
+    tensors = {f"image_proj.{name}": torch.randn(shape) * 0.1 for name, shape in shapes.items()}
+    for i, (_, attention) in enumerate(cross_attentions(model.unet)):
+        for part in "kv":
+            name = f"ip_adapter.{2 * i + 1}.to_{part}_ip.weight"
+            tensors[name] = torch.randn(attention.to_k.out_features, wide) * 0.1
+    save_file(tensors, str(file))
 
 
 def _extractors(folder: Path) -> None:

@@ -53,6 +53,14 @@ def test_a_folder_is_as_it_was_signed_until_a_file_changes_comes_or_goes(keys, m
     assert "weights.safetensors" in " ".join(signing.verify_signature(model, public).problems)
 
 
+def test_a_folder_is_named_from_where_one_stands(keys, model, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    signing.sign(Path(model.name), keys[0])
+    assert signing.verify_signature(Path(model.name), keys[1]).ok
+    (model / "more.bin").write_bytes(b"x")
+    assert "more.bin" in " ".join(signing.verify_signature(Path(model.name), keys[1]).problems)
+
+
 def test_another_s_key_does_not_verify(keys, model, tmp_path):
     signing.make_key(tmp_path / "other.pem")
     signing.sign(model, keys[0])

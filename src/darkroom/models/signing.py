@@ -80,10 +80,10 @@ def sign(path: Path, key: Path) -> Path:
 
     _read_key(key, private=True, option="--sign")
     made = signature_of(path)
-    hashed = hashing.Config().set_ignored_paths(paths=[made], ignore_git_paths=True)
+    hashed = hashing.Config().set_ignored_paths(paths=[made.absolute()], ignore_git_paths=True)
     config = signing.Config().set_hashing_config(hashed).use_elliptic_key_signer(private_key=key)
     remove_file(made)
-    config.sign(path, made)
+    config.sign(path.absolute(), made)
     return made
 
 
@@ -103,10 +103,10 @@ def verify_signature(path: Path, key: Path | None) -> SignatureCheck:
     from model_signing import hashing, verifying
 
     check = SignatureCheck(str(path), str(made), _read_key(key, private=False, option="--trust"))
-    hashed = hashing.Config().set_ignored_paths(paths=[made], ignore_git_paths=True)
+    hashed = hashing.Config().set_ignored_paths(paths=[made.absolute()], ignore_git_paths=True)
     config = verifying.Config().set_hashing_config(hashed).use_elliptic_key_verifier(public_key=key)
     try:
-        config.verify(path, made)
+        config.verify(path.absolute(), made)
     except ValueError as error:
         check.problems = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no match"]
     return check
