@@ -154,10 +154,12 @@ def test_cancelling_ends_a_job_for_good_wherever_it_is(run_core):
 def test_events_tell_a_job_to_its_end_with_growing_ids(run_core):
     async def scenario(core):
         await core.submit(LONG.model_copy(update={"num": 4}), key="a", job_id="first")
-        await core.submit(QUICK.model_copy(update={"previews": 1}), key="b", job_id="x")
+        # Steps enough that who listens from the start is there before the preview is due.
+        await core.submit(QUICK.model_copy(update={"previews": 1, "steps": 60}), key="b", job_id="x")
+        heard = asyncio.ensure_future(collect(core.events("x", key="b", after=7)))
         await core.submit(LONG, key="a", job_id="last")
         told = asyncio.ensure_future(collect(core.events("last", key="a")))
-        events = await collect(core.events("x", key="b", after=7))
+        events = await heard
         await core.cancel("first", key="a")
         await core.cancel("last", key="a")
         return events, await told
@@ -168,7 +170,7 @@ def test_events_tell_a_job_to_its_end_with_growing_ids(run_core):
     events, told = run_core(scenario)
     assert [event.id for event in events] == list(range(8, 8 + len(events)))
     assert events[-1].kind == "done"
-    assert events[-1].data["pictures"][0]["steps"] == 3
+    assert events[-1].data["pictures"][0]["steps"] == 60
     previews = [event for event in events if event.kind == "preview"]
     assert [Image.open(io.BytesIO(event.data["png"])).size for event in previews] == [(32, 32)]
     assert told[0].kind == "queued"
