@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import save_file
-from test_control import PROMPT, SETTINGS, SIZE, apart, drawn, net_of, picture, saved
+from test_control import PROMPT, SIZE, apart, drawn, net_of, picture, saved
 from test_generate import pipeline_of
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
@@ -49,6 +49,29 @@ def adapter_file(model: Model, file: Path, kind: str = "plain", seed: int = 0) -
             "norm.weight": torch.ones(width),
             "norm.bias": torch.zeros(width),
         }
+    elif kind == "plus":
+        inner = 64
+        image = {
+            "latents": draw(g, 1, 4, inner),
+            "proj_in.weight": draw(g, inner, hidden),
+            "proj_in.bias": draw(g, inner),
+            "proj_out.weight": draw(g, width, inner),
+            "proj_out.bias": draw(g, width),
+            "norm_out.weight": torch.ones(width),
+            "norm_out.bias": torch.zeros(width),
+        }
+        for prefix in (f"layers.{i}" for i in range(4)):  # as deep as the published ones
+            image |= {f"{prefix}.0.norm{i}.weight": torch.ones(inner) for i in (1, 2)}
+            image |= {f"{prefix}.0.norm{i}.bias": torch.zeros(inner) for i in (1, 2)}
+            image |= {
+                f"{prefix}.0.to_q.weight": draw(g, inner, inner),
+                f"{prefix}.0.to_kv.weight": draw(g, 2 * inner, inner),
+                f"{prefix}.0.to_out.weight": draw(g, inner, inner),
+                f"{prefix}.1.0.weight": torch.ones(inner),
+                f"{prefix}.1.0.bias": torch.zeros(inner),
+                f"{prefix}.1.1.weight": draw(g, 4 * inner, inner),
+                f"{prefix}.1.3.weight": draw(g, inner, 4 * inner),
+            }
     else:
         image = {
             "proj.0.weight": draw(g, hidden, hidden),
@@ -116,7 +139,7 @@ def half() -> Image.Image:
     return mask
 
 
-@pytest.mark.parametrize("kind", ["plain", "full"])
+@pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 def test_diffusers_draws_the_same_picture(tiny: Model, tmp_path: Path, kind: str) -> None:
     file = adapter_file(tiny, tmp_path / "ip.safetensors", kind)
     ours = drawn(tiny, controls=[Control(file, picture(), 0.7)])
@@ -215,4 +238,10 @@ def test_what_cannot_be_is_refused_in_one_line(tiny: Model, small_xl: Model, tmp
         )
         == 0
     )
-    assert SETTINGS["steps"] == 5
+    other = CLIPVisionModelWithProjection(CLIPVisionConfig(**{**VISION, "projection_dim": 16}))
+    other.save_pretrained(str(tmp_path / "other"))
+    refused(
+        tiny,
+        "projects to 24; this one projects to 16",
+        Control(alone, picture(), image_encoder=tmp_path / "other"),
+    )

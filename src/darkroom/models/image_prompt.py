@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from darkroom.errors import InputError, ModelError
+from darkroom.errors import InputError, ModelError, is_system_failure
 from darkroom.models.folder import read_part
 from darkroom.models.parts import AttnProcessor2_0
 from darkroom.models.quiet import quiet
@@ -46,6 +46,13 @@ class ImagePrompt:
     sha256: str
 
     kind = "ip-adapter"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it reads the encoder's projection of the whole picture, not its hidden states."""
+        from diffusers.models.embeddings import ImageProjection
+
+        return isinstance(self.projection, ImageProjection)
 
     @property
     def num_tokens(self) -> int:
@@ -86,11 +93,9 @@ class ImagePrompt:
     @torch.no_grad()
     def encode(self, image: Image.Image) -> tuple[torch.Tensor, torch.Tensor]:
         """A picture's tokens [N, D], and those of no picture, which the unguided half reads."""
-        from diffusers.models.embeddings import ImageProjection
-
         weight = next(self.encoder.parameters())
         pixels = _pixels(image, self.encoder.config.image_size).to(weight.device, weight.dtype)
-        if isinstance(self.projection, ImageProjection):
+        if self.is_plain:
             features = self.encoder(pixels).image_embeds
             none = torch.zeros_like(features)
         else:
@@ -150,6 +155,8 @@ def read_image_prompt(
             None, image, low_cpu_mem_usage=False
         )
     except (KeyError, RuntimeError) as error:
+        if is_system_failure(error):
+            raise
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"'{path}' is no IP-Adapter that is known: {reason}") from error
     found = ImagePrompt(name, projection, layers, None, sha256)
@@ -204,19 +211,18 @@ def _encoder_folder(path: Path, model: Model, given: str | Path | None) -> Path:
 
 
 def _check_encoder(found: ImagePrompt) -> None:
-    config = found.encoder.config
-    for width in (config.hidden_size, config.projection_dim):
-        try:
-            found.projection(
-                torch.zeros(1, width) if width == config.projection_dim else torch.zeros(1, 2, width)
-            )
-        except RuntimeError:
-            continue
-        return
-    raise ModelError(
-        f"IP-Adapter '{found.name}' was trained with another image encoder",
-        mend=f"this one has width {config.hidden_size} and projects to {config.projection_dim}",
-    )
+    """ModelError unless the projection takes what the encoder gives: its projection, or its hidden states."""
+    config, projection = found.encoder.config, found.projection
+    if found.is_plain:
+        takes, gives, what = projection.image_embeds.in_features, config.projection_dim, "projects to"
+    else:
+        first = projection.proj_in if hasattr(projection, "proj_in") else projection.ff.net[0].proj
+        takes, gives, what = first.in_features, config.hidden_size, "has width"
+    if takes != gives:
+        raise ModelError(
+            f"IP-Adapter '{found.name}' was trained with another image encoder",
+            allowed=f"one that {what} {takes}; this one {what} {gives}",
+        )
 
 
 class ImageAttention(AttnProcessor2_0):  # type: ignore[misc]
