@@ -23,7 +23,7 @@ from darkroom.cli.door import (
     show,
     size_of,
 )
-from darkroom.errors import InputError
+from darkroom.errors import InputError, install_extra
 from darkroom.hardware import cpu
 
 ONLY_MASKED_HELP = "with a mask: draw only its part and so many pixels around, at --size, and put it back"
@@ -144,6 +144,9 @@ def generate(
     marks = None
     if provenance:
         marks = proving.Provenance.opened(sign, proving.local_certificate(), say=credentials)
+        if not marks.signs:
+            mend = "" if proving.installed() else f": {install_extra(proving.EXTRA)}, or --no-provenance"
+            _note(f"the pictures are marked, not signed{mend}")
 
     place = models.device(device)
     name = _precision(precision, place, backend)
