@@ -378,3 +378,20 @@ def test_what_holds_tensors_has_no_repr_of_them():
     shown = shown_fields()
     assert len(shown) > 20, "the control: dataclasses are found"
     assert {name for name, words in shown.items() if words & HOLDS} == set()
+
+
+def classes_of(source: Path) -> dict[str, list[str]]:
+    """The classes under a folder, nested ones included: their names, and the files that define them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path.relative_to(source).as_posix())
+    return found
+
+
+def test_no_class_name_occurs_twice(tmp_path):
+    assert {name: files for name, files in classes_of(SOURCE).items() if len(files) > 1} == {}
+    (tmp_path / "one.py").write_text("class Job: ...\n")
+    (tmp_path / "two.py").write_text("def made():\n    class Job: ...\n")
+    assert classes_of(tmp_path) == {"Job": ["one.py", "two.py"]}

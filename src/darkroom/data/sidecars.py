@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from darkroom.data.seen import Seen, short_id
+from darkroom.data.seen import SeenIds, short_id
 from darkroom.errors import StoreError
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, sync_folder
 
@@ -105,9 +105,9 @@ class Sidecars:
         """Where `rejected.jsonl` is, or would be; empty for a store without sidecars."""
         return str(self.root / REJECTED) if self.root is not None else ""
 
-    def rejected_before(self) -> Seen:
+    def rejected_before(self) -> SeenIds:
         """What stands in `rejected.jsonl`, so that it is told once however often it is imported."""
-        seen = Seen(self.root)
+        seen = SeenIds(self.root)
         for told in self._lines(REJECTED):
             place = {"source": told.get("source"), "key": told.get("key")}
             seen.add(short_id(f"{told.get('reason')}|{told.get('id') or place}"))

@@ -20,7 +20,7 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.evaluate.drawing import Generate, draw
 from darkroom.evaluate.extractors import Extractor, open_extractor
-from darkroom.evaluate.metrics import METRICS, Found, Scorer, Sets, check_needs, chosen
+from darkroom.evaluate.metrics import METRICS, MetricResult, Scorer, Sets, check_needs, chosen
 from darkroom.evaluate.pictures import FolderPictures, Pictures, open_pictures
 from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, without_token
 from darkroom.models.model import Model
@@ -256,7 +256,7 @@ def evaluate_folder(
 
 def _score(
     name: str,
-    found: Found,
+    found: MetricResult,
     extractor: Extractor,
     compared: tuple[str, str] | None,
     where: Mapping[str, str],

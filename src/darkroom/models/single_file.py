@@ -93,7 +93,7 @@ def _opened(path: Path) -> Any:
 def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, with_weights: bool) -> Model:
     keys = set(file.keys())
     prefixes = _prefixes(path, keys)
-    shape = _Shapes(file, keys, prefixes)
+    shape = _FileShapes(file, keys, prefixes)
     told = _told(file)
     family, overrides = (told["family"], told["configs"]) if told else _recognised(path, shape)
     there: list[str] = [part for part in ("unet", "vae", "text_encoder") if part in prefixes]
@@ -153,7 +153,7 @@ def _is_original_vae(keys: set[str]) -> bool:
     return any(key.endswith("encoder.down.0.block.0.norm1.weight") for key in keys)
 
 
-class _Shapes:
+class _FileShapes:
     """The shapes of a file's tensors, by name."""
 
     def __init__(self, file: Any, keys: set[str], prefixes: dict[str, str]) -> None:
@@ -164,7 +164,7 @@ class _Shapes:
         return list(self.file.get_slice(key).get_shape()) if key in self.keys else None
 
 
-def _recognised(path: Path, shapes: _Shapes) -> tuple[str, dict[str, Config]]:
+def _recognised(path: Path, shapes: _FileShapes) -> tuple[str, dict[str, Config]]:
     """The family of a checkpoint that does not say, by its U-Net's width of text; a lone VAE is SD 1's."""
     conv_in = shapes.of("unet", "input_blocks.0.0.weight")
     if conv_in is None:
@@ -193,7 +193,7 @@ def _recognised(path: Path, shapes: _Shapes) -> tuple[str, dict[str, Config]]:
     return family, overrides
 
 
-def _predicts_v(path: Path, shapes: _Shapes) -> bool:
+def _predicts_v(path: Path, shapes: _FileShapes) -> bool:
     said = (shapes.file.metadata() or {}).get("modelspec.prediction_type", "")
     if said:
         return bool(said.startswith("v"))

@@ -23,7 +23,7 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import torch_backend
 from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
 from darkroom.sample.control import Control, ControlledUnet, Controls
-from darkroom.sample.denoise import Condition, Known, Row, Stage, denoise
+from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
 from darkroom.sample.ladder.choose import AUTO
 from darkroom.sample.ladder.choose import parse as parse_optimisations
 from darkroom.sample.ladder.steps import interval_of
@@ -38,7 +38,7 @@ from darkroom.sample.prompts import (
     silent,
     time_ids,
 )
-from darkroom.sample.solvers import Table
+from darkroom.sample.solvers import SolverTable
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -96,7 +96,7 @@ def generate(
     for part in adapted.parted() or [adapted]:
         first, of_part = len(pictures), told[len(pictures) // wanted.num :][: len(part.prompts)]
         with part.within(opened or model), installed(opened or model, controlled.image_prompts):
-            job = Job(
+            job = Generation(
                 model,
                 of_part,
                 wanted.model_copy(update={"seed": wanted.seed + first}),
@@ -138,7 +138,7 @@ def check_seeds(settings: GenerateSettings, prompts: int) -> None:
 
 
 def _counted(
-    progress: Callable[[int, int], None] | None, job: Job, before: int, pictures: int
+    progress: Callable[[int, int], None] | None, job: Generation, before: int, pictures: int
 ) -> Callable[[int, int], None] | None:
     """Steps of this job counted among those of all pictures, `before` of which are made."""
     if progress is None or job.num_pictures == pictures:
@@ -147,7 +147,9 @@ def _counted(
     return lambda done, _: progress(before * steps + done, pictures * steps)
 
 
-def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
+def _pictures(
+    job: Generation, batch_rows: int | None, progress: Callable[[int, int], None] | None
+) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
     unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
@@ -183,7 +185,7 @@ def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
 class Pass:
     """One way through a table at one size: `generate` takes one, with hires two."""
 
-    def __init__(self, model: Model, table: Table, size: tuple[int, int]) -> None:
+    def __init__(self, model: Model, table: SolverTable, size: tuple[int, int]) -> None:
         self.table, self.size = table, size
         width, height = size
         self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
@@ -223,11 +225,11 @@ class _Planned(NamedTuple):
     second_pass: bool
 
 
-class Job:
+class Generation:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
-    A server drives it row by row: `row(i)`, then `denoise` or `Batch`; where `hires` is set, `enlarged` gives
-    the rows of the second pass; `finish` decodes.
+    A server drives it row by row: `row(i)`, then `denoise` or `RunningBatch`; where `hires` is set,
+    `enlarged` gives the rows of the second pass; `finish` decodes.
     """
 
     def __init__(
@@ -261,10 +263,10 @@ class Job:
         self.table = table_for(model, settings)
         self.settings = settings.resolved(self.table.solver, model.guidance)
         self.size = checked_size(model, settings.size, self.image)
-        self.part: inputs.Part | None = None
+        self.part: inputs.MaskedRegion | None = None
         if settings.only_masked is not None and self.image is not None and self.mask is not None:
             self.size = checked_size(model, settings.size)
-            self.part = inputs.Part.around(self.image, self.mask, settings.only_masked, self.size)
+            self.part = inputs.MaskedRegion.around(self.image, self.mask, settings.only_masked, self.size)
             self.controls = self.controls.cropped(self.part.box, self.image.size)
             self.image, self.mask = self.part.image, self.part.mask
         self.first = Pass(model, self.table, self.size)
@@ -435,11 +437,11 @@ class Job:
         }
         return Condition(condition.text_LD.to(self.device, self.dtype), added)
 
-    def _source(self) -> inputs.Source | None:
+    def _source(self) -> inputs.StartPicture | None:
         if self.image is None:
             return None
         shows = repaints(self.model)
-        return inputs.Source.encoded(
+        return inputs.StartPicture.encoded(
             self.backend, self.image, self.mask, self.size, self.model.vae_factor, shows=shows
         )
 
@@ -477,13 +479,13 @@ class Job:
         taken: Pass,
         latents_CHW: torch.Tensor,
         generator: torch.Generator,
-        known: Known | None = None,
+        known: KnownPart | None = None,
         extra_CHW: torch.Tensor | None = None,
     ) -> Row:
         prompt = i // self.settings.num
         negative = self.negatives[prompt]
         if known is not None:
-            known = Known(
+            known = KnownPart(
                 known.latents_CHW.to(self.device),
                 known.noise_CHW.to(self.device),
                 known.mask_1HW.to(self.device),
@@ -518,7 +520,7 @@ class Job:
             for stage in stages
         )
 
-    def _guided_steps(self, table: Table) -> tuple[float, float]:
+    def _guided_steps(self, table: SolverTable) -> tuple[float, float]:
         interval = self.backend.guidance_interval
         return (0.0, 1.0) if interval is None else interval_of(table, *interval)
 
@@ -626,7 +628,7 @@ def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> Gener
     return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
 
 
-def table_for(model: Model, settings: GenerateSettings) -> Table:
+def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
     """The table that settings ask of a model's scheduler."""
     steps = settings.steps
     if steps is None:

@@ -19,9 +19,9 @@ from darkroom.recipe.sections import SampleSettings
 from darkroom.recipe.tuning import SamplePrompt
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import Checkpoint
-from darkroom.train.distributed.ranks import Watch
+from darkroom.train.distributed.ranks import HangWatchdog
 from darkroom.train.distributed.weights import Weights, held_rows
-from darkroom.train.jobs import Job, Say
+from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.memory import laid_aside
 from darkroom.train.step import micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
@@ -162,7 +162,15 @@ class Looking:
     """Looks with the averaged weights, in evaluation mode; what it takes is in the bill by kind."""
 
     def __init__(
-        self, job: Job, run: Run, *, meter: Meter, watch: Watch, stop: StopRequest, tracker: Tracker, say: Say
+        self,
+        job: TrainingSetup,
+        run: Run,
+        *,
+        meter: Meter,
+        watch: HangWatchdog,
+        stop: StopRequest,
+        tracker: Tracker,
+        say: Say,
     ) -> None:
         self._job, self._run, self._meter, self._watch = job, run, meter, watch
         self._stop, self._tracker, self._say = stop, tracker, say

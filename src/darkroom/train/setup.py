@@ -57,7 +57,7 @@ from darkroom.train.data.precomputed import (
 from darkroom.train.data.rows import select_rows
 from darkroom.train.distributed.ddp_fsdp import channels_last
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.jobs import Job, Pinned, Say
+from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import (
     ESTIMATED,
     check_micro_batch,
@@ -95,7 +95,7 @@ def make_job(
     feed: Feed | OpenFeed | None = None,
     say: Say = lambda _: None,
     ranks: Ranks = ALONE,
-) -> Job:
+) -> TrainingSetup:
     """Check a recipe against store, model and machine, and put together what trains it.
 
     Nothing is written but what a run gathers into its own `data` folder: pictures of a folder, their
@@ -163,7 +163,7 @@ def make_job(
     flops = None
     if ranks.sharded and device.type != "cpu":  # cut weights cannot be counted with
         flops = flops_per_image(task, one_row())
-    return Job(
+    return TrainingSetup(
         recipe=recipe,
         task=task,
         step=step,

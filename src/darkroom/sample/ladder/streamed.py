@@ -16,7 +16,7 @@ from darkroom.errors import InputError
 from darkroom.hardware.memory import drop_file_pages, file_mappings
 from darkroom.models.mapped import are_mapped, is_mapped
 from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rung import Place
+from darkroom.sample.ladder.rung import ComputeTarget
 
 SMALL_BYTES = 2**18
 """Layers smaller than this are read once and stay: norms, small projections."""
@@ -48,7 +48,7 @@ def computed_in(applied: Applied) -> torch.dtype:
     return applied.dtype or (torch.float32 if weight.dtype == torch.float16 else weight.dtype)
 
 
-def lacks_mmap(place: Place) -> str | None:
+def lacks_mmap(place: ComputeTarget) -> str | None:
     """On a card weights wait in main memory instead."""
     return None if place.device.type == "cpu" else f"it is of CPUs, and this is {place.device.type}"
 

@@ -162,7 +162,7 @@ class _KeyFlow:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class PendingPicture:
     """A picture on its way, or that will be: so many steps more, each of so much work."""
 
     size: Hashable
@@ -173,7 +173,11 @@ class Drawing:
 
 
 def admitted_after(
-    drawn: Iterable[Drawing], waiting: Sequence[Drawing], capacity: float, calls: int, work_per_s: float
+    drawn: Iterable[PendingPicture],
+    waiting: Sequence[PendingPicture],
+    capacity: float,
+    calls: int,
+    work_per_s: float,
 ) -> list[float]:
     """After how many seconds each of those waiting, in their order, will be admitted.
 
@@ -181,20 +185,20 @@ def admitted_after(
     them for `calls` times that, of which one size leaves one to the others; a picture alone always fits.
     """
     there: defaultdict[Hashable, float] = defaultdict(float)
-    ends: list[tuple[int, int, Drawing]] = []
+    ends: list[tuple[int, int, PendingPicture]] = []
     lines: dict[Hashable, deque[int]] = {}
     for i, one in enumerate(waiting):
         lines.setdefault(one.size, deque()).append(i)
     number = itertools.count()
     round_, round_work, now_s, times = 0, 0.0, 0.0, [0.0] * len(waiting)
 
-    def begin(one: Drawing) -> None:
+    def begin(one: PendingPicture) -> None:
         nonlocal round_work
         there[one.size] += one.load
         round_work += one.step_work
         heapq.heappush(ends, (round_ + max(1, one.steps), next(number), one))
 
-    def fits(one: Drawing) -> bool:
+    def fits(one: PendingPicture) -> bool:
         most = (calls - 1) * capacity
         here, taken = there.get(one.size, 0.0), sum(min(load, most) for load in there.values())
         beside = taken <= 0 or taken + min(one.load, most) <= calls * capacity

@@ -122,7 +122,7 @@ class Record:
         return replace(self, created_s=at_s, due_s=due_s)
 
 
-class Store:
+class JobStore:
     """Jobs by key and id. `server` names whose jobs are taken up again after a restart.
 
     A `shared` one is that of several servers of this name, which agree by leases (`leases`).
