@@ -1,7 +1,7 @@
 """From prompts to pictures: solvers as tables, the denoising loop over them, and what stands around it.
 
-`schedule` reads noise schedules, `solvers` fills a `SolverTable` for each solver (`table` says what is in one) and
-`flow` those of rectified flow, `choice` picks the solver; `denoise` packs rows and takes the steps;
+`schedule` reads noise schedules, `solvers` fills a `SolverTable` for each solver (`table` says what is in
+one) and `flow` those of rectified flow, `choice` picks the solver; `denoise` packs rows and takes the steps;
 `prompts` encodes text; `pictures` decodes, saves and reads back; `backends` computes the U-Net and VAE,
 `ladder` optimises them and `memory` keeps them under a limit; `generate` is the whole way in one call.
 """

@@ -147,5 +147,5 @@ class Library(Shelf):
         return None
 
     def lend(self, work: EngineJob) -> Lent:
-        """A work's adapters, as `sample.Generation` takes them; in force while tickets of the work hold them."""
+        """A work's adapters for `sample.Generation`; in force while tickets of the work hold them."""
         return Lent([work.request.prompt], [[]], bank=self.bank, work=work)
