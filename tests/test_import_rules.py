@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -395,3 +396,34 @@ def test_no_class_name_occurs_twice(tmp_path):
     (tmp_path / "one.py").write_text("class Job: ...\n")
     (tmp_path / "two.py").write_text("def made():\n    class Job: ...\n")
     assert classes_of(tmp_path) == {"Job": ["one.py", "two.py"]}
+
+
+def functions_of_one_file(source: Path, others: list[Path]) -> set[str]:
+    """Public functions of modules whose name no other file has as a word; commands are called by typer."""
+    files = {path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in others}
+    files |= {
+        path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in source.rglob("*.py")
+    }
+    counts = Counter(word for words in files.values() for word in words)
+    return {
+        node.name
+        for path in source.rglob("*.py")
+        for node in tree(path).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and not any(".command(" in ast.unparse(one) for one in node.decorator_list)
+        and counts[node.name] == 1
+    }
+
+
+def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
+    root = SOURCE.parents[1]
+    others = [path for folder in ("tests", "benchmarks", "docs") for path in (root / folder).rglob("*.py")]
+    assert functions_of_one_file(SOURCE, [*others, *(root / "docs").rglob("*.md")]) == {
+        # the recipe's phases, which move out of train/run.py
+        "train_phases",
+        "with_address",
+    }
+    (tmp_path / "one.py").write_text("def used(): ...\ndef own(): ...\ndef _private(): ...\n")
+    (tmp_path / "two.py").write_text("from one import used\n")
+    assert functions_of_one_file(tmp_path, []) == {"own"}

@@ -124,10 +124,10 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:
             if len(counts) > 1:
-                given["failure_policy"] = failure_policy(self.run_config.failure_config, mail)
+                given["failure_policy"] = _failure_policy(self.run_config.failure_config, mail)
                 given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
             elif local:
-                given["scaling_policy"] = unasking_policy(self.scaling_config)
+                given["scaling_policy"] = _unasking_policy(self.scaling_config)
             with unless_set(WATCHER, "0") if local else nullcontext():
                 return super()._initialize_and_run_controller(**given)
 
@@ -159,7 +159,7 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
     return PausingScalingPolicy(scaling_config)
 
 
-def unasking_policy(scaling_config: Any) -> Any:
+def _unasking_policy(scaling_config: Any) -> Any:
     """Ray's policy of a fixed number of workers, for a machine beside which there will be no other."""
 
     class UnaskingScalingPolicy(to_extend("FixedScalingPolicy")):  # type: ignore[misc]
@@ -174,7 +174,7 @@ def unasking_policy(scaling_config: Any) -> Any:
     return UnaskingScalingPolicy(scaling_config)
 
 
-def failure_policy(failure_config: Any, mail: Any) -> Any:
+def _failure_policy(failure_config: Any, mail: Any) -> Any:
     """Ray's policy, for which a pause is no failure."""
     import ray
 
@@ -194,12 +194,12 @@ def listening_callback() -> Any:
 
     class Listening(to_extend("WorkerGroupCallback")):  # type: ignore[misc]
         def after_worker_group_start(self, worker_group: Any) -> None:
-            worker_group.execute(note_sigterm)
+            worker_group.execute(_note_sigterm)
 
     return Listening()
 
 
-def note_sigterm() -> None:
+def _note_sigterm() -> None:
     """In a worker's main thread: the first SIGTERM is noted, a second one ends it."""
 
     def note(number: int, frame: Any) -> None:

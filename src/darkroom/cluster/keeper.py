@@ -61,7 +61,7 @@ class Keeper:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        held = ray.remote(as_it_is).options(num_cpus=0, scheduling_strategy=here).remote(parts[0])
+        held = ray.remote(_as_it_is).options(num_cpus=0, scheduling_strategy=here).remote(parts[0])
         ray.wait([held], fetch_local=False)
         actor = ray.remote(self._encoder)
         self._pool = Pool(self._bounds, lambda options: actor.options(**options).remote(held))
@@ -109,7 +109,7 @@ class Keeper:
             self._pool = None
 
 
-def as_it_is(parts: Any) -> Any:
+def _as_it_is(parts: Any) -> Any:
     """A copy of its own: what a task returns belongs to who started it."""
     return parts
 

@@ -391,7 +391,7 @@ class BlockEncoder:
         began = time.perf_counter()
         encoded = [encode_piece(piece, ready, self._column) for piece, ready in pieces]
         done = time.perf_counter()
-        write_part(ask.part, encoded, self._column.field)
+        _write_part(ask.part, encoded, self._column.field)
         seconds = BlockTimes(encode_s=done - began, write_s=time.perf_counter() - done)
         return sum(piece.rows for piece in encoded), seconds
 
@@ -408,7 +408,7 @@ def join_parts(fragment: Fragment, column: Column, folder: str) -> Note:
     return file.close()
 
 
-def write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
+def _write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
     """Write a block's values as one Arrow file, whole or not at all."""
     schema = pa.schema([pa.field("offset", pa.int64()), field])
     told = json.dumps([[one.rows, one.unreadable] for one in encoded])

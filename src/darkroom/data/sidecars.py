@@ -98,7 +98,7 @@ class Sidecars:
         """Remember ids that were deleted, so that they stay out."""
         if self.root is not None:
             new = sorted(set(ids) - self.deleted_ids())
-            append_lines(self.root / "deleted.txt", new)
+            _append_lines(self.root / "deleted.txt", new)
 
     @property
     def rejected_path(self) -> str:
@@ -120,7 +120,7 @@ class Sidecars:
     def add_rejected(self, lines: Iterable[str]) -> None:
         """Append lines of JSON to `rejected.jsonl`."""
         if self.root is not None:
-            append_lines(self.root / REJECTED, lines)
+            _append_lines(self.root / REJECTED, lines)
 
     def finished(self, source: str, settings: str) -> dict[str, Finished]:
         """The parts of a source that were read to the end with the same settings."""
@@ -137,7 +137,7 @@ class Sidecars:
             for name, part in parts.items()
         ]
         if self.root is not None:
-            append_lines(self.root / PARTS, lines)
+            _append_lines(self.root / PARTS, lines)
 
     def forget_finished(self, source: str) -> None:
         """Have a source read anew from its start."""
@@ -218,7 +218,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
         sync_folder(path.parent)
 
 
-def append_lines(path: Path, lines: Iterable[str]) -> None:
+def _append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append whole lines; a line torn by a kill is closed off first, so that it spoils no other."""
     text = "".join(line + "\n" for line in lines)
     if text:

@@ -286,7 +286,7 @@ def _small(name: str, folder: Path, device: str | torch.device) -> Extractor:
 def _inception(name: str, folder: Path, device: str | torch.device) -> Extractor:
     """The Inception v3 that FID is defined over, from weights that were converted to safetensors."""
 
-    network = open_inception(folder).to(device)
+    network = _open_inception(folder).to(device)
     return Extractor(
         name,
         "FID-Inception v3 pool3, antialiased bicubic resize",
@@ -523,7 +523,7 @@ class Inception(nn.Module):
         return self.maps(x)[-1].mean(dim=(2, 3))
 
 
-def open_inception(folder: Path) -> Inception:
+def _open_inception(folder: Path) -> Inception:
     """The network with the folder's weights; the classifier in the file is not needed."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file

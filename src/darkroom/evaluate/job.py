@@ -82,7 +82,7 @@ def evaluate(
     settings = {**(settings or {})}
     if settings.get("guidance") is None and model.guidance is not None and settings.get("solver") != "lcm":
         settings["guidance"] = model.guidance  # of the base too, and kept with what was drawn
-    more: dict[str, Any] = {"seed": seed, "precision": precision_of(model), **settings}
+    more: dict[str, Any] = {"seed": seed, "precision": _precision_of(model), **settings}
     named = {}
     with _folder(keep) as folder:
         drawing = _Drawing(generate, folder, rows, seed, settings, progress, kept=keep is not None)
@@ -325,7 +325,7 @@ def _check_able(name: str, extractor: Extractor) -> None:
         raise InputError(f"extractor '{extractor.name}' has no feature maps, which div needs")
 
 
-def precision_of(model: Model) -> str:
+def _precision_of(model: Model) -> str:
     """What a model's weights are held in."""
     weight = next(parameter for module in model.modules.values() for parameter in module.parameters())
     return str(weight.dtype).removeprefix("torch.")

@@ -101,11 +101,11 @@ def fid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     interval = resample.frechet(x_ND, y_MD, seed=scorer.seed)
     settings = {"resamples": resample.frechet_resamples(x_ND, y_MD)}
     return MetricResult(
-        interval, scorer.sets.pictures, scorer.sets.reference, size_note(x_ND, y_MD), settings
+        interval, scorer.sets.pictures, scorer.sets.reference, _size_note(x_ND, y_MD), settings
     )
 
 
-def fid_infinity(scorer: Scorer, extractor: Extractor) -> MetricResult:
+def _fid_infinity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """The Frechet distance extrapolated to endless samples (Chong & Forsyth 2020)."""
     x_ND, y_MD = _both(scorer, extractor)
     interval, line = resample.frechet_infinity(x_ND, y_MD, seed=scorer.seed)
@@ -151,7 +151,7 @@ def _both(scorer: Scorer, extractor: Extractor) -> tuple[Array, Array]:
     return x_ND, scorer.features(extractor, scorer.given("reference"))
 
 
-def size_note(x_ND: Array, y_MD: Array) -> str:
+def _size_note(x_ND: Array, y_MD: Array) -> str:
     """What a Frechet distance of so few pictures is worth; empty where there are enough."""
     least, width = min(len(x_ND), len(y_MD)), x_ND.shape[1]
     parts = []
@@ -167,14 +167,14 @@ def size_note(x_ND: Array, y_MD: Array) -> str:
 # ---- of prompts
 
 
-def text_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
+def _text_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean cosine of each picture with its prompt."""
     values_N = _with_prompts(scorer, extractor)
     interval = resample.mean_of(values_N, scorer.sets.prompts, seed=scorer.seed)
     return MetricResult(interval, scorer.sets.pictures)
 
 
-def clip_score(scorer: Scorer, extractor: Extractor) -> MetricResult:
+def _clip_score(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """A hundred times that cosine, not below zero."""
     values_N = 100 * np.clip(_with_prompts(scorer, extractor), 0, None)
     interval = resample.mean_of(values_N, scorer.sets.prompts, seed=scorer.seed)
@@ -190,7 +190,7 @@ def _with_prompts(scorer: Scorer, extractor: Extractor) -> Array:
     return statistics.cosine_of_pairs(pictures_ND, texts[[place[prompt] for prompt in prompts]])
 
 
-def diversity(scorer: Scorer, extractor: Extractor) -> MetricResult:
+def _diversity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean perceptual distance between pictures of the same prompt."""
     by_prompt: dict[str, list[int]] = {}
     for i, prompt in enumerate(scorer.sets.prompts):
@@ -223,7 +223,7 @@ def subject_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     return MetricResult(interval, scorer.sets.pictures, subject, settings=settings)
 
 
-def prior_collapse(scorer: Scorer, extractor: Extractor) -> MetricResult:
+def _prior_collapse(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean cosine of pictures of the plain class with the subject's photographs."""
     pictures, subject = scorer.given("class_pictures"), scorer.given("subject")
     values_N = statistics.cosine_to_set(
@@ -245,13 +245,13 @@ def drift(scorer: Scorer, extractor: Extractor) -> MetricResult:
 METRICS: dict[str, Metric] = {
     "fid": Metric("inception", "lower", fid, "Frechet distance to the reference", ("reference",)),
     "fid-infinity": Metric(
-        "inception", "lower", fid_infinity, "the same extrapolated to endlessly many", ("reference",)
+        "inception", "lower", _fid_infinity, "the same extrapolated to endlessly many", ("reference",)
     ),
     "kid": Metric("inception", "lower", kid, "kernel distance to the reference", ("reference",)),
     "cmmd": Metric("clip", "lower", cmmd, "Gaussian kernel distance of CLIP embeddings", ("reference",)),
-    "clip": Metric("clip", "higher", clip_score, "CLIP score, 0 to 100", reads_text=True),
-    "clip-t": Metric("clip", "higher", text_fidelity, "prompt fidelity", reads_text=True),
-    "coca": Metric("coca", "higher", text_fidelity, "prompt fidelity by CoCa", reads_text=True),
+    "clip": Metric("clip", "higher", _clip_score, "CLIP score, 0 to 100", reads_text=True),
+    "clip-t": Metric("clip", "higher", _text_fidelity, "prompt fidelity", reads_text=True),
+    "coca": Metric("coca", "higher", _text_fidelity, "prompt fidelity by CoCa", reads_text=True),
     "dino": Metric("dino", "higher", subject_fidelity, "subject fidelity", ("subject",), same_pictures=True),
     "clip-i": Metric(
         "clip", "higher", subject_fidelity, "subject fidelity by CLIP", ("subject",), same_pictures=True
@@ -259,12 +259,12 @@ METRICS: dict[str, Metric] = {
     "pres": Metric(
         "dino",
         "lower",
-        prior_collapse,
+        _prior_collapse,
         "the plain class taken for the subject",
         ("subject", "class_pictures"),
         same_pictures=True,
     ),
-    "div": Metric("dino", "higher", diversity, "difference between pictures of one prompt"),
+    "div": Metric("dino", "higher", _diversity, "difference between pictures of one prompt"),
     "drift": Metric(
         "dino",
         "lower",

@@ -378,8 +378,8 @@ def figures(trial: Trial) -> dict[str, Any]:
     told |= _spread("admission", [o.admitted_after_s for o in trial.outcomes])
     told |= _spread("refusal", [o.refused_after_s for o in trial.outcomes])
     if trial.after:
-        told["step_s"] = mean_between(trial.before, trial.after, "darkroom_step_seconds")
-        told["evaluations_a_step"] = mean_between(trial.before, trial.after, "darkroom_step_evaluations")
+        told["step_s"] = _mean_between(trial.before, trial.after, "darkroom_step_seconds")
+        told["evaluations_a_step"] = _mean_between(trial.before, trial.after, "darkroom_step_evaluations")
         told["steps_to_free_most"] = most_between(trial.before, trial.after, "darkroom_cancel_steps")
     return {key: round(value, 5) if isinstance(value, float) else value for key, value in told.items()}
 
@@ -521,7 +521,7 @@ async def _exchange(
     return status, await reader.readexactly(int(length[1]) if length else 0)
 
 
-def mean_between(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+def _mean_between(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
     """The mean of what a histogram has seen between two looks at the counters."""
     count = after[f"{name}_count"] - before[f"{name}_count"]
     return (after[f"{name}_sum"] - before[f"{name}_sum"]) / count if count else None

@@ -122,7 +122,7 @@ class Advice:
         for name, option in (("cheapest", self.cheapest), ("fastest", self.fastest)):
             plan = option.plan
             took = hours(option.hours, option.around(option.hours))
-            yield f"{name}: {plan.count} x {plan.device}, {took}, {price_of(option)}"
+            yield f"{name}: {plan.count} x {plan.device}, {took}, {_price_of(option)}"
             yield "  " + " ".join(f"{key}={value}" for key, value in option.settings.items())
             for reason in (*self.reasons[name], *option.notes, *plan.notes):
                 yield f"  - {reason}"
@@ -134,7 +134,7 @@ class Advice:
         yield f"{self.looked_at} combinations looked at"
 
 
-def price_of(option: Option) -> str:
+def _price_of(option: Option) -> str:
     """'USD 12.30', or the device-hours where no price is known."""
     if option.usd is None:
         return f"{option.device_hours:,.3g} device-hours, no price known (say --price)"
@@ -447,7 +447,7 @@ def usd_of(way: Way) -> float | None:
     return sum(spent) if len(spent) == len(way) else None
 
 
-def device_hours_of(way: Way) -> float:
+def _device_hours_of(way: Way) -> float:
     """What ways are ranked by where some phase has no option with a price."""
     return sum(option.device_hours for option in way)
 
@@ -468,7 +468,7 @@ def advise_phases(
         say(one.name)
         searched.append(search(one, recipe, overrides, free, numbers, say, phase=i))
     priced = all(one.ranked[0].usd is not None for one in searched)
-    cost = _dollars if priced else device_hours_of
+    cost = _dollars if priced else _device_hours_of
     ways: list[Way] = [()]
     for found in searched:
         options = _front([(option,) for option in (found.ranked if priced else found.fitting)], cost)

@@ -68,7 +68,7 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
     wheres = (
         [place(card, target) for card in chosen_cards(target.gpu)] if target.gpu != "here" else [here(target)]
     )
-    found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
+    found = [_with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
 
 
@@ -105,7 +105,7 @@ def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:
     return replace(plan, storage=storage(plan.sizes_bytes, price))
 
 
-def with_limits(plan: Plan, target: Target) -> Plan:
+def _with_limits(plan: Plan, target: Target) -> Plan:
     """The plan with what it breaks of the deadline and the budget."""
     return replace(
         plan, over=over_limits(plan.hours, plan.cost.usd, target.deadline_hours, target.budget_usd)

@@ -288,7 +288,7 @@ class MeasurementLike(Protocol):
 def factors(where: Where, rows: Iterable[MeasurementLike]) -> list[float]:
     """Measured by planned images/s of every row that this machine's device measured."""
     own = [row for row in _own(where, rows) if row.images_per_s]
-    return [(row.images_per_s or 0.0) / planned_rate(where, row) for row in own]
+    return [(row.images_per_s or 0.0) / _planned_rate(where, row) for row in own]
 
 
 def _own(where: Where, rows: Iterable[MeasurementLike]) -> Iterator[MeasurementLike]:
@@ -301,7 +301,7 @@ def _own(where: Where, rows: Iterable[MeasurementLike]) -> Iterator[MeasurementL
             yield row
 
 
-def planned_rate(where: Where, row: MeasurementLike) -> float:
+def _planned_rate(where: Where, row: MeasurementLike) -> float:
     """Images a second that the plan gives for a row's settings."""
     told = row.settings
     width, height = parse_size(told["size"])

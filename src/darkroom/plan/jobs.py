@@ -156,7 +156,7 @@ def plan_training(
     largest = largest_rows(profile, where)
     micro, fits = _micro_batch(profile, job, where, rows)
     step = step_seconds(profile, where, software, micro=micro, rows=rows)
-    reading = data_seconds(profile, job, where, rows)
+    reading = _data_seconds(profile, job, where, rows)
     step += TimeBreakdown(data=max(0.0, reading - step.total))  # threads read ahead
     plan = _plan(
         profile,
@@ -185,7 +185,7 @@ def plan_training(
     return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
 
 
-def data_seconds(profile: Profile, job: TrainJob, where: Where, rows: int) -> float:
+def _data_seconds(profile: Profile, job: TrainJob, where: Where, rows: int) -> float:
     """Seconds in which a process reads a step's rows of latents and text; 0 where pictures are encoded."""
     if not job.reads:
         return 0.0

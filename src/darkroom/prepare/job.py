@@ -82,7 +82,7 @@ Engine = Callable[[EncodeTask], Iterator[Note]]
 """Encodes what a work lists and hands out a note of each fragment as soon as its file is finished."""
 
 
-def encode_here(work: EncodeTask) -> Iterator[Note]:
+def _encode_here(work: EncodeTask) -> Iterator[Note]:
     """The local engine: one fragment after the other in this process, reading and cutting a piece ahead."""
     for number in work.numbers:
         fragment = work.store.dataset.get_fragment(number)
@@ -128,7 +128,7 @@ def prepare(
     batch_rows: int = 16,
     device: str = "auto",
     progress: Progress | None = None,
-    engine: Engine = encode_here,
+    engine: Engine = _encode_here,
 ) -> PrepareReport:
     """Encode what the store's columns of this model lack; a second call encodes only what is new.
 

@@ -183,7 +183,7 @@ def _near(row: PublishedValue, known: Efficiency) -> bool:
     return 0.5 <= predicted / row.published <= 2
 
 
-def as_dict(row: PublishedValue, known: Efficiency) -> dict[str, Any]:
+def _as_dict(row: PublishedValue, known: Efficiency) -> dict[str, Any]:
     """A row as `--json` gives it."""
     told: dict[str, Any] = {
         "case": row.case,
@@ -303,7 +303,7 @@ def validate(known: Efficiency | None = None, say: Callable[[str], None] = lambd
             "reading": one.reading,
             "median_error": median_error(one, own),
             "seen_error": median_error(one, known or efficiency()) if name in RESTS_ON else None,
-            "rows": [as_dict(row, own) for row in one.rows],
+            "rows": [_as_dict(row, own) for row in one.rows],
         }
         if name in (*RESTS_ON, *MEMORY):
             entry["inside"] = inside(one, own)

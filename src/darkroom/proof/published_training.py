@@ -67,7 +67,7 @@ def micro_that_fits(name: str, side: int, mode: str, count: int) -> int:
     return max(1, power_of_two(largest_rows(profile, Where(card(name), ClusterSpec(count, mode=mode)))))
 
 
-def anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
+def _anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
     """A rung of Anyscale's ladder. Lightning sums gradients after every micro-batch under DDP and FSDP."""
     mode = "fsdp" if rung.startswith("FSDP") else "ddp"
     return Pretraining(
@@ -86,7 +86,7 @@ def anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
 def anyscale_rates() -> Iterator[PublishedValue]:
     """Images/s inline and pre-encoded, and the ladder."""
     for side, (inline, _) in t.ANYSCALE_INLINE.items():
-        run = replace(anyscale_run("A100-SXM4-80GB", 32, side, "DDP fast"), inline=True)
+        run = replace(_anyscale_run("A100-SXM4-80GB", 32, side, "DDP fast"), inline=True)
         yield PublishedValue(
             f"32 A100-80, {side} px, encoders inline",
             inline,
@@ -95,7 +95,7 @@ def anyscale_rates() -> Iterator[PublishedValue]:
         )
     for (name, count, side), rates in t.ANYSCALE_LADDER.items():
         for rung, rate in zip(t.ANYSCALE_RUNGS, rates, strict=True):
-            run = anyscale_run(name, count, side, rung)
+            run = _anyscale_run(name, count, side, rung)
             yield PublishedValue(
                 f"{count} {name}, {side} px, {rung}",
                 rate,
@@ -126,7 +126,7 @@ def anyscale_total() -> Iterator[PublishedValue]:
     """Phase 1 in its three ways and the whole run, from counts."""
 
     def hours(known: Efficiency) -> float:
-        runs = {side: anyscale_run("A100-SXM4-80GB", 32, side, "FSDP compile") for side in (256, 512)}
+        runs = {side: _anyscale_run("A100-SXM4-80GB", 32, side, "FSDP compile") for side in (256, 512)}
         return 32 * sum(t.ANYSCALE_SAMPLES[side] / images_s(run, known) for side, run in runs.items()) / 3600
 
     for kind, (_, took, usd, _) in t.ANYSCALE_PHASE_1.items():
@@ -156,7 +156,7 @@ def anyscale_total() -> Iterator[PublishedValue]:
 
 def _phase_1_hours(kind: str, known: Efficiency) -> float:
     """Hours at 256 px on 32 A100-80 and the fast network; small cards that encode beside must keep up."""
-    run = anyscale_run("A100-SXM4-80GB", 32, 256, "DDP fast")
+    run = _anyscale_run("A100-SXM4-80GB", 32, 256, "DDP fast")
     rate = images_s(replace(run, inline=kind == "inline"), known)
     if kind == "online":
         rate = min(rate, t.ANYSCALE_PHASE_1[kind][3] * _encoded_s(known))
@@ -179,7 +179,7 @@ def _encoded_s(known: Efficiency) -> float:
     return 32 / encode_seconds(profile, where, Software("fp16"), 32).total
 
 
-def mosaic_run(count: int, side: int, *, inline: bool) -> Pretraining:
+def _mosaic_run(count: int, side: int, *, inline: bool) -> Pretraining:
     """MosaicML's trainer: the micro-batches its READMEs name, gradients summed once a step."""
     return Pretraining(
         "A100-SXM4-40GB",
@@ -197,7 +197,7 @@ def mosaic_run(count: int, side: int, *, inline: bool) -> Pretraining:
 def mosaic_rates() -> Iterator[PublishedValue]:
     """Images/s on 8 to 256 A100."""
     for count, (rate, *_) in t.MOSAIC_INLINE.items():
-        run = mosaic_run(count, 512, inline=True)
+        run = _mosaic_run(count, 512, inline=True)
         yield PublishedValue(
             f"{count} A100, 512 px, encoders inline",
             rate,
@@ -206,7 +206,7 @@ def mosaic_rates() -> Iterator[PublishedValue]:
         )
     for count, (*rates, _, _) in t.MOSAIC_STORED.items():
         for side, rate in zip((256, 512), rates, strict=True):
-            run = mosaic_run(count, side, inline=False)
+            run = _mosaic_run(count, side, inline=False)
             yield PublishedValue(
                 f"{count} A100, {side} px, pre-encoded",
                 rate,

@@ -82,7 +82,7 @@ def vertex_largest() -> Iterator[PublishedValue]:
 # ---- speed, cost, serving
 
 
-def vertex_step_s(
+def _vertex_step_s(
     known: Efficiency, name: str, batch: int, side: int, rank: int | None = 8, *, traced: bool = True
 ) -> float:
     """Seconds of a step of the report's script; `traced`: with its thread that polls memory without pause.
@@ -103,7 +103,7 @@ def vertex_speed() -> Iterator[PublishedValue]:
         yield PublishedValue(
             f"batch {batch}, {side} px",
             rate,
-            lambda known, b=batch, s=side: 1 / vertex_step_s(known, a100, b, s),  # type: ignore[misc]
+            lambda known, b=batch, s=side: 1 / _vertex_step_s(known, a100, b, s),  # type: ignore[misc]
             fitted=i == 0,
             unit="steps/s",
         )
@@ -111,7 +111,7 @@ def vertex_speed() -> Iterator[PublishedValue]:
         yield PublishedValue(
             f"LoRA {tuned}, batch 4, 512 px",
             rate,
-            lambda known, r=tuned: 1 / vertex_step_s(known, a100, 4, 512, r),  # type: ignore[misc]
+            lambda known, r=tuned: 1 / _vertex_step_s(known, a100, 4, 512, r),  # type: ignore[misc]
             derived=tuned == 8,  # the same run as above
             unit="steps/s",
         )
@@ -137,7 +137,7 @@ def vertex_speed() -> Iterator[PublishedValue]:
 
 def _vertex_usd(name: str, batch: int, steps: int, rank: int | None) -> Predict:
     def usd(known: Efficiency) -> float:
-        seconds = START_S + steps * vertex_step_s(known, name, batch, 512, rank, traced=False)
+        seconds = START_S + steps * _vertex_step_s(known, name, batch, 512, rank, traced=False)
         return seconds / 3600 * t.VERTEX_USD_PER_HOUR[name]
 
     return usd

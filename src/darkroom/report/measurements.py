@@ -42,7 +42,7 @@ def measurement_sections(path: Path) -> Iterator[str]:
         group = [row for row in rows if row.benchmark == benchmark]
         yield html.section(
             f"{benchmark} · {path.name}",
-            html.grid([*_plots(group), *drawing_plots(group)]),
+            html.grid([*_plots(group), *_drawing_plots(group)]),
             _table(group),
             _said(group),
         )
@@ -160,7 +160,7 @@ def _said(rows: Sequence[Measurement]) -> str:
 Rows = Sequence[Measurement]
 
 
-def drawing_plots(rows: Rows) -> Iterator[str]:
+def _drawing_plots(rows: Rows) -> Iterator[str]:
     """What is drawn beside the plots that every table has; nothing for other benchmarks."""
     draw = {"ladder": _ladder, "batch": _batch, "precision": _precision}.get(rows[0].benchmark)
     if draw is not None:

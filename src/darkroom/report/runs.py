@@ -27,7 +27,7 @@ _SHOUTED = ("psnr", "fid", "kid", "cmmd", "clip")
 _NOTHING = "–"
 
 
-def run_sections(
+def _run_sections(
     runs: Sequence[Run], highlights: Mapping[str, str], plans: Mapping[Path, Mapping[str, Any]]
 ) -> list[str]:
     """Everything about the runs, over each other where there are several; first what is to stand out.
@@ -378,7 +378,7 @@ def write_report(
     taken = {run.path for run in runs} | set(tables)
     pictures = [found for path in given if path not in taken for found in _pictures(path)]
     body = [
-        *run_sections(runs, highlights or {}, plans_of(runs, make=plan)),
+        *_run_sections(runs, highlights or {}, plans_of(runs, make=plan)),
         html.section(
             "Pictures", html.grid((html.frame(path, path.stem) for path in pictures[:_MOST_PICTURES]), "film")
         ),

@@ -87,7 +87,7 @@ def generate(
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
     wanted = GenerateSettings.of(**settings)
-    check_seeds(wanted, len(told))
+    _check_seeds(wanted, len(told))
     adapted = Adapted.of(told, named(adapters))
     controlled = Controls.read(controls, model)
     opened = backend.model if isinstance(backend, Backend) else None
@@ -121,7 +121,7 @@ def generate(
     return pictures
 
 
-def check_unicode(prompts: Sequence[str]) -> None:
+def _check_unicode(prompts: Sequence[str]) -> None:
     """InputError for half a surrogate pair, which a command line or JSON may hold and no tokenizer takes."""
     for prompt in prompts:
         try:
@@ -131,7 +131,7 @@ def check_unicode(prompts: Sequence[str]) -> None:
             raise InputError(told, mend="give it in UTF-8") from error
 
 
-def check_seeds(settings: GenerateSettings, prompts: int) -> None:
+def _check_seeds(settings: GenerateSettings, prompts: int) -> None:
     """InputError unless every picture has a seed that generators take."""
     if settings.seed + prompts * settings.num - 1 > MAX_SEED:
         raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
@@ -211,7 +211,7 @@ def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int])
     if hires is None:
         return None
     unit = size_unit(model)
-    width, height = (nearest_side(round(side * hires.scale), unit) for side in size)
+    width, height = (_nearest_side(round(side * hires.scale), unit) for side in size)
     again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
     return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
 
@@ -253,7 +253,7 @@ class Generation:
         self.image = None if image is None else inputs.read_image(image)
         self.mask = None if mask is None else inputs.read_mask(mask)
         check_parts(model, has_mask=self.mask is not None)
-        check_pictures(settings, self.image, self.mask)
+        _check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
         self.controls = controls or Controls()
@@ -274,8 +274,8 @@ class Generation:
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
-        check_unicode([*prompts, settings.negative or ""])
-        check_seeds(settings, len(prompts))
+        _check_unicode([*prompts, settings.negative or ""])
+        _check_seeds(settings, len(prompts))
         if isinstance(backend, str):
             backend, most = self._opened(backend, optimise, memory, device, dtype, notice)
             for taken in filter(None, (self.first, self.hires)):
@@ -666,12 +666,12 @@ def checked_size(
             raise InputError(
                 f"size {size[0]}x{size[1]}",
                 allowed=f"sides of {unit} to {MAX_SIDE} pixels, multiples of {unit}",
-                mend="nearest: " + "x".join(str(nearest_side(one, unit)) for one in size),
+                mend="nearest: " + "x".join(str(_nearest_side(one, unit)) for one in size),
             )
     return size
 
 
-def nearest_side(side: int, unit: int) -> int:
+def _nearest_side(side: int, unit: int) -> int:
     """The multiple of `unit` that is nearest to a side, within what is allowed."""
     return min(max(unit, math.floor(side / unit + 0.5) * unit), MAX_SIDE // unit * unit)
 
@@ -704,7 +704,7 @@ def repaints(model: Model) -> bool:
     return int(model.unet.config.in_channels) != model.latent_channels
 
 
-def check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
+def _check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
     """InputError unless settings, picture and mask go together."""
     if image is None and mask is not None:
         raise InputError("a mask without a picture", mend="give the picture too")

@@ -255,16 +255,16 @@ def _unit(j: int) -> Array:
 def dpmpp_2m(plan: SolverRequest) -> SolverTable:
     """DPM-Solver++ multistep (Lu et al. 2022, algorithm 2), order 2 unless the settings say 1 or 3."""
     timesteps, sigmas = _multistep_levels(plan)
-    return dpmpp("dpmpp_2m", plan, timesteps, _vp(sigmas), stochastic=False)
+    return _dpmpp("dpmpp_2m", plan, timesteps, _vp(sigmas), stochastic=False)
 
 
 def dpmpp_2m_sde(plan: SolverRequest) -> SolverTable:
     """DPM-Solver++ multistep for the reverse SDE (Lu et al. 2022, section 5): noise at every step."""
     timesteps, sigmas = _multistep_levels(plan)
-    return dpmpp("dpmpp_2m_sde", plan, timesteps, _vp(sigmas), stochastic=True)
+    return _dpmpp("dpmpp_2m_sde", plan, timesteps, _vp(sigmas), stochastic=True)
 
 
-def dpmpp(
+def _dpmpp(
     solver: str, plan: SolverRequest, timesteps: Array, levels: Levels, *, stochastic: bool
 ) -> SolverTable:
     """DPM-Solver++ over timesteps [S] and levels [S + 1], whatever schedule they are of."""
@@ -471,7 +471,7 @@ class Flow(Schedule):
         return np.append(self.shifted(np.linspace(1, first, num_steps)), 0.0)
 
 
-def flow_of(plan: SolverRequest) -> Flow:
+def _flow_of(plan: SolverRequest) -> Flow:
     """The schedule of a plan for a flow solver."""
     assert isinstance(plan.schedule, Flow)
     return plan.schedule
@@ -479,7 +479,7 @@ def flow_of(plan: SolverRequest) -> Flow:
 
 def flow_euler(plan: SolverRequest) -> SolverTable:
     """Euler steps along the predicted velocity (Liu et al. 2023, rectified flow)."""
-    flow = flow_of(plan)
+    flow = _flow_of(plan)
     sigma = flow.levels(plan.num_steps, plan.spacing)
     sheet = _sheet(flow, sigma[:-1])
     ratio = sigma[1:] / sigma[:-1]
@@ -493,7 +493,7 @@ def flow_heun(plan: SolverRequest) -> SolverTable:
     Call 2i leaves level i by Euler; call 2i - 1 takes the step that came there again, with the mean of the
     velocities at both its ends.
     """
-    flow = flow_of(plan)
+    flow = _flow_of(plan)
     sigma = flow.levels(plan.num_steps, plan.spacing)
     at = (np.arange(2 * plan.num_steps - 1) + 1) // 2
     sheet = _sheet(flow, sigma[at])
@@ -509,13 +509,13 @@ def flow_heun(plan: SolverRequest) -> SolverTable:
 
 def flow_dpmpp_2m(plan: SolverRequest) -> SolverTable:
     """DPM-Solver++ multistep (Lu et al. 2022, algorithm 2) on the levels of rectified flow."""
-    flow = flow_of(plan)
+    flow = _flow_of(plan)
     whole = np.linspace(1, 1 / flow.num_train_timesteps, plan.num_steps + 1)
     sigma = np.append(flow.shifted(1 - whole)[:0:-1], 0.0)
     levels: Levels = (1 - sigma, sigma, np.log((1 - sigma) / sigma))
     # diffusers tells the model whole timesteps here, their fractions cut off.
     timesteps = np.floor(sigma[:-1] * flow.num_train_timesteps)
-    return dpmpp("flow_dpmpp_2m", plan, timesteps, levels, stochastic=False)
+    return _dpmpp("flow_dpmpp_2m", plan, timesteps, levels, stochastic=False)
 
 
 def _sheet(flow: Flow, sigma: Array) -> Sheet:

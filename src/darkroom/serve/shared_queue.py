@@ -72,7 +72,7 @@ class Sharing:
 
     def takes(self, record: Record) -> bool:
         """Whether a new job is drawn here."""
-        return not self.backlog.jobs and self._room() > 0 and adapters_of(record) <= self._at_hand()
+        return not self.backlog.jobs and self._room() > 0 and _adapters_of(record) <= self._at_hand()
 
     def waits(self, record: Record) -> None:
         """A new job waits for whoever has its turn."""
@@ -285,7 +285,7 @@ class Leases:
             ours = [record for record in wanted if record.uid in taken]
             for record in ours:
                 self._shares.give(record)
-            if coming := set().union(*map(adapters_of, ours)) - set(holds):  # the others may count on it
+            if coming := set().union(*map(_adapters_of, ours)) - set(holds):  # the others may count on it
                 self._be_there(connection, now_s + self._lease_s, {*holds, *coming})
             return ours
 
@@ -294,9 +294,9 @@ class Leases:
     def _chosen(
         self, found: list[Record], holds: set[str], others: list[set[str]], late_s: float, most: int
     ) -> list[Record]:
-        suits = [one for one in found if adapters_of(one) <= holds or one.created_s < late_s]
+        suits = [one for one in found if _adapters_of(one) <= holds or one.created_s < late_s]
         rest = [
-            one for one in found if one not in suits and not any(adapters_of(one) <= held for held in others)
+            one for one in found if one not in suits and not any(_adapters_of(one) <= held for held in others)
         ]
         self._shares.begin(record.key for record in found)
         wanted: list[Record] = []
@@ -423,7 +423,7 @@ class Leases:
         return int(connection.execute(before).scalar() or 0)
 
 
-def adapters_of(record: Record) -> set[str]:
+def _adapters_of(record: Record) -> set[str]:
     """The adapters that a job names."""
     return {choice["name"] for choice in json.loads(record.request).get("adapters", ())}
 

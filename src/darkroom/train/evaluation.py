@@ -44,7 +44,7 @@ def heldout_metrics(task: Task, inputs: Mapping[str, Tensor], micro_batch: int) 
     return found
 
 
-def sample_grid(
+def _sample_grid(
     model: Model,
     settings: SampleSettings,
     prompts: Sequence[str | SamplePrompt],
@@ -72,7 +72,7 @@ def sample_grid(
             **how,
         )
         images += [picture.image for picture in pictures]
-    return save_grid(images, path)
+    return _save_grid(images, path)
 
 
 def together(
@@ -94,7 +94,7 @@ def together(
 
 
 @torch.no_grad()
-def reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: Path) -> Path:
+def _reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: Path) -> Path:
     """Held-out pictures above what the VAE gives back, as one PNG."""
     from PIL import Image
 
@@ -104,10 +104,10 @@ def reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: P
     for tensor_3HW in (*pixels_b3HW, *out_b3HW):
         bytes_HW3 = ((tensor_3HW.float() + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0)
         images.append(Image.fromarray(bytes_HW3.cpu().numpy()))
-    return save_grid(images, path, columns=len(pixels_b3HW))
+    return _save_grid(images, path, columns=len(pixels_b3HW))
 
 
-def save_grid(images: Sequence[Any], path: Path, columns: int | None = None) -> Path:
+def _save_grid(images: Sequence[Any], path: Path, columns: int | None = None) -> Path:
     """One PNG of all images, written beside and renamed."""
     from darkroom.sample.pictures import make_grid
 
@@ -265,12 +265,12 @@ class Looking:
                 if isinstance(self._task, Autoencoder):
                     if self._job.heldout is None:
                         return
-                    reconstruction_grid(self._task, self._job.heldout, path)
+                    _reconstruction_grid(self._task, self._job.heldout, path)
                 elif self._job.prompts:
                     size = self._job.recipe.data.resolution
                     drawing = self._drawing(k)
                     how = self._job.recipe.data.reading
-                    sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing, **how)
+                    _sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing, **how)
             except Abandoned:
                 return
         if not self._ranks.first:

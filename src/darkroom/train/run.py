@@ -76,7 +76,7 @@ def train(
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             one = partial(_phase, feed=feed, estimate=estimate, console=console)
-            return train_phases(recipe, Path(out), one, say)
+            return _train_phases(recipe, Path(out), one, say)
         place = _place(ranks, Path(out), resume, recipe, say)
         if place.run is None:
             return _begin(recipe, place, feed, estimate, say, ranks)
@@ -377,11 +377,11 @@ def phase_recipes(recipe: Recipe, out: Path) -> Iterator[tuple[Path, Recipe]]:
     for i, phase in enumerate(recipe.phases):
         folder = out / f"phase-{i + 1}-{phase.resolution}px"
         one = _recipe_of(recipe, i, phase, before)
-        yield folder, with_address(one, folder.name)
+        yield folder, _with_address(one, folder.name)
         before = folder
 
 
-def with_address(recipe: Recipe, name: str) -> Recipe:
+def _with_address(recipe: Recipe, name: str) -> Recipe:
     """A recipe of several that share an address for checkpoints: with a place of its own there."""
     if recipe.checkpoint.url is None:
         return recipe
@@ -421,7 +421,7 @@ def _kept(routing: dict[str, Any], keep: float) -> dict[str, Any]:
     return {**routing, "keep": keep} if keep < 1 else {}
 
 
-def train_phases(
+def _train_phases(
     recipe: Recipe, out: Path, one: Callable[[Recipe, Path], TrainResult], say: Callable[[str], None]
 ) -> TrainResult:
     """Train all phases with `one`; the same call again goes on in the phase where it stopped.
@@ -493,7 +493,7 @@ def sweep(
         told = ", ".join(f"{key}={value}" for key, value in settings.items())
         console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {told}")
         others = [one for one in folders if one != folder]
-        one = with_address(_within(recipe, out, others), folder.name)
+        one = _with_address(_within(recipe, out, others), folder.name)
         made, failure = attempted(
             partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
         )

@@ -132,7 +132,7 @@ def make_job(
     stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
     _move(model, device)
     task = make_task(recipe, model, store, device)
-    base |= seen_by(task)
+    base |= _seen_by(task)
     if recipe.adapter is not None and recipe.adapter.start is not None:
         base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
     check_base(base, pinned.base, recipe)
@@ -373,7 +373,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     )
 
 
-def seen_by(task: Task) -> dict[str, str]:
+def _seen_by(task: Task) -> dict[str, str]:
     """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
     extractor = task.extractor if isinstance(task, Diffusion) else None
     return {} if extractor is None else {"extractor": extractor.sha256[:16]}

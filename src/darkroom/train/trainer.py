@@ -314,7 +314,7 @@ class Trainer:
     def _look_for_odd(self, rows: list[dict[str, Any]]) -> None:
         """Stop, go back, or note the steps that were left out, where metrics are not what they should be."""
         settings, scaled = self.recipe.train, self.step.scaler.is_enabled()
-        odd = [row for row in rows if is_odd(row, settings.spike_norm, scaled=scaled)]
+        odd = [row for row in rows if _is_odd(row, settings.spike_norm, scaled=scaled)]
         if not odd:
             return
         first, policy = odd[0], settings.on_nan
@@ -475,7 +475,7 @@ FILE = "odd_batches.jsonl"
 MOST_ROLLBACKS = 10  # from one checkpoint: then it is not the batches
 
 
-def is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -> bool:
+def _is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -> bool:
     """Whether a step's row of metrics is odd. fp16 (`scaled`) leaves out those that overflow by itself."""
     if not math.isfinite(row["loss"]):
         return True

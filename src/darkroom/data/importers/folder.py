@@ -226,7 +226,7 @@ class FolderSource:
         return found, caption, {}
 
     def _listed(self, tree: Tree, metadata: str, listed: SeenIds) -> Iterator[Problem | Captioned]:
-        entries = read_entries(tree, metadata, self.recoded)
+        entries = _read_entries(tree, metadata, self.recoded)
         first = list(islice(entries, KEYS_LOOKED_AT))
         names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
         image = find_name(self._columns.image, IMAGE_NAMES, names, "image")
@@ -306,7 +306,7 @@ def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
     return None
 
 
-def read_entries(tree: Tree, name: str, recoded: Counter[str]) -> Iterator[Entry]:
+def _read_entries(tree: Tree, name: str, recoded: Counter[str]) -> Iterator[Entry]:
     """The entries of a metadata file, line by line."""
     lines = TextLines(tree.pieces(name), recoded)
     yield from _csv_entries(name, lines) if name.lower().endswith(".csv") else _json_entries(name, lines)

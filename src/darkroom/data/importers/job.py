@@ -275,7 +275,7 @@ class _Import:
 
     def __call__(self, workers: int, progress: Callable[[int, int | None], None] | None) -> ImportReport:
         started = time.perf_counter()
-        self.filter.seen = known_ids(self.store)
+        self.filter.seen = _known_ids(self.store)
         self.filter.deleted = self.store.deleted_ids()
         with _stoppable() as stopped, _quiet_pillow():
             try:
@@ -396,7 +396,7 @@ class _Import:
         report.pictures_per_s = self._read / wall_s
 
 
-def known_ids(store: Store) -> SeenIds:
+def _known_ids(store: Store) -> SeenIds:
     """The ids of all rows of a store, 8 bytes each."""
     folder = None if "://" in store.path else Path(store.path)
     seen = SeenIds(folder)

@@ -110,7 +110,7 @@ def open_exported(
                 mend="use backend torch for the others",
             )
     model = applied.model
-    refuse_bank(model.unet, engine.name)
+    _refuse_bank(model.unet, engine.name)
     times_s: dict[str, float] = {}
     run_unet = _opened(engine, model.unet, unet_shell, notice, times_s)
     if in_8_bits:
@@ -141,7 +141,7 @@ def _decoder(
     )
 
 
-def refuse_bank(unet: Any, backend: str) -> None:
+def _refuse_bank(unet: Any, backend: str) -> None:
     """InputError where an adapter bank sits in the U-Net: exported, it would be frozen as it is now."""
     if getattr(unet, ROWS, None) is not None:
         raise InputError(
@@ -194,7 +194,7 @@ def _in_8_bits(
     versions = (*whole.versions, *(_version(name) for name in ("nncf",)))
     text = identity(*model.text_encoders)[:16]
     key = replace(
-        whole, precision=f"int8-{calibration.digest}-{text}", versions=versions, form=int8_form(whole.form)
+        whole, precision=f"int8-{calibration.digest}-{text}", versions=versions, form=_int8_form(whole.form)
     )
 
     def make(folder: Path) -> None:
@@ -222,7 +222,7 @@ def _in_8_bits(
     return run
 
 
-def int8_form(form: int) -> int:
+def _int8_form(form: int) -> int:
     """How 8-bit exports are made; a change in `int8` that makes other files adds one."""
     return 100 * form + 1
 

@@ -50,7 +50,7 @@ def optimise(
     _check_attention(model, choices)
     ordered = sorted(choices, key=lambda choice: list(RUNGS).index(choice.name))
     applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
-    if place.device != _lies(model) and not offloads(choices):
+    if place.device != _lies(model) and not _offloads(choices):
         for module in applied.own_all().values():
             module.to(place.device)
     if dtype is not None:
@@ -74,7 +74,7 @@ def _check_attention(model: Model, choices: Iterable[Choice]) -> None:
         raise InputError(f"IP-Adapters with {found}", mend=f"leave {found} out")
 
 
-def offloads(choices: Iterable[Choice]) -> bool:
+def _offloads(choices: Iterable[Choice]) -> bool:
     """Whether weights wait in main memory."""
     return any(choice.name.startswith("offload_") for choice in choices)
 
@@ -88,7 +88,7 @@ def loading(
     choices = parse(names)
     types = {"fp16": torch.float16, "bf16": torch.bfloat16}
     dtype = next((types[choice.name] for choice in choices if choice.name in types), None)
-    waits = kind_of(device).own_memory and (limited or offloads(choices))
+    waits = kind_of(device).own_memory and (limited or _offloads(choices))
     return dtype, torch.device("cpu") if waits else device
 
 

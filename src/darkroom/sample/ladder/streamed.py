@@ -36,7 +36,7 @@ def offload_mmap(applied: Applied, argument: str) -> None:
     dtype = computed_in(applied)
     parts = applied.own_all()
     files = file_mappings()
-    applied.times_s[READ] = seconds_to_read(parts["unet"], dtype, files)
+    applied.times_s[READ] = _seconds_to_read(parts["unet"], dtype, files)
     for module in parts.values():
         for layer in module.modules():
             _stream(layer, dtype, files)
@@ -53,7 +53,7 @@ def lacks_mmap(place: ComputeTarget) -> str | None:
     return None if place.device.type == "cpu" else f"it is of CPUs, and this is {place.device.type}"
 
 
-def seconds_to_read(module: nn.Module, dtype: torch.dtype, files: list[tuple[int, int]]) -> float:
+def _seconds_to_read(module: nn.Module, dtype: torch.dtype, files: list[tuple[int, int]]) -> float:
     """What reading and casting all weights of a part takes, by its largest layers."""
     parameters = sorted(module.parameters(), key=lambda p: p.nbytes, reverse=True)
     total, read = sum(p.nbytes for p in parameters), 0

@@ -30,7 +30,7 @@ Admits = Callable[[Entry], bool]
 """Whether there is room for an entry now. Flows whose next entry finds none are passed over, unserved."""
 
 
-def any_entry(entry: Entry) -> bool:
+def _any_entry(entry: Entry) -> bool:
     """Room for all."""
     return True
 
@@ -263,12 +263,12 @@ class FairQueue:
         assert isinstance(flow, _KeyFlow)
         return flow
 
-    def head(self, admits: Admits = any_entry) -> Entry | None:
+    def head(self, admits: Admits = _any_entry) -> Entry | None:
         """The one that is next of those that there is room for. With room for all it stays so until it is
         taken, removed or outranked by its own key."""
         return self._ring.head(admits)
 
-    def take(self, admits: Admits = any_entry) -> Entry:
+    def take(self, admits: Admits = _any_entry) -> Entry:
         """Take the head."""
         entry = self._ring.take(admits)
         self._forget(entry)
@@ -292,7 +292,7 @@ class FairQueue:
     def in_order(self) -> list[Entry]:
         """All of them in the order in which they would be served if nothing else came and all had room."""
         twin = self._ring.copy()
-        return [twin.take(any_entry) for _ in range(len(self))]
+        return [twin.take(_any_entry) for _ in range(len(self))]
 
 
 class Waits(Protocol):

@@ -99,7 +99,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     first_job(model, backend)  # refuses what cannot be
     row_bytes = _row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, row_bytes)
-    capacity = settings.capacity or rows_for_memory(backend, row_bytes, lanes)
+    capacity = settings.capacity or _rows_for_memory(backend, row_bytes, lanes)
     library = _open_library(settings, model, metrics, hooks.wake, lanes)
     nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)
@@ -271,7 +271,7 @@ def _row_bytes(model: Model, backend: Backend) -> int | None:
     return max(1, (three - one) // 2)
 
 
-def rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
+def _rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
     """U-Net evaluations that fit in a call, at the model's own size."""
     most = MOST_ROWS.get(backend.device.type, 8)
     if row_bytes is None:

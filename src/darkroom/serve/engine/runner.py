@@ -108,7 +108,7 @@ class Studio:
 
     def get_ready(self) -> None:
         """What would keep the first jobs waiting: learn to glance at latents."""
-        self._glance = self._glance or Glance.learnt(self.backend, channels_of(self.model))
+        self._glance = self._glance or Glance.learnt(self.backend, _channels_of(self.model))
 
     def prepare(
         self, works: Sequence[EngineJob], library: Library | None, nets: Nets | None = None
@@ -277,7 +277,7 @@ class Glance:
         return Image.fromarray(values.numpy()).resize(size, Image.Resampling.BICUBIC)
 
 
-def channels_of(model: Model) -> int:
+def _channels_of(model: Model) -> int:
     """Of the model's latents."""
     vae: Any = model.vae
     return int(vae.config.latent_channels)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("darkroom.serve")
 
 
-def opened_provenance(settings: ServeSettings) -> Provenance | None:
+def _opened_provenance(settings: ServeSettings) -> Provenance | None:
     """What marks and signs the server's pictures: with the operator's certificate, else with one of its own
     in the state folder."""
     if not settings.provenance:
@@ -59,7 +59,7 @@ class Endings:
     ) -> None:
         self._loop, self._lives, self._store, self._results = loop, lives, store, results
         self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
-        self.provenance = opened_provenance(settings)
+        self.provenance = _opened_provenance(settings)
         hooks = Hooks.named(settings.hooks, self.provenance)
         self.keeper = ResultWriter(results, store, self._over_soon, settings.usd_per_hour, hooks)
         self.engine: Engine | None = None

@@ -65,7 +65,7 @@ class ExtractorModel(Model):
 def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
     """The extractor before training: random weights for base 'extractor', else those of a folder."""
     settings, base, side = recipe.objective.extractor, recipe.model.base, recipe.data.resolution
-    labels = labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
+    labels = _labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
     text = settings.loss == "contrastive" and _reads_captions(settings, store, rows)
     before = None
     if base == "extractor":
@@ -85,7 +85,7 @@ def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
         raise RecipeError(
             "model.base", f"'{base}' with the task extractor", allowed="extractor, or an extractor's folder"
         )
-    return ExtractorModel("extractor", path=base, network=network, seen=lambda: seen_of(store, rows, before))
+    return ExtractorModel("extractor", path=base, network=network, seen=lambda: _seen_of(store, rows, before))
 
 
 def _reads_captions(settings: ExtractorSettings, store: Store, rows: Rows) -> bool:
@@ -122,7 +122,7 @@ def check_extractor(recipe: Recipe) -> None:
         )
 
 
-def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
+def _labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     """The classes that a column of these rows has, sorted; RecipeError where they are no classes."""
     key = "objective.extractor.label"
     if column is None:
@@ -139,7 +139,7 @@ def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     return sorted(found)
 
 
-def seen_of(store: Store, rows: Rows, before: TrainingHashes | None = None) -> TrainingHashes:
+def _seen_of(store: Store, rows: Rows, before: TrainingHashes | None = None) -> TrainingHashes:
     """What is kept of the pictures that an extractor was trained on, and of those its base had seen."""
     columns = ["picture", "phash"]
     found = TrainingHashes.of(
