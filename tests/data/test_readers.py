@@ -449,6 +449,27 @@ def test_an_mds_index_cannot_lead_out(tmp_path):
         import_pictures(source, tmp_path / "s.lance", kind="mds")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"column_encodings": ["str"]}, "of different lengths"),
+        (
+            {"column_names": ["image"] * 3, "column_encodings": ["png"] * 3, "column_sizes": [None] * 3},
+            "twice",
+        ),
+        ({"samples": -1}, "samples .*greater than or equal to 0"),
+        ({"raw_data": {"basename": 5}}, "raw_data.basename .*string"),
+    ],
+)
+def test_an_mds_index_at_odds_with_itself_is_refused(tmp_path, change, said):
+    source = mds(tmp_path / "m")
+    index = json.loads((source / "index.json").read_text())
+    index["shards"][0] |= change
+    (source / "index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=f"no index of MDS shards: .*{said}"):
+        import_pictures(source, tmp_path / "s.lance")
+
+
 def test_binary_columns_are_left_out_and_named(tmp_path):
     assert import_pictures(mds(tmp_path / "m"), tmp_path / "m.lance").left_out == ["latents"]
     assert import_pictures(parquet(tmp_path / "p", "hub"), tmp_path / "p.lance").left_out == [

@@ -95,6 +95,18 @@ def test_damage_is_noticed(archive):
     assert reader.read(reader.find("folder/b.bin")) == CONTENT["folder/b.bin"]
 
 
+@pytest.mark.parametrize("method", [255, 300, 65_535])
+def test_a_method_that_nobody_knows_is_said_of_its_member_alone(archive, method):
+    data = bytearray(archive.read_bytes())
+    at = data.rindex(b"PK\1\2", 0, data.rindex(b"a.txt"))
+    data[at + 10 : at + 12] = struct.pack("<H", method)
+    archive.write_bytes(bytes(data))
+    reader = ZipReader(archive)
+    with pytest.raises(ValueError, match=f"packed by method {method}"):
+        reader.read(reader.find("a.txt"))
+    assert reader.read(reader.find("folder/b.bin")) == CONTENT["folder/b.bin"]
+
+
 @pytest.mark.parametrize("data", [b"", b"PK\5\6", b"PK\5\6" + b"\xff" * 18, b"x" * 100_000])
 def test_what_is_no_zip_is_told(tmp_path, data):
     (tmp_path / "a.zip").write_bytes(data)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from darkroom.sample.pictures import (
     read_parameters,
     save_pictures,
 )
+from darkroom.sample.provenance import verify_picture
 
 TOLD: dict[str, Any] = {
     "prompt": "a red circle, very round",
@@ -147,6 +150,19 @@ def test_files_that_say_nothing_are_refused(tmp_path: Path, content: bytes) -> N
     Image.new("RGB", (8, 8)).save(tmp_path / "c.png")
     with pytest.raises(InputError, match="does not say how it was made"):
         read_parameters(tmp_path / "c.png")
+
+
+def test_a_header_of_thousands_of_millions_of_pixels_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(path)
+    content = bytearray(path.read_bytes())
+    content[16:24] = struct.pack(">II", 2**17, 2**17)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="no picture that can be read: .*pixels"):
+        read_parameters(path)
+    with pytest.raises(InputError, match="no picture that can be read: .*pixels"):
+        verify_picture(path)
 
 
 def test_names_count_on_and_nothing_is_overwritten(tmp_path: Path) -> None:

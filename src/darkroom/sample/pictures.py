@@ -365,12 +365,12 @@ def prompt_in(picture: str | Path) -> str | None:
 
 def _parameters_in(png: str | Path) -> dict[str, Any] | None:
     try:
-        with Image.open(png) as image:
+        with Image.open(png, formats=("PNG", "JPEG", "WEBP")) as image:
             image.load()
             return parameters_in(image)
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
         if is_system_failure(error):
             raise
         raise InputError(f"'{png}' is no picture that can be read: {error}") from error

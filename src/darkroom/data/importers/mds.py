@@ -17,12 +17,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, Self, cast
 
 import numpy as np
 import zstandard
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from darkroom.data.importers.source import (
     CAPTION_NAMES,
@@ -68,13 +68,21 @@ class _Shard(BaseModel):
 
     version: int
     format: str
-    samples: int
+    samples: int = Field(ge=0)
     column_names: list[str]
     column_encodings: list[str]
     column_sizes: list[int | None]
     compression: str | None = None
     raw_data: _File
     zip_data: _File | None = None
+
+    @model_validator(mode="after")
+    def _columns_agree(self) -> Self:
+        if not len(self.column_names) == len(self.column_encodings) == len(self.column_sizes):
+            raise ValueError("column_names, column_encodings and column_sizes are of different lengths")
+        if len(set(self.column_names)) < len(self.column_names):
+            raise ValueError("column_names has a name twice")
+        return self
 
 
 def indices_in(path: Path) -> list[Path]:
@@ -186,10 +194,12 @@ def _shards(folder: Path) -> list[_Shard]:
     try:
         content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         shards = [_Shard.model_validate(shard) for shard in content["shards"]]
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
-        raise InputError(
-            f"{folder / INDEX} is no index of MDS shards: {str(error).splitlines()[0]}"
-        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{folder / INDEX} is no index of MDS shards: {where} {first['msg']}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{folder / INDEX} is no index of MDS shards: {error}") from error
     for shard in shards:
         if shard.format != "mds" or shard.version != 2:
             raise InputError(f"shards of {shard.format} {shard.version} in {folder}", allowed="mds 2")

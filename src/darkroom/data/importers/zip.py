@@ -26,6 +26,7 @@ LOCAL = struct.Struct("<4s5H3I2H")
 READ_BYTES = 1024**2
 WINDOW_BYTES = 256 * 1024
 UTF8, ENCRYPTED = 0x800, 0x1
+ENCRYPTED_METHOD = -1  # in the index: no archive can say so
 
 
 class Member(NamedTuple):
@@ -119,17 +120,20 @@ class ZipReader:
         extra_end = name_end + fields[11]
         raw, extra = buffer[at + ENTRY.size : name_end], buffer[name_end:extra_end]
         size, packed, offset = _wide(extra, size, packed, fields[16])
+        offset += self._shift
+        if not 0 <= offset < 2**64:
+            raise ValueError("its list of contents is torn")
         name = _name(raw, bool(flags & UTF8)).replace("\\", "/")
-        member = Member(name, method, bool(flags & ENCRYPTED), crc, packed, size, offset + self._shift)
+        member = Member(name, method, bool(flags & ENCRYPTED), crc, packed, size, offset)
         return member, extra_end + fields[12]
 
     def _index(self) -> None:
         """Note each name's hash and where its entry can be read from, sorted by the hash."""
-        columns = [array(code) for code in "QQQQIB"]
+        columns = [array(code) for code in "QQQQIi"]
         for member in self.members():
             numbers = (
                 short_id(member.name), member.offset, member.packed, member.size, member.crc,
-                member.method if not member.encrypted else 255,
+                ENCRYPTED_METHOD if member.encrypted else member.method,
             )  # fmt: skip
             for column, number in zip(columns, numbers, strict=True):
                 column.append(number)
@@ -146,7 +150,7 @@ class ZipReader:
         if at >= len(self._hashes) or self._hashes[at] != wanted:
             return None
         offset, packed, size, crc, method = (column[at] for column in self._fields)
-        return Member(name, method, method == 255, crc, packed, size, offset)
+        return Member(name, method, method == ENCRYPTED_METHOD, crc, packed, size, offset)
 
     def read(self, member: Member) -> bytes:
         """A member's content; ValueError where it is damaged, encrypted or packed in another way."""

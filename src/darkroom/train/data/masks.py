@@ -53,7 +53,7 @@ class Masks:
 
         try:
             image = Image.open(io.BytesIO(picture)).convert("L").convert("RGB")
-        except (UnidentifiedImageError, OSError) as error:
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
             if is_system_failure(error):
                 raise
             raise StoreError(f"column {self.column} holds what is no picture: {error}") from error
