@@ -97,10 +97,11 @@ def train(
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.plan.run_estimate import foretell
     from darkroom.recipe.read import read_sweep
-    from darkroom.train.distributed.launch import launch, starts_processes
+    from darkroom.train.distributed.launch import launch, num_processes, starts_processes
     from darkroom.train.distributed.ranks import is_first
     from darkroom.train.run import sweep
     from darkroom.train.run import train as run
+    from darkroom.train.setup import check_settings
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [], of=of)
@@ -123,7 +124,10 @@ def train(
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
         arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
-        launch([*arguments, "--engine", "local", *flags], recipes[0][1])
+        count = num_processes(recipes[0][1].parallel)
+        if not recipes[0][1].phases:
+            check_settings(recipes[0][1], count)
+        launch([*arguments, "--engine", "local", *flags], count)
         return None
     estimate = partial(foretell, count=plan_first)
     if len(recipes) > 1:
