@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -380,6 +381,52 @@ def test_what_holds_tensors_has_no_repr_of_them():
     assert {name for name, words in shown.items() if words & HOLDS} == set()
 
 
+def classes_of(source: Path) -> dict[str, list[str]]:
+    """The classes under a folder, nested ones included: their names, and the files that define them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path.relative_to(source).as_posix())
+    return found
+
+
+def test_no_class_name_occurs_twice(tmp_path):
+    assert {name: files for name, files in classes_of(SOURCE).items() if len(files) > 1} == {}
+    (tmp_path / "one.py").write_text("class Job: ...\n")
+    (tmp_path / "two.py").write_text("def made():\n    class Job: ...\n")
+    assert classes_of(tmp_path) == {"Job": ["one.py", "two.py"]}
+
+
+def functions_of_one_file(source: Path, others: list[Path]) -> set[str]:
+    """Public functions of modules whose name no other file has as a word; commands are called by typer."""
+    files = {path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in others}
+    files |= {
+        path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in source.rglob("*.py")
+    }
+    counts = Counter(word for words in files.values() for word in words)
+    return {
+        node.name
+        for path in source.rglob("*.py")
+        for node in tree(path).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and not any(".command(" in ast.unparse(one) for one in node.decorator_list)
+        and counts[node.name] == 1
+    }
+
+
+def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
+    root = SOURCE.parents[1]
+    folders = [(root / folder) for folder in ("tests", "benchmarks", "docs")]
+    others = [path for folder in folders for end in ("*.py", "*.md") for path in folder.rglob(end)]
+    others.remove(Path(__file__).resolve())
+    assert functions_of_one_file(SOURCE, others) == set()
+    (tmp_path / "one.py").write_text("def used(): ...\ndef own(): ...\ndef _private(): ...\n")
+    (tmp_path / "two.py").write_text("from one import used\n")
+    assert functions_of_one_file(tmp_path, []) == {"own"}
+
+
 RECIPE_IS_ONE_ARGUMENT = {
     # the recipe itself: rules that hold across sections, and recipes made of a recipe
     *("recipe/rules.py:check_together", "recipe/phases.py:phase_recipes", "recipe/phases.py:sweep_recipe"),
@@ -388,7 +435,7 @@ RECIPE_IS_ONE_ARGUMENT = {
     *("train/run.py:_train_phases", "train/run.py:sweep", "cluster/train.py:train", "cluster/train.py:_run"),
     # what is put together of it
     *("train/setup.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
-    "train/jobs.py:Job",
+    "train/jobs.py:TrainingSetup",
     # what is made of it at the end, and what is told of it there
     *("train/exports.py:write_results", "train/exports.py:write_whole_model"),
     *("train/exports.py:trained_adapter", "train/sharing.py:model_card"),

@@ -26,7 +26,7 @@ import torch
 
 from darkroom.cluster.connect import describe
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
-from darkroom.cluster.encoding import OnlineEncoder, Parts, Source, asked, read_rows
+from darkroom.cluster.encoding import OnlineEncoder, Parts, RowSource, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
 from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_nodes, stores_here
@@ -168,9 +168,9 @@ class OnlineFeed:
         [store] = stores
         parts = _parts(task, data.text)
         ranks.in_turn(lambda: self._hold(parts))
-        source = Source(str(store.path), store.version, task.read)
+        source = RowSource(str(store.path), store.version, task.read)
         pin = accelerator.kind_of(device).streams
-        job = _Job(
+        job = _StreamSetup(
             keeper=self.keeper,
             cpus=self.cpus,
             shares=self.shares,
@@ -219,7 +219,7 @@ def _parts(task: Task, text_from: str) -> Parts:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _StreamSetup:
     """What a stream needs to know."""
 
     keeper: Any
@@ -228,7 +228,7 @@ class _Job:
     settings: OnlineSettings
     ahead: int  # batches that are asked for before they are taken, at least
     steps: int
-    source: Source
+    source: RowSource
     order: SampleOrder
     ranks: Ranks
     tokenizers: tuple[Any, ...]
@@ -258,7 +258,7 @@ class _Coming:
 class Stream:
     """Batches k, k + 1, ... of one rank, asked for ahead by a thread of their own."""
 
-    def __init__(self, job: _Job, k: int) -> None:
+    def __init__(self, job: _StreamSetup, k: int) -> None:
         import ray
 
         self._job, self._next, self._end = job, k, job.steps

@@ -77,7 +77,7 @@ def own_latents(
         encode_moments(model.vae, given)
         counter.stage, counter.trace = "", None
     absent = _held_bytes([module for name, module in model.modules.items() if name not in there])
-    return lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
+    return _lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
 
 
 def there_early(settings: ModelSettings, model: Model, *, gpu: bool, cast: bool) -> set[str]:
@@ -150,7 +150,7 @@ def rested(
     moments: Collection[Moment], model: Model, names: Collection[str], *, random: bool
 ) -> tuple[Moment, ...]:
     """The moments of steps while these parts rest; random weights were all in memory before."""
-    light = lighter(moments, _held_bytes([model.modules[name] for name in names]))
+    light = _lighter(moments, _held_bytes([model.modules[name] for name in names]))
     if not names or not random:
         return light
     whole = {kind: Line(0.0, 0.0) for kind in KINDS}
@@ -158,7 +158,7 @@ def rested(
     return (*light, Moment("opened", whole))
 
 
-def lighter(moments: Collection[Moment], weights: int) -> tuple[Moment, ...]:
+def _lighter(moments: Collection[Moment], weights: int) -> tuple[Moment, ...]:
     """The moments where so many bytes of weights are not in memory."""
 
     def without(moment: Moment) -> Moment:

@@ -87,7 +87,7 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
     from darkroom.recipe.read import read_recipe
 
     recipe = read_recipe(path, overrides)
-    model, notes = stood_in(recipe.model, path.parent)
+    model, notes = _stood_in(recipe.model, path.parent)
     if phase is not None:
         _, recipe = list(phase_recipes(recipe, Path()))[phase]
     return recipe.model_copy(update={"model": model}), notes
@@ -103,7 +103,7 @@ def runs_of(text: str, folder: Path) -> list[Any]:
     return [Path("runs", name).exists() for name in names] + said
 
 
-def stood_in(model: ModelSettings, folder: Path) -> tuple[ModelSettings, list[str]]:
+def _stood_in(model: ModelSettings, folder: Path) -> tuple[ModelSettings, list[str]]:
     """A model whose VAE or base an earlier run has yet to make, with what stands in for it, and notes.
 
     Of `runs/NAME/model` that is what NAME.yaml beside the recipe trains; of another VAE the family's own.
@@ -136,7 +136,7 @@ def _model_of(ref: str, folder: Path) -> ModelSettings | None:
 
     parts = Path(ref).parts
     file = folder / f"{parts[-2]}.yaml" if len(parts) > 1 and parts[-1] == "model" else None
-    return stood_in(read_recipe(file).model, folder)[0] if file is not None and file.is_file() else None
+    return _stood_in(read_recipe(file).model, folder)[0] if file is not None and file.is_file() else None
 
 
 def text_of(path: Path) -> str:

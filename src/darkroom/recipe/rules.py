@@ -89,11 +89,11 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
     task = content.get("task")
     optim = content.get("optim")
     name = optim.get("name") if isinstance(optim, dict) else None
-    if (own := own_rate(task, name)) is not None:
+    if (own := _own_rate(task, name)) is not None:
         yield own
     if name == "schedule-free":
         yield _SCHEDULE_FREE
-    if optim_fused(content):
+    if _optim_fused(content):
         yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
     if task == "distill" and content.get("adapter") is not None:
         yield "optim.lr", 1e-4, "an adapter starts at nothing"
@@ -104,7 +104,7 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
         yield from _EXTRACTOR
 
 
-def own_rate(task: Any, name: Any) -> Default | None:
+def _own_rate(task: Any, name: Any) -> Default | None:
     """The learning rate of an optimiser whose scale is not AdamW's; None of the others."""
     if name == "prodigy":
         return "optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"
@@ -114,7 +114,7 @@ def own_rate(task: Any, name: Any) -> Default | None:
     return None
 
 
-def optim_fused(content: Mapping[str, Any]) -> bool:
+def _optim_fused(content: Mapping[str, Any]) -> bool:
     """Whether the content asks for the step inside the backward pass."""
     optim = content.get("optim")
     return isinstance(optim, dict) and optim.get("fused_backward") is True
@@ -476,7 +476,7 @@ def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
 
 def _check_rates(task: str, optim: OptimSettings, phases: Sequence[PhaseSettings]) -> None:
     """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
-    own = own_rate(task, optim.name)
+    own = _own_rate(task, optim.name)
     if own is None:
         return
     names = ("lr", "unet_lr", "text_encoder_lr", "text_encoder_2_lr")

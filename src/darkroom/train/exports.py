@@ -46,7 +46,7 @@ def write_results(
         write_whole_model(recipe, values, measured, run, run / "model")
     else:
         _note_guidance(recipe.sample, model)
-        write_model(model, values, measured, run / "model")
+        _write_model(model, values, measured, run / "model")
 
 
 def described_base(model: Model) -> dict[str, str | None]:
@@ -115,7 +115,7 @@ def write_whole_model(
     elif recipe.model.word is not None:
         add_word(model, recipe.model.word)
     _note_guidance(recipe.sample, model)
-    write_model(model, values, measured, target)
+    _write_model(model, values, measured, target)
 
 
 def _note_guidance(settings: SampleSettings, model: Model) -> None:
@@ -124,7 +124,7 @@ def _note_guidance(settings: SampleSettings, model: Model) -> None:
         model.guidance = settings.guidance
 
 
-def write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:
+def _write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:
     """Save a whole model in float32 with these trained weights, named `<part>.<name>`; it holds them then.
 
     `measured` goes into the parts' configurations, named likewise: `vae.scaling_factor`.

@@ -70,7 +70,7 @@ def settle_scheduler(model: Model, task: str, objective: ObjectiveSettings, reso
     model.scheduler = scheduler_config(objective, model.scheduler, latent_pixels)
     if task == "distill":
         model.scheduler = lcm_scheduler(model.scheduler, objective.distill)
-    check_resolution(resolution, model)
+    _check_resolution(resolution, model)
 
 
 def _fresh(unet: Any, seed: int) -> Any:
@@ -95,7 +95,7 @@ def keep_tokenizer(settings: ModelSettings, model: Model, run: Path) -> None:
         atomic_replace(beside, run / TOKENIZER)
 
 
-def check_resolution(resolution: int, model: Model) -> None:
+def _check_resolution(resolution: int, model: Model) -> None:
     """RecipeError unless pictures of this size go through the VAE and all levels of the U-Net."""
     if model.unet is None or model.vae is None:
         return

@@ -25,7 +25,7 @@ from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSet
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
-from darkroom.train.checkpoint.storage import Place, RemotePlace, newest, place_of, take_records
+from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
 from darkroom.train.data.feed import Feed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
 from darkroom.train.data.online import OpenFeed
@@ -38,7 +38,7 @@ from darkroom.train.exports import (
     write_adapter_file,
     write_whole_model,
 )
-from darkroom.train.jobs import Job, Pinned, Say
+from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
 from darkroom.train.setup import check_settings, make_job
@@ -200,7 +200,7 @@ def _keep_plan(run: Run, planned: Mapping[str, Any] | None, say: Say) -> None:
         say(planned["line"])
 
 
-def _places(run: Run, *settings: CheckpointSettings) -> list[Place]:
+def _places(run: Run, *settings: CheckpointSettings) -> list[CheckpointStorage]:
     """Where a run's checkpoints may be, now and before: the first is where they are now."""
     urls = dict.fromkeys([*(one.url for one in settings), None])
     return [place_of(url, run.path) for url in urls]
@@ -252,13 +252,13 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
     return trainer.train()
 
 
-def _environment(job: Job) -> dict[str, Any]:
+def _environment(job: TrainingSetup) -> dict[str, Any]:
     """Where a session runs, the store it reads, and of an adapter what it is trained on."""
     told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
     return told | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
 
 
-def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
+def _trainer(job: TrainingSetup, run: Run, say: Say, first_step: int) -> Trainer:
     for note in job.notes:
         say(note)
     tracker = make_tracker(job.recipe.track, run.path, first_step + 1) if job.ranks.first else NoTracker()
@@ -349,7 +349,7 @@ def _exported(state: Checkpoint, *, best: bool, ema: bool, say: Say) -> tuple[Sa
     return averaged or state.tensors["weights"], state.scalars["measured"]
 
 
-def _state(run: Run, places: Sequence[Place], step: int | None, say: Say) -> Checkpoint:
+def _state(run: Run, places: Sequence[CheckpointStorage], step: int | None, say: Say) -> Checkpoint:
     if step is None:
         found = newest(places, say, ALONE)[1]
         if found is None:

@@ -65,7 +65,7 @@ from darkroom.train.data.precomputed import (
 from darkroom.train.data.rows import select_rows
 from darkroom.train.distributed.ddp_fsdp import channels_last
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.jobs import Job, Pinned, Say
+from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import (
     ESTIMATED,
     check_micro_batch,
@@ -117,7 +117,7 @@ def make_job(
     feed: Feed | OpenFeed | None = None,
     say: Say = lambda _: None,
     ranks: Ranks = ALONE,
-) -> Job:
+) -> TrainingSetup:
     """Check a recipe against store, model and machine, and put together what trains it.
 
     Nothing is written but what a run gathers into its own `data` folder: pictures of a folder, their
@@ -147,7 +147,7 @@ def make_job(
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
     _move(model, device)
     task = make_task(recipe, model, store, device)
-    base |= seen_by(task)
+    base |= _seen_by(task)
     if recipe.adapter is not None and recipe.adapter.start is not None:
         base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
     check_base(base, pinned.base, recipe.model)
@@ -175,7 +175,7 @@ def make_job(
     if recipe.evaluate.every_images and (ranks.first or ranks.sharded):
         scores = Scores(recipe.evaluate, recipe.sample, data, task.read, store, held_rows, device)
     rows = held_rows if len(held_rows) else train_rows
-    return Job(
+    return TrainingSetup(
         recipe=recipe,
         task=task,
         step=step,
@@ -405,7 +405,7 @@ def _caption_changes(data: DataSettings, columns: tuple[str, ...]) -> dict[str, 
     }
 
 
-def seen_by(task: Task) -> dict[str, str]:
+def _seen_by(task: Task) -> dict[str, str]:
     """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
     extractor = task.extractor if isinstance(task, Diffusion) else None
     return {} if extractor is None else {"extractor": extractor.sha256[:16]}

@@ -51,7 +51,7 @@ class Projector(nn.Module):
 
 
 @dataclass(frozen=True)
-class Extras:
+class RoutingAndAlignment:
     """Routing and alignment of one transformer.
 
     `route` is the first routed block and the first behind them, `tap` the block that is aligned, from 0.
@@ -174,7 +174,7 @@ def make_extras(
     *,
     side: int,
     seed: int,
-) -> Extras | None:
+) -> RoutingAndAlignment | None:
     """Routing and alignment as asked; None where neither is. RecipeError for a U-Net.
 
     Pictures have so many pixels a side; the seed is that of the layers that are added.
@@ -198,7 +198,7 @@ def make_extras(
             allowed=f"together at most {depth - 1}",
         )
     if align.extractor is None:
-        return Extras(routing, route, int(config.patch_size), align)
+        return RoutingAndAlignment(routing, route, int(config.patch_size), align)
     block = -(-depth // 3) if align.block is None else align.block
     if block > depth:
         raise RecipeError("train.align.block", f"{block} of {depth} blocks", allowed=f"1 to {depth}")
@@ -208,7 +208,7 @@ def make_extras(
         torch.manual_seed(seed)
         inner = int(config.num_attention_heads) * int(config.attention_head_dim)
         projector = Projector(inner, align.hidden, width).to(device)
-    return Extras(routing, route, int(config.patch_size), align, block - 1, projector, extractor)
+    return RoutingAndAlignment(routing, route, int(config.patch_size), align, block - 1, projector, extractor)
 
 
 def _opened(where: str, side: int, tokens: int, device: torch.device) -> tuple[Extractor, int]:
