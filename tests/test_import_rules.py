@@ -494,3 +494,21 @@ def test_functions_take_the_sections_they_need(tmp_path, monkeypatch):
         "one.py:C.d",
         "one.py:e",
     }
+
+
+LONGEST = 80
+
+
+def long_functions(path: Path) -> list[str]:
+    """Functions of more lines than that, a command's options counted."""
+    functions = (
+        one for one in ast.walk(tree(path)) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [one.name for one in functions if (one.end_lineno or 0) - one.lineno + 1 > LONGEST]
+
+
+def test_no_function_is_longer_than_a_screen_or_two(tmp_path):
+    assert {str(path): found for path in FILES if (found := long_functions(path))} == {}
+    for lines, expected in ((LONGEST - 1, []), (LONGEST, ["f"])):
+        (tmp_path / f"{lines}.py").write_text("def f():\n" + "    pass\n" * lines)
+        assert long_functions(tmp_path / f"{lines}.py") == expected

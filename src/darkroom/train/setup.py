@@ -160,10 +160,7 @@ def make_job(
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
     step, told = _sized_step(task, train, optim, recipe.parallel, one_row, site)
-    notes.append(told)
-    if ranks.size > 1:
-        share = train.global_batch // ranks.size
-        notes.append(f"{ranks.size} processes ({recipe.parallel.mode}), {share} pictures a step each")
+    notes += told
     order = make_order(train, data, task, store, train_rows)
     foreign = feed is not None and not isinstance(feed, OpenFeed)
     fed = (train, data, task, stores, order, device, ranks)
@@ -475,8 +472,8 @@ def _sized_step(
     parallel: ParallelSettings,
     one_row: Callable[[], dict[str, Tensor]],
     site: _Site,
-) -> tuple[Step, str]:
-    """The step, with the micro-batch that fits into memory, and a note that says why that one."""
+) -> tuple[Step, list[str]]:
+    """The step, with the micro-batch that fits into memory, and notes: why that one, and how it is shared."""
     ranks = site.ranks
     micro, why = _micro_batch(task, train, one_row, site)
     if optim.fused_backward and micro < train.global_batch:
@@ -501,7 +498,11 @@ def _sized_step(
             why = "all at once, for optim.fused_backward"
         else:
             micro, why = try_micro_batches(step, task, train.global_batch, one_row(), ranks)
-    return step, f"micro-batch {micro} of {train.global_batch}: {why}"
+    notes = [f"micro-batch {micro} of {train.global_batch}: {why}"]
+    if ranks.size > 1:
+        share = train.global_batch // ranks.size
+        notes.append(f"{ranks.size} processes ({parallel.mode}), {share} pictures a step each")
+    return step, notes
 
 
 def _micro_batch(
