@@ -506,6 +506,8 @@ def memory(lab: Lab) -> Rows:
 def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measurement:
     from darkroom.plan.ask import ask_recipe_object, plans
     from darkroom.plan.counts import outline
+    from darkroom.plan.memory import reads_text
+    from darkroom.plan.settings import encodes
     from darkroom.plan.targets import Target
     from darkroom.plan.training import _columns, _NoStore, _without_store
     from darkroom.recipe import make_recipe
@@ -516,15 +518,19 @@ def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measure
     (plan,) = plans(ask_recipe_object(recipe), Target(gpu="here"))
     parts = ("unet", "vae", "text_encoder")
     before, peak = _used(lab), PeakMemory(lab.device)
-    overrides = build._overrides(recipe, None)
+    data, side = recipe.data, recipe.data.resolution
+    overrides = build.family_changes(recipe.task, recipe.model, side, None)
     model = models.create(recipe.model.base, parts=parts, overrides=overrides, device=lab.device)
-    model.tokenizers = outline(recipe).tokenizers
+    model.tokenizers = outline(recipe.task, recipe.model, recipe.objective, side).tokenizers
     task: Any = setup.make_task(_without_store(recipe), model, _NoStore(), device)
     task._encode = None
-    step = setup.bare_step(task, recipe, rows, torch.bfloat16)
+    step = setup.bare_step(
+        task, train=recipe.train, optim=recipe.optim, micro_batch=rows, dtype=torch.bfloat16
+    )
+    inline, text = encodes(recipe.task, data), reads_text(data, task)
     columns = {
         key: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-        for key, value in _columns(recipe, model, task)(rows).items()
+        for key, value in _columns(side, model, task, inline=inline, text=text)(rows).items()
     }
     peak.reset()
     for k in range(3):

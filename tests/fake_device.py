@@ -142,23 +142,27 @@ def train_a_step(recipe: Any, folder: Path, kind: str, *, spoil: bool = False) -
     from darkroom.train.setup import bare_step, make_task
     from darkroom.train.tasks.extractor import build_extractor
 
-    if has_own_store(recipe):
-        gather(recipe, folder, lambda _: None)
-    store = open_store(recipe, folder, None)
-    rows, _ = select_rows(store, recipe)
+    data = recipe.data
+    if has_own_store(data):
+        gather(recipe.task, data, folder, lambda _: None)
+    store = open_store(data, folder, None)
+    rows, _ = select_rows(store, data)
     assert isinstance(rows, Rows)
     captions = ["a red square on blue"] * 4
     model = (
-        build_extractor(recipe, store, rows)
+        build_extractor(recipe.model, recipe.objective.extractor, data.resolution, store, rows)
         if recipe.task == "extractor"
-        else build_model(recipe, lambda: iter(captions), folder)
+        else build_model(
+            recipe.task, recipe.model, recipe.objective, data.resolution, lambda: iter(captions), folder
+        )
     )
     with watched(kind) as watch:
         watch.put(*model.modules.values())
         task = make_task(recipe, model, store, watch.place)
         watch.put(*task.modules.values())
         columns: Mapping[str, Any] = outside(lambda: read_once(store, rows, 2, task.read))
-        step = bare_step(task, recipe, 2, precision(recipe.train.precision))
+        dtype = precision(recipe.train.precision)
+        step = bare_step(task, train=recipe.train, optim=recipe.optim, micro_batch=2, dtype=dtype)
         inputs = task.inputs({name: watch.fake(value) for name, value in columns.items()}, watch.place)
         assert {value.device for value in inputs.values()} == {watch.place}
         if spoil:

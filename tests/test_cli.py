@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from darkroom import cli, errors
 from darkroom.cli import door
+from darkroom.cli.groups import grouped
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = [name for name in (command.name for command in cli.app.registered_commands) if name]
@@ -203,3 +206,52 @@ def test_a_console_of_eight_bits_gets_every_message(monkeypatch, tmp_path):
     door.show({"name": "三 é 😀"}, True, list)
     assert json.loads(raw["stdout"].getvalue().decode("cp1252")) == {"name": "三 é 😀"}
     assert b"\\u00e9" in raw["stdout"].getvalue()
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeOptions:
+    """A group, as commands take them."""
+
+    wide: Annotated[int, typer.Option(min=1, help="in pixels")]
+    high: Annotated[int | None, typer.Option("--tall", help="else as wide")] = None
+
+
+def test_a_group_stands_for_its_options():
+    app, seen = typer.Typer(rich_markup_mode=None), []
+
+    @app.command()
+    @grouped
+    def draw(
+        name: Annotated[str, typer.Argument(help="whose")], *, size: SizeOptions, loud: bool = False
+    ) -> None:
+        """Draw."""
+        seen.append((name, size, loud))
+
+    run = CliRunner().invoke
+    assert run(app, ["it", "--wide", "3", "--loud"]).exit_code == 0
+    assert run(app, ["it", "--tall", "4", "--wide", "3"]).exit_code == 0
+    assert seen == [("it", SizeOptions(3), True), ("it", SizeOptions(3, 4), False)]
+    for wrong in (["it"], ["it", "--wide", "0"], ["it", "--wide", "3", "--high", "4"]):
+        assert run(app, wrong).exit_code == 2, wrong  # missing, too small, not its name
+    assert len(seen) == 2
+    told = run(app, ["--help"]).output
+    assert "in pixels" in told
+    assert told.index("--wide") < told.index("--tall") < told.index("--loud")
+
+
+def test_groups_have_the_names_of_the_settings_they_become():
+    from darkroom.cli import benchmarks, pictures, planning, serving
+    from darkroom.measure.finetuning import Finetuning
+    from darkroom.plan.generation import PictureSettings
+    from darkroom.sample import GenerateSettings
+    from darkroom.serve.settings import ServeSettings
+
+    def names(group: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(group)}
+
+    assert names(pictures.DrawingOptions) | {"hires"} == set(GenerateSettings.model_fields)
+    assert names(planning.JobOptions) == names(PictureSettings)
+    assert names(benchmarks.FinetuneOptions) - {"lr"} < names(Finetuning)
+    shared = names(serving.ServeOptions) & set(ServeSettings.model_fields)
+    assert len(shared) >= 28, sorted(shared)
+    assert not names(SizeOptions) & set(GenerateSettings.model_fields), "the control"

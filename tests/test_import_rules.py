@@ -421,8 +421,94 @@ def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
     folders = [(root / folder) for folder in ("tests", "benchmarks", "docs")]
     others = [path for folder in folders for end in ("*.py", "*.md") for path in folder.rglob(end)]
     others.remove(Path(__file__).resolve())
-    moving = {"train_phases", "with_address"}  # of train/run.py, on their way into files of their own
-    assert functions_of_one_file(SOURCE, others) <= moving
+    assert functions_of_one_file(SOURCE, others) == set()
     (tmp_path / "one.py").write_text("def used(): ...\ndef own(): ...\ndef _private(): ...\n")
     (tmp_path / "two.py").write_text("from one import used\n")
     assert functions_of_one_file(tmp_path, []) == {"own"}
+
+
+RECIPE_IS_ONE_ARGUMENT = {
+    # the recipe itself: rules that hold across sections, and recipes made of a recipe
+    *("recipe/rules.py:check_together", "recipe/phases.py:phase_recipes", "recipe/phases.py:sweep_recipe"),
+    # a run: begun, gone on with, in phases, in a sweep, in the workers of a cluster
+    *("train/run.py:train", "train/run.py:_begin", "train/run.py:_go_on"),
+    *("train/run.py:_train_phases", "train/run.py:sweep", "cluster/train.py:train", "cluster/train.py:_run"),
+    # what is put together of it
+    *("train/setup.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
+    "train/jobs.py:TrainingSetup",
+    # what is made of it at the end, and what is told of it there
+    *("train/exports.py:write_results", "train/exports.py:write_whole_model"),
+    *("train/exports.py:trained_adapter", "train/sharing.py:model_card"),
+    # the same run, counted instead of made
+    *("plan/settings.py:settings_of", "plan/training.py:profile_recipe", "plan/training.py:_without_store"),
+    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/run_estimate.py:foretell"),
+    # the same run, measured
+    *("measure/training.py:bench_train", "measure/profiling.py:profile_recipe"),
+}
+"""Who sees a whole recipe: functions that need most of its sections, or hand it on to one that does."""
+
+
+def holders_of_recipes(path: Path) -> set[str]:
+    """Functions with a parameter, and classes with a field, that is a whole recipe or is called one."""
+
+    def is_recipe(name: str, annotation: ast.expr | None) -> bool:
+        told = "" if annotation is None else ast.unparse(annotation)
+        return bool(re.search(r"\bRecipe\b", told)) or (name == "recipe" and told in ("", "Any", "object"))
+
+    def walk(node: ast.AST, way: str) -> set[str]:
+        found: set[str] = set()
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            inner = f"{way}.{child.name}" if named and way else child.name if named else way
+            pairs: list[tuple[str, ast.expr | None]] = []
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                given = child.args
+                every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+                pairs = [(one.arg, one.annotation) for one in every if one is not None]
+            elif isinstance(child, ast.ClassDef):
+                fields = [one for one in child.body if isinstance(one, ast.AnnAssign)]
+                pairs = [(ast.unparse(one.target), one.annotation) for one in fields]
+            if any(is_recipe(*pair) for pair in pairs):
+                found.add(f"{path.relative_to(SOURCE)}:{inner}")
+            found |= walk(child, inner)
+        return found
+
+    return walk(tree(path), "")
+
+
+def test_functions_take_the_sections_they_need(tmp_path, monkeypatch):
+    """One that takes the whole recipe is listed with its reason; better it takes sections."""
+    assert {one for path in FILES for one in holders_of_recipes(path)} == RECIPE_IS_ONE_ARGUMENT
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    (tmp_path / "one.py").write_text(
+        "def a(recipe: Recipe): ...\n"
+        "def b(recipe): ...\n"
+        "class C:\n    held: 'list[Recipe]'\n    async def d(self, *, x: Recipe | None = None): ...\n"
+        "def e(train: TrainSettings, recipe: Path):\n    f = lambda recipe: recipe.train\n"
+        "def g(fine: RecipeError): ...\n"
+    )
+    assert holders_of_recipes(tmp_path / "one.py") == {
+        "one.py:a",
+        "one.py:b",
+        "one.py:C",
+        "one.py:C.d",
+        "one.py:e",
+    }
+
+
+LONGEST = 80
+
+
+def long_functions(path: Path) -> list[str]:
+    """Functions of more lines than that, a command's options counted."""
+    functions = (
+        one for one in ast.walk(tree(path)) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [one.name for one in functions if (one.end_lineno or 0) - one.lineno + 1 > LONGEST]
+
+
+def test_no_function_is_longer_than_a_screen_or_two(tmp_path):
+    assert {str(path): found for path in FILES if (found := long_functions(path))} == {}
+    for lines, expected in ((LONGEST - 1, []), (LONGEST, ["f"])):
+        (tmp_path / f"{lines}.py").write_text("def f():\n" + "    pass\n" * lines)
+        assert long_functions(tmp_path / f"{lines}.py") == expected

@@ -217,7 +217,7 @@ def opened(one: Any, folder: Path, encoder: Any = None) -> Iterator[Way]:
     from darkroom.train.jobs import Pinned
     from darkroom.train.setup import make_job
 
-    with online(one, reserved_cpus=1, encoder=encoder or OnlineEncoder) as feed:
+    with online(one.data, reserved_cpus=1, encoder=encoder or OnlineEncoder) as feed:
         job = make_job(one, Pinned(folder), feed)
         with job.feed(0) as batches:
             stream: Any = batches

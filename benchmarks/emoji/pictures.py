@@ -58,7 +58,7 @@ def main(run_path: str, store_path: str, out_path: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     learned, held = (
         store.take(rows.positions(np.arange(len(rows))), ["caption", "picture"]).to_pylist()
-        for rows in select_rows(store, read_recipe(run.path / "recipe.yaml"))
+        for rows in select_rows(store, read_recipe(run.path / "recipe.yaml").data)
     )
     model = models.load(run.model)
     by_name = {row["caption"]: row for row in learned}

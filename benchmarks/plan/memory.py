@@ -106,7 +106,7 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
 
     from darkroom import models
     from darkroom.plan.counts import outline
-    from darkroom.plan.memory import resting
+    from darkroom.plan.memory import reads_text, resting
     from darkroom.plan.settings import encodes
     from darkroom.plan.training import _columns, _NoStore, _without_store
     from darkroom.recipe import make_recipe
@@ -114,21 +114,27 @@ def _training(content: dict[str, Any], rows: int) -> Callable[[], None]:
     from darkroom.train import setup as job
 
     recipe = make_recipe(content)
-    layout, cpu = outline(recipe), torch.device("cpu")
-    overrides = build._overrides(recipe, None)
+    data, side, cpu = recipe.data, recipe.data.resolution, torch.device("cpu")
+    layout = outline(recipe.task, recipe.model, recipe.objective, side)
+    overrides = build.family_changes(recipe.task, recipe.model, side, None)
+    inline = encodes(recipe.task, data)
 
     def run() -> None:
         parts = ("unet", "vae", "text_encoder")
         model = models.create(recipe.model.base, parts=parts, overrides=overrides)
         model.tokenizers = layout.tokenizers
         task = job.make_task(_without_store(recipe), model, _NoStore(), cpu)
-        if not encodes(recipe):
+        text = reads_text(data, task)
+        if not inline:
             task._encode = None
-        job.rest([model.modules[name] for name in resting(recipe, model, task)], Path(tempfile.mkdtemp()))
-        step = job.bare_step(task, recipe, rows, torch.float32)
+        idle = resting(model, task, text=text, inline=inline)
+        job.rest([model.modules[name] for name in idle], Path(tempfile.mkdtemp()))
+        step = job.bare_step(
+            task, train=recipe.train, optim=recipe.optim, micro_batch=rows, dtype=torch.float32
+        )
         columns = {
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-            for name, value in _columns(recipe, model, task)(rows).items()
+            for name, value in _columns(side, model, task, inline=inline, text=text)(rows).items()
         }
         for k in range(2):
             step(k, task.inputs(columns, cpu))

@@ -145,7 +145,7 @@ def test_loss_and_rows_are_those_of_inline(feed, store_path, tmp_path) -> None:
 @pytest.fixture(scope="module")
 def feed(cluster, store_path) -> Iterator[Any]:
     """Two encoders that all tests of this file share: the parts are the same."""
-    with online(recipe_of(store_path, "online")) as made:
+    with online(recipe_of(store_path, "online").data) as made:
         yield made
 
 
@@ -301,11 +301,13 @@ def test_ranks_share_a_batch_evenly(feed, store_path, tmp_path) -> None:
 
     job = make_job(recipe, Pinned(tmp_path / "a"), feed)
     store = Store.open(store_path)
-    order = make_order(recipe, job.task, store, select_rows(store, recipe)[0])
+    order = make_order(recipe.train, recipe.data, job.task, store, select_rows(store, recipe.data)[0])
     shares = []
     for rank in range(2):
         ranks = InTurn(rank, 2)
-        with feed.bound(recipe, job.task, [store], order, torch.device("cpu"), ranks)(2) as batches:
+        with feed.bound(recipe.train, recipe.data, job.task, [store], order, torch.device("cpu"), ranks)(
+            2
+        ) as batches:
             shares.append(next(batches))
     with job.feed(2) as batches:
         whole = next(batches)
@@ -339,7 +341,7 @@ def test_encoders_that_cannot_start_and_pictures_that_are_none(feed, store_path,
             return 0
 
     recipe = recipe_of(store_path, "online")
-    with online(recipe, encoder=NoEncoder) as broken:
+    with online(recipe.data, encoder=NoEncoder) as broken:
         job = make_job(recipe, Pinned(tmp_path / "a"), broken)
         with (
             job.feed(0) as batches,
@@ -368,10 +370,10 @@ def test_what_cannot_be_is_told(cluster, store_path, tmp_path) -> None:
     with pytest.raises(RecipeError, match="online with the task autoencoder"):
         recipe_of(store_path, "online", "task=autoencoder")
     recipe = recipe_of(store_path, "online", "data.online.accelerator=H100")
-    with pytest.raises(InputError, match="accelerator 'H100' is not in the cluster"), online(recipe):
+    with pytest.raises(InputError, match="accelerator 'H100' is not in the cluster"), online(recipe.data):
         pass
     with pytest.raises(InputError, match="at least one more, to read and decode"):  # noqa: SIM117
-        with online(recipe_of(store_path, "online"), reserved_cpus=8):
+        with online(recipe_of(store_path, "online").data, reserved_cpus=8):
             pass
 
 
@@ -404,7 +406,7 @@ def test_encoders_that_find_no_room_are_told_and_used_once_there_is_some(
     said: list[tuple[float, str]] = []
     taken, began = all_taken(), time.monotonic()
     with (
-        online(recipe, say=lambda line: said.append((time.monotonic(), line))) as made,
+        online(recipe.data, say=lambda line: said.append((time.monotonic(), line))) as made,
         make_job(recipe, Pinned(tmp_path / "a"), made).feed(0) as batches,
     ):
         while len(said) < 2 and time.monotonic() - began < 90:

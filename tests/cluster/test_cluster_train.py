@@ -266,31 +266,33 @@ def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
     two = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
     one = make_recipe(content(Path("x.lance")), ["parallel.mode=none", "parallel.devices=auto"])
     room = Room(((2, 0), (2, 0)))
-    assert _workers(two, Placement(), room) == [2]
-    assert _workers(two, Placement(workers=4), room) == [4]
-    assert _workers(one, Placement(), room) == [1]
-    assert _workers(two, Placement(workers=8), Room((), grows=True)) == [8]
+    assert _workers([two.train], two.parallel, Placement(), room) == [2]
+    assert _workers([two.train], two.parallel, Placement(workers=4), room) == [4]
+    assert _workers([one.train], one.parallel, Placement(), room) == [1]
+    assert _workers([two.train], two.parallel, Placement(workers=8), Room((), grows=True)) == [8]
     with pytest.raises(InputError, match="8 workers of 1 CPUs each: the cluster's nodes have room for 4"):
-        _workers(two, Placement(workers=8), room)
+        _workers([two.train], two.parallel, Placement(workers=8), room)
     with pytest.raises(InputError, match="2 workers of 4 CPUs each: .* room for 0, the largest has 2 CPUs"):
-        _workers(two, Placement(cpus=4), room)
+        _workers([two.train], two.parallel, Placement(cpus=4), room)
     with pytest.raises(RecipeError, match="parallel.mode: none, with 2 workers"):
-        _workers(one, Placement(workers=2), room)
+        _workers([one.train], one.parallel, Placement(workers=2), room)
     with pytest.raises(RecipeError, match="train.global_batch: 8 over 3 processes"):
-        _workers(two, Placement(workers=3), room)
+        _workers([two.train], two.parallel, Placement(workers=3), room)
 
 
 def test_an_accelerator_that_is_still_to_come_is_one_of_gpus():
     recipe = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
     on_cpus = make_recipe(content(Path("x.lance")), ["train.micro_batch=1", "train.device=cpu"])
     later, none_up = Placement(accelerator="H100"), Room((), grows=True)
-    assert _uses_gpus(recipe, later, none_up)
-    assert not _uses_gpus(on_cpus, later, none_up)
-    assert not _uses_gpus(recipe, later, Room(((8, 0),), grows=True))  # nodes of that type have none
-    assert not _uses_gpus(recipe, Placement(), none_up)
+    assert _uses_gpus(recipe.train.device, later, none_up)
+    assert not _uses_gpus(on_cpus.train.device, later, none_up)
+    assert not _uses_gpus(
+        recipe.train.device, later, Room(((8, 0),), grows=True)
+    )  # nodes of that type have none
+    assert not _uses_gpus(recipe.train.device, Placement(), none_up)
     automatic = make_recipe(content(Path("x.lance")), ["train.micro_batch=1", "parallel.devices=auto"])
     with pytest.raises(InputError, match="no GPU is up to count; give --workers"):
-        _workers(automatic, later, none_up)
+        _workers([automatic.train], automatic.parallel, later, none_up)
 
 
 def test_a_new_run_is_placed_once(tmp_path):

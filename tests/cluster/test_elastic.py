@@ -25,6 +25,7 @@ from darkroom.cluster.room import Room
 from darkroom.cluster.train import Placement, _workers
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
+from darkroom.recipe.phases import phase_recipes
 from darkroom.train.run import train
 
 __all__ = ["recipe"]  # the fixture
@@ -213,29 +214,27 @@ def test_a_span_is_read_and_told() -> None:
 
 def test_only_counts_that_divide_the_batch_are_taken() -> None:
     eight = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto"])
-    assert allowed_counts(eight, WorkerRange(1, 8)) == [1, 2, 4, 8]
-    assert allowed_counts(make_recipe(content(Path("x.lance"))), WorkerRange(1, 8)) == [
-        1,
-        2,
-        4,
-    ]  # micro-batches of 2
+    assert allowed_counts([eight.train], WorkerRange(1, 8)) == [1, 2, 4, 8]
+    in_twos = make_recipe(content(Path("x.lance"))).train
+    assert allowed_counts([in_twos], WorkerRange(1, 8)) == [1, 2, 4]  # micro-batches of 2
     with pytest.raises(RecipeError, match="8 .micro_batch auto. over 5:7 processes"):
-        allowed_counts(eight, WorkerRange(5, 7))
+        allowed_counts([eight.train], WorkerRange(5, 7))
     assert [rounded_down(n, [2, 4, 8]) for n in (1, 2, 3, 7, 100)] == [0, 2, 2, 4, 8]
     room = Room(((3, 0),))
-    assert _workers(eight, Placement(workers=WorkerRange(2, 8)), room) == [2, 4, 8]
+    assert _workers([eight.train], eight.parallel, Placement(workers=WorkerRange(2, 8)), room) == [2, 4, 8]
     with pytest.raises(InputError, match="4 workers of 1 CPUs each: the cluster's nodes have room for 3"):
-        _workers(eight, Placement(workers=WorkerRange(3, 8)), room)
+        _workers([eight.train], eight.parallel, Placement(workers=WorkerRange(3, 8)), room)
 
 
 def test_counts_share_the_batch_of_every_phase() -> None:
-    phases = "phases=[{resolution: 16, samples: 80}, {resolution: 32, samples: 60, global_batch: 6}]"
-    two = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto", phases])
-    assert allowed_counts(two, WorkerRange(1, 8)) == [1, 2]  # 4 and 8 do not share 6
+    told = "phases=[{resolution: 16, samples: 80}, {resolution: 32, samples: 60, global_batch: 6}]"
+    two = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto", told])
+    phases = [one.train for _, one in phase_recipes(two, Path())]
+    assert allowed_counts(phases, WorkerRange(1, 8)) == [1, 2]  # 4 and 8 do not share 6
     with pytest.raises(RecipeError, match="6 over 4 processes"):
-        allowed_counts(two, WorkerRange(4, 4))
+        allowed_counts(phases, WorkerRange(4, 4))
     with pytest.raises(RecipeError, match="train.global_batch: 8 and 6"):
-        allowed_counts(two, WorkerRange(4, 8))
+        allowed_counts(phases, WorkerRange(4, 8))
 
 
 def test_a_pause_is_no_failure_and_is_over_when_the_next_begin() -> None:

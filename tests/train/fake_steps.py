@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from darkroom import models
+from darkroom.plan.memory import reads_text
+from darkroom.plan.settings import encodes
 from darkroom.plan.training import _columns, _NoStore, _without_store
 from darkroom.recipe import make_recipe
 from darkroom.train import model as build
 from darkroom.train import setup
 from darkroom.train.distributed.ranks import ALONE
+from darkroom.train.step import DTYPES
 from fake_card import CARD, Watched, elsewhere, fake_card
 
 ROWS = 4
@@ -48,7 +51,7 @@ class Made:
         content["train"] = {**train, **content.get("train", {})}
         self.recipe = recipe = make_recipe(content)
         self.dtype = models.precision(str(recipe.train.precision))
-        overrides = build._overrides(recipe, None)
+        overrides = build.family_changes(recipe.task, recipe.model, recipe.data.resolution, None)
         if recipe.model.base == "sdxl":
             overrides |= {"text_encoder": XL_TEXT, "text_encoder_2": {**XL_TEXT, "projection_dim": 16}}
         parts = ("vae",) if recipe.task == "autoencoder" else ("unet", "vae", "text_encoder", "tokenizer")
@@ -58,11 +61,28 @@ class Made:
         self.model = models.create(recipe.model.base, parts=parts, overrides=overrides, tokenizer=tokenizer)
         setup._move(self.model, torch.device(CARD))
         self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), torch.device(CARD))
-        setup.halve_text(recipe, self.model, self.dtype)
-        self.step = setup.bare_step(self.task, recipe, recipe.train.micro_batch, self.dtype, ranks)
+        if recipe.frozen_text:
+            setup.halve_text(self.model, self.dtype)
+        self.step = setup.bare_step(
+            self.task,
+            train=recipe.train,
+            optim=recipe.optim,
+            micro_batch=int(recipe.train.micro_batch),
+            dtype=self.dtype,
+            ranks=ranks,
+            shard=recipe.parallel.shard,
+            reduce=DTYPES[recipe.parallel.reduce],
+        )
 
     def columns(self) -> dict[str, Any]:
-        given = _columns(self.recipe, self.model, self.task)(ROWS)
+        data = self.recipe.data
+        given = _columns(
+            data.resolution,
+            self.model,
+            self.task,
+            inline=encodes(self.recipe.task, data),
+            text=reads_text(data, self.task),
+        )(ROWS)
         return {
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
             for name, value in given.items()

@@ -54,21 +54,20 @@ def limited(room: int, losses):
     return within
 
 
-def test_a_trial_teaches_nothing_and_takes_what_fits(recipe_of, monkeypatch):
+def test_a_trial_teaches_nothing_and_takes_what_fits(monkeypatch):
     monkeypatch.setattr(Denoise, "losses", limited(2, Denoise.losses))
     step = make_step(B)
     step.task.rows_a_picture = 1
-    recipe = recipe_of("pretrain", "train.micro_batch=auto", f"train.global_batch={B}")
     before = {name: master.detach().clone() for name, master in step.weights.masters.items()}
     one = {name: tensor[:1] for name, tensor in some_inputs().items()}
-    micro, told = try_micro_batches(step, step.task, recipe, one, ALONE)
+    micro, told = try_micro_batches(step, step.task, B, one, ALONE)
     assert (micro, told) == (2, "found by trial: 4 ran out of memory")
     assert step.micro_batch == 2
     assert furthest(before, step.weights.masters) == 0
     assert all(master.grad is None for master in step.weights.masters.values())
     monkeypatch.setattr(Denoise, "losses", limited(0, Denoise.losses))
     with pytest.raises(RecipeError, match="^train.micro_batch: auto, but not one picture"):
-        try_micro_batches(step, step.task, recipe, one, ALONE)
+        try_micro_batches(step, step.task, B, one, ALONE)
 
 
 def test_a_run_goes_on_with_fewer_rows_when_memory_runs_out(recipe_of, tmp_path, monkeypatch):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +23,11 @@ from darkroom.cli.door import (
     show,
     size_of,
 )
+from darkroom.cli.groups import grouped
 from darkroom.errors import InputError
+
+if TYPE_CHECKING:
+    from darkroom.measure.finetuning import Finetuning
 
 
 def _measured(found: Iterable[Any], out: Path | None, as_json: bool) -> None:
@@ -317,31 +322,58 @@ def bench_precision(
     _measured(found.rows, out, as_json)
 
 
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """Which fine-tunings are compared: `darkroom.measure.finetuning.Finetuning`."""
+
+    methods: Annotated[str, typer.Option(help="with commas")] = "full,lora,dreambooth,dreambooth-lora"
+    token: Annotated[str, typer.Option(help="the rare word")] = "sks"
+    batches: Annotated[str, typer.Option(help="with commas")] = "1,2,4,8"
+    ranks: Annotated[str, typer.Option(help="of adapters, with commas")] = "4,8,16,32"
+    resolutions: Annotated[str, typer.Option(help="in pixels, with commas")] = "256,512,768"
+    resolution: Annotated[int, typer.Option(help="of what is trained")] = 512
+    batch: Annotated[int, typer.Option(min=1, help="of what is trained")] = 4
+    rank: Annotated[int, typer.Option(min=1, help="of adapters that are trained")] = 8
+    targets: Annotated[str, typer.Option(help="qv, attention, all-linear or conv")] = "attention"
+    steps: Annotated[int, typer.Option(min=1, help="of what is trained")] = 400
+    every: Annotated[int, typer.Option(min=1, help="steps between scores")] = 100
+    lr: Annotated[list[str] | None, typer.Option(help="METHOD=RATE; again for more")] = None
+    sweep: Annotated[str, typer.Option(help="learning rates to compare, with commas")] = "1e-5,5e-5,1e-4"
+    sweep_method: Annotated[str, typer.Option(help="by which method")] = "lora"
+    sweep_batch: Annotated[int, typer.Option(min=1, help="at which batch")] = 5
+
+    def settings(self, **more: Any) -> Finetuning:
+        """What these options say, lists split at their commas, with more settings."""
+        from darkroom.cli.finetuning import finetuning_settings, split
+
+        plain = {name: value for name, value in asdict(self).items() if name != "lr"}
+        return finetuning_settings(
+            **plain
+            | {
+                "rates": dict(one.partition("=")[::2] for one in self.lr or []),
+                "methods": tuple(split(self.methods, str)),
+                "batches": tuple(split(self.batches, int)),
+                "ranks": tuple(split(self.ranks, int)),
+                "resolutions": tuple(split(self.resolutions, int)),
+                "sweep": tuple(split(self.sweep, float)),
+            }
+            | more
+        )
+
+
 @bench.command("finetune")
+@grouped
 def bench_finetune(
     model: Annotated[str, typer.Argument(help="a model folder; what is measured and fine-tuned")],
     photos: Annotated[Path, typer.Argument(help="3 to 30 photographs of one subject")],
     class_word: Annotated[str, typer.Option(help="what the subject is: dog")],
     out: Annotated[Path, typer.Option("--out", help="folder for tables, plots, pictures and the page")],
+    *,
     extractor: Annotated[
         list[str] | None, typer.Option(help="NAME=WHERE as in darkroom evaluate; again for more")
     ] = None,
     prompts: Annotated[str | None, typer.Option(help="file of prompts with {token} and {class}")] = None,
-    methods: Annotated[str, typer.Option(help="with commas")] = "full,lora,dreambooth,dreambooth-lora",
-    token: Annotated[str, typer.Option(help="the rare word")] = "sks",
-    batches: Annotated[str, typer.Option(help="with commas")] = "1,2,4,8",
-    ranks: Annotated[str, typer.Option(help="of adapters, with commas")] = "4,8,16,32",
-    resolutions: Annotated[str, typer.Option(help="in pixels, with commas")] = "256,512,768",
-    resolution: Annotated[int, typer.Option(help="of what is trained")] = 512,
-    batch: Annotated[int, typer.Option(min=1, help="of what is trained")] = 4,
-    rank: Annotated[int, typer.Option(min=1, help="of adapters that are trained")] = 8,
-    targets: Annotated[str, typer.Option(help="qv, attention, all-linear or conv")] = "attention",
-    steps: Annotated[int, typer.Option(min=1, help="of what is trained")] = 400,
-    every: Annotated[int, typer.Option(min=1, help="steps between scores")] = 100,
-    lr: Annotated[list[str] | None, typer.Option(help="METHOD=RATE; again for more")] = None,
-    sweep: Annotated[str, typer.Option(help="learning rates to compare, with commas")] = "1e-5,5e-5,1e-4",
-    sweep_method: Annotated[str, typer.Option(help="by which method")] = "lora",
-    sweep_batch: Annotated[int, typer.Option(min=1, help="at which batch")] = 5,
+    compared: FinetuneOptions,
     num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 4,
     draw_steps: Annotated[int, typer.Option(min=1, help="solver steps of a picture")] = 25,
     guidance: Guidance = 7.5,
@@ -365,38 +397,20 @@ def bench_finetune(
 
     Example: darkroom bench finetune model/ photos/ --class-word dog --extractor all=ext/ --out dog/
     """
-    from darkroom.cli.finetuning import finetuning_settings, report, split
+    from darkroom.cli.finetuning import report
 
-    asked = finetuning_settings(
-        base=model,
-        photos=photos,
-        class_word=class_word,
-        work=work or out / "work",
-        token=token,
-        methods=tuple(split(methods, str)),
-        batches=tuple(split(batches, int)),
-        ranks=tuple(split(ranks, int)),
-        resolutions=tuple(split(resolutions, int)),
-        resolution=resolution,
-        batch=batch,
-        rank=rank,
-        targets=targets,
-        steps=steps,
-        every=every,
-        rates=dict(one.partition("=")[::2] for one in lr or []),
-        sweep=tuple(split(sweep, float)),
-        sweep_method=sweep_method,
-        sweep_batch=sweep_batch,
-        class_images=class_images,
+    folder = work or out / "work"
+    asked = compared.settings(
+        base=model, photos=photos, class_word=class_word, work=folder, class_images=class_images
     )
-    drawn = {"steps": draw_steps, "guidance": guidance, "size": (resolution, resolution)}
+    side = (compared.resolution, compared.resolution)
     found = report(
         asked,
         out,
         extractors=dict(one.partition("=")[::2] for one in extractor or []),
         prompts=prompts,
         num=num,
-        draw=drawn,
+        draw={"steps": draw_steps, "guidance": guidance, "size": side},
         memory=memory,
         planned=planned,
         gpu=gpu,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +11,6 @@ import typer
 
 from darkroom.cli.door import (
     PRECISION_HELP,
-    SIZE_HELP,
-    SOLVER_HELP,
     Json,
     Out,
     app,
@@ -19,8 +18,8 @@ from darkroom.cli.door import (
     columns,
     progress_bar,
     show,
-    size_of,
 )
+from darkroom.cli.groups import SamplingOptions, grouped
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,42 +29,51 @@ RECIPE = "recipe.yaml"  # what tells a run's folder from one of pictures
 SHOWN = ("metric", "value", "interval", "n", "extractor", "better")
 
 
+@dataclass(frozen=True)
+class PromptTableOptions:
+    """Where prompts stand."""
+
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="a .txt, .jsonl, .csv, .parquet, a store, or dreambooth:live=FILE"),
+    ] = None
+    column: Annotated[str | None, typer.Option(help="where the prompts stand in a table")] = None
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="take the first so many")] = None
+
+
+@dataclass(frozen=True)
+class ReferenceOptions:
+    """What is compared with, and by which networks."""
+
+    reference: Annotated[str | None, typer.Option(help="store or folder for fid, kid, cmmd")] = None
+    reference_filter: Annotated[str | None, typer.Option(help="its rows, in SQL: 'width >= 512'")] = None
+    extractor: Annotated[
+        list[str] | None,
+        typer.Option(help="dino=, clip=, inception=, coca= or all= FOLDER or hub id; can be repeated"),
+    ] = None
+    subject: Annotated[str | None, typer.Option(help="folder of the subject's photographs")] = None
+    class_word: Annotated[str | None, typer.Option(help="the subject's class, such as dog")] = None
+    token: Annotated[str | None, typer.Option(help="the subject's rare word, such as sks")] = None
+
+
 @app.command()
+@grouped
 def evaluate(
     model: Annotated[str, typer.Argument(help="a model, or a folder of pictures that are there already")],
     metrics: Annotated[
         str,
         typer.Option(help="fid, fid-infinity, kid, cmmd, clip, clip-t, coca, dino, clip-i, pres, div, drift"),
     ],
-    prompts: Annotated[
-        str | None,
-        typer.Option(help="a .txt, .jsonl, .csv, .parquet, a store, or dreambooth:live=FILE"),
-    ] = None,
-    column: Annotated[str | None, typer.Option(help="where the prompts stand in a table")] = None,
-    num_prompts: Annotated[int | None, typer.Option(min=1, help="take the first so many")] = None,
-    reference: Annotated[str | None, typer.Option(help="store or folder for fid, kid, cmmd")] = None,
-    reference_filter: Annotated[str | None, typer.Option(help="its rows, in SQL: 'width >= 512'")] = None,
-    extractor: Annotated[
-        list[str] | None,
-        typer.Option(help="dino=, clip=, inception=, coca= or all= FOLDER or hub id; can be repeated"),
-    ] = None,
-    subject: Annotated[str | None, typer.Option(help="folder of the subject's photographs")] = None,
-    class_word: Annotated[str | None, typer.Option(help="the subject's class, such as dog")] = None,
-    token: Annotated[str | None, typer.Option(help="the subject's rare word, such as sks")] = None,
+    *,
+    asked: PromptTableOptions,
+    against: ReferenceOptions,
     base: Annotated[str | None, typer.Option(help="the model before tuning, for drift")] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(help="NAME=FILE[:WEIGHT], merged into the model; can be repeated")
     ] = None,
     num: Annotated[int, typer.Option(min=1, help="pictures of each prompt")] = 4,
     class_num: Annotated[int, typer.Option(min=1, help="pictures of the plain class")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="picture i has seed + i")] = 0,
-    steps: Annotated[int | None, typer.Option(help="solver steps; default: 30")] = None,
-    guidance: Annotated[
-        float | None, typer.Option(help="above 1 is on; default: the model's own or 7.5")
-    ] = None,
-    solver: Annotated[str | None, typer.Option(help=SOLVER_HELP)] = None,
-    size: Annotated[str | None, typer.Option(help=SIZE_HELP)] = None,
-    negative: Annotated[str | None, typer.Option(help="what to steer away from")] = None,
+    drawing: SamplingOptions,
     precision: Annotated[str, typer.Option(help=PRECISION_HELP)] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")] = "auto",
     keep_pictures: Annotated[
@@ -89,24 +97,23 @@ def evaluate(
         check_scores_file(out)
     names = [name.strip() for name in metrics.split(",") if name.strip()]
     is_pictures = _is_pictures(model)
-    needs_none = is_pictures or (prompts is None and not draws_prompts(names))
-    told = [] if needs_none else _prompts(prompts, class_word, token, column, num_prompts)
+    needs_none = is_pictures or (asked.prompts is None and not draws_prompts(names))
+    told = [] if needs_none else _prompts(asked, against.class_word, against.token)
     common: dict[str, Any] = {
-        "extractors": open_extractors(names, _extractors(extractor or []), device=_device(device)),
-        "reference": reference,
-        "reference_filter": reference_filter,
-        "subject": subject,
-        "seed": seed,
+        "extractors": open_extractors(names, _extractors(against.extractor or []), device=_device(device)),
+        "reference": against.reference,
+        "reference_filter": against.reference_filter,
+        "subject": against.subject,
+        "seed": drawing.seed,
         "allow_seen": allow_seen,
         "say": lambda note: print(f"note: {note}", file=sys.stderr),
     }
-    drawing: dict[str, Any] = {"steps": steps, "guidance": guidance, "solver": solver, "negative": negative}
-    drawing["size"] = size_of(size)
-    drawing = {name: value for name, value in drawing.items() if value is not None}
+    settings = drawing.settings()
+    settings = {name: value for name, value in settings.items() if value is not None and name != "seed"}
     with progress_bar("evaluate", as_json) as progress:
         if is_pictures:
-            _refuse({"--prompts": prompts, "--base": base, "--adapter": adapter, **_options(drawing)})
-            scores = _of_folder(model, names, token, progress, common)
+            _refuse({"--prompts": asked.prompts, "--base": base, "--adapter": adapter, **_options(settings)})
+            scores = _of_folder(model, names, against.token, progress, common)
         else:
             opened = _opened(model, adapter or [], precision, device)
             scores = _of_model(
@@ -114,10 +121,10 @@ def evaluate(
                 names,
                 told,
                 base=None if base is None else _opened(base, [], precision, device),
-                class_word=class_word,
+                class_word=against.class_word,
                 num=num,
                 class_num=class_num,
-                settings=drawing,
+                settings=settings,
                 keep=keep_pictures,
                 progress=progress,
                 **common,
@@ -173,14 +180,14 @@ def _of_model(model: Model, names: list[str], prompts: Any, **more: Any) -> Any:
     return evaluate(model, prompts, names, generate=sample.generate, **more)
 
 
-def _prompts(
-    where: str | None, class_word: str | None, token: str | None, column: str | None, most: int | None
-) -> Any:
+def _prompts(asked: PromptTableOptions, class_word: str | None, token: str | None) -> Any:
     from darkroom.evaluate.prompts import read_prompts
 
-    if where is None:
+    if asked.prompts is None:
         raise InputError("no prompts", mend="add --prompts FILE, or --prompts dreambooth:live=FILE")
-    return read_prompts(where, class_word=class_word, token=token, column=column, most=most)
+    return read_prompts(
+        asked.prompts, class_word=class_word, token=token, column=asked.column, most=asked.num_prompts
+    )
 
 
 def _device(name: str) -> Any:

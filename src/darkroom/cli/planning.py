@@ -3,90 +3,155 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from darkroom.cli.door import Json, app, columns, console, recipe_file, show
+from darkroom.cli.groups import grouped
 from darkroom.errors import InputError, RecipeError
+
+if TYPE_CHECKING:
+    from darkroom.plan.generation import PictureSettings
+    from darkroom.plan.targets import PlanRequest, Target
 
 JOBS = ("generate", "serve", "prepare")
 
 
-@app.command()
-def plan(
-    job: Annotated[str | None, typer.Argument(help="a recipe, or generate, serve, prepare")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    gpu: Annotated[str, typer.Option(help="here, all, a card such as A100-80, or memory=12GB")] = "here",
+@dataclass(frozen=True)
+class TargetOptions:
+    """On what, how many, and what may be spent: `darkroom.plan.targets.Target`."""
+
+    gpu: Annotated[str, typer.Option(help="here, all, a card such as A100-80, or memory=12GB")] = "here"
     count: Annotated[
         str, typer.Option(help="devices: 8, or 1..1024 for the curve; auto: the recipe's own number")
-    ] = "auto",
-    budget: Annotated[float | None, typer.Option(min=0, help="most USD")] = None,
-    deadline: Annotated[float | None, typer.Option(min=0, help="most hours")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="USD for an hour of one device")] = None,
-    prices: Annotated[Path | None, typer.Option(help="a price table of your own, like prices.csv")] = None,
+    ] = "auto"
+    budget: Annotated[float | None, typer.Option(min=0, help="most USD")] = None
+    deadline: Annotated[float | None, typer.Option(min=0, help="most hours")] = None
+    price: Annotated[float | None, typer.Option(min=0, help="USD for an hour of one device")] = None
+    prices: Annotated[Path | None, typer.Option(help="a price table of your own, like prices.csv")] = None
     provider: Annotated[
         str, typer.Option(help="only this provider's prices: aws, lambda, verda, vast ...")
-    ] = "",
-    region: Annotated[str, typer.Option(help="only prices of regions that begin so: us, eu-central-1")] = "",
-    spot: Annotated[
-        bool, typer.Option("--spot", help="spot prices: machines that may be taken away")
-    ] = False,
+    ] = ""
+    region: Annotated[str, typer.Option(help="only prices of regions that begin so: us, eu-central-1")] = ""
+    spot: Annotated[bool, typer.Option("--spot", help="spot prices: machines that may be taken away")] = False
     cheapest: Annotated[
         bool, typer.Option("--cheapest", help="the cheapest offer of each card, not the middle one")
-    ] = False,
-    storage: Annotated[float | None, typer.Option(min=0, help="USD for a GB kept a month")] = None,
-    egress: Annotated[float | None, typer.Option(min=0, help="USD for a GB moved out")] = None,
+    ] = False
+    storage: Annotated[float | None, typer.Option(min=0, help="USD for a GB kept a month")] = None
+    egress: Annotated[float | None, typer.Option(min=0, help="USD for a GB moved out")] = None
     mode: Annotated[
         str, typer.Option(help="several devices: ddp, fsdp (ZeRO-2 shards), auto: the recipe's own")
-    ] = "auto",
-    network: Annotated[str | None, typer.Option(help="between nodes: a row of networks.csv")] = None,
+    ] = "auto"
+    network: Annotated[str | None, typer.Option(help="between nodes: a row of networks.csv")] = None
     machine: Annotated[
         str | None, typer.Option(help="what the cards stand in: a row of machines.csv; the usual one")
-    ] = None,
+    ] = None
     precision: Annotated[
         str,
         typer.Option(
             help="bf16, fp16, float32; of pictures fp8, int8; auto: as the job computes unless told"
         ),
-    ] = "auto",
-    tf32: Annotated[bool, typer.Option("--tf32", help="float32 products on tensor cores too")] = False,
-    engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager",
+    ] = "auto"
+    tf32: Annotated[bool, typer.Option("--tf32", help="float32 products on tensor cores too")] = False
+    engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager"
     software: Annotated[
         str, typer.Option(help="whose program runs it: darkroom, diffusers, compile, tensorrt")
-    ] = "darkroom",
-    fits: Annotated[
-        str | None, typer.Option(help="what a card can do with --model: all tasks, on one screen")
-    ] = None,
-    model: Annotated[str, typer.Option(help="jobs: a family or a model folder")] = "sd15",
-    size: Annotated[str, typer.Option(help="generate, serve: the pictures' size")] = "512x512",
-    steps: Annotated[int, typer.Option(min=1, help="generate, serve: denoising steps")] = 30,
+    ] = "darkroom"
+
+    def target(self) -> Target:
+        """What these options say, checked by their names before anything is counted."""
+        from darkroom.plan import targets
+
+        if self.gpu != "here":
+            targets.chosen_cards(self.gpu)
+        precisions = ("auto", "bf16", "fp16", "float32", *targets.QUANTISED)
+        asked = {"provider": self.provider, "region": self.region, "spot": self.spot}
+        return targets.Target(
+            gpu=self.gpu,
+            mode=_one_of("mode", self.mode, ("auto", "ddp", "fsdp")),
+            network=_network(self.network),
+            stands_in=_machine(self.machine),
+            usd_per_hour=self.price,
+            prices=_prices(self.prices, **asked, cheapest=self.cheapest),
+            budget_usd=self.budget,
+            deadline_hours=self.deadline,
+            usd_per_gb_month=self.storage,
+            usd_per_gb_out=self.egress,
+            precision=_one_of("precision", self.precision, precisions),
+            engine=_one_of("engine", self.engine, ("eager", "compile", "graphs")),
+            software=_one_of("software", self.software, tuple(targets.SOFTWARE)),
+            tf32=self.tf32,
+        )
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Pictures that are planned: `darkroom.plan.generation.PictureSettings`."""
+
+    model: Annotated[str, typer.Option(help="jobs: a family or a model folder")] = "sd15"
+    size: Annotated[str, typer.Option(help="generate, serve: the pictures' size")] = "512x512"
+    steps: Annotated[int, typer.Option(min=1, help="generate, serve: denoising steps")] = 30
     guidance: Annotated[
         float | None,
         typer.Option(min=0, help="generate, serve: above 1 doubles the work; the model's own or 7.5"),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1,
-    attention: Annotated[str, typer.Option(help="generate, serve: fused or plain")] = "fused",
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="generate: pictures at once")] = 1
+    attention: Annotated[str, typer.Option(help="generate, serve: fused or plain")] = "fused"
     channels_last: Annotated[
         bool | None, typer.Option(help="generate, serve: memory layout; default: in half precisions")
-    ] = None,
-    pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000,
-    rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0,
+    ] = None
+    pictures: Annotated[int, typer.Option(min=1, help="generate, prepare: how many")] = 1000
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """Devices that serve, and what is asked of them."""
+
+    rate: Annotated[float, typer.Option(help="serve: pictures a second")] = 1.0
     trace: Annotated[
         Path | None,
         typer.Option(help="serve: requests as they came, a JSON object a line (docs/plan.md), --rate times"),
-    ] = None,
-    latency: Annotated[float, typer.Option(help="serve: seconds within which 95 of 100 are done")] = 10.0,
+    ] = None
+    latency: Annotated[float, typer.Option(help="serve: seconds within which 95 of 100 are done")] = 10.0
     autoscale: Annotated[
         int | None, typer.Option(min=1, help="serve: as few devices as this, more as the queue grows")
-    ] = None,
+    ] = None
     start: Annotated[
         float, typer.Option(min=0, help="serve: seconds until another device serves: its machine, loading")
-    ] = 120.0,
+    ] = 120.0
     losses: Annotated[
         float, typer.Option(min=0, help="serve: how often an hour a (spot) device is taken away")
-    ] = 0.0,
+    ] = 0.0
+
+    def asked(self, pictures: PictureSettings) -> PlanRequest:
+        """The plan to ask for: of requests that come evenly, or of a trace of them."""
+        from darkroom.plan.serving import Fleet, read_trace
+        from darkroom.plan.trace import ask_rate, ask_trace
+
+        changes = self.autoscale is not None or self.losses
+        fleet = Fleet(self.start, self.losses, self.autoscale) if changes else None
+        if self.trace is None:
+            return ask_rate(pictures, self.rate, self.latency, fleet)
+        if not self.rate > 0:
+            raise InputError(f"--rate {self.rate}", allowed="a number above 0")
+        return ask_trace(pictures, read_trace(self.trace, self.rate), self.latency, fleet)
+
+
+@app.command()
+@grouped
+def plan(
+    job: Annotated[str | None, typer.Argument(help="a recipe, or generate, serve, prepare")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    *,
+    on: TargetOptions,
+    fits: Annotated[
+        str | None, typer.Option(help="what a card can do with --model: all tasks, on one screen")
+    ] = None,
+    of: JobOptions,
+    served: FleetOptions,
     resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
     text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
     advise: Annotated[
@@ -120,50 +185,25 @@ def plan(
     if refresh_prices is not None:
         return _refresh(refresh_prices, as_json)
     if fits is not None:
-        return _fits(fits, model, as_json)
-    job = str(recipe_file(Path(job))) if job else None
-    if job is None:
-        raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
-    if job not in JOBS and not Path(job).is_file():
-        raise RecipeError.missing(Path(job))  # before the seconds that imports take
-    from darkroom.plan import ask, generation, targets
-
-    if gpu != "here":
-        targets.chosen_cards(gpu)  # a card that nobody knows is said before anything is counted
-    target = targets.Target(
-        gpu=gpu,
-        mode=_one_of("mode", mode, ("auto", "ddp", "fsdp")),
-        network=_network(network),
-        stands_in=_machine(machine),
-        usd_per_hour=price,
-        prices=_prices(prices, provider=provider, region=region, spot=spot, cheapest=cheapest),
-        budget_usd=budget,
-        deadline_hours=deadline,
-        usd_per_gb_month=storage,
-        usd_per_gb_out=egress,
-        precision=_one_of("precision", precision, ("auto", "bf16", "fp16", "float32", *targets.QUANTISED)),
-        engine=_one_of("engine", engine, ("eager", "compile", "graphs")),
-        software=_one_of("software", software, tuple(targets.SOFTWARE)),
-        tf32=tf32,
-    )
+        return _fits(fits, of.model, as_json)
+    job, target = _checked_job(job), on.target()
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
-    pictures_asked = generation.PictureSettings(
-        model, size, steps, guidance, batch, pictures, attention, channels_last
-    )
-    if trace is not None and job != "serve":
+    if served.trace is not None and job != "serve":
         raise InputError(f"--trace with {job}", allowed="serve --trace FILE")
     if head is not None:
         return _head(job, overrides or [], head, write, as_json)
+    from darkroom.plan import ask, generation
+
     if job == "generate":
-        asked = [ask.ask_generate(pictures_asked)]
+        asked = [ask.ask_generate(generation.PictureSettings(**asdict(of)))]
     elif job == "serve":
-        asked = [_asked_serving(pictures_asked, trace, rate, latency, _fleet(autoscale, start, losses))]
+        asked = [served.asked(generation.PictureSettings(**asdict(of)))]
     elif job == "prepare":
-        asked = [ask.ask_prepare(model, resolution, pictures, text=text)]
+        asked = [ask.ask_prepare(of.model, resolution, of.pictures, text=text)]
     else:
         asked = ask.ask_phases(Path(job), overrides or [])
-    numbers = [ask.own_count(asked[0], target)] if count == "auto" else ask.counts(count)
+    numbers = [ask.own_count(asked[0], target)] if on.count == "auto" else ask.counts(on.count)
     if advise and plot is not None:
         raise InputError(
             "--plot with --advise", mend="draw without --advise: --gpu all, or a range of --count"
@@ -173,22 +213,14 @@ def plan(
     return _show_plans(asked, target, numbers, plot, as_json)
 
 
-def _fleet(autoscale: int | None, start_s: float, losses: float) -> Any:
-    """What becomes of devices while they serve; None where all serve from the beginning to the end."""
-    from darkroom.plan.serving import Fleet
-
-    return Fleet(start_s, losses, autoscale) if autoscale is not None or losses else None
-
-
-def _asked_serving(pictures: Any, trace: Path | None, rate: float, latency: float, fleet: Any) -> Any:
-    from darkroom.plan.serving import read_trace
-    from darkroom.plan.trace import ask_rate, ask_trace
-
-    if trace is None:
-        return ask_rate(pictures, rate, latency, fleet)
-    if not rate > 0:
-        raise InputError(f"--rate {rate}", allowed="a number above 0")
-    return ask_trace(pictures, read_trace(trace, rate), latency, fleet)
+def _checked_job(given: str | None) -> str:
+    """The job, or a recipe's file that is there: a mistake is said before the seconds that imports take."""
+    if not given:
+        raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
+    job = str(recipe_file(Path(given)))
+    if job not in JOBS and not Path(job).is_file():
+        raise RecipeError.missing(Path(job))
+    return job
 
 
 def plan_here(recipe: Path, overrides: list[str], as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from darkroom import options
 from darkroom.cli.door import CREDENTIALS_HELP, PRECISION_HELP, PROVENANCE_HELP, SIGN_HELP, app
+from darkroom.cli.groups import grouped
 from darkroom.errors import InputError
 
 if TYPE_CHECKING:
@@ -109,64 +111,73 @@ ReplicaCpus = Annotated[float | None, typer.Option(help="ray: CPUs of a replica,
 ReplicaGpus = Annotated[float | None, typer.Option(help="ray: GPUs of a replica; 0")]
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """The server's settings, many by the names of `darkroom.serve.settings.ServeSettings`."""
+
+    adapters: Adapters = None
+    slots: Slots = 16
+    max_rank: MaxRank = 64
+    embeddings: Embeddings = None
+    controls: ControlFolder = None
+    control_memory: ControlMemory = None
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    api_key_file: KeyFile = None
+    make_key: MakeKey = None
+    origin: Origins = None
+    allow_host: Hosts = None
+    public_url: PublicUrl = None
+    state: State = Path("darkroom-serve")
+    jobs: Jobs = None
+    name: Name = "darkroom"
+    shared: Shared = False
+    patience: Patience = 0.5
+    lease: Lease = 10.0
+    capacity: Capacity = None
+    limits: LimitsFile = None
+    limit: OneLimit = None
+    queue: Queue = None
+    queue_seconds: QueueSeconds = None
+    rate: Rate = None
+    keep: Keep = None
+    keep_gb: KeepGb = None
+    drain: Drain = 30.0
+    lanes: LaneCount = None
+    pad: Pad = False
+    warm_size: WarmSize = None
+    deterministic: Deterministic = False
+    hook: Hooks = None
+    provenance: ProvenanceFlag = True
+    sign: Sign = None
+    credentials: Credentials = "settings"
+    usd_per_hour: UsdPerHour = None
+    device: Device = "auto"
+    precision: Precision = "float32"
+    backend: Backend = "torch"
+    optimise: Optimise = None
+    path_prefix: Prefix = ""
+    metrics_port: MetricsPort = None
+    metrics_host: MetricsHost = "0.0.0.0"
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    vertex: Vertex = False
+    variant: Variant = None
+    revision: Revision = None
+    engine: EngineName = "local"
+    ray_address: RayAddress = None
+    replicas: ReplicaCount = None
+    jobs_per_replica: JobsEach = None
+    replica_cpus: ReplicaCpus = None
+    replica_gpus: ReplicaGpus = None
+
+
 @app.command()
+@grouped
 def serve(
     model: Annotated[str | None, typer.Argument(help="a model folder, a hub id, or a family")] = None,
-    adapters: Adapters = None,
-    slots: Slots = 16,
-    max_rank: MaxRank = 64,
-    embeddings: Embeddings = None,
-    controls: ControlFolder = None,
-    control_memory: ControlMemory = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    api_key_file: KeyFile = None,
-    make_key: MakeKey = None,
-    origin: Origins = None,
-    allow_host: Hosts = None,
-    public_url: PublicUrl = None,
-    state: State = Path("darkroom-serve"),
-    jobs: Jobs = None,
-    name: Name = "darkroom",
-    shared: Shared = False,
-    patience: Patience = 0.5,
-    lease: Lease = 10.0,
-    capacity: Capacity = None,
-    limits: LimitsFile = None,
-    limit: OneLimit = None,
-    queue: Queue = None,
-    queue_seconds: QueueSeconds = None,
-    rate: Rate = None,
-    keep: Keep = None,
-    keep_gb: KeepGb = None,
-    drain: Drain = 30.0,
-    lanes: LaneCount = None,
-    pad: Pad = False,
-    warm_size: WarmSize = None,
-    deterministic: Deterministic = False,
-    hook: Hooks = None,
-    provenance: ProvenanceFlag = True,
-    sign: Sign = None,
-    credentials: Credentials = "settings",
-    usd_per_hour: UsdPerHour = None,
-    device: Device = "auto",
-    precision: Precision = "float32",
-    backend: Backend = "torch",
-    optimise: Optimise = None,
-    path_prefix: Prefix = "",
-    metrics_port: MetricsPort = None,
-    metrics_host: MetricsHost = "0.0.0.0",
-    log_format: LogFormat = "text",
-    log_level: LogLevel = "info",
-    vertex: Vertex = False,
-    variant: Variant = None,
-    revision: Revision = None,
-    engine: EngineName = "local",
-    ray_address: RayAddress = None,
-    replicas: ReplicaCount = None,
-    jobs_per_replica: JobsEach = None,
-    replica_cpus: ReplicaCpus = None,
-    replica_gpus: ReplicaGpus = None,
+    *,
+    asked: ServeOptions,
 ) -> None:
     """Serve pictures: a page, APIs and durable jobs.
 
@@ -176,18 +187,18 @@ def serve(
 
     Example: darkroom serve model/ --engine ray --replicas 1:4 --jobs postgresql+psycopg://me@db/darkroom
     """
-    said = dict(locals())
-    if make_key is not None:
-        print(_new_key(api_key_file, make_key))
+    if asked.make_key is not None:
+        print(_new_key(asked.api_key_file, asked.make_key))
         return
+    said = {"model": model, **asdict(asked)}
     _check(said)
     from darkroom.serve.logs import set_up as set_up_logs
 
-    set_up_logs(log_format, log_level)
-    if engine == "ray":
+    set_up_logs(asked.log_format, asked.log_level)
+    if asked.engine == "ray":
         from darkroom.cluster.serve import run as run_on_ray
 
-        run_on_ray(_settings(said), _replicas(said), ray_address)
+        run_on_ray(_settings(said), _replicas(said), asked.ray_address)
         return
     from darkroom.serve.process import run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from darkroom.cli.door import RECIPE_HELP, Json, Out, app, columns, console, recipe_file, show
+from darkroom.cli.groups import grouped
 from darkroom.errors import DarkroomError, InputError
 
 if TYPE_CHECKING:
+    from darkroom.cluster.train import Placement
     from darkroom.train.run import Tried
     from darkroom.train.trainer import TrainResult
 
@@ -36,10 +39,56 @@ def quickstart(
     show(result, as_json, result.lines)
 
 
+@dataclass(frozen=True)
+class RayOptions:
+    """Where a Ray cluster is and what it gives: `darkroom.cluster.train.Placement`."""
+
+    ray_address: Annotated[
+        str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
+    ] = None
+    workers: Annotated[
+        str | None,
+        typer.Option(help="ray: how many; MIN:MAX as machines come and go; else as parallel.devices"),
+    ] = None
+    accelerator: Annotated[
+        str | None, typer.Option(help="ray: the accelerator type of the workers' nodes, as Ray names it")
+    ] = None
+    cpus: Annotated[int, typer.Option(min=1, help="ray: CPUs of each worker, and its threads")] = 1
+    max_failures: Annotated[
+        int, typer.Option(min=0, help="ray: how often lost workers are started again")
+    ] = 3
+    grows: Annotated[
+        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
+    ] = False
+
+    def placement(self) -> Placement:
+        """Where workers go."""
+        from darkroom.cluster.elastic import WorkerRange
+        from darkroom.cluster.train import Placement
+
+        workers = WorkerRange.parsed(self.workers) if self.workers is not None else None
+        return Placement(
+            self.ray_address, workers, self.accelerator, self.cpus, self.max_failures, self.grows
+        )
+
+    def check_engine(self, engine: str) -> None:
+        """InputError for options that mean nothing without a cluster."""
+        flags = {
+            "--ray-address": self.ray_address is not None,
+            "--workers": self.workers is not None,
+            "--accelerator": self.accelerator is not None,
+            "--grows": self.grows,
+        }
+        if asked := ", ".join(name for name, is_given in flags.items() if is_given):
+            raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
+
+
 @app.command()
+@grouped
 def train(
     recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, callback=recipe_file)],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    *,
     out: Out = None,
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's folder")] = "auto",
     engine: Annotated[
@@ -49,23 +98,7 @@ def train(
             "auto: this machine, as it needs"
         ),
     ] = "auto",
-    ray_address: Annotated[
-        str | None, typer.Option(help="ray: auto, local or HOST:PORT; $RAY_ADDRESS, else local")
-    ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(help="ray: how many; MIN:MAX as machines come and go; else as parallel.devices"),
-    ] = None,
-    accelerator: Annotated[
-        str | None, typer.Option(help="ray: the accelerator type of the workers' nodes, as Ray names it")
-    ] = None,
-    cpus: Annotated[int, typer.Option(min=1, help="ray: CPUs of each worker, and its threads")] = 1,
-    max_failures: Annotated[
-        int, typer.Option(min=0, help="ray: how often lost workers are started again")
-    ] = 3,
-    grows: Annotated[
-        bool, typer.Option("--grows", help="ray: an autoscaler adds nodes: wait for what is not there yet")
-    ] = False,
+    on_ray: RayOptions,
     of: Annotated[
         str | None, typer.Option("--from", help="kohya: the file is a TOML of kohya's sd-scripts")
     ] = None,
@@ -97,10 +130,11 @@ def train(
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.plan.run_estimate import foretell
     from darkroom.recipe.read import read_sweep
-    from darkroom.train.distributed.launch import launch, starts_processes
+    from darkroom.train.distributed.launch import launch, num_processes, starts_processes
     from darkroom.train.distributed.ranks import is_first
     from darkroom.train.run import sweep
     from darkroom.train.run import train as run
+    from darkroom.train.setup import check_settings
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [], of=of)
@@ -109,30 +143,26 @@ def train(
     if engine == "ray":
         if len(recipes) > 1:
             raise InputError(f"{len(recipes)} recipes with --engine ray", allowed="one value for each key")
-        from darkroom.cluster.elastic import WorkerRange
-        from darkroom.cluster.train import Placement
         from darkroom.cluster.train import train as train_on_ray
 
-        span = WorkerRange.parsed(workers) if workers is not None else None
-        placed = Placement(ray_address, span, accelerator, cpus, max_failures, grows)
-        made = train_on_ray(recipes[0][1], out=place, placement=placed, resume=resume, console=said)
+        placement = on_ray.placement()
+        made = train_on_ray(recipes[0][1], out=place, placement=placement, resume=resume, console=said)
         return _show_run(made, as_json)
-    if asked := _only_ray(ray_address, workers, accelerator, grows or None):
-        raise InputError(f"{asked} with --engine {engine}", allowed="with --engine ray")
+    on_ray.check_engine(engine)
     if engine != "local" and starts_processes(recipes[0][1].parallel):
+        count = num_processes(recipes[0][1].parallel)
+        if not recipes[0][1].phases:
+            check_settings(recipes[0][1], count)
         arguments = ["train", str(recipe), *(overrides or []), "--out", str(place), "--resume", resume]
         arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
-        launch([*arguments, "--engine", "local", *flags], recipes[0][1])
-        return None
+        return launch([*arguments, "--engine", "local", *flags], count)
     estimate = partial(foretell, count=plan_first)
     if len(recipes) > 1:
         tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=said)
         return _show_sweep(tried, as_json) if is_first() else None
     result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=said)
-    if not is_first():
-        return None
-    return _show_run(result, as_json)
+    return _show_run(result, as_json) if is_first() else None
 
 
 def _show_sweep(tried: list[Tried], as_json: bool) -> None:
@@ -156,17 +186,6 @@ def _show_sweep(tried: list[Tried], as_json: bool) -> None:
 def _show_run(result: TrainResult, as_json: bool) -> None:
     made = [f"made: {path}" for path in result.outputs]
     show(result.to_dict(), as_json, lambda: [*made, f"bill: {result.bill.line()}"])
-
-
-def _only_ray(address: str | None, workers: str | None, accelerator: str | None, grows: bool | None) -> str:
-    """Which flags were given that mean nothing without a cluster."""
-    flags = {
-        "--ray-address": address,
-        "--workers": workers,
-        "--accelerator": accelerator,
-        "--grows": grows,
-    }
-    return ", ".join(name for name, value in flags.items() if value is not None)
 
 
 @app.command()

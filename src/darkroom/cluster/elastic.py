@@ -18,12 +18,14 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.connect import unless_set
 from darkroom.cluster.private_ray import private, to_extend
 from darkroom.errors import InputError, RecipeError
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import TrainSettings
 
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 MONITOR_S = 10.0  # how often it is looked whether there is room for another number of workers
@@ -59,45 +61,35 @@ class WorkerRange:
         return f"{self.least}:{self.most}" if self.elastic else str(self.least)
 
 
-def allowed_counts(recipe: Any, span: WorkerRange) -> list[int]:
+def allowed_counts(phases: Sequence[TrainSettings], span: WorkerRange) -> list[int]:
     """The numbers of workers within the span that share the global batch evenly, in every phase.
 
     Raises RecipeError where there is none.
     """
     if not span.elastic:
-        _check_batches(recipe, span.least)
+        _check_batches(phases, span.least)
         return [span.least]
     counts = []
     for count in range(span.least, span.most + 1):
         with suppress(RecipeError):
-            _check_batches(recipe, count)
+            _check_batches(phases, count)
             counts.append(count)
     if not counts:
+        batches = " and ".join(dict.fromkeys(str(one.global_batch) for one in phases))
         raise RecipeError(
             "train.global_batch",
-            f"{_batches(recipe)} (micro_batch {recipe.train.micro_batch}) over {span} processes",
+            f"{batches} (micro_batch {phases[0].micro_batch}) over {span} processes",
             mend="choose a number of workers that divides it",
         )
     return counts
 
 
-def _check_batches(recipe: Any, count: int) -> None:
-    """RecipeError unless so many share the global batch of the recipe, or that of each of its phases."""
+def _check_batches(phases: Sequence[TrainSettings], count: int) -> None:
+    """RecipeError unless so many share the global batch of each phase."""
     from darkroom.recipe.rules import check_batch
 
-    for one in _parts(recipe):
+    for one in phases:
         check_batch(one, count)
-
-
-def _batches(recipe: Any) -> str:
-    return " and ".join(dict.fromkeys(str(one.train.global_batch) for one in _parts(recipe)))
-
-
-def _parts(recipe: Any) -> list[Any]:
-    """The recipe, or those of its phases."""
-    from darkroom.train.run import phase_recipes
-
-    return [one for _, one in phase_recipes(recipe, Path())] or [recipe]
 
 
 def rounded_down(count: int, counts: Sequence[int]) -> int:

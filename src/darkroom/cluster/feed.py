@@ -39,7 +39,7 @@ from darkroom.hardware import accelerator
 if TYPE_CHECKING:
     from darkroom.data.order import BatchRows, SampleOrder
     from darkroom.data.store import Store
-    from darkroom.recipe.sections import OnlineSettings, Recipe
+    from darkroom.recipe.sections import DataSettings, OnlineSettings, TrainSettings
     from darkroom.train.data.feed import Feed
     from darkroom.train.distributed.ranks import Ranks
     from darkroom.train.tasks.diffusion import Columns, Task
@@ -52,14 +52,14 @@ SAID_EVERY_S = 60.0  # how often that is said at most
 
 @contextmanager
 def online(
-    recipe: Recipe,
+    data: DataSettings,
     *,
     reserved_cpus: float = 0.0,
     say: Say = lambda _: None,
     encoder: Callable[..., Any] = OnlineEncoder,
     grows: bool = False,
 ) -> Iterator[OnlineFeed | None]:
-    """Within, encoders stand ready for a recipe with data.encode=online; for any other there is no feed.
+    """Within, encoders stand ready where data.encode is online; for any other there is no feed.
 
     To be called on the driver while it is connected to a cluster. The feed may be handed to workers. CPUs
     that training needs are `reserved_cpus`. InputError where the cluster lacks what is asked, unless it
@@ -67,10 +67,10 @@ def online(
     """
     import ray
 
-    if recipe.data.encode != "online":
+    if data.encode != "online":
         yield None
         return
-    settings = recipe.data.online
+    settings = data.online
     bounds = Bounds.parsed(str(settings.encoders), settings.accelerator, settings.fraction)
     cluster = describe(grows=grows)
     cluster.require(bounds.accelerator)
@@ -83,7 +83,7 @@ def online(
         cpus = _spare_cpus(bounds, nodes, reserved_cpus)
     if bounds.shares:
         say(f"reading, encoding and training share this machine's {cluster.cpus:g} CPUs")
-    for store in stores_here(recipe):
+    for store in stores_here(data):
         check_nodes(store, say)  # any of them may be the one that reads
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
@@ -155,7 +155,8 @@ class OnlineFeed:
 
     def bound(
         self,
-        recipe: Recipe,
+        train: TrainSettings,
+        data: DataSettings,
         task: Task,
         stores: Sequence[Store],
         order: SampleOrder,
@@ -165,12 +166,22 @@ class OnlineFeed:
         """The stream of this rank's batches of a job."""
 
         [store] = stores
-        parts = _parts(recipe, task)
+        parts = _parts(task, data.text)
         ranks.in_turn(lambda: self._hold(parts))
         source = RowSource(str(store.path), store.version, task.read)
         pin = accelerator.kind_of(device).streams
         job = _StreamSetup(
-            self.keeper, self.cpus, self.shares, recipe, source, order, ranks, parts.tokenizers, pin
+            keeper=self.keeper,
+            cpus=self.cpus,
+            shares=self.shares,
+            settings=data.online,
+            ahead=data.ahead,
+            steps=train.steps,
+            source=source,
+            order=order,
+            ranks=ranks,
+            tokenizers=parts.tokenizers,
+            pin=pin,
         )
 
         @contextmanager
@@ -191,7 +202,7 @@ class OnlineFeed:
             ray.get(self.keeper.hold.remote(parts.identity, [ray.put(parts)]))
 
 
-def _parts(recipe: Recipe, task: Task) -> Parts:
+def _parts(task: Task, text_from: str) -> Parts:
     """Copies of the frozen parts on the CPU; text encoders too, unless text is trained, stored or inline."""
     import copy
 
@@ -200,7 +211,7 @@ def _parts(recipe: Recipe, task: Task) -> Parts:
     model, read = task.model, task.read
     assert model.vae is not None
     trained = any(name != "unet" for name in task.modules)
-    text = read.text is None and recipe.data.text == "auto" and not trained and not recipe.model.word
+    text = read.text is None and text_from == "auto" and not trained
     encoders = tuple(model.text_encoders) if text else ()
     identity = models.identity(model.vae, *encoders)
     modules = [copy.deepcopy(module).to("cpu").eval() for module in (model.vae, *encoders)]
@@ -214,7 +225,9 @@ class _StreamSetup:
     keeper: Any
     cpus: float
     shares: bool
-    recipe: Recipe
+    settings: OnlineSettings
+    ahead: int  # batches that are asked for before they are taken, at least
+    steps: int
     source: RowSource
     order: SampleOrder
     ranks: Ranks
@@ -248,8 +261,8 @@ class Stream:
     def __init__(self, job: _StreamSetup, k: int) -> None:
         import ray
 
-        self._job, self._next, self._end = job, k, job.recipe.train.steps
-        self._settings = job.recipe.data.online
+        self._job, self._next, self._end = job, k, job.steps
+        self._settings = job.settings
         self._asked = k  # the first batch that was not asked for
         self._coming: dict[int, _Coming] = {}
         self._made: dict[int, Columns] = {}
@@ -270,7 +283,7 @@ class Stream:
         first = job.rows(k)
         in_batch = -(-len(first) // job.block_rows(first))
         share = -(-QUEUE * bounds.most // job.ranks.size)
-        self.ahead = max(job.recipe.data.ahead, -(-(share + 2 * cpu_workers) // in_batch))
+        self.ahead = max(job.ahead, -(-(share + 2 * cpu_workers) // in_batch))
         """Batches that are asked for before they are taken, and so the most that lie in memory."""
         self._assembler = Assembler(job.source.read, _nothing, pin=job.pin)
         self._thread = threading.Thread(target=self._run, name="online", daemon=True)

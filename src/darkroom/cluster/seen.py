@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from darkroom.errors import StoreError
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import DataSettings
 
 ANSWER_S = 30.0  # how long all nodes together may take to answer
 NAMED = 3  # machines that a line names
 
 
-def stores_here(recipe: Recipe) -> list[str]:
+def stores_here(data: DataSettings) -> list[str]:
     """The folders of a recipe's stores that this machine sees, which others must see too."""
-    stores = [recipe.data.store, *(one.store for one in recipe.data.stores)]
+    stores = [data.store, *(one.store for one in data.stores)]
     return [str(Path(store).absolute()) for store in stores if store and Path(store).is_dir()]
 
 

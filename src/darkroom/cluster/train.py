@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +36,10 @@ from darkroom.cluster.seen import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
 from darkroom.hardware.system import on_stop_signal
+from darkroom.recipe.phases import phase_recipes
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import ParallelSettings, Recipe, TrainSettings
     from darkroom.train.trainer import TrainResult
 
 Say = Callable[[str], None]
@@ -103,8 +104,9 @@ def train(
         if waits := cluster.waits_for(placement.accelerator):
             console(waits)
         room = room_of(cluster, placement.accelerator)
-        counts = _workers(recipe, placement, room)
-        target = _target(recipe, Path(out).absolute(), resume)
+        phases = [one.train for _, one in phase_recipes(recipe, Path())] or [recipe.train]
+        counts = _workers(phases, recipe.parallel, placement, room)
+        target = _target(Path(out).absolute(), resume, in_phases=bool(recipe.phases))
         try:
             return _run(recipe, target, resume, counts, placement, room, console)
         except Lost as error:
@@ -114,9 +116,11 @@ def train(
 # ---- where
 
 
-def _workers(recipe: Recipe, placement: Placement, room: Room) -> list[int]:
+def _workers(
+    phases: Sequence[TrainSettings], parallel: ParallelSettings, placement: Placement, room: Room
+) -> list[int]:
     """How many workers there may be; InputError where the recipe or the cluster does not allow any."""
-    parallel, on_gpus = recipe.parallel, _uses_gpus(recipe, placement, room)
+    on_gpus = _uses_gpus(phases[0].device, placement, room)
     counted = placement.workers is None and parallel.devices == "auto" and parallel.mode != "none"
     if counted and on_gpus and not room.gpus:
         raise InputError(
@@ -130,7 +134,7 @@ def _workers(recipe: Recipe, placement: Placement, room: Room) -> list[int]:
         raise InputError(f"--workers {span} of {placement.cpus} CPUs each", allowed="1 or more")
     if span.most > 1 and parallel.mode == "none":
         raise RecipeError("parallel.mode", f"none, with {span} workers", mend="set parallel.mode=ddp or fsdp")
-    counts = allowed_counts(recipe, span)
+    counts = allowed_counts(phases, span)
     holds = room.holds(placement.cpus, 1 if on_gpus else 0)
     if counts[0] > holds and not room.grows:
         of = f" of type {placement.accelerator}" if placement.accelerator else ""
@@ -144,20 +148,19 @@ def _workers(recipe: Recipe, placement: Placement, room: Room) -> list[int]:
     return counts
 
 
-def _uses_gpus(recipe: Recipe, placement: Placement, room: Room) -> bool:
+def _uses_gpus(device: str, placement: Placement, room: Room) -> bool:
     """Whether workers get a GPU each: where nodes have some, or will: an accelerator still to come is one."""
-    device = recipe.train.device
     comes = room.grows and (device == "cuda" or (placement.accelerator is not None and not room.nodes))
     return device != "cpu" and (room.gpus >= 1 or comes)
 
 
-def _target(recipe: Recipe, out: Path, resume: str) -> Path:
+def _target(out: Path, resume: str, *, in_phases: bool) -> Path:
     """The run's folder, settled once so that workers that start again go on in it."""
     from darkroom.run import numbered_folder
 
     if resume == "auto":
         return out
-    if recipe.phases:
+    if in_phases:
         raise InputError(f"--resume {resume} with phases", allowed="auto")
     if resume != "never" and not (Path(resume) / "manifest.json").is_file():
         raise InputError(
@@ -187,9 +190,11 @@ def _run(
         "max_failures": placement.max_failures,
         "token": uuid.uuid4().hex[:12],
         "elastic": len(counts) > 1,
-        "stores": stores_here(recipe),
+        "stores": stores_here(recipe.data),
     }
-    gpus = 1 if _uses_gpus(recipe, placement, room) else 0
+    gpus = 1 if _uses_gpus(recipe.train.device, placement, room) else 0
+    at_once = rounded_down(room.holds(placement.cpus, gpus), counts) or counts[0]  # on the nodes there are
+    timeout_s = recipe.parallel.timeout_s
 
     def waits() -> str:
         return waiting(f"{counts[0]} workers", placement.cpus, gpus, placement.accelerator)
@@ -198,13 +203,14 @@ def _run(
         _asked_to_stop() as asked,
         TemporaryDirectory(prefix="darkroom-ray-") as records,
         online(
-            recipe,
-            reserved_cpus=_at_once(recipe, counts, placement, room) * placement.cpus,
+            recipe.data,
+            reserved_cpus=at_once * placement.cpus,
             say=say,
             grows=placement.grows,
         ) as job["feed"],
     ):
-        failure = _followed(_trainer(job, recipe, counts, placement, room, records), mail, asked, waits, say)
+        trainer = _trainer(job, timeout_s, counts, placement, room, records, gpus=bool(gpus))
+        failure = _followed(trainer, mail, asked, waits, say)
     made = ray.get(mail.what_was_made.remote())
     if made is not None and (failure is None or isinstance(failure, Stopped)):
         return _result(made)
@@ -212,19 +218,19 @@ def _run(
     raise _why(failure, told, placement.max_failures, starts) from failure
 
 
-def _at_once(recipe: Recipe, counts: list[int], placement: Placement, room: Room) -> int:
-    """How many workers the nodes there are have room for."""
-    gpus = 1 if _uses_gpus(recipe, placement, room) else 0
-    return rounded_down(room.holds(placement.cpus, gpus), counts) or counts[0]
-
-
 def _trainer(
-    job: dict[str, Any], recipe: Recipe, counts: list[int], placement: Placement, room: Room, records: str
+    job: dict[str, Any],
+    timeout_s: float,
+    counts: list[int],
+    placement: Placement,
+    room: Room,
+    records: str,
+    *,
+    gpus: bool,
 ) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
 
-    gpus = _uses_gpus(recipe, placement, room)
     resources = {"CPU": float(placement.cpus), **({"GPU": 1.0} if gpus else {})}
     return job_trainer(
         counts,
@@ -234,7 +240,7 @@ def _trainer(
         train_loop_config=job,
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if gpus else "gloo",
-            timeout_s=int(2 * recipe.parallel.timeout_s + 60),  # the job's own watch is to name who hangs
+            timeout_s=int(2 * timeout_s + 60),  # the job's own watch is to name who hangs
         ),
         scaling_config=ScalingConfig(
             num_workers=(counts[0], counts[-1]) if len(counts) > 1 else counts[0],

@@ -46,7 +46,16 @@ def bench_train(
     if repeats < 1 or warmup < 0:
         raise InputError(f"repeats={repeats}, warmup={warmup}", allowed="repeats >= 1, warmup >= 0")
     chunk = chunk or recipe.train.log_every
-    recipe = _quiet(recipe, chunk * (warmup + repeats) + 1)
+    steps = chunk * (warmup + repeats) + 1
+    # Without what is not the loop, and with a rate at which the weights stay as they are.
+    changes = {
+        "train": recipe.train.model_copy(update={"steps": steps}),
+        "optim": recipe.optim.model_copy(update={"lr": 1e-9, "warmup_steps": 0}),
+        "checkpoint": recipe.checkpoint.model_copy(update={"every": steps + 1}),
+        "sample": recipe.sample.model_copy(update={"every": 0, "prompts": ()}),
+        "evaluate": recipe.evaluate.model_copy(update={"every": 0}),
+    }
+    recipe = recipe.model_copy(update=changes)
     with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as folder:
         job = make_job(recipe, Pinned(Path(folder)))
         turns = _Turns(job, chunk, warmup + repeats)
@@ -54,7 +63,14 @@ def bench_train(
         run = Run.create(Path(folder) / "run", recipe.dump(), environment())
         with suppress(_Measured):
             Trainer(replace(job, feed=turns.feed), run, tracker=NoTracker(), say=lambda _: None).train()
-        return _rows(recipe, job, turns, warmup, peak.bytes())
+        settings = {
+            "task": recipe.task,
+            "model": recipe.model.base,
+            "resolution": recipe.data.resolution,
+            "encode": recipe.data.encode,
+            "global_batch": recipe.train.global_batch,
+        }
+        return _rows(settings, job, turns, warmup, peak.bytes())
 
 
 class _Measured(Exception):
@@ -117,33 +133,16 @@ def bare_step(step: Step, inputs: dict[str, Tensor]) -> None:
     step.weights.publish()
 
 
-def _quiet(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe without what is not the loop, and with a rate at which the weights stay as they are."""
-    changes = {
-        "train": {"steps": steps},
-        "optim": {"lr": 1e-9, "warmup_steps": 0},
-        "checkpoint": {"every": steps + 1},
-        "sample": {"every": 0, "prompts": ()},
-        "evaluate": {"every": 0},
-    }
-    parts = {name: getattr(recipe, name).model_copy(update=update) for name, update in changes.items()}
-    return recipe.model_copy(update=parts)
-
-
 def _rows(
-    recipe: Recipe, job: TrainingSetup, turns: _Turns, warmup: int, peak_bytes: int
+    settings: dict[str, Any], job: TrainingSetup, turns: _Turns, warmup: int, peak_bytes: int
 ) -> list[Measurement]:
     timings = {
         name: Timing(name, tuple(seconds[warmup:]), sum(seconds[:warmup]), None)
         for name, seconds in turns.seconds.items()
     }
     flops = flops_per_image(job.task, turns.inputs)
-    settings = {
-        "task": recipe.task,
-        "model": recipe.model.base,
-        "resolution": recipe.data.resolution,
-        "encode": recipe.data.encode,
-        "global_batch": recipe.train.global_batch,
+    measured = {
+        **settings,
         "micro_batch": job.step.micro_batch,
         "parameters": sum(master.numel() for master in job.step.weights.masters.values()),
         "threads": torch.get_num_threads(),
@@ -153,13 +152,13 @@ def _rows(
             "train",
             timing,
             baseline=timings[BARE],
-            images=recipe.train.global_batch,
+            images=settings["global_batch"],
             steps=1,
             flops_per_image=flops,
             precision=job.environment["precision"],
             device=str(job.device),
             note=f"median of chunks of {turns.chunk} steps, in turns",
-            settings=settings,
+            settings=measured,
             peak_memory_bytes=peak_bytes,
         )
         for timing in timings.values()

@@ -34,11 +34,9 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
 from darkroom.models.outline import outlined
 from darkroom.train import model as build
-from darkroom.train.objective import scheduler_config
-from darkroom.train.tasks.distill import lcm_scheduler
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import ModelSettings, ObjectiveSettings
 
 
 Floats = NDArray[np.float64]
@@ -543,15 +541,14 @@ def size_bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def outline(recipe: Recipe) -> Model:
+def outline(task: str, settings: ModelSettings, objective: ObjectiveSettings, resolution: int) -> Model:
     """The model of a recipe on the meta device: its shapes, no weights, no downloads of them."""
-    settings = recipe.model
-    parts = ("vae",) if recipe.task == "autoencoder" else PARTS
+    parts = ("vae",) if task == "autoencoder" else PARTS
     vae = outlined(str(settings.vae), ("vae",)).vae if isinstance(settings.vae, str) else None
     if settings.base in FAMILIES:
         own = settings.text_encoder if isinstance(settings.text_encoder, str) else None
         text = None if own is None else outlined(own, ("text_encoder",))
-        overrides = build._overrides(recipe, vae, text)
+        overrides = build.family_changes(task, settings, resolution, vae, text)
         if settings.tokenizer == "train" and "text_encoder" in overrides:
             learned = {"vocab_size": settings.vocab_size, "max_position_embeddings": settings.max_length}
             overrides["text_encoder"] = learned | overrides["text_encoder"]
@@ -561,12 +558,8 @@ def outline(recipe: Recipe) -> Model:
     else:
         model = outlined(settings.base, parts)
     model.vae = vae or model.vae
-    if recipe.task != "autoencoder":
+    if task != "autoencoder":
         if model.unet is None:
             raise RecipeError("model.base", f"'{settings.base}' has no unet")
-        latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
-        model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
-        if recipe.task == "distill":
-            model.scheduler = lcm_scheduler(model.scheduler, recipe.objective.distill)
-        build.check_resolution(recipe.data.resolution, model)
+        build.settle_scheduler(model, task, objective, resolution)
     return model

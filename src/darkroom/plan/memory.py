@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,35 +25,32 @@ from darkroom.plan.counts import (
     tag_weights,
 )
 from darkroom.plan.generation import decoded, unet_call
-from darkroom.plan.settings import encodes
 from darkroom.prepare.encoders import encode_moments
 from darkroom.sample.generate import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
-from darkroom.train import setup as job
 from darkroom.train.data.local_dataset import has_own_store
 from darkroom.train.data.precomputed import PREPARED_PIXELS, caches_latents
 from darkroom.train.memory import LEAST_BYTES
-from darkroom.train.tasks.diffusion import ENCODED_PIXELS, Diffusion
+from darkroom.train.tasks.diffusion import ENCODED_PIXELS, Diffusion, Task
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import DataSettings, ModelSettings
 
 
 ROWS = (2, 3)
 
 
-def chunks(recipe: Recipe) -> dict[str, int]:
-    """Pictures that are encoded at once: at each step, or before the first one."""
-    pixels = recipe.data.resolution**2
-    if _makes_latents(recipe):
+def chunks(resolution: int, *, before: bool, inline: bool) -> dict[str, int]:
+    """Pictures that are encoded at once: `before` the first step, or at each one."""
+    pixels = resolution**2
+    if before:
         return {LATENTS: max(1, PREPARED_PIXELS // pixels)}
-    return {"inputs": max(1, ENCODED_PIXELS // pixels)} if encodes(recipe) else {}
+    return {"inputs": max(1, ENCODED_PIXELS // pixels)} if inline else {}
 
 
-def reads_text(recipe: Recipe, task: Any) -> bool:
+def reads_text(data: DataSettings, task: Task) -> bool:
     """Whether the text's states come from a column; 'auto' takes one where the latents are prepared too."""
-    data = recipe.data
-    if recipe.task == "autoencoder" or getattr(task, "_trains_text", False):
+    if not isinstance(task, Diffusion) or task.trains_text:
         return False
     return data.text == "stored" or (data.text == "auto" and data.encode == "stored")
 
@@ -61,18 +58,16 @@ def reads_text(recipe: Recipe, task: Any) -> bool:
 # ---- before the first step
 
 
-def _makes_latents(recipe: Recipe) -> bool:
+def makes_latents(task: str, data: DataSettings) -> bool:
     """Whether the run makes latents of its own pictures before it trains."""
-    return recipe.task != "autoencoder" and has_own_store(recipe) and caches_latents(recipe)
+    return task != "autoencoder" and has_own_store(data) and caches_latents(data)
 
 
 def own_latents(
-    counter: Counter, recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool
+    counter: Counter, side: int, model: Model, there: Collection[str], *, gpu: bool
 ) -> tuple[Moment, ...]:
-    """What is alive while a run makes its own latents: nothing trains yet, and not all parts are there."""
-    if not _makes_latents(recipe):
-        return ()
-    side, traces = recipe.data.resolution, []
+    """What is alive while a run makes its own latents: nothing trains yet, and not all parts are `there`."""
+    traces = []
     tag_weights(counter, model.modules.values())
     for rows in ROWS:
         counter.stage = LATENTS
@@ -81,51 +76,37 @@ def own_latents(
         traces.append(counter.start_trace())
         encode_moments(model.vae, given)
         counter.stage, counter.trace = "", None
-    there = _there_early(recipe, model, dtype, gpu=gpu)
     absent = _held_bytes([module for name, module in model.modules.items() if name not in there])
     return _lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
 
 
-def _there_early(recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool) -> set[str]:
+def there_early(settings: ModelSettings, model: Model, *, gpu: bool, cast: bool) -> set[str]:
     """The parts that hold memory while latents are made.
 
     A GPU gets the others afterwards. On a CPU a folder's weights lie in its files until they are used, while
-    random ones and those that were cast are in memory from the start.
+    random ones, and the U-Net's where it was `cast`, are in memory from the start.
     """
-    if recipe.data.class_prompt is not None:
-        return set(model.modules)  # they have drawn the pictures of the class
     if gpu:
         return {"vae"}
-    settings = recipe.model
     found = {"vae"}
     if settings.base in FAMILIES:
         found |= model.modules.keys() - (
             {"text_encoder"} if isinstance(settings.text_encoder, str) else set()
         )
-    cast = job.frozen_unet(recipe) and dtype != torch.float32
     return found | ({"unet"} if settings.fresh_unet or cast else set())
 
 
 # ---- between steps
 
 
-def _num_samples(recipe: Recipe) -> int:
-    """How many pictures a sample grid has; 0 where none is drawn, as by an autoencoder."""
-    if recipe.task == "autoencoder":
-        return 0
-    known = job.known_prompts(recipe)
-    return recipe.sample.num if known is None else len(known)
-
-
-def samples(counter: Counter, recipe: Recipe, model: Model, *, gpu: bool) -> tuple[Moment, ...]:
-    """What is alive while the grid of samples is drawn, beside the optimiser's state and the average."""
-    number, guidance = _num_samples(recipe), recipe.sample.guidance
-    if not number:
-        return ()
-    side = recipe.data.resolution // model.vae_factor
+def samples(
+    counter: Counter, number: int, guidance: float | None, resolution: int, model: Model, *, gpu: bool
+) -> tuple[Moment, ...]:
+    """What is alive while a grid of samples is drawn, beside the optimiser's state and the average."""
+    side = resolution // model.vae_factor
     together = min(number, pictures_a_call(side**2))
     rows = together if guidance is not None and guidance <= 1 else 2 * together
-    at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // recipe.data.resolution**2))
+    at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // resolution**2))
     call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
     told = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
     trace = counter.start_trace()
@@ -152,21 +133,25 @@ def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor
 # ---- meanwhile
 
 
-def resting(recipe: Recipe, model: Model, task: Any) -> list[str]:
-    """The parts that a CPU lays into a file while it trains, because no step runs them."""
+def resting(model: Model, task: Task, *, text: bool, inline: bool) -> list[str]:
+    """The parts that a CPU lays into a file while it trains, because no step runs them.
+
+    `text`: its states come from a column; `inline`: pictures are encoded at each step.
+    """
     if not isinstance(task, Diffusion):
         return []
-    text = [name for name in model.modules if name.startswith("text_encoder") and name not in task.modules]
-    names = [*(text if reads_text(recipe, task) else task.rested_text), *([] if encodes(recipe) else ["vae"])]
+    encoders = [name for name in model.modules if name.startswith("text_encoder")]
+    idle = [name for name in encoders if name not in task.modules] if text else task.rested_text
+    names = idle if inline else [*idle, "vae"]
     return names if _held_bytes([model.modules[name] for name in names]) >= LEAST_BYTES else []
 
 
 def rested(
-    moments: Collection[Moment], recipe: Recipe, model: Model, names: Collection[str]
+    moments: Collection[Moment], model: Model, names: Collection[str], *, random: bool
 ) -> tuple[Moment, ...]:
     """The moments of steps while these parts rest; random weights were all in memory before."""
     light = _lighter(moments, _held_bytes([model.modules[name] for name in names]))
-    if not names or recipe.model.base not in FAMILIES:
+    if not names or not random:
         return light
     whole = {kind: Line(0.0, 0.0) for kind in KINDS}
     whole["weights"] = Line(4.0 * sum(model.num_parameters.values()), 0.0)

@@ -11,15 +11,14 @@ from darkroom.errors import InputError, RecipeError
 from darkroom.train.data.precomputed import caches_latents
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe
 
 
-def encodes(recipe: Recipe) -> bool:
+def encodes(task: str, data: DataSettings) -> bool:
     """Whether pictures are encoded at each step."""
-    data = recipe.data
-    if recipe.task == "autoencoder" or data.encode == "stored":
+    if task == "autoencoder" or data.encode == "stored":
         return False
-    return data.encode == "inline" or not caches_latents(recipe)
+    return data.encode == "inline" or not caches_latents(data)
 
 
 def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -58,17 +57,16 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
         "resolution": recipe.data.resolution,
         "encode": recipe.data.encode,
         "stores_text": stores_text,  # where latents are stored beforehand
-        "reads": _reads(recipe, stores_text),
+        "reads": _reads(recipe.task, recipe.data, stores_text),
         "checkpointing": train.gradient_checkpointing,
         "aligns": train.align.extractor is not None,
     }
 
 
-def _reads(recipe: Recipe, stores_text: bool) -> list[str]:
+def _reads(task: str, data: DataSettings, stores_text: bool) -> list[str]:
     """What is read of the store at each step instead of being computed."""
-
-    latents = recipe.task != "autoencoder" and not encodes(recipe)
-    text = stores_text and "stored" in (recipe.data.text, recipe.data.encode)
+    latents = task != "autoencoder" and not encodes(task, data)
+    text = stores_text and "stored" in (data.text, data.encode)
     return ["latents"] * latents + ["text"] * text
 
 
@@ -85,14 +83,14 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
     """A recipe, or one of its phases with the recipe's own model: its weights do not matter here; with notes
     on what stands in for parts that are not there yet.
     """
+    from darkroom.recipe.phases import phase_recipes
     from darkroom.recipe.read import read_recipe
-    from darkroom.train.run import phase_recipes
 
-    recipe, notes = _stood_in(read_recipe(path, overrides), path.parent)
-    if phase is None:
-        return recipe, notes
-    _, found = list(phase_recipes(recipe, Path()))[phase]
-    return found.model_copy(update={"model": recipe.model}), notes
+    recipe = read_recipe(path, overrides)
+    model, notes = _stood_in(recipe.model, path.parent)
+    if phase is not None:
+        _, recipe = list(phase_recipes(recipe, Path()))[phase]
+    return recipe.model_copy(update={"model": model}), notes
 
 
 def runs_of(text: str, folder: Path) -> list[Any]:
@@ -105,26 +103,22 @@ def runs_of(text: str, folder: Path) -> list[Any]:
     return [Path("runs", name).exists() for name in names] + said
 
 
-def _stood_in(recipe: Recipe, folder: Path) -> tuple[Recipe, list[str]]:
-    """A recipe whose VAE or base an earlier run has yet to make, with what stands in for it, and notes.
+def _stood_in(model: ModelSettings, folder: Path) -> tuple[ModelSettings, list[str]]:
+    """A model whose VAE or base an earlier run has yet to make, with what stands in for it, and notes.
 
     Of `runs/NAME/model` that is what NAME.yaml beside the recipe trains; of another VAE the family's own.
     """
     notes, changes = [], dict[str, Any]()
-    vae, base = recipe.model.vae, str(recipe.model.base)
-    if _to_be_made(base) and (before := _recipe_of(base, folder)) is not None:
-        changes["base"] = before.model.base
-        notes.append(
-            f"model.base {base} is not there yet: planned as {before.model.base}, as its recipe says"
-        )
+    vae, base = model.vae, str(model.base)
+    if _to_be_made(base) and (before := _model_of(base, folder)) is not None:
+        changes["base"] = before.base
+        notes.append(f"model.base {base} is not there yet: planned as {before.base}, as its recipe says")
     if isinstance(vae, str) and _to_be_made(vae):
-        before = _recipe_of(vae, folder)
-        changes["vae"] = None if before is None else before.model.vae
-        told = f"the {recipe.model.base} family's own" if before is None else "its recipe says"
+        before = _model_of(vae, folder)
+        changes["vae"] = None if before is None else before.vae
+        told = f"the {model.base} family's own" if before is None else "its recipe says"
         notes.append(f"model.vae {vae} is not there yet: planned as {told}")
-    if not changes:
-        return recipe, notes
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)}), notes
+    return model.model_copy(update=changes), notes
 
 
 def _to_be_made(ref: str) -> bool:
@@ -136,13 +130,13 @@ def _to_be_made(ref: str) -> bool:
     return ref.startswith("runs/") or ref.count("/") > 1
 
 
-def _recipe_of(ref: str, folder: Path) -> Recipe | None:
-    """The recipe beside that makes a run's model, itself with what stands in; None where there is none."""
+def _model_of(ref: str, folder: Path) -> ModelSettings | None:
+    """The model of the recipe beside that makes a run's model, with what stands in; None without one."""
     from darkroom.recipe.read import read_recipe
 
     parts = Path(ref).parts
     file = folder / f"{parts[-2]}.yaml" if len(parts) > 1 and parts[-1] == "model" else None
-    return _stood_in(read_recipe(file), folder)[0] if file is not None and file.is_file() else None
+    return _stood_in(read_recipe(file).model, folder)[0] if file is not None and file.is_file() else None
 
 
 def text_of(path: Path) -> str:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom import models
+from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
 from darkroom.plan.counts import (
+    Moment,
     Profile,
     as_on_gpu,
     cached,
@@ -24,7 +26,16 @@ from darkroom.plan.counts import (
     tensors,
     trace_training,
 )
-from darkroom.plan.memory import chunks, own_latents, reads_text, rested, resting, samples
+from darkroom.plan.memory import (
+    chunks,
+    makes_latents,
+    own_latents,
+    reads_text,
+    rested,
+    resting,
+    samples,
+    there_early,
+)
 from darkroom.plan.settings import encodes
 from darkroom.recipe.sections import AlignSettings
 from darkroom.train import setup as job
@@ -41,43 +52,58 @@ CPU = torch.device("cpu")
 
 def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
     """Count a recipe's step in a precision (float32, bf16, fp16), as a GPU or a CPU computes it."""
-    model = outline(recipe)
+    data, side = recipe.data, recipe.data.resolution
+    model = outline(recipe.task, recipe.model, recipe.objective, side)
     if recipe.model.word is not None:
         _fill_tokenizers(model)
-    quiet = _without_store(recipe)
     dtype = models.precision(precision)
+    inline, before = encodes(recipe.task, data), makes_latents(recipe.task, data)
     with fakes(*model.modules.values()) as counter:
-        if job.frozen_unet(recipe) and model.unet is not None:
+        if recipe.frozen_unet and model.unet is not None:
             cast(model.unet, dtype)
-        before = own_latents(counter, recipe, model, dtype, gpu=gpu)
+        moments: list[Moment] = []
+        if before:
+            early = recipe.frozen_unet and dtype != torch.float32
+            there = there_early(recipe.model, model, gpu=gpu, cast=early)
+            if data.class_prompt is not None:
+                there = set(model.modules)  # they have drawn the pictures of the class
+            moments += own_latents(counter, side, model, there, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
-        task = job.make_task(quiet, model, _NoStore(), CPU)  # type: ignore[arg-type]
-        if not encodes(recipe) and recipe.task != "autoencoder" and hasattr(task, "_encode"):
+        task = job.make_task(_without_store(recipe), model, _NoStore(), CPU)  # type: ignore[arg-type]
+        if not inline and recipe.task != "autoencoder" and hasattr(task, "_encode"):
             task._encode = None
-        if gpu:
-            job.halve_text(recipe, model, dtype)
+        if gpu and recipe.frozen_text:
+            job.halve_text(model, dtype)
         held = {**model.modules, **task.modules}  # the job keeps all its parts on the device
-        step = job.bare_step(task, recipe, 1, dtype)
+        step = job.bare_step(task, train=recipe.train, optim=recipe.optim, micro_batch=1, dtype=dtype)
         if gpu:
             as_on_gpu(model.modules.values())
         tag_weights(counter, held.values())
-        columns = _columns(recipe, model, task)
+        text = reads_text(data, task)
+        columns = _columns(side, model, task, inline=inline, text=text)
         task.inputs(counter.fake(columns(1)), CPU)  # captions whose states are kept are encoded once
         traces = trace_training(counter, step, task, columns, rows=(2, 3))
-        between = samples(counter, recipe, model, gpu=gpu)
+        prompts = recipe.sample_prompts
+        number = recipe.sample.num if prompts is None else len(prompts)
+        if number and recipe.task != "autoencoder":
+            moments += samples(counter, number, recipe.sample.guidance, side, model, gpu=gpu)
         parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in held.items()}
-        masters = step.weights.masters
         counted = profile_of(
             traces,
             (2, 3),
             cpu=not gpu,
             parameters=parameters,
-            trained=sum(master.numel() for master in masters.values()),
-            chunks=chunks(recipe),
-            facts=_facts(recipe, model, task.modules.values(), step),
+            trained=sum(master.numel() for master in step.weights.masters.values()),
+            chunks=chunks(side, before=before, inline=inline),
+            facts={
+                **_facts(side, model, task.modules.values(), step, averages=recipe.train.ema.enabled),
+                "encodes_inline": inline,
+                **({"adapter_bytes": _adapter_bytes(step.weights.masters)} if recipe.adapts else {}),
+            },
         )
-        steps = rested(counted.moments, recipe, model, [] if gpu else resting(recipe, model, task))
-    return replace(counted, moments=(*steps, *before, *between))
+        idle = [] if gpu else resting(model, task, text=text, inline=inline)
+        steps = rested(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
+    return replace(counted, moments=(*steps, *moments))
 
 
 def _fill_tokenizers(model: Model) -> None:
@@ -106,17 +132,18 @@ def _without_store(recipe: Recipe) -> Recipe:
     return quiet.model_copy(update={"model": recipe.model.model_copy(update={"word": plain})})
 
 
-def _facts(recipe: Recipe, model: Model, modules: Collection[Any], step: Any) -> dict[str, Any]:
+def _facts(
+    resolution: int, model: Model, modules: Collection[Any], step: Any, *, averages: bool
+) -> dict[str, Any]:
     masters = step.weights.masters
     trained = sum(master.numel() for master in masters.values())
-    averaged = trained if recipe.train.ema.enabled else 0
+    averaged = trained if averages else 0
     states = [tensor for inner in step.optimiser.inner for tensor in tensors(inner.state)]
     factor, channels = model.vae_factor, model.latent_channels
-    side = recipe.data.resolution // factor
+    side = resolution // factor
     text = [(c.max_position_embeddings, c.hidden_size) for c in text_configs(model)]
     return {
-        "resolution": recipe.data.resolution,
-        "encodes_inline": encodes(recipe),
+        "resolution": resolution,
         "masters_apart": _masters_apart(step.weights),
         "computing_bytes": sum(_trained_bytes(module) for module in modules),
         "block_bytes": max(
@@ -124,7 +151,6 @@ def _facts(recipe: Recipe, model: Model, modules: Collection[Any], step: Any) ->
         ),
         # weights and average in float32, and the optimiser's own state
         "checkpoint_bytes": 4 * (trained + averaged) + sum(map(size_bytes, states)),
-        **({"adapter_bytes": _adapter_bytes(masters)} if recipe.adapts else {}),
         "latent_bytes_a_row": 2 * 2 * channels * side * side,
         "text_bytes_a_row": sum(2 * length * width for length, width in text),
     }
@@ -147,9 +173,10 @@ def _masters_apart(weights: Any) -> bool:
     return not any(id(master) in computing for master in weights.masters.values())
 
 
-def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping[str, Any]]:
+def _columns(
+    side: int, model: Model, task: Any, *, inline: bool, text: bool
+) -> Callable[[int], Mapping[str, Any]]:
     """What the loader would give of so many pictures."""
-    side = recipe.data.resolution
     latent = (model.latent_channels, side // model.vae_factor, side // model.vae_factor)
     draws = {"u": (), "offset": (model.latent_channels, 1, 1)}
 
@@ -159,14 +186,14 @@ def _columns(recipe: Recipe, model: Model, task: Any) -> Callable[[int], Mapping
             name: torch.empty(rows, *draws.get(name, latent), device="meta") for name in task.read.draws
         }
         given["pixels"] = torch.empty(rows, 3, side, side, dtype=torch.uint8, device="meta")
-        if not encodes(recipe):
+        if not inline:
             given["moments"] = torch.empty(rows, 2, *latent, dtype=torch.float16, device="meta")
         given["caption"] = ["a picture"] * rows
         if task.rows_a_picture > 1:
             given["is_prior"] = torch.empty(rows, device="meta")
         if model.is_sdxl:
             given |= {name: torch.empty(rows, dtype=torch.int32, device="meta") for name in SIZES}
-        if reads_text(recipe, task):
+        if text:
             given |= _text_columns(model, rows)
         return given
 

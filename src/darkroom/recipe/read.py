@@ -20,7 +20,13 @@ from pydantic_core import ErrorDetails
 
 from darkroom.errors import RecipeError
 from darkroom.recipe.rules import check_together, fill
-from darkroom.recipe.sections import ADAPTER_TASKS, Recipe
+from darkroom.recipe.sections import (
+    ADAPTER_TASKS,
+    OptimSettings,
+    PhaseSettings,
+    Recipe,
+    TrainSettings,
+)
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
 """Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
@@ -88,7 +94,7 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     _check_values(content)
     notes = _replace_sources(content, overrides)
     recipe = _validated(content, source)
-    if shorter := _shortened(content, recipe, overrides):
+    if shorter := _shortened(content, recipe.train, recipe.optim, recipe.phases, overrides):
         notes += shorter
         recipe = _validated(content, source)
     check_together(recipe)
@@ -135,14 +141,20 @@ def _replace_sources(content: dict[str, Any], overrides: Sequence[str]) -> list[
     ]
 
 
-def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+def _shortened(
+    content: dict[str, Any],
+    train: TrainSettings,
+    optim: OptimSettings,
+    phases: Sequence[PhaseSettings],
+    overrides: Sequence[str],
+) -> list[str]:
     """Fit a warm-up and an average that would begin only after the `train.steps` of the command line."""
-    keys, steps, notes = {override.partition("=")[0] for override in overrides}, recipe.train.steps, []
-    if recipe.phases:
-        return _shortened_phases(content, recipe)
+    keys, steps, notes = {override.partition("=")[0] for override in overrides}, train.steps, []
+    if phases:
+        return _shortened_phases(content, train, optim, phases)
     if "train.steps" not in keys:
         return []
-    warmup, ema = recipe.optim.warmup_steps, recipe.train.ema
+    warmup, ema = optim.warmup_steps, train.ema
     if warmup > steps and "optim.warmup_steps" not in keys:
         content["optim"]["warmup_steps"] = steps // TRIAL_WARMUP
         notes.append(
@@ -156,15 +168,17 @@ def _shortened(content: dict[str, Any], recipe: Recipe, overrides: Sequence[str]
     return notes
 
 
-def _shortened_phases(content: dict[str, Any], recipe: Recipe) -> list[str]:
+def _shortened_phases(
+    content: dict[str, Any], train: TrainSettings, optim: OptimSettings, phases: Sequence[PhaseSettings]
+) -> list[str]:
     """The same for phases that are shorter than what they take over from the recipe."""
-    notes, ema = [], recipe.train.ema
-    for i, phase in enumerate(recipe.phases):
-        steps = -(-phase.samples // (phase.global_batch or recipe.train.global_batch))
-        if phase.warmup_steps is None and recipe.optim.warmup_steps > steps:
+    notes, ema = [], train.ema
+    for i, phase in enumerate(phases):
+        steps = -(-phase.samples // (phase.global_batch or train.global_batch))
+        if phase.warmup_steps is None and optim.warmup_steps > steps:
             content["phases"][i]["warmup_steps"] = steps // TRIAL_WARMUP
             notes.append(
-                f"phases.{i}.warmup_steps {steps // TRIAL_WARMUP}, not {recipe.optim.warmup_steps}: "
+                f"phases.{i}.warmup_steps {steps // TRIAL_WARMUP}, not {optim.warmup_steps}: "
                 f"a tenth of its {steps} steps"
             )
         if ema.enabled and phase.ema_from is None and ema.start_step >= steps:

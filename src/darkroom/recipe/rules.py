@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import RecipeError
@@ -10,7 +10,17 @@ from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings, ParallelSetti
 from darkroom.recipe.tuning import PreferenceSettings
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import (
+        AdapterSettings,
+        DataSettings,
+        EvaluateSettings,
+        ModelSettings,
+        ObjectiveSettings,
+        OptimSettings,
+        PhaseSettings,
+        Recipe,
+        TrainSettings,
+    )
 
 SUBJECT_TASKS = ("dreambooth", "dreambooth-lora")
 FINE_TUNING = ("finetune", *ADAPTER_TASKS, "dreambooth", "textual-inversion", "distill")
@@ -132,60 +142,72 @@ MIXED_TASKS = ("pretrain", "autoencoder", "finetune", "lora")
 
 def check_together(recipe: Recipe) -> None:
     """RecipeError for parts of a recipe that contradict its task or each other, before anything is opened."""
-    _check_sources(recipe)
-    _check_adapter(recipe)
-    _check_subject(recipe)
-    _check_prior(recipe)
-    _check_word(recipe)
-    _check_preference(recipe)
-    _check_text(recipe)
-    _check_masks(recipe)
-    _check_optimiser(recipe)
-    _check_rates(recipe)
-    _check_parallel(recipe)
-    _check_online(recipe)
-    _check_extras(recipe)
-    _check_distill(recipe)
-    if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
-        key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
+    task, model, data, adapter = recipe.task, recipe.model, recipe.data, recipe.adapter
+    objective, optim, train = recipe.objective, recipe.optim, recipe.train
+    _check_sources(task, data)
+    _check_mixture(task, data)
+    _check_sets(task, data, train)
+    _check_folder(task, data)
+    _check_adapter(task, adapter, model, recipe.parallel)
+    _check_text_rates(task, adapter, model, optim)
+    _check_subject(task, data)
+    _check_prior(data)
+    _check_word(task, model, data)
+    _check_preference(task, data, adapter, objective)
+    _check_text(task, data, model, adapter)
+    _check_masks(data, objective)
+    _check_optimiser(optim, train)
+    _check_rates(task, optim, recipe.phases)
+    _check_parallel(task, recipe.parallel, optim, train)
+    _check_online(task, data)
+    _check_extras(task, train, data, phases=bool(recipe.phases))
+    _check_distill(task, objective, model, adapter)
+    _check_patience(recipe.evaluate, data)
+
+
+def _check_patience(evaluate: EvaluateSettings, data: DataSettings) -> None:
+    if evaluate.patience is not None and not (evaluate.every and data.holdout):
+        key = "evaluate.every" if not evaluate.every else "data.holdout"
         raise RecipeError("evaluate.patience", f"given, but {key} is 0", mend=f"set {key}")
 
 
-def _check_sources(recipe: Recipe) -> None:
-    data = recipe.data
-    said = {
-        key: value
-        for key in ("store", "stores", "folder", "instance", "sets")
-        if (value := getattr(data, key))
-    }
-    fine = recipe.task in FINE_TUNING
-    wanted = "data.instance" if _is_subject(recipe) else "data.folder" if fine else "data.store"
+def _sources(data: DataSettings) -> list[str]:
+    """Which settings say where the pictures are."""
+    return [key for key in ("store", "stores", "folder", "instance", "sets") if getattr(data, key)]
+
+
+def _check_sources(task: str, data: DataSettings) -> None:
+    said = _sources(data)
+    fine = task in FINE_TUNING
+    wanted = "data.instance" if _is_subject(task) else "data.folder" if fine else "data.store"
     if not said:
         raise RecipeError(wanted, "missing", mend=f"say where the pictures are: {wanted}=PATH")
     if len(said) > 1:
         raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
-    _check_mixture(recipe)
-    _check_sets(recipe)
-    if data.repeats == "folders" and said.keys() & {"store", "stores"}:
+
+
+def _check_folder(task: str, data: DataSettings) -> None:
+    stored = bool(data.store or data.stores)
+    if data.repeats == "folders" and stored:
         mend = "weigh several stores in data.stores"
         raise RecipeError("data.repeats", "folders with a store", allowed="with a folder", mend=mend)
-    if not fine and not said.keys() & {"store", "stores"}:
+    if task not in FINE_TUNING and not stored:
         raise RecipeError(
-            f"data.{next(iter(said))}",
-            f"a folder with the task {recipe.task}",
+            f"data.{_sources(data)[0]}",
+            f"a folder with the task {task}",
             mend="import it into a store first: darkroom import FOLDER STORE",
         )
 
 
-def _check_mixture(recipe: Recipe) -> None:
-    stores = recipe.data.stores
+def _check_mixture(task: str, data: DataSettings) -> None:
+    stores = data.stores
     if not stores:
         return
-    if recipe.task not in MIXED_TASKS:
+    if task not in MIXED_TASKS:
         raise RecipeError(
-            "data.stores", f"given with the task {recipe.task}", allowed=f"with {', '.join(MIXED_TASKS)}"
+            "data.stores", f"given with the task {task}", allowed=f"with {', '.join(MIXED_TASKS)}"
         )
-    if recipe.data.encode == "online":
+    if data.encode == "online":
         raise RecipeError(
             "data.encode", "online with data.stores", allowed="stored or inline; or one data.store"
         )
@@ -195,15 +217,12 @@ def _check_mixture(recipe: Recipe) -> None:
         raise RecipeError("data.stores", f"'{double}' is given twice", mend="say it once, with one weight")
 
 
-def _check_sets(recipe: Recipe) -> None:
-    data = recipe.data
+def _check_sets(task: str, data: DataSettings, train: TrainSettings) -> None:
     if not data.sets:
         return
-    if recipe.task not in ("finetune", "lora"):
+    if task not in ("finetune", "lora"):
         mend = "a set of class pictures is one with its own prompt and loss_weight"
-        raise RecipeError(
-            "data.sets", f"given with the task {recipe.task}", allowed="finetune, lora", mend=mend
-        )
+        raise RecipeError("data.sets", f"given with the task {task}", allowed="finetune, lora", mend=mend)
     if data.repeats != 1:
         raise RecipeError("data.repeats", f"{data.repeats} with data.sets", mend="say repeats in each set")
     folders = [one.folder for one in data.sets]
@@ -220,63 +239,66 @@ def _check_sets(recipe: Recipe) -> None:
         raise RecipeError(
             "data.encode", f"{data.encode} with sets of several resolutions", allowed="inline or auto"
         )
-    if recipe.train.align.extractor is not None:
+    if train.align.extractor is not None:
         raise RecipeError("train.align", "given with data.sets", allowed="with a store or a folder")
 
 
-def _is_subject(recipe: Recipe) -> bool:
-    return recipe.task in (*SUBJECT_TASKS, "textual-inversion")
+def _is_subject(task: str) -> bool:
+    return task in (*SUBJECT_TASKS, "textual-inversion")
 
 
-def _check_adapter(recipe: Recipe) -> None:
-    if recipe.adapter is not None and not recipe.adapts:
-        able = (*ADAPTER_TASKS, "distill")
-        raise RecipeError(
-            "adapter", f"given with the task {recipe.task}", allowed=f"with {' or '.join(able)}"
-        )
-    if recipe.adapts and recipe.model.train_text_encoder:
+def _check_adapter(
+    task: str, adapter: AdapterSettings | None, model: ModelSettings, parallel: ParallelSettings
+) -> None:
+    able = (*ADAPTER_TASKS, "distill")
+    if adapter is None:
+        return
+    if task not in able:
+        raise RecipeError("adapter", f"given with the task {task}", allowed=f"with {' or '.join(able)}")
+    if model.train_text_encoder:
         raise RecipeError(
             "model.train_text_encoder",
-            f"true with the task {recipe.task}, which leaves the model's own weights alone",
+            f"true with the task {task}, which leaves the model's own weights alone",
             mend="set adapter.text_encoder=true to adapt it too",
         )
-    trains_text = recipe.model.train_text_encoder or (recipe.adapter and recipe.adapter.text_encoder)
+    if parallel.mode == "fsdp" and adapter.kind in ("oft", "full"):
+        raise RecipeError("parallel.mode", f"fsdp with adapter.kind={adapter.kind}", allowed="none or ddp")
+
+
+def _check_text_rates(
+    task: str, adapter: AdapterSettings | None, model: ModelSettings, optim: OptimSettings
+) -> None:
+    """Rates of what is not trained."""
+    trains_text = model.train_text_encoder or (adapter is not None and adapter.text_encoder)
     of_text = ("text_encoder_lr", "text_encoder_2_lr", "text_encoder_steps")
-    said = next((name for name in of_text if getattr(recipe.optim, name) is not None), None)
-    if said and not trains_text and recipe.task in FINE_TUNING:
-        key = "adapter.text_encoder" if recipe.adapts else "model.train_text_encoder"
+    said = next((name for name in of_text if getattr(optim, name) is not None), None)
+    if said and not trains_text and task in FINE_TUNING:
+        key = "model.train_text_encoder" if adapter is None else "adapter.text_encoder"
         raise RecipeError(
             f"optim.{said}", "given, but the text encoder is not trained", mend=f"set {key}=true"
         )
-    if recipe.optim.loraplus_lr_ratio is not None and (
-        recipe.adapter is None or recipe.adapter.kind != "lora"
-    ):
+    if optim.loraplus_lr_ratio is not None and (adapter is None or adapter.kind != "lora"):
         raise RecipeError(
             "optim.loraplus_lr_ratio",
             "given, but there is no second matrix",
             allowed="with adapter.kind=lora",
         )
-    kind = None if recipe.adapter is None else recipe.adapter.kind
-    if recipe.parallel.mode == "fsdp" and kind in ("oft", "full"):
-        raise RecipeError("parallel.mode", f"fsdp with adapter.kind={kind}", allowed="none or ddp")
 
 
-def _check_subject(recipe: Recipe) -> None:
-    data = recipe.data
-    if recipe.task in SUBJECT_TASKS:
+def _check_subject(task: str, data: DataSettings) -> None:
+    if task in SUBJECT_TASKS:
         if data.prompt is None:
             raise RecipeError(
                 "data.prompt", "missing", mend="say it with a rare word: data.prompt='a photo of sks dog'"
             )
-    elif key := "class_prompt" if data.class_prompt is not None else _said_of_prior(recipe):
+    elif key := "class_prompt" if data.class_prompt is not None else _said_of_prior(data):
         raise RecipeError(
-            f"data.{key}", f"given with the task {recipe.task}", allowed=f"with {' or '.join(SUBJECT_TASKS)}"
+            f"data.{key}", f"given with the task {task}", allowed=f"with {' or '.join(SUBJECT_TASKS)}"
         )
 
 
-def _check_prior(recipe: Recipe) -> None:
-    data = recipe.data
-    if data.class_prompt is None and (said := _said_of_prior(recipe)):
+def _check_prior(data: DataSettings) -> None:
+    if data.class_prompt is None and (said := _said_of_prior(data)):
         raise RecipeError(
             "data.class_prompt", f"missing beside data.{said}", mend="such as 'a photo of a dog'"
         )
@@ -294,12 +316,13 @@ def _check_prior(recipe: Recipe) -> None:
         )
 
 
-def _check_preference(recipe: Recipe) -> None:
-    if recipe.task != "dpo":
-        if recipe.objective.dpo != PreferenceSettings():
-            raise RecipeError("objective.dpo", f"given with the task {recipe.task}", allowed="dpo")
+def _check_preference(
+    task: str, data: DataSettings, adapter: AdapterSettings | None, objective: ObjectiveSettings
+) -> None:
+    if task != "dpo":
+        if objective.dpo != PreferenceSettings():
+            raise RecipeError("objective.dpo", f"given with the task {task}", allowed="dpo")
         return
-    data, adapter, objective = recipe.data, recipe.adapter, recipe.objective
     if data.folder is None:
         raise RecipeError("data.folder", "missing", mend="a folder with chosen/ and rejected/")
     if adapter is not None and adapter.kind in ("oft", "full"):
@@ -318,9 +341,8 @@ def _check_preference(recipe: Recipe) -> None:
         )
 
 
-def _said_of_prior(recipe: Recipe) -> str | None:
+def _said_of_prior(data: DataSettings) -> str | None:
     """A setting of prior preservation that was said beside no class prompt."""
-    data = recipe.data
     if data.class_images is not None:
         return "class_images"
     for name in ("num_class_images", "prior_weight"):
@@ -331,11 +353,11 @@ def _said_of_prior(recipe: Recipe) -> str | None:
     return None
 
 
-def _check_word(recipe: Recipe) -> None:
-    word, prompts = recipe.model.word, recipe.data.prompts
-    if recipe.task != "textual-inversion":
+def _check_word(task: str, model: ModelSettings, data: DataSettings) -> None:
+    word, prompts = model.word, data.prompts
+    if task != "textual-inversion":
         if word is not None:
-            raise RecipeError("model.word", f"given with the task {recipe.task}", allowed="textual-inversion")
+            raise RecipeError("model.word", f"given with the task {task}", allowed="textual-inversion")
         return
     if word is None:
         raise RecipeError(
@@ -343,7 +365,7 @@ def _check_word(recipe: Recipe) -> None:
             "missing",
             mend="say the new word: model.word.token='<sks-dog>' model.word.initial=dog",
         )
-    if recipe.model.train_text_encoder:
+    if model.train_text_encoder:
         raise RecipeError(
             "model.train_text_encoder",
             "true, but textual inversion trains the new word alone",
@@ -364,19 +386,18 @@ CAPTIONS = (
 """Settings of `data` with which a caption is not read as it stands in the store."""
 
 
-def _check_text(recipe: Recipe) -> None:
+def _check_text(task: str, data: DataSettings, model: ModelSettings, adapter: AdapterSettings | None) -> None:
     """Stored text states are of the store's captions, by an encoder that stays as it is."""
-    data = recipe.data
-    if recipe.task in ("autoencoder", "extractor") and (
+    if task in ("autoencoder", "extractor") and (
         said := next((name for name in CAPTIONS if getattr(data, name)), None)
     ):
-        raise RecipeError(f"data.{said}", f"given with the task {recipe.task}, which reads no captions")
+        raise RecipeError(f"data.{said}", f"given with the task {task}, which reads no captions")
     if data.text != "stored":
         return
     against = {
-        "model.train_text_encoder": recipe.model.train_text_encoder,
-        "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
-        "model.word": recipe.model.word is not None,
+        "model.train_text_encoder": model.train_text_encoder,
+        "adapter.text_encoder": adapter is not None and adapter.text_encoder,
+        "model.word": model.word is not None,
         "data.prompt": bool(data.prompts),
         **{f"data.{name}": bool(getattr(data, name)) for name in CAPTIONS},
         "data.max_token_length": data.max_token_length != 75,
@@ -392,17 +413,13 @@ def _check_text(recipe: Recipe) -> None:
         )
 
 
-def _check_masks(recipe: Recipe) -> None:
-    data = recipe.data
+def _check_masks(data: DataSettings, objective: ObjectiveSettings) -> None:
     if data.mask == "alpha" and data.store:
         raise RecipeError(
             "data.mask", "alpha with data.store", allowed="the name of a column of masks; alpha with a folder"
         )
-    if (
-        recipe.objective.unmasked_weight
-        and data.mask is None
-        and not (data.folder or data.instance or data.sets)
-    ):
+    masked = data.mask is not None or data.folder or data.instance or data.sets
+    if objective.unmasked_weight and not masked:
         raise RecipeError("objective.unmasked_weight", "given, but there are no masks", mend="say data.mask")
 
 
@@ -413,8 +430,7 @@ OWN_RATES = (
 """Settings of `optim` that give some weights another rate than others."""
 
 
-def _check_optimiser(recipe: Recipe) -> None:
-    optim, train = recipe.optim, recipe.train
+def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
     if optim.name == "prodigy" and (said := next((name for name in OWN_RATES if getattr(optim, name)), None)):
         raise RecipeError(f"optim.{said}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
@@ -458,34 +474,32 @@ def _check_optimiser(recipe: Recipe) -> None:
         )
 
 
-def _check_rates(recipe: Recipe) -> None:
+def _check_rates(task: str, optim: OptimSettings, phases: Sequence[PhaseSettings]) -> None:
     """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
-    own = _own_rate(recipe.task, recipe.optim.name)
+    own = _own_rate(task, optim.name)
     if own is None:
         return
     names = ("lr", "unet_lr", "text_encoder_lr", "text_encoder_2_lr")
-    rates = {f"optim.{name}": getattr(recipe.optim, name) for name in names}
-    rates |= {f"phases.{i}.lr": phase.lr for i, phase in enumerate(recipe.phases)}
+    rates = {f"optim.{name}": getattr(optim, name) for name in names}
+    rates |= {f"phases.{i}.lr": phase.lr for i, phase in enumerate(phases)}
     _, usual, why = own
     for key, rate in rates.items():
         if rate is not None and rate < LEAST_SHARE * usual:
             raise RecipeError(
                 key,
-                f"{rate:g} with optim.name={recipe.optim.name}: next to nothing would be learned",
+                f"{rate:g} with optim.name={optim.name}: next to nothing would be learned",
                 allowed=f"{LEAST_SHARE * usual:g} or more",
                 mend=f"set {key}={usual:g} ({why})",
             )
 
 
-def _check_extras(recipe: Recipe) -> None:
-    """RecipeError where routing or alignment contradict the rest of a recipe."""
-    routing, align = recipe.train.routing, recipe.train.align
+def _check_extras(task: str, train: TrainSettings, data: DataSettings, *, phases: bool) -> None:
+    """Where routing or alignment contradict the rest."""
+    routing, align = train.routing, train.align
     on = [name for name, used in (("routing", routing.keep < 1), ("align", align.extractor)) if used]
-    if on and recipe.task not in ("pretrain", "finetune"):
-        raise RecipeError(
-            f"train.{on[0]}", f"given with the task {recipe.task}", allowed="pretrain, finetune"
-        )
-    if routing.keep == 1 and routing != RoutingSettings() and not recipe.phases:  # they say it anew
+    if on and task not in ("pretrain", "finetune"):
+        raise RecipeError(f"train.{on[0]}", f"given with the task {task}", allowed="pretrain, finetune")
+    if routing.keep == 1 and routing != RoutingSettings() and not phases:  # they say it anew
         raise RecipeError("train.routing", "given, but train.routing.keep is 1: every token goes all the way")
     if align.extractor is None and align != AlignSettings():
         raise RecipeError(
@@ -494,48 +508,45 @@ def _check_extras(recipe: Recipe) -> None:
     if align.extractor is None:
         return
     refused = {
-        "data.buckets": recipe.data.buckets,
-        "data.crop": recipe.data.crop == "random",
-        "data.flip": recipe.data.flip,
-        "data.encode": recipe.data.encode == "online",
+        "buckets": data.buckets,
+        "crop": data.crop == "random",
+        "flip": data.flip,
+        "encode": data.encode == "online",
     }
     if named := next((key for key, is_so in refused.items() if is_so), None):
+        given = str(getattr(data, named)).lower()
         raise RecipeError(
-            named,
-            f"{_value(recipe, named)} with train.align, which sees whole pictures cut at the centre",
+            f"data.{named}",
+            f"{given} with train.align, which sees whole pictures cut at the centre",
             mend="leave one of them out",
         )
 
 
-def _check_distill(recipe: Recipe) -> None:
-    if recipe.task != "distill":
+def _check_distill(
+    task: str, objective: ObjectiveSettings, model: ModelSettings, adapter: AdapterSettings | None
+) -> None:
+    if task != "distill":
         return
     said = {
-        "objective.min_snr_gamma": recipe.objective.min_snr_gamma,
-        "objective.noise.offset": recipe.objective.noise.offset,
-        "objective.prediction": recipe.objective.prediction,
-        "model.train_text_encoder": recipe.model.train_text_encoder,
-        "model.fresh_unet": recipe.model.fresh_unet,
-        "adapter.text_encoder": recipe.adapter is not None and recipe.adapter.text_encoder,
+        "objective.min_snr_gamma": objective.min_snr_gamma,
+        "objective.noise.offset": objective.noise.offset,
+        "objective.prediction": objective.prediction,
+        "model.train_text_encoder": model.train_text_encoder,
+        "model.fresh_unet": model.fresh_unet,
+        "adapter.text_encoder": adapter is not None and adapter.text_encoder,
     }
     for key, value in said.items():
         if value:
             raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")
 
 
-def _value(recipe: Recipe, key: str) -> str:
-    _, name = key.split(".")
-    return str(getattr(recipe.data, name)).lower()
-
-
-def _check_online(recipe: Recipe) -> None:
-    """RecipeError for what cannot be encoded by other machines."""
-    data = recipe.data
+def _check_online(task: str, data: DataSettings) -> None:
+    """What cannot be encoded by other machines."""
     if data.encode != "online":
         return
-    if recipe.task in ("autoencoder", "extractor"):
+    if task in ("autoencoder", "extractor"):
         raise RecipeError(
-            "data.encode", f"online with the task {recipe.task}, which learns from pixels", allowed="inline"
+            "data.encode", f"online with the task {task}, which learns from pixels", allowed="inline"
         )
     if data.store is None:
         raise RecipeError("data.encode", "online without data.store", allowed="inline or auto, with a folder")
@@ -545,28 +556,29 @@ SHARDED_TASKS = ("pretrain", "finetune")
 SHARDED_OPTIMISERS = ("adamw", "schedule-free")  # each number has a step of its own; the rest need matrices
 
 
-def _check_parallel(recipe: Recipe) -> None:
-    """RecipeError for what processes together cannot do."""
-    parallel = recipe.parallel
+def _check_parallel(
+    task: str, parallel: ParallelSettings, optim: OptimSettings, train: TrainSettings
+) -> None:
+    """What processes together cannot do."""
     if isinstance(parallel.devices, int) and parallel.devices < 1:
         raise RecipeError("parallel.devices", f"{parallel.devices}", allowed="1 or more, or auto")
     if parallel.mode == "none":
         _check_alone(parallel)
         return
-    if recipe.task == "extractor":
+    if task == "extractor":
         raise RecipeError(
             "parallel.mode",
             f"{parallel.mode} with the task extractor, which needs its whole batch at once",
             allowed="none",
         )
-    if recipe.optim.fused_backward:
+    if optim.fused_backward:
         raise RecipeError(
             "optim.fused_backward",
             f"true with parallel.mode={parallel.mode}: gradients are summed first",
             mend="set optim.fused_backward=false",
         )
     if parallel.mode == "fsdp":
-        _check_sharded(recipe)
+        _check_sharded(task, optim, train)
 
 
 def _check_alone(parallel: ParallelSettings) -> None:
@@ -579,28 +591,28 @@ def _check_alone(parallel: ParallelSettings) -> None:
         )
 
 
-def _check_sharded(recipe: Recipe) -> None:
-    if recipe.task not in SHARDED_TASKS:
+def _check_sharded(task: str, optim: OptimSettings, train: TrainSettings) -> None:
+    if task not in SHARDED_TASKS:
         raise RecipeError(
             "parallel.mode",
-            f"fsdp with the task {recipe.task}",
+            f"fsdp with the task {task}",
             allowed=f"fsdp with {' or '.join(SHARDED_TASKS)}; ddp with this one",
         )
-    if recipe.optim.name not in SHARDED_OPTIMISERS:
+    if optim.name not in SHARDED_OPTIMISERS:
         raise RecipeError(
             "optim.name",
-            f"{recipe.optim.name} with parallel.mode=fsdp",
+            f"{optim.name} with parallel.mode=fsdp",
             allowed=f"{' or '.join(SHARDED_OPTIMISERS)}; or parallel.mode=ddp",
         )
-    if recipe.train.precision == "fp16":
+    if train.precision == "fp16":
         raise RecipeError("train.precision", "fp16 with parallel.mode=fsdp", allowed="bf16, float32 or auto")
-    if recipe.train.compile != "none":
+    if train.compile != "none":
         raise RecipeError(
             "train.compile",
-            f"{recipe.train.compile} with parallel.mode=fsdp, whose hooks gather the weights of each block",
+            f"{train.compile} with parallel.mode=fsdp, whose hooks gather the weights of each block",
             allowed="none; or parallel.mode=ddp",
         )
-    if recipe.train.channels_last is True:
+    if train.channels_last is True:
         raise RecipeError(
             "train.channels_last",
             "true with parallel.mode=fsdp, which cuts weights in their plain layout",
@@ -608,9 +620,9 @@ def _check_sharded(recipe: Recipe) -> None:
         )
 
 
-def check_batch(recipe: Recipe, size: int) -> None:
+def check_batch(train: TrainSettings, size: int) -> None:
     """RecipeError unless every process gets the same number of whole micro-batches."""
-    batch, micro = recipe.train.global_batch, recipe.train.micro_batch
+    batch, micro = train.global_batch, train.micro_batch
     if batch % size:
         raise RecipeError(
             "train.global_batch", f"{batch} over {size} processes", allowed=f"multiples of {size}"

@@ -903,6 +903,47 @@ class Recipe(BaseModel):
         return self.task in ADAPTER_TASKS or (self.task == "distill" and self.adapter is not None)
 
     @property
+    def trains_text(self) -> bool:
+        """Whether anything of the text encoders is trained: weights, an adapter, or a new word."""
+        adapted = self.adapter is not None and self.adapter.text_encoder
+        return self.model.train_text_encoder or adapted or self.model.word is not None
+
+    @property
+    def frozen_text(self) -> bool:
+        """Whether an adapter is trained that leaves the text encoders as they are."""
+        return self.adapts and not self.trains_text
+
+    @property
+    def frozen_unet(self) -> bool:
+        """Whether the U-Net's own weights stay as they are."""
+        return self.adapts or self.task == "textual-inversion"
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The captions of pictures that the recipe itself gives."""
+        word = self.model.word
+        return self.data.prompts or (() if word is None else word.prompts)
+
+    @property
+    def sample_prompts(self) -> tuple[str | SamplePrompt, ...] | None:
+        """What samples are drawn of, as far as the recipe alone gives it; None: of pictures' captions."""
+        settings, prompts = self.sample, self.prompts
+        if self.task == "extractor":
+            return ()
+        if settings.prompts or not settings.every or self.task == "autoencoder":
+            return settings.prompts
+        if not prompts:
+            return None
+        scenes = (scene.format(prompts[0]) for scene in SCENES)
+        return (prompts[0], *scenes, *filter(None, [self.data.class_prompt]))
+
+    @property
+    def trigger(self) -> str | None:
+        """The words that call a trained adapter up."""
+        own = None if self.adapter is None else self.adapter.trigger
+        return own or next(iter(self.data.prompts), None)
+
+    @property
     def derived(self) -> tuple[str, ...]:
         """What the task decided because the recipe did not say it, with the reason."""
         return self._derived
@@ -924,6 +965,9 @@ PROMPTS = (
     "a rendition of {}",
 )
 """What is said of a subject's pictures where the recipe says nothing, in the manner of the paper's."""
+
+SCENES = ("{} in the snow", "{} on the beach")
+"""Of which samples are drawn beside a subject's own prompt."""
 
 
 def _with_zone(moment: datetime) -> datetime:

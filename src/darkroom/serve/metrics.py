@@ -105,12 +105,16 @@ class Metrics:
         )
         self.build = Info("darkroom_build", "Version, model and how it is computed", registry=at)
         self.build.info({"version": __version__})
-        ProcessCollector(registry=at)
-        PlatformCollector(registry=at)
-        at.register(GC_COLLECTOR)
         self.requests = Counter(
             "darkroom_http_requests", "Answers by status", ["method", "status"], registry=at
         )
+        self._collect_process()
+
+    def _collect_process(self) -> None:
+        """Memory, files and garbage collections of this process, and its Python."""
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self.registry.register(GC_COLLECTOR)
 
     def look(self, ready: Callable[[], bool], queue_age_s: Callable[[], float]) -> None:
         """Have what changes by itself looked up at each scrape, on whichever port it comes."""

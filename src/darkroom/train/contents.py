@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +23,7 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
-
-if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+from darkroom.recipe.sections import ModelSettings
 
 READ_ROWS = 2_000_000
 """Of a larger store only the files' names are known: reading its ids would take a start minutes."""
@@ -100,20 +97,20 @@ def _rows(store: Store) -> str:
 # ---- the base model
 
 
-def base_of(recipe: Recipe, model: Model) -> dict[str, str]:
+def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
     """Fingerprints of the parts that a run takes from a folder, a file or the hub, as they are there.
 
     A family's random weights follow from the recipe. Those that the run trains whole are left out: a
     checkpoint holds them.
     """
-    if recipe.task == "extractor":
+    if task == "extractor":
         return {}
-    settings, found = recipe.model, {}
+    found = {}
     given = settings.base not in FAMILIES
     gives_text = given or isinstance(settings.text_encoder, str)
     named = {
-        "unet": given and not settings.fresh_unet and recipe.task not in TRAIN_UNET,
-        "vae": (given or isinstance(settings.vae, str)) and recipe.task != "autoencoder",
+        "unet": given and not settings.fresh_unet and task not in TRAIN_UNET,
+        "vae": (given or isinstance(settings.vae, str)) and task != "autoencoder",
         "text_encoder": gives_text and not settings.train_text_encoder,
     }
     for part, module in model.modules.items():
@@ -139,11 +136,10 @@ def sampled(module: torch.nn.Module) -> str:
     return digest.hexdigest()[:_KEPT]
 
 
-def check_base(now: Mapping[str, str], before: Mapping[str, str] | None, recipe: Recipe) -> None:
+def check_base(now: Mapping[str, str], before: Mapping[str, str] | None, settings: ModelSettings) -> None:
     """RecipeError where a part of the base is another than when the run was started."""
     other: Sequence[str] = [part for part, was in (before or {}).items() if now.get(part, was) != was]
     if other:
-        settings = recipe.model
         place = settings.vae if other == ["vae"] and isinstance(settings.vae, str) else settings.base
         raise RecipeError(
             "model.vae" if place is not settings.base else "model.base",

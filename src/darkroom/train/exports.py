@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from darkroom.train.tasks.textual_inversion import add_word, settle_words, write
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import Recipe, SampleSettings
 
 
 ADAPTER = "adapter.safetensors"
@@ -40,13 +39,13 @@ def write_results(
     a model. `model` is the one that was trained.
     """
     if recipe.adapts:
-        base = described_base(model)
-        write_adapter_file(recipe, values, run / ADAPTER, name=run.resolve().name, base=base, run=run)
+        made = trained_adapter(recipe, values, run.resolve().name, run)
+        write_adapter_file(made, run / ADAPTER, base=described_base(model))
     elif recipe.model.word is not None:
         write_words(values, recipe.model.word, run / WORDS)
         write_whole_model(recipe, values, measured, run, run / "model")
     else:
-        _note_guidance(recipe, model)
+        _note_guidance(recipe.sample, model)
         _write_model(model, values, measured, run / "model")
 
 
@@ -56,49 +55,37 @@ def described_base(model: Model) -> dict[str, str | None]:
 
 
 def write_adapter_file(
-    recipe: Recipe,
-    values: Values,
-    file: Path,
-    *,
-    name: str,
-    base: Mapping[str, str | None],
-    kohya: bool = False,
-    run: Path | None = None,
+    made: Adapter, file: Path, *, base: Mapping[str, str | None], kohya: bool = False
 ) -> Path:
-    """Write the adapter that these values are, with its base, trigger and how it was trained in the header.
-
-    `run` is the run whose pictures the header tells of. `base` is what `described_base` said, nothing where
-    that is not known.
-    """
+    """Write a trained adapter; `base` is what `described_base` said of the model it was trained on."""
     from darkroom.models.adapters.read import write_adapter
 
-    if not recipe.adapts:
+    kohya = kohya or made.kind not in ("lora", "dora")  # diffusers has no keys for the others
+    return write_adapter(made, file, kohya=kohya, family=base["family"], prediction=base.get("prediction"))
+
+
+def trained_adapter(recipe: Recipe, values: Values, name: str, run: Path | None = None) -> Adapter:
+    """The adapter that these values are, with its base, trigger and how it was trained in the header.
+
+    `run` is the run whose pictures the header tells of. InputError where the recipe trains no adapter.
+    """
+    from darkroom.models.adapters.metadata import about
+
+    if recipe.adapter is None or not recipe.adapts:
         raise InputError(
             f"an adapter of a run of the task {recipe.task}", mend="give a folder's name for its model"
         )
-    told = base or {"family": recipe.model.base if recipe.model.base in models.FAMILIES else None}
-    family, prediction = told["family"], told.get("prediction")
-    made = trained_adapter(recipe, values, name)
-    with suppress(StoreError):  # pictures that are gone are told nothing of
-        pictures = {} if run is None else dataset_metadata(recipe, run)
-        made = replace(made, metadata={**made.metadata, **pictures})
-    kohya = kohya or made.kind not in ("lora", "dora")  # diffusers has no keys for the others
-    return write_adapter(made, file, kohya=kohya, family=family, prediction=prediction)
-
-
-def trained_adapter(recipe: Recipe, values: Values, name: str) -> Adapter:
-    """The adapter of an adapter run."""
-    from darkroom.models.adapters.metadata import about
-
-    assert recipe.adapter is not None
     side = recipe.data.resolution
     metadata = about(
         title=name,
-        trigger=recipe.adapter.trigger or (recipe.data.prompts or (None,))[0],
+        trigger=recipe.trigger,
         base_model=_base_name(recipe.model.base),
         resolution=f"{side}x{side}",
-        **training_metadata(recipe),
+        **training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
     )
+    if run is not None:
+        with suppress(StoreError):  # pictures that are gone are told nothing of
+            metadata |= dataset_metadata(recipe.data, run, recipe.train.global_batch)
     return adapter_of(name, values, recipe.adapter, metadata)
 
 
@@ -113,7 +100,13 @@ def write_whole_model(
     recipe: Recipe, values: Values, measured: Mapping[str, float], run: Path, target: Path
 ) -> None:
     """Write the model of a run, made anew from its base: adapter merged, word taught, or weights put in."""
-    model = _extractor(recipe) if recipe.task == "extractor" else build_model(recipe, no_captions, run)
+    side = recipe.data.resolution
+    if recipe.task == "extractor":
+        store = Store.open(str(recipe.data.store))
+        rows, _ = select_rows(store, recipe.data)
+        model: Model = build_extractor(recipe.model, recipe.objective.extractor, side, store, rows)
+    else:
+        model = build_model(recipe.task, recipe.model, recipe.objective, side, no_captions, run)
     if recipe.adapts:
         from darkroom.models.adapters.read import merge
 
@@ -121,19 +114,14 @@ def write_whole_model(
         values = {}
     elif recipe.model.word is not None:
         add_word(model, recipe.model.word)
-    _note_guidance(recipe, model)
+    _note_guidance(recipe.sample, model)
     _write_model(model, values, measured, target)
 
 
-def _note_guidance(recipe: Recipe, model: Model) -> None:
+def _note_guidance(settings: SampleSettings, model: Model) -> None:
     """What the run's samples were drawn with is what its model is drawn with."""
-    if recipe.sample.guidance is not None:
-        model.guidance = recipe.sample.guidance
-
-
-def _extractor(recipe: Recipe) -> Model:
-    store = Store.open(str(recipe.data.store))
-    return build_extractor(recipe, store, select_rows(store, recipe)[0])
+    if settings.guidance is not None:
+        model.guidance = settings.guidance
 
 
 def _write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -25,10 +25,6 @@ from darkroom.recipe.sections import TrainSettings
 from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.step import Step, micro_batches
 from darkroom.train.tasks.diffusion import Task
-
-if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
-
 
 # Gradients, the backward pass's temporaries and the allocator come on top of what autograd keeps.
 MARGIN = 1.6
@@ -95,14 +91,12 @@ def tried_micro_batch(
 
 
 def try_micro_batches(
-    step: Step, task: Task, recipe: Recipe, inputs: Mapping[str, Tensor], ranks: Ranks
+    step: Step, task: Task, global_batch: int, inputs: Mapping[str, Tensor], ranks: Ranks
 ) -> tuple[int, str]:
     """The largest micro-batch that every rank finds memory for, by trial from the estimate, and why it; the
     step has it then. `inputs` are one row's. RecipeError where not one picture fits.
     """
-    if recipe.optim.fused_backward:
-        return step.micro_batch, "all at once, for optim.fused_backward"
-    sizes = divisors(recipe.train.global_batch // ranks.size)
+    sizes = divisors(global_batch // ranks.size)
     each, estimate = task.rows_a_picture, step.micro_batch
     found, told = tried_micro_batch(lambda size: step.fits(alike(inputs, size * each)), sizes, estimate)
     micro = ranks.smallest(found or 0)

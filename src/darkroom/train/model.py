@@ -15,31 +15,37 @@ from darkroom.train.objective import scheduler_config
 from darkroom.train.tasks.distill import lcm_scheduler
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import ModelSettings, Recipe
+    from darkroom.recipe.sections import ModelSettings, ObjectiveSettings
 
 
 TOKENIZER = "tokenizer"
 TEXT_PARTS = ("text_encoder", "tokenizer")
 
 
-def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path) -> Model:
+def build_model(
+    task: str,
+    settings: ModelSettings,
+    objective: ObjectiveSettings,
+    resolution: int,
+    captions: Callable[[], Iterable[str]],
+    run: Path,
+) -> Model:
     """The model before training, the same each time.
 
     A tokenizer that is to be learned is learned from `captions()`, unless the run has kept one (see
     `keep_tokenizer`). Raises RecipeError and ModelError for what cannot be.
     """
-    settings = recipe.model
     own_vae = isinstance(settings.vae, str)
-    parts = ("vae",) if recipe.task == "autoencoder" else PARTS
+    parts = ("vae",) if task == "autoencoder" else PARTS
     wanted = tuple(part for part in parts if not (own_vae and part == "vae"))
     vae = _vae_of(settings) if own_vae else None
     text = _text_of(settings) if "text_encoder" in parts else None
     if text is not None:
         wanted = tuple(part for part in wanted if part not in TEXT_PARTS)
     if settings.base in FAMILIES:
-        reads = recipe.task != "autoencoder" and text is None
+        reads = task != "autoencoder" and text is None
         tokenizer = _tokenizer(settings, captions, run) if reads else None
-        overrides = _overrides(recipe, vae, text)
+        overrides = family_changes(task, settings, resolution, vae, text)
         model = models.create(
             settings.base, seed=settings.seed, tokenizer=tokenizer, overrides=overrides, parts=wanted
         )
@@ -53,13 +59,18 @@ def build_model(recipe: Recipe, captions: Callable[[], Iterable[str]], run: Path
     if text is not None:
         model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
     models.check_text_width(model, f"model.base {settings.base} with the recipe's parts")
-    if recipe.task != "autoencoder":
-        latent_pixels = (recipe.data.resolution // model.vae_factor) ** 2
-        model.scheduler = scheduler_config(recipe.objective, model.scheduler, latent_pixels)
-        if recipe.task == "distill":
-            model.scheduler = lcm_scheduler(model.scheduler, recipe.objective.distill)
-        check_resolution(recipe.data.resolution, model)
+    if task != "autoencoder":
+        settle_scheduler(model, task, objective, resolution)
     return model
+
+
+def settle_scheduler(model: Model, task: str, objective: ObjectiveSettings, resolution: int) -> None:
+    """Give a model the scheduler that it is trained with; RecipeError for pictures of an impossible size."""
+    latent_pixels = (resolution // model.vae_factor) ** 2
+    model.scheduler = scheduler_config(objective, model.scheduler, latent_pixels)
+    if task == "distill":
+        model.scheduler = lcm_scheduler(model.scheduler, objective.distill)
+    _check_resolution(resolution, model)
 
 
 def _fresh(unet: Any, seed: int) -> Any:
@@ -84,7 +95,7 @@ def keep_tokenizer(settings: ModelSettings, model: Model, run: Path) -> None:
         atomic_replace(beside, run / TOKENIZER)
 
 
-def check_resolution(resolution: int, model: Model) -> None:
+def _check_resolution(resolution: int, model: Model) -> None:
     """RecipeError unless pictures of this size go through the VAE and all levels of the U-Net."""
     if model.unet is None or model.vae is None:
         return
@@ -131,9 +142,10 @@ def _tokenizer(settings: ModelSettings, captions: Callable[[], Iterable[str]], r
     )
 
 
-def _overrides(recipe: Recipe, vae: Any, text: Model | None = None) -> dict[str, dict[str, Any]]:
+def family_changes(
+    task: str, settings: ModelSettings, resolution: int, vae: Any, text: Model | None = None
+) -> dict[str, dict[str, Any]]:
     """The recipe's changes to a family, and what follows from them for the U-Net unless it is said."""
-    settings = recipe.model
     family = FAMILIES[settings.base]
     given = {family.denoiser: settings.unet}
     if isinstance(settings.text_encoder, dict):
@@ -145,7 +157,7 @@ def _overrides(recipe: Recipe, vae: Any, text: Model | None = None) -> dict[str,
     derived = {
         "in_channels": channels,
         "out_channels": channels,
-        "sample_size": recipe.data.resolution // 2 ** (levels - 1),
+        "sample_size": resolution // 2 ** (levels - 1),
     }
     if text is not None:
         encoders: list[Any] = list(text.text_encoders)
@@ -154,7 +166,7 @@ def _overrides(recipe: Recipe, vae: Any, text: Model | None = None) -> dict[str,
         told = {**family.text_encoders[0], **given.get("text_encoder", {})}
         derived["cross_attention_dim"] = told["hidden_size"]
     given[family.denoiser] = derived | settings.unet
-    wanted = ("vae",) if recipe.task == "autoencoder" else tuple(given)
+    wanted = ("vae",) if task == "autoencoder" else tuple(given)
     return {part: changes for part, changes in given.items() if changes and part in wanted}
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import darkroom
-from darkroom import hardware
+from darkroom import hardware, models
 from darkroom.bill import Bill
 from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
-from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
-from darkroom.recipe.sections import DataSettings, PhaseSettings
+from darkroom.recipe.phases import phase_recipes, sweep_recipe
+from darkroom.recipe.rules import SUBJECT_TASKS
+from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
@@ -31,7 +32,12 @@ from darkroom.train.data.online import OpenFeed
 from darkroom.train.data.precomputed import let_go, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
-from darkroom.train.exports import described_base, write_adapter_file, write_whole_model
+from darkroom.train.exports import (
+    described_base,
+    trained_adapter,
+    write_adapter_file,
+    write_whole_model,
+)
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
@@ -39,11 +45,7 @@ from darkroom.train.setup import check_settings, make_job
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
-if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
-
-
-Estimate = Callable[["Recipe", int], Mapping[str, Any] | None]
+Estimate = Callable[[Recipe, int], Mapping[str, Any] | None]
 """What the plan says of a recipe's run on so many devices, `line` for the log among it; None without one."""
 
 
@@ -68,26 +70,19 @@ def train(
     when the loss is not finite.
     """
     if not recipe.phases:  # before the processes meet: each finds the same mistake for itself
-        check_settings(recipe)
-        check_batch(recipe, started_together())
+        check_settings(recipe, started_together())
     with joined(recipe.parallel) as ranks:
         say = console if ranks.first else _nothing
         if recipe.phases:
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
-            one = partial(_phase, feed=feed, estimate=estimate, console=console)
-            return _train_phases(recipe, Path(out), one, say)
-        place = _place(ranks, Path(out), resume, recipe, say)
+            again = partial(train, feed=feed, estimate=estimate, console=console)
+            return _train_phases(phase_recipes(recipe, Path(out)), recipe.budget, again, say)
+        place = _place(ranks, Path(out), resume, recipe.checkpoint, say)
         if place.run is None:
             return _begin(recipe, place, feed, estimate, say, ranks)
         with _held(place.run, ranks):
             return _go_on(recipe, place.run, feed, say, ranks)
-
-
-def _phase(
-    recipe: Recipe, out: Path, *, feed: Feed | OpenFeed | None, estimate: Estimate | None, console: Say
-) -> TrainResult:
-    return train(recipe, out=out, feed=feed, estimate=estimate, console=console)
 
 
 def _nothing(line: str) -> None:
@@ -115,10 +110,10 @@ class _Place:
     start: Checkpoint | None = None
 
 
-def _place(ranks: Ranks, out: Path, resume: str, recipe: Recipe, say: Say) -> _Place:
+def _place(ranks: Ranks, out: Path, resume: str, settings: CheckpointSettings, say: Say) -> _Place:
     """Rank 0 looks, so that what it makes a moment later misleads nobody."""
     if resume == "auto":
-        there = ranks.tell(lambda: (out / "recipe.yaml").is_file() or _fetch_run(recipe, out, say))
+        there = ranks.tell(lambda: (out / "recipe.yaml").is_file() or _fetch_run(settings.url, out, say))
         return _Place(out, Run(out) if there else None)  # other machines may not have the folder yet
     free = Path(ranks.tell(lambda: str(numbered_folder(out))))
     if resume == "never":
@@ -131,14 +126,14 @@ def _place(ranks: Ranks, out: Path, resume: str, recipe: Recipe, say: Say) -> _P
     return _Place(free, start=load_checkpoint(start))
 
 
-def _fetch_run(recipe: Recipe, out: Path, say: Say) -> bool:
+def _fetch_run(url: str | None, out: Path, say: Say) -> bool:
     """Make the run anew that an address holds, if it does; what it made along the way is not there."""
-    if recipe.checkpoint.url is None or not is_free(out):
+    if url is None or not is_free(out):
         return False
-    place, found = newest([RemotePlace(recipe.checkpoint.url, out)], say, ALONE)
+    place, found = newest([RemotePlace(url, out)], say, ALONE)
     if place is None or found is None:
         return False
-    before = type(recipe).model_validate(found.scalars["recipe"])
+    before = Recipe.model_validate(found.scalars["recipe"])
     take_records(found, out)
     there = (out / ENVIRONMENT).is_file()
     Run.create(out, before.dump(), Run(out).environment if there else {"store": found.scalars["store"]})
@@ -167,15 +162,16 @@ def _begin(
         )
     for note in recipe.derived:
         say(note)
-    version = ranks.tell(lambda: settled(recipe, place.path, None, say))
-    with _undone(recipe, place.path, ranks):
+    version = ranks.tell(lambda: settled(recipe.data, place.path, None, say))
+    with _undone(recipe.data, place.path, ranks):
         job = make_job(recipe, Pinned(place.path, version), feed, say, ranks)
     if ranks.first:
         Run.create(place.path, recipe.dump(), _environment(job) | {"resident_bytes": before})
     run = Run(place.path)
     with _held(run, ranks):
         if ranks.first:
-            _keep_plan(run, job, estimate, say)
+            planned = None if estimate is None else estimate(recipe, job.num_devices)
+            _keep_plan(run, planned, say)
             keep_tokenizer(recipe.model, job.task.model, run.path)
         trainer = _trainer(job, run, say, first_step=0)
         if place.start is not None:
@@ -186,34 +182,33 @@ def _begin(
 
 
 @contextmanager
-def _undone(recipe: Recipe, run: Path, ranks: Ranks) -> Iterator[None]:
+def _undone(data: DataSettings, run: Path, ranks: Ranks) -> Iterator[None]:
     """What was settled and gathered for a run is let go where something within ends it."""
     try:
         yield
     except BaseException as error:
         if ranks.first:
-            let_go(recipe, run)
+            let_go(data, run)
         if isinstance(error, InputError):
             forget(run)
         raise
 
 
-def _keep_plan(run: Run, job: TrainingSetup, estimate: Estimate | None, say: Say) -> None:
-    found = None if estimate is None else estimate(job.recipe, job.num_devices)
-    if found is not None:
-        run.set_plan(found)
-        say(found["line"])
+def _keep_plan(run: Run, planned: Mapping[str, Any] | None, say: Say) -> None:
+    if planned is not None:
+        run.set_plan(planned)
+        say(planned["line"])
 
 
-def _places(run: Run, *recipes: Recipe) -> list[CheckpointStorage]:
+def _places(run: Run, *settings: CheckpointSettings) -> list[CheckpointStorage]:
     """Where a run's checkpoints may be, now and before: the first is where they are now."""
-    urls = dict.fromkeys([*(recipe.checkpoint.url for recipe in recipes), None])
+    urls = dict.fromkeys([*(one.url for one in settings), None])
     return [place_of(url, run.path) for url in urls]
 
 
 def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks) -> TrainResult:
-    before = type(recipe).model_validate(ranks.tell(lambda: run.recipe))
-    place, checkpoint = newest(_places(run, recipe, before), say, ranks)
+    before = Recipe.model_validate(ranks.tell(lambda: run.recipe))
+    place, checkpoint = newest(_places(run, recipe.checkpoint, before.checkpoint), say, ranks)
     step = checkpoint.step if checkpoint else 0
     notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
     if ranks.tell(lambda: bool(run.outputs and (step == recipe.train.steps or run.ended_early))):
@@ -223,10 +218,10 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
     store = ranks.tell(lambda: run.environment.get("store", {}))
     ranks.in_turn(run.tidy)
     micro = checkpoint.scalars["micro_batch"] if checkpoint else None
-    here = not has_own_store(recipe) or Path(store_path(recipe, run.path)).exists()
+    here = not has_own_store(recipe.data) or Path(store_path(recipe.data, run.path)).exists()
     known = store.get("version") if here else None
     anew = checkpoint is None or isinstance(place, RemotePlace)
-    version = ranks.tell(lambda: settled(recipe, run.path, known, say) if anew else known)
+    version = ranks.tell(lambda: settled(recipe.data, run.path, known, say) if anew else known)
     pinned = Pinned(
         run.path,
         version,
@@ -286,8 +281,6 @@ def export(
     `.safetensors` file for the adapter itself (with `kohya` in the keys of ComfyUI and A1111). With `ema` the
     averaged weights, else the trained ones. InputError names the checkpoints there are.
     """
-    from darkroom.recipe.sections import Recipe
-
     source, target = Run.open(run), Path(to)
     if target.exists():
         raise InputError(f"'{target}' is there already", mend="choose another folder")
@@ -295,13 +288,14 @@ def export(
     as_file = target.suffix == ".safetensors"
     if kohya and not as_file:
         raise InputError(f"--kohya with the folder '{to}'", allowed="--to FILE.safetensors")
-    state = _state(source, recipe, checkpoint, say)
-    values, measured = _exported(recipe, state, newest=checkpoint is None, ema=ema, say=say)
+    state = _state(source, _places(source, recipe.checkpoint), checkpoint, say)
+    best = recipe.evaluate.patience is not None and checkpoint is None and ema
+    values, measured = _exported(state, best=best, ema=ema, say=say)
     if as_file:
-        base, run_path = source.environment.get("base", {}), source.path
-        return write_adapter_file(
-            recipe, values, target, name=target.stem, base=base, kohya=kohya, run=run_path
-        )
+        made = trained_adapter(recipe, values, target.stem, source.path)
+        family = recipe.model.base if recipe.model.base in models.FAMILIES else None
+        base = source.environment.get("base") or {"family": family}
+        return write_adapter_file(made, target, base=base, kohya=kohya)
     write_whole_model(recipe, values, measured, source.path, target)
     (target / "README.md").write_text(model_card(target.name, recipe.task, recipe.data), encoding="utf-8")
     return target
@@ -345,20 +339,17 @@ def model_card(name: str, task: str, data: DataSettings) -> str:
     return "\n".join([*head, *told, *table, ""])
 
 
-def _exported(
-    recipe: Recipe, state: Checkpoint, *, newest: bool, ema: bool, say: Say
-) -> tuple[Saved, dict[str, float]]:
-    """The weights to export, with what was measured: the best ones of a run that looks for them."""
-    best: dict[str, Any] | None = state.scalars.get(BEST)
-    if best is not None and recipe.evaluate.patience is not None and newest and ema:
-        say(f"the weights after step {best['step']}, of the best held-out loss; --checkpoint takes others")
-        return state.tensors[BEST], best["measured"]
+def _exported(state: Checkpoint, *, best: bool, ema: bool, say: Say) -> tuple[Saved, dict[str, float]]:
+    """The weights to export, with what was measured: the best ones so far, if asked for and there."""
+    kept: dict[str, Any] | None = state.scalars.get(BEST)
+    if best and kept is not None:
+        say(f"the weights after step {kept['step']}, of the best held-out loss; --checkpoint takes others")
+        return state.tensors[BEST], kept["measured"]
     averaged = state.tensors.get("ema") if ema else None
     return averaged or state.tensors["weights"], state.scalars["measured"]
 
 
-def _state(run: Run, recipe: Recipe, step: int | None, say: Say) -> Checkpoint:
-    places = _places(run, recipe)
+def _state(run: Run, places: Sequence[CheckpointStorage], step: int | None, say: Say) -> Checkpoint:
     if step is None:
         found = newest(places, say, ALONE)[1]
         if found is None:
@@ -371,58 +362,11 @@ def _state(run: Run, recipe: Recipe, step: int | None, say: Say) -> Checkpoint:
     raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(kept.step) for kept, _ in there))
 
 
-def phase_recipes(recipe: Recipe, out: Path) -> Iterator[tuple[Path, Recipe]]:
-    """Each phase as a recipe of its own, and its run's folder. RecipeError where one is impossible."""
-    before: Path | None = None
-    for i, phase in enumerate(recipe.phases):
-        folder = out / f"phase-{i + 1}-{phase.resolution}px"
-        one = _recipe_of(recipe, i, phase, before)
-        yield folder, _with_address(one, folder.name)
-        before = folder
-
-
-def _with_address(recipe: Recipe, name: str) -> Recipe:
-    """A recipe of several that share an address for checkpoints: with a place of its own there."""
-    if recipe.checkpoint.url is None:
-        return recipe
-    own = recipe.checkpoint.model_copy(update={"url": f"{recipe.checkpoint.url.rstrip('/')}/{name}"})
-    return recipe.model_copy(update={"checkpoint": own})
-
-
-def _recipe_of(recipe: Recipe, i: int, phase: PhaseSettings, before: Path | None) -> Recipe:
-    content: dict[str, Any] = recipe.model_dump(mode="json") | {"phases": []}
-    batch = phase.global_batch or recipe.train.global_batch
-    steps = -(-phase.samples // batch)
-    content["data"]["resolution"] = phase.resolution
-    content["train"] |= {"global_batch": batch, "steps": steps}
-    for key, value in (("lr", phase.lr), ("warmup_steps", phase.warmup_steps)):
-        if value is not None:
-            content["optim"][key] = value
-    if phase.ema_from is not None:
-        if phase.ema_from >= phase.samples:
-            raise RecipeError(
-                f"phases.{i}.ema_from", f"{phase.ema_from} of {phase.samples} pictures", allowed="fewer"
-            )
-        content["train"]["ema"]["start_step"] = phase.ema_from // batch
-    if phase.keep is not None:
-        content["train"]["routing"] = _kept(content["train"]["routing"], phase.keep)
-    if phase.align is not None:
-        content["train"]["align"] = (
-            {**content["train"]["align"], "weight": phase.align} if phase.align else {}
-        )
-    if before is not None:
-        trains_text = recipe.model.train_text_encoder
-        content["model"] = {"base": str(before / "model"), "train_text_encoder": trains_text}
-        content["data"]["text"] = recipe.data.text
-    return type(recipe).model_validate(content)
-
-
-def _kept(routing: dict[str, Any], keep: float) -> dict[str, Any]:
-    return {**routing, "keep": keep} if keep < 1 else {}
-
-
 def _train_phases(
-    recipe: Recipe, out: Path, one: Callable[[Recipe, Path], TrainResult], say: Callable[[str], None]
+    phases: Iterable[tuple[Path, Recipe]],
+    budget: BudgetSettings,
+    one: Callable[..., TrainResult],
+    say: Callable[[str], None],
 ) -> TrainResult:
     """Train all phases with `one`; the same call again goes on in the phase where it stopped.
 
@@ -430,19 +374,17 @@ def _train_phases(
     """
     result: TrainResult | None = None
     used = None
-    for folder, phase in phase_recipes(recipe, out):
+    for folder, phase in phases:
         if used is not None:
-            left = recipe.budget.less(used)
+            left = budget.less(used)
             if left is None:
-                raise Stopped(
-                    f"{recipe.budget.spent(used)} is spent by the phases; say a larger one to go on"
-                )
+                raise Stopped(f"{budget.spent(used)} is spent by the phases; say a larger one to go on")
             phase = phase.model_copy(update={"budget": left})
         say(
             f"{folder.name}: {phase.train.steps} steps of {phase.train.global_batch} pictures, "
             f"{phase.data.resolution} px"
         )
-        result = one(phase, folder)
+        result = one(phase, out=folder)
         used = result.bill if used is None else used + result.bill
     assert result is not None
     return result
@@ -493,7 +435,8 @@ def sweep(
         told = ", ".join(f"{key}={value}" for key, value in settings.items())
         console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {told}")
         others = [one for one in folders if one != folder]
-        one = _with_address(_within(recipe, out, others), folder.name)
+        shared = _class_folder(recipe.task, recipe.data, recipe.model.base, out)
+        one = sweep_recipe(recipe, folder.name, _left(recipe.budget, others), shared)
         made, failure = attempted(
             partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
         )
@@ -547,24 +490,23 @@ def _doubles(names: Sequence[str]) -> Iterator[str]:
     return (name for i, name in enumerate(names) if name in names[:i])
 
 
-def _within(recipe: Recipe, out: Path, others: Sequence[Path]) -> Recipe:
-    """The recipe with what the other runs left of the budget; Stopped where they left nothing."""
+def _left(budget: BudgetSettings, others: Sequence[Path]) -> BudgetSettings:
+    """What the other runs left of the budget; Stopped where they left nothing."""
     used = Bill()
     for folder in others:
         used += _bill(folder)
-    left = recipe.budget.less(used)
+    left = budget.less(used)
     if left is None:
-        raise Stopped(f"{recipe.budget.spent(used)} is spent by the sweep; say a larger one to go on")
-    content = recipe.model_dump(mode="json") | {"budget": left.model_dump()}
-    if recipe.task in SUBJECT_TASKS and recipe.data.class_prompt and not recipe.data.class_images:
-        content["data"]["class_images"] = str(out / _class_folder(recipe))
-    return type(recipe).model_validate(content)
+        raise Stopped(f"{budget.spent(used)} is spent by the sweep; say a larger one to go on")
+    return left
 
 
-def _class_folder(recipe: Recipe) -> str:
-    """The folder of class pictures that all runs with the same model, prompt and size share."""
-    note = json.dumps(class_note(recipe), sort_keys=True)
-    return f"class-{hashlib.sha256(note.encode()).hexdigest()[:8]}"
+def _class_folder(task: str, data: DataSettings, base: str, out: Path) -> Path | None:
+    """The folder of class pictures that all runs with the same model, prompt and size share, if they draw."""
+    if task not in SUBJECT_TASKS or not data.class_prompt or data.class_images:
+        return None
+    note = json.dumps(class_note(data, base), sort_keys=True)
+    return out / f"class-{hashlib.sha256(note.encode()).hexdigest()[:8]}"
 
 
 def _bill(folder: Path) -> Bill:

@@ -27,25 +27,24 @@ if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor
     from darkroom.evaluate.metrics import Scorer
     from darkroom.models.model import Model
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import DataSettings, EvaluateSettings, SampleSettings
 
 BATCH = 64
 FEWEST = 2  # pictures that a covariance can be taken of
 Drawing = Callable[[int, int], None]
 
 
-def check_scores(recipe: Recipe) -> None:
+def check_scores(task: str, settings: EvaluateSettings, holdout: float) -> None:
     """RecipeError where scores are asked for that cannot be taken."""
-    settings = recipe.evaluate
     if not settings.every_images:
         return
-    if recipe.task in ("autoencoder", "extractor"):
+    if task in ("autoencoder", "extractor"):
         raise RecipeError(
             "evaluate.every_images",
-            f"{settings.every_images} with the task {recipe.task}, which draws no pictures from captions",
+            f"{settings.every_images} with the task {task}, which draws no pictures from captions",
             allowed="0",
         )
-    if not recipe.data.holdout:
+    if not holdout:
         raise RecipeError(
             "data.holdout",
             "0, but evaluate.every_images scores against held-out pictures",
@@ -102,22 +101,28 @@ class Scores:
     """Draws the held-out prompts' pictures and scores them; the reference's features are taken once."""
 
     def __init__(
-        self, recipe: Recipe, read: ReadSettings, store: Store, held: Rows, device: torch.device
+        self,
+        settings: EvaluateSettings,
+        drawn: SampleSettings,
+        data: DataSettings,
+        read: ReadSettings,
+        store: Store,
+        held: Rows,
+        device: torch.device,
     ) -> None:
-        """Opens the extractors; `read` says what is said of pictures, as in training.
+        """Opens the extractors; `drawn` says how to draw, `read` what is said of pictures, as in training.
 
         Raises RecipeError, InputError or ModelError where that cannot be.
         """
         from darkroom.evaluate.job import open_extractors
 
-        settings = self._settings = recipe.evaluate
+        self._settings = settings
         count = min(settings.num, len(held))
         if count < FEWEST:
             raise RecipeError(
                 "data.holdout", f"{len(held)} pictures", allowed=f"{FEWEST} or more, for scores"
             )
-        self._drawn, self._how = recipe.sample, recipe.data.reading
-        self._side = recipe.data.resolution
+        self._drawn, self._how, self._side = drawn, data.reading, data.resolution
         index = np.unique(np.linspace(0, len(held) - 1, count).round().astype(np.int64))
         self._reference = HeldOut(store, held.positions(index))
         self._prompts = _prompts(read, store, held, count)

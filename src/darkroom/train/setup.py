@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,14 @@ from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
 from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, check_batch, check_together
-from darkroom.recipe.sections import TrainSettings
+from darkroom.recipe.sections import (
+    AdapterSettings,
+    DataSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    TrainSettings,
+)
 from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checkpoint.storage import check_url
@@ -86,7 +94,21 @@ if TYPE_CHECKING:
 
 CALIBRATION_ROWS = 512
 CALIBRATION_VALUES = 2**26
-SCENES = ("{} in the snow", "{} on the beach")
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where a job is put together: on which device, by which processes, after what, and the log."""
+
+    device: torch.device
+    precision: str
+    pinned: Pinned
+    ranks: Ranks
+    say: Say
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return models.precision(self.precision)
 
 
 def make_job(
@@ -102,114 +124,118 @@ def make_job(
     latents, pictures of the class. Raises RecipeError, StoreError, ColumnError or ModelError for what
     cannot be.
     """
-    check_settings(recipe)
-    check_batch(recipe, ranks.size)
-    if recipe.data.encode == "online" and feed is None:
-        raise RecipeError(
-            "data.encode",
-            "online, but there is nobody to encode",
-            mend="train with --engine ray, or set data.encode=inline",
-        )
-    if has_own_store(recipe) and pinned.version is None:
-        ranks.in_turn(lambda: gather(recipe, pinned.run, say))
-    store = open_store(recipe, pinned.run, pinned.version)
-    train_rows, held_rows = select_rows(store, recipe)
-    _check_pinned(store, pinned)
+    check_settings(recipe, ranks.size)
+    data, train, optim, side = recipe.data, recipe.train, recipe.optim, recipe.data.resolution
+    store = _opened_store(recipe.task, data, pinned, feed, say, ranks)
+    train_rows, held_rows = select_rows(store, data)
     contents = ranks.tell(lambda: contents_of(store, pinned.contents))
-    device = _device(recipe, ranks)
-    set_kernels(recipe.train, device)
-    precision, why = choose_precision(recipe.train.precision, device)
+    device = _device(train.device, ranks)
+    set_kernels(train, device)
+    precision, why = choose_precision(train.precision, device)
     notes = [f"precision {precision}: {why}"]
-    model = (
-        build_extractor(recipe, store, train_rows)
-        if recipe.task == "extractor"
-        else build_model(recipe, lambda: _captions(store, train_rows), pinned.run)
-    )
-    base = base_of(recipe, model)
-    check_base(base, pinned.base, recipe)
-    if frozen_unet(recipe) and model.unet is not None:
-        cast_opened(model.unet, models.precision(precision))  # never trained: no float32 copy is needed
-    stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
+    site = _Site(device, precision, pinned, ranks, say)
+    model: Model
+    if recipe.task == "extractor":
+        model = build_extractor(recipe.model, recipe.objective.extractor, side, store, train_rows)
+    else:
+        captions = partial(_captions, store, train_rows)
+        model = build_model(recipe.task, recipe.model, recipe.objective, side, captions, pinned.run)
+    base = base_of(recipe.task, recipe.model, model)
+    check_base(base, pinned.base, recipe.model)
+    if recipe.frozen_unet and model.unet is not None:
+        cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
+    stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
     _move(model, device)
     task = make_task(recipe, model, store, device)
     base |= _seen_by(task)
     if recipe.adapter is not None and recipe.adapter.start is not None:
         base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
-    check_base(base, pinned.base, recipe)
-    if device.type != "cpu":
-        halve_text(recipe, model, models.precision(precision))
+    check_base(base, pinned.base, recipe.model)
+    if device.type != "cpu" and recipe.frozen_text:
+        halve_text(model, site.dtype)
     rest(_seldom_run(model, task), pinned.run)
     if recipe.task in FINE_TUNING:
-        trained, total = parameter_table(task.modules)
-        notes.append(
-            f"{trained:,} of {total:,} parameters are trained ({format_number(100 * trained / total, 2)} %)"
-        )
-    heldout = _heldout(recipe, task, store, held_rows, device)
-    calibration = _calibration(recipe, task, store, train_rows, device)
+        notes.append(_trained_share(task))
+    heldout = _heldout(task, store, held_rows, recipe.evaluate.rows, device)
+    calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
-    micro, told = _micro_batch(recipe, task, store, train_rows, device, pinned, ranks)
-    step = bare_step(task, recipe, micro, models.precision(precision), ranks)
-    if told.startswith(ESTIMATED) and accelerator.kind_of(device).own_memory and not ranks.sharded:
-        micro, told = try_micro_batches(step, task, recipe, one_row(), ranks)
-    notes.append(f"micro-batch {micro} of {recipe.train.global_batch}: {told}")
-    if ranks.size > 1:
-        share = recipe.train.global_batch // ranks.size
-        notes.append(f"{ranks.size} processes ({recipe.parallel.mode}), {share} pictures a step each")
-    order = make_order(recipe, task, store, train_rows)
+    step, told = _sized_step(task, train, optim, recipe.parallel, one_row, site)
+    notes += told
+    order = make_order(train, data, task, store, train_rows)
     foreign = feed is not None and not isinstance(feed, OpenFeed)
+    fed = (train, data, task, stores, order, device, ranks)
     if isinstance(feed, OpenFeed):
-        online = recipe.data.encode == "online"
-        feed = feed.bound(recipe, task, stores, order, device, ranks) if online else None
-    flops = None
+        feed = feed.bound(*fed) if data.encode == "online" else None
+    flops, scores = None, None
     if ranks.sharded and device.type != "cpu":  # cut weights cannot be counted with
         flops = flops_per_image(task, one_row())
+    if recipe.evaluate.every_images and (ranks.first or ranks.sharded):
+        scores = Scores(recipe.evaluate, recipe.sample, data, task.read, store, held_rows, device)
+    rows = held_rows if len(held_rows) else train_rows
     return TrainingSetup(
         recipe=recipe,
         task=task,
         step=step,
-        feed=feed or make_feed(recipe, task, stores, order, device, ranks),
+        feed=feed or make_feed(*fed),
         rows_of=None if foreign else lambda k: order.batch(k).positions_B.tolist(),
         flops=flops,
         device=device,
-        rows=rows_an_epoch(recipe, store, train_rows),
-        environment=exactness(device, precision, micro, ranks),
+        rows=rows_an_epoch(data, store, train_rows),
+        environment=exactness(device, precision, step.micro_batch, ranks),
         store={"version": versions_of(store), "rows": store.num_rows, "contents": contents},
         base=base,
         heldout=heldout,
-        scores=_scores(recipe, task, store, held_rows, device, ranks),
+        scores=scores,
         calibration=calibration,
-        prompts=_prompts(recipe, store, held_rows if len(held_rows) else train_rows),
+        prompts=_prompts(recipe.sample_prompts, recipe.sample.num, store, rows),
         notes=notes,
         ranks=ranks,
     )
 
 
-def frozen_unet(recipe: Recipe) -> bool:
-    """Whether the U-Net's own weights stay as they are."""
-    return recipe.adapts or recipe.task == "textual-inversion"
+def _opened_store(
+    task: str, data: DataSettings, pinned: Pinned, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks
+) -> Store:
+    """The pictures' store, as pinned; a folder's pictures are brought into the run's own before."""
+    if data.encode == "online" and feed is None:
+        raise RecipeError(
+            "data.encode",
+            "online, but there is nobody to encode",
+            mend="train with --engine ray, or set data.encode=inline",
+        )
+    if has_own_store(data) and pinned.version is None:
+        ranks.in_turn(lambda: gather(task, data, pinned.run, say))
+    store = open_store(data, pinned.run, pinned.version)
+    if pinned.rows is not None and store.num_rows != pinned.rows:
+        raise RecipeError(
+            "data.store",
+            f"'{store.path}' has {store.num_rows} rows at version {store.version}, not {pinned.rows}",
+            mend="it is not the store that this run was started with",
+        )
+    return store
 
 
 def _made_ready(
-    recipe: Recipe, model: Model, store: Store, pinned: Pinned, precision: str, say: Say, ranks: Ranks
+    task: str, data: DataSettings, base: str, model: Model, store: Store, site: _Site
 ) -> list[Store]:
     """The run's store and that of the class; class pictures drawn, latents made of a run's own, if read.
 
     Of a model whose parts are not on the device yet, for latents alone the VAE goes there.
     """
-    stores, makes, column = [store], has_own_store(recipe) and caches_latents(recipe), None
-    if recipe.data.class_prompt is not None:
+    pinned, ranks, say = site.pinned, site.ranks, site.say
+    stores, makes, column = [store], has_own_store(data) and caches_latents(data), None
+    if data.class_prompt is not None:
         if not makes:
-            column = stored_latents(recipe, model, store)
+            column = stored_latents(data, model, store)
         if ranks.tell(lambda: not class_store_path(pinned.run).exists() or pinned.version is None):
-            dtype = models.precision(precision)
-            _move(model, _device(recipe, ranks))
-            ranks.in_turn(lambda: gather_class(recipe, model, pinned.run, dtype, say))
+            _move(model, site.device)
+            ranks.in_turn(lambda: gather_class(data, base, model, pinned.run, site.dtype, say))
         stores.append(Store.open(class_store_path(pinned.run)))
-    if recipe.task == "dpo":
+    if task == "dpo":
         stores.append(Store.open(class_store_path(pinned.run)))
     own = stores if makes else stores[1:] if column else []
     if own:
-        ranks.in_turn(lambda: prepare_own(recipe, model, own, _device(recipe, ranks), say))
+        ranks.in_turn(lambda: prepare_own(data, model, own, site.device, say))
         for one in own:
             one.refresh()
     return stores
@@ -220,14 +246,18 @@ def _move(model: Model, device: torch.device) -> None:
         nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
 
 
-def halve_text(recipe: Recipe, model: Model, dtype: torch.dtype) -> None:
+def halve_text(model: Model, dtype: torch.dtype) -> None:
     """Cast an adapter's frozen text encoders to the U-Net's precision: 1.6 GB less of SDXL's on the card.
 
     Call it when the task is made: a store's column is known by the identity of float32 weights.
     """
-    if recipe.adapts and recipe.adapter is not None and not recipe.adapter.text_encoder:
-        for encoder in model.text_encoders:
-            nn.Module.to(encoder, dtype)
+    for encoder in model.text_encoders:
+        nn.Module.to(encoder, dtype)
+
+
+def _trained_share(task: Task) -> str:
+    trained, total = parameter_table(task.modules)
+    return f"{trained:,} of {total:,} parameters are trained ({format_number(100 * trained / total, 2)} %)"
 
 
 def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
@@ -235,17 +265,27 @@ def _one_row(task: Task, store: Store, rows: Rows, device: torch.device) -> dict
     return task.inputs(read_once(store, rows, 1, task.read), device)
 
 
-def _device(recipe: Recipe, ranks: Ranks) -> torch.device:
-    """The recipe's device; of several ranks each has the GPU of its number."""
-    device = models.device(recipe.train.device)
+def _device(asked: str, ranks: Ranks) -> torch.device:
+    """The device that is asked for; of several ranks each has the GPU of its number."""
+    device = models.device(asked)
     if ranks.size > 1 and device.type != "cpu":
         return torch.device(device.type, ranks.local_rank)
     return device
 
 
-def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, ranks: Ranks = ALONE) -> Step:
+def bare_step(
+    task: Task,
+    *,
+    train: TrainSettings,
+    optim: OptimSettings,
+    micro_batch: int,
+    dtype: torch.dtype,
+    ranks: Ranks = ALONE,
+    shard: str = "grads",
+    reduce: torch.dtype = torch.float32,
+) -> Step:
     """The step of a task without the loop around it, as `measure` times it and `plan` counts it."""
-    train, device = recipe.train, next(next(iter(task.modules.values())).parameters()).device
+    device = next(next(iter(task.modules.values())).parameters()).device
     innermost = channels_last(train.channels_last, device.type, sharded=ranks.sharded)
     for module in task.modules.values():
         module.train()
@@ -259,14 +299,14 @@ def bare_step(task: Task, recipe: Recipe, micro_batch: int, dtype: torch.dtype, 
         task,
         task.modules,
         train=train,
-        optim=recipe.optim,
+        optim=optim,
         micro_batch=micro_batch,
         dtype=dtype,
         rates=task.rates,
         rows_a_picture=task.rows_a_picture,
         ranks=ranks,
-        shard=recipe.parallel.shard,
-        reduce=DTYPES[recipe.parallel.reduce],
+        shard=shard,
+        reduce=reduce,
     )
 
 
@@ -278,28 +318,19 @@ def _compile(task: Task, settings: TrainSettings) -> None:
     compile_blocks(denoiser) if settings.compile == "blocks" else compile_whole(denoiser)
 
 
-def _check_pinned(store: Store, pinned: Pinned) -> None:
-    if pinned.rows is not None and store.num_rows != pinned.rows:
-        raise RecipeError(
-            "data.store",
-            f"'{store.path}' has {store.num_rows} rows at version {store.version}, not {pinned.rows}",
-            mend="it is not the store that this run was started with",
-        )
-
-
 # ---- what is put together
 
 
 def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) -> Task:
     """The task of a recipe. Parts that no gradient goes through stay in float32."""
     if isinstance(model, ExtractorModel):
-        return LearnExtractor(model, recipe)
-    data = recipe.data
-    pixels = ReadSettings(
+        return LearnExtractor(model, recipe.objective.extractor, recipe.data, recipe.train.seed)
+    data, train = recipe.data, recipe.train
+    read = ReadSettings(
         pixels=data.resolution,
         crop=data.crop,
         flip=data.flip,
-        seed=recipe.train.seed,
+        seed=train.seed,
         latent_channels=model.latent_channels,
         latent_factor=model.vae_factor,
     )
@@ -307,53 +338,36 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         module.requires_grad_(False)
     if recipe.task == "autoencoder":
         _train(model.vae)
-        return Autoencoder(model, recipe.objective.autoencoder, pixels)
-    read = pixels.model_copy(update={"caption_dropout": data.caption_dropout})
+        return Autoencoder(model, recipe.objective.autoencoder, read)
+    extras = make_extras(
+        train.routing, train.align, model, device, side=data.resolution, seed=recipe.model.seed
+    )
     encode = None
-    extras = make_extras(recipe, model, device)
-    sees = extras is not None and extras.extractor is not None
-    column = stored_latents(recipe, model, store)
+    column = stored_latents(data, model, store)
     if column is not None:
-        bucket_step(recipe, store, column)
+        bucket_step(data, store, column)
+        sees = extras is not None and extras.extractor is not None
         read = read.model_copy(update={"latents": column, "pixels": read.pixels if sees else None})
     else:
         assert model.vae is not None
         encode = VaeEncoder(model.vae, device=device).encode
-    text = stored_text(recipe, model, store)
-    masks = stored_masks(recipe, model, store)
-    read = read.model_copy(
-        update={
-            "text": text,
-            "caption": text is None,
-            "prompts": _captions_of(recipe),
-            "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
-            "shuffle_tags": data.shuffle_tags,
-            "keep_tokens": data.keep_tokens,
-            "tag_dropout": data.tag_dropout,
-            "token_warmup": (data.token_warmup_steps, data.token_warmup_min),
-            "wildcards": data.wildcards,
-            "around": (data.caption_prefix, data.caption_suffix),
-            "columns": (
-                *(SIZES if model.is_sdxl else ()),
-                *(() if masks is None else (masks.column,)),
-                *((PROMPT, LOSS_WEIGHT) if data.sets else ()),
-            ),
-            "prompt_column": PROMPT if data.sets else None,
-        }
-    )
+    text = stored_text(data, model, store, trained=recipe.trains_text)
+    masks = stored_masks(data, store, factor=model.vae_factor, floor=recipe.objective.unmasked_weight)
+    captions = {
+        "text": text,
+        "caption": text is None,
+        "prompts": recipe.prompts,
+        "prompts_replace": recipe.task in (*SUBJECT_TASKS, "textual-inversion"),
+    }
+    columns = (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,)))
+    read = read.model_copy(update=_caption_changes(data, columns) | captions)
     objective = make_objective(model.scheduler, recipe.objective, device)
-    modules = _trained(recipe, model, device)
+    modules = _trained(model, recipe.model, recipe.adapter, train.seed, device)
     if recipe.task == "distill":
         assert isinstance(objective, Objective)
+        settings, adapts = recipe.objective.distill, recipe.adapts
         return Distillation(
-            model,
-            objective,
-            read,
-            modules,
-            recipe.objective.distill,
-            adapts=recipe.adapts,
-            encode=encode,
-            cache_text=True,
+            model, objective, read, modules, settings, adapts=adapts, encode=encode, cache_text=True
         )
     made = partial(Preference, beta=recipe.objective.dpo.beta) if recipe.task == "dpo" else Diffusion
     return made(
@@ -373,6 +387,21 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     )
 
 
+def _caption_changes(data: DataSettings, columns: tuple[str, ...]) -> dict[str, Any]:
+    """How the loader changes captions, and which columns it reads beside these."""
+    return {
+        "caption_dropout": data.caption_dropout,
+        "shuffle_tags": data.shuffle_tags,
+        "keep_tokens": data.keep_tokens,
+        "tag_dropout": data.tag_dropout,
+        "token_warmup": (data.token_warmup_steps, data.token_warmup_min),
+        "wildcards": data.wildcards,
+        "around": (data.caption_prefix, data.caption_suffix),
+        "columns": (*columns, *((PROMPT, LOSS_WEIGHT) if data.sets else ())),
+        "prompt_column": PROMPT if data.sets else None,
+    }
+
+
 def _seen_by(task: Task) -> dict[str, str]:
     """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
     extractor = task.extractor if isinstance(task, Diffusion) else None
@@ -387,18 +416,18 @@ def _seldom_run(model: Model, task: Task) -> list[nn.Module]:
     return [model.modules[name] for name in names]
 
 
-def _trained(recipe: Recipe, model: Model, device: torch.device) -> dict[str, nn.Module]:
+def _trained(
+    model: Model, settings: ModelSettings, adapter: AdapterSettings | None, seed: int, device: torch.device
+) -> dict[str, nn.Module]:
     """The parts that gradients go through, by name; what is trained of them requires gradients."""
     assert model.unet is not None
     parts: dict[str, nn.Module] = {"unet": model.unet}
-    if recipe.adapts:
-        assert recipe.adapter is not None
-        parts |= add_adapters(model, recipe.adapter, seed=recipe.train.seed)
-    elif recipe.task == "textual-inversion":
-        assert recipe.model.word is not None
-        parts |= add_word(model, recipe.model.word)
+    if adapter is not None:
+        parts |= add_adapters(model, adapter, seed=seed)
+    elif settings.word is not None:
+        parts |= add_word(model, settings.word)
     else:
-        if recipe.model.train_text_encoder:
+        if settings.train_text_encoder:
             parts |= {name: m for name, m in model.modules.items() if name.startswith("text_encoder")}
         _train(*parts.values())
     for module in parts.values():
@@ -413,87 +442,91 @@ def _train(*modules: nn.Module | None) -> None:
 
 
 def _heldout(
-    recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device
+    task: Task, store: Store, rows: Rows, count: int, device: torch.device
 ) -> dict[str, Tensor] | None:
     """The held-out rows' inputs, read once, with the mean latent instead of a drawn one."""
     if not len(rows):
         return None
-    columns = dict(read_once(store, rows, recipe.evaluate.rows, task.read))
+    columns = dict(read_once(store, rows, count, task.read))
     if "posterior" in columns:
         columns["posterior"] = torch.zeros_like(columns["posterior"])
     return task.inputs(columns, device)
 
 
-def _scores(
-    recipe: Recipe, task: Task, store: Store, held: Rows, device: torch.device, ranks: Ranks
-) -> Scores | None:
-    """What scores drawn pictures, where it is asked for, on the ranks that draw."""
-    if not recipe.evaluate.every_images or not (ranks.first or ranks.sharded):
-        return None
-    return Scores(recipe, task.read, store, held, device)
-
-
 def _calibration(
-    recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device
+    task: Task, store: Store, rows: Rows, side: int, device: torch.device
 ) -> list[dict[str, Tensor]]:
     """Training rows that the finished VAE's latents are measured on."""
     if not isinstance(task, Autoencoder):
         return []
-    count = max(1, min(CALIBRATION_ROWS, CALIBRATION_VALUES // (3 * recipe.data.resolution**2)))
+    count = max(1, min(CALIBRATION_ROWS, CALIBRATION_VALUES // (3 * side**2)))
     columns = read_once(store, rows, count, task.read)
     inputs = task.inputs(columns, device)
     return list(micro_batches(inputs, 16))
 
 
-def _micro_batch(
-    recipe: Recipe, task: Task, store: Store, rows: Rows, device: torch.device, pinned: Pinned, ranks: Ranks
-) -> tuple[int, str]:
-    settings: TrainSettings = recipe.train
-    share = settings.global_batch // ranks.size
-    if settings.micro_batch == "auto" and pinned.micro_batch is not None and not share % pinned.micro_batch:
-        return pinned.micro_batch, "as before"
-    if settings.global_batch == 1:
-        return 1, "one picture a step"
-    if recipe.task == "extractor":
-        return settings.global_batch, "pictures are told from all others of a batch"
-    inputs = _one_row(task, store, rows, device)
-    micro, why = choose_micro_batch(settings, task, inputs, device, share)
-    micro = ranks.smallest(micro)
-    if recipe.optim.fused_backward and micro < settings.global_batch:
+def _sized_step(
+    task: Task,
+    train: TrainSettings,
+    optim: OptimSettings,
+    parallel: ParallelSettings,
+    one_row: Callable[[], dict[str, Tensor]],
+    site: _Site,
+) -> tuple[Step, list[str]]:
+    """The step, with the micro-batch that fits into memory, and notes: why that one, and how it is shared."""
+    ranks = site.ranks
+    micro, why = _micro_batch(task, train, one_row, site)
+    if optim.fused_backward and micro < train.global_batch:
         raise RecipeError(
             "optim.fused_backward",
-            f"true, but only {micro} of {settings.global_batch} pictures fit at once and gradients cannot be "
+            f"true, but only {micro} of {train.global_batch} pictures fit at once and gradients cannot be "
             "added up",
             mend=f"set train.global_batch={micro}",
         )
-    return micro, why
+    step = bare_step(
+        task,
+        train=train,
+        optim=optim,
+        micro_batch=micro,
+        dtype=site.dtype,
+        ranks=ranks,
+        shard=parallel.shard,
+        reduce=DTYPES[parallel.reduce],
+    )
+    if why.startswith(ESTIMATED) and accelerator.kind_of(site.device).own_memory and not ranks.sharded:
+        if optim.fused_backward:
+            why = "all at once, for optim.fused_backward"
+        else:
+            micro, why = try_micro_batches(step, task, train.global_batch, one_row(), ranks)
+    notes = [f"micro-batch {micro} of {train.global_batch}: {why}"]
+    if ranks.size > 1:
+        share = train.global_batch // ranks.size
+        notes.append(f"{ranks.size} processes ({parallel.mode}), {share} pictures a step each")
+    return step, notes
 
 
-def _captions_of(recipe: Recipe) -> tuple[str, ...]:
-    """What is said of pictures by the recipe itself."""
-    if recipe.model.word is not None:
-        return recipe.data.prompts or recipe.model.word.prompts
-    return recipe.data.prompts
+def _micro_batch(
+    task: Task, train: TrainSettings, one_row: Callable[[], dict[str, Tensor]], site: _Site
+) -> tuple[int, str]:
+    """How many pictures are computed at once, and why so many."""
+    share, before = train.global_batch // site.ranks.size, site.pinned.micro_batch
+    if train.micro_batch == "auto" and before is not None and not share % before:
+        return before, "as before"
+    if train.global_batch == 1:
+        return 1, "one picture a step"
+    if isinstance(task, LearnExtractor):
+        return train.global_batch, "pictures are told from all others of a batch"
+    micro, why = choose_micro_batch(train, task, one_row(), site.device, share)
+    return site.ranks.smallest(micro), why
 
 
-def known_prompts(recipe: Recipe) -> tuple[str | SamplePrompt, ...] | None:
-    """What samples are drawn of, as far as the recipe alone says it; None: of pictures' captions."""
-    settings = recipe.sample
-    if recipe.task == "extractor":
-        return ()
-    if settings.prompts or not settings.every or recipe.task == "autoencoder":
-        return settings.prompts
-    if said := _captions_of(recipe):
-        scenes = tuple(scene.format(said[0]) for scene in SCENES)
-        return (said[0], *scenes, *filter(None, [recipe.data.class_prompt]))
-    return None
-
-
-def _prompts(recipe: Recipe, store: Store, rows: Rows) -> tuple[str | SamplePrompt, ...]:
-    known = known_prompts(recipe)
+def _prompts(
+    known: tuple[str | SamplePrompt, ...] | None, num: int, store: Store, rows: Rows
+) -> tuple[str | SamplePrompt, ...]:
+    """What samples are drawn of: what the recipe says, else captions of the first of these rows."""
     if known is not None:
         return known
-    first = rows.positions(np.arange(min(recipe.sample.num, len(rows))))
+    first = rows.positions(np.arange(min(num, len(rows))))
     return tuple(store.take(first, ["caption"])["caption"].to_pylist())
 
 
@@ -508,29 +541,23 @@ def _checkpoint_activations(module: Any) -> None:
     getattr(module, next(name for name in enable if hasattr(module, name)))()
 
 
-def check_settings(recipe: Recipe) -> None:
-    """Raise RecipeError for settings that contradict each other, whatever the store and the model."""
+def check_settings(recipe: Recipe, processes: int | None = None) -> None:
+    """Raise RecipeError for settings that contradict each other, whatever the store and the model.
+
+    With a number of `processes` also where they cannot share a batch.
+    """
     train, optim, data = recipe.train, recipe.optim, recipe.data
     check_together(recipe)
     check_micro_batch(train)
     check_tracker(recipe.track)
-    check_scores(recipe)
+    check_scores(recipe.task, recipe.evaluate, data.holdout)
     check_url(recipe.checkpoint.url)
-    whole = not recipe.phases  # each phase has a length of its own, and is checked as a recipe of its own
-    if whole and optim.warmup_steps > train.steps:
-        raise RecipeError(
-            "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
-        )
-    if whole and train.ema.start_step >= train.steps and train.ema.enabled:
-        raise RecipeError(
-            "train.ema.start_step",
-            f"{train.ema.start_step} is not before the end ({train.steps} steps)",
-            mend="start earlier, or set train.ema.enabled=false",
-        )
+    if not recipe.phases:  # each phase has a length of its own, and is checked as a recipe of its own
+        _check_length(train, optim)
     if recipe.task == "autoencoder":
-        _check_autoencoder(recipe)
+        _check_autoencoder(recipe.model, data)
     elif recipe.task == "extractor":
-        check_extractor(recipe)
+        check_extractor(train, data, recipe.model, recipe.objective.extractor)
     elif data.encode == "stored" and (data.flip or data.crop == "random"):
         named = "flip" if data.flip else "crop"
         raise RecipeError(
@@ -538,16 +565,31 @@ def check_settings(recipe: Recipe) -> None:
             f"{getattr(data, named)}, but prepared latents are of pictures as they are, cut at the centre",
             mend="set data.encode=inline",
         )
+    if processes is not None:
+        check_batch(train, processes)
 
 
-def _check_autoencoder(recipe: Recipe) -> None:
-    if recipe.model.train_text_encoder:
+def _check_length(train: TrainSettings, optim: OptimSettings) -> None:
+    if optim.warmup_steps > train.steps:
+        raise RecipeError(
+            "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
+        )
+    if train.ema.start_step >= train.steps and train.ema.enabled:
+        raise RecipeError(
+            "train.ema.start_step",
+            f"{train.ema.start_step} is not before the end ({train.steps} steps)",
+            mend="start earlier, or set train.ema.enabled=false",
+        )
+
+
+def _check_autoencoder(model: ModelSettings, data: DataSettings) -> None:
+    if model.train_text_encoder:
         raise RecipeError("model.train_text_encoder", "true, but the task autoencoder trains the VAE alone")
-    if isinstance(recipe.model.vae, str):
+    if isinstance(model.vae, str):
         raise RecipeError(
             "model.vae",
-            f"'{recipe.model.vae}', but the VAE is what is trained",
+            f"'{model.vae}', but the VAE is what is trained",
             mend="give the folder as model.base to go on from it, or changes to the family's VAE here",
         )
-    if recipe.data.buckets:
+    if data.buckets:
         raise RecipeError("data.buckets", "true", allowed="false with the task autoencoder")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,14 @@ from darkroom.train.data.local_dataset import has_own_store, open_store
 
 if TYPE_CHECKING:
     from darkroom.data.store import Store
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import (
+        AdapterSettings,
+        DataSettings,
+        ObjectiveSettings,
+        OptimSettings,
+        Recipe,
+        TrainSettings,
+    )
 
 TAGS_KEPT = 5_000
 """Of a data set's tags, the most frequent: readers bound the size of a header."""
@@ -32,10 +39,14 @@ CARD = "README.md"
 # ---- metadata
 
 
-def training_metadata(recipe: Recipe) -> dict[str, str]:
+def training_metadata(
+    train: TrainSettings,
+    optim: OptimSettings,
+    data: DataSettings,
+    objective: ObjectiveSettings,
+    adapter: AdapterSettings | None,
+) -> dict[str, str]:
     """What kohya's tools read of how a LoRA was trained; what is not set is left out."""
-    train, optim, data, objective = recipe.train, recipe.optim, recipe.data, recipe.objective
-    adapter = recipe.adapter
     noise = objective.noise
     network = {} if adapter is None else adapter.model_dump(mode="json", exclude_defaults=True)
     network = {
@@ -81,16 +92,16 @@ def training_metadata(recipe: Recipe) -> dict[str, str]:
     return {f"ss_{key}": str(value) for key, value in told.items() if value is not None}
 
 
-def dataset_metadata(recipe: Recipe, run: Path) -> dict[str, str]:
+def dataset_metadata(data: DataSettings, run: Path, global_batch: int) -> dict[str, str]:
     """What kohya's tools read of the pictures: how many of each folder, and how often each tag comes."""
-    store = open_store(recipe, run)
-    if not has_own_store(recipe):
+    store = open_store(data, run)
+    if not has_own_store(data):
         dirs = {_last(part.path): {"n_repeats": 1, "img_count": part.num_rows} for part in parts_of(store)}
         return {"ss_num_train_images": str(store.num_rows), "ss_dataset_dirs": json.dumps(dirs)}
     counts: Counter[str] = Counter()
     repeats: dict[str, int] = {}
     tags: dict[str, Counter[str]] = {}
-    for folder, times, caption in _rows(recipe, store):
+    for folder, times, caption in _rows(data, store):
         counts[folder] += 1
         repeats[folder] = times
         tags.setdefault(folder, Counter()).update(_tags(caption))
@@ -99,15 +110,14 @@ def dataset_metadata(recipe: Recipe, run: Path) -> dict[str, str]:
     frequent = {name: dict(counter.most_common(TAGS_KEPT)) for name, counter in tags.items()}
     return {
         "ss_num_train_images": str(total),
-        "ss_num_batches_per_epoch": str(-(-total // recipe.train.global_batch)),
+        "ss_num_batches_per_epoch": str(-(-total // global_batch)),
         "ss_dataset_dirs": json.dumps(dirs),
         "ss_tag_frequency": json.dumps(frequent, ensure_ascii=False),
     }
 
 
-def _rows(recipe: Recipe, store: Store) -> Iterable[tuple[str, int, str]]:
+def _rows(data: DataSettings, store: Store) -> Iterable[tuple[str, int, str]]:
     """Of each picture its folder's last name, how often it comes, and its caption."""
-    data = recipe.data
     names = ["key", "caption", *([SET] if data.sets else [])]
     rows = store.take(range(store.num_rows), names).to_pylist()
     for row in rows:
@@ -136,7 +146,7 @@ def _last(path: str) -> str:
 def model_card(recipe: Recipe, name: str, *, base: str, files: Iterable[str], license: str | None) -> str:
     """The hub's README.md: YAML for its search, and how to use what was trained."""
     there = list(files)
-    trigger = (recipe.adapter.trigger if recipe.adapter else None) or next(iter(recipe.data.prompts), None)
+    trigger = recipe.trigger
     head: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
     head |= {"license": license} if license else {}
     head |= {"base_model": base} if base.count("/") == 1 else {}
@@ -157,7 +167,7 @@ def model_card(recipe: Recipe, name: str, *, base: str, files: Iterable[str], li
     lines += ["![samples](samples.png)", ""] if "samples.png" in there else []
     lines += ["| setting | value |", "| --- | --- |"]
     chosen = ("learning_rate", "optimizer", "max_train_steps", "total_batch_size", "resolution", "loss_type")
-    told = training_metadata(recipe)
+    told = training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter)
     lines += [f"| {key} | {told[f'ss_{key}']} |" for key in chosen if f"ss_{key}" in told]
     if recipe.adapter is not None:
         lines += [f"| network | {recipe.adapter.kind}, rank {recipe.adapter.rank} |"]
@@ -193,7 +203,12 @@ def push(
         raise InputError(f"the repository '{repo}'", allowed="OWNER/NAME")
     with TemporaryDirectory(prefix="darkroom-push-") as place:
         folder = Path(place)
-        _stage(opened, recipe, folder, repo.rpartition("/")[2], license)
+        name = repo.rpartition("/")[2]
+        _stage(opened, folder, name)
+        base = _base_named(recipe.model.base, opened.environment.get("base", {}))
+        files = [path.name for path in folder.iterdir()]
+        card = model_card(recipe, name, base=base, files=files, license=license)
+        (folder / CARD).write_text(card, encoding="utf-8")
         api = HfApi(endpoint=hub)
         try:
             if not api.repo_exists(repo):
@@ -207,7 +222,7 @@ def push(
     return f"{api.endpoint.rstrip('/')}/{repo}"
 
 
-def _stage(run: Run, recipe: Recipe, folder: Path, name: str, license: str | None) -> None:
+def _stage(run: Run, folder: Path, name: str) -> None:
     """Lay out what goes to the hub."""
     adapter, model = run.path / "adapter.safetensors", run.path / "model"
     if adapter.is_file():
@@ -218,16 +233,9 @@ def _stage(run: Run, recipe: Recipe, folder: Path, name: str, license: str | Non
         raise InputError(f"'{run.path}' has made nothing yet", mend="let it end, or export it first")
     if grids := sorted(run.samples.glob("step-*.png")):
         shutil.copy(grids[-1], folder / "samples.png")
-    base = run.environment.get("base", {})
-    told = (
-        recipe.model.base
-        if _is_hub_id(recipe.model.base)
-        else (base.get("family") or _last(recipe.model.base))
-    )
-    files = [path.name for path in folder.iterdir()]
-    card = model_card(recipe, name, base=str(told), files=files, license=license)
-    (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _is_hub_id(ref: str) -> bool:
-    return ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not Path(ref).exists()
+def _base_named(ref: str, known: Mapping[str, str | None]) -> str:
+    """What a card says of the base: a hub id as it is, else its family where that is known, or a name."""
+    is_hub_id = ref.count("/") == 1 and not ref.startswith((".", "/", "~")) and not Path(ref).exists()
+    return ref if is_hub_id else (known.get("family") or _last(ref))

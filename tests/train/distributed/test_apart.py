@@ -87,12 +87,12 @@ def test_a_version_that_is_dropped_before_it_is_pinned_is_left_for_a_newer_one(
 
     monkeypatch.setattr(Store, "pin", late)
     recipe = recipe_of("autoencoder", f"data.store={own_store.path}")
-    version = settled(recipe, tmp_path / "run", None, print)
+    version = settled(recipe.data, tmp_path / "run", None, print)
     own_store.refresh()
     assert version == own_store.version > began
     assert list(own_store.pins().values()) == [version]
     with pytest.raises(StoreError, match=f"has no version {began}"):
-        settled(recipe, tmp_path / "run", began, print)
+        settled(recipe.data, tmp_path / "run", began, print)
 
 
 def test_a_run_that_cannot_be_leaves_no_pin(recipe_of, own_store, tmp_path) -> None:

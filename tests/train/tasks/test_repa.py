@@ -288,11 +288,12 @@ def test_what_cannot_be_is_refused(
 def test_a_u_net_has_neither(recipe_of: MakeRecipe, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"train.routing: given, but the model has a U-Net"):
         train(recipe_of("pretrain", "train.routing.keep=0.5"), out=tmp_path / "run", console=lambda _: None)
-    assert make_extras(recipe_of("pretrain"), models.create("tiny"), torch.device("cpu")) is None
+    settings, cpu = recipe_of("pretrain").train, torch.device("cpu")
+    assert make_extras(settings.routing, settings.align, models.create("tiny"), cpu, side=16, seed=0) is None
 
 
 def test_phases_set_both_anew(recipe_of: MakeRecipe, extractor: Path, tmp_path: Path) -> None:
-    from darkroom.train.run import phase_recipes
+    from darkroom.recipe.phases import phase_recipes
 
     phases = "[{resolution: 16, samples: 16, keep: 0.5}, {resolution: 32, samples: 16, keep: 1, align: 0}]"
     align = f"train.align.extractor={extractor}"

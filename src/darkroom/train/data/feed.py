@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,11 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.models.model import Model
+from darkroom.recipe.sections import DataSettings, TrainSettings
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.model import size_unit
 from darkroom.train.tasks.diffusion import SIZES, Columns, Task
-
-if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
-
+from darkroom.train.tasks.preference import Preference
 
 Feed = Callable[[int], AbstractContextManager[Iterator[Columns]]]
 """Opens the stream of global batches from step k on."""
@@ -37,45 +35,45 @@ SET, PROMPT, LOSS_WEIGHT = "set", "set_prompt", "loss_weight"
 CLASS_SEED = 0x632BE59BD9B4E019  # class pictures get other noise than the subject's in the same place
 
 
-def bucket_step(recipe: Recipe, store: Store, column: str) -> int:
+def bucket_step(data: DataSettings, store: Store, column: str) -> int:
     """What the sides of a prepared column's pictures are multiples of; 0 where they are squares.
 
     RecipeError where the recipe asks for the other kind.
     """
     crop = store.columns()[column].get("darkroom.crop", "centre")
     step = int(crop.removeprefix("buckets-")) if crop.startswith("buckets-") else 0
-    if recipe.data.buckets != bool(step):
+    if data.buckets != bool(step):
         made = f"buckets of {step} pixels" if step else "squares"
         raise RecipeError(
             "data.buckets",
-            f"{str(recipe.data.buckets).lower()}, but {column} was prepared in {made}",
+            f"{str(data.buckets).lower()}, but {column} was prepared in {made}",
             mend=f"set data.buckets={str(bool(step)).lower()}, or encode=inline",
         )
     return step
 
 
-def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+def make_order(train: TrainSettings, data: DataSettings, task: Task, store: Store, rows: Rows) -> SampleOrder:
     """The order of a run's rows: by size where pictures lie in buckets, by weight where they are mixed."""
-    train, data = recipe.train, recipe.data
     if isinstance(store, MixedStore):
         assert isinstance(rows, MixedRows)
         weights = [one.weight for one in data.stores]
-        return _mixed_order(recipe, task, store.stores, rows.parts, rows.offsets, weights)
+        return _mixed_order(train, data, task, store.stores, rows.parts, rows.offsets, weights)
     if data.sets:
-        return _order_of_sets(recipe, task, store, rows)
-    if len(times := repeated(recipe, store, rows)) > 1:
+        return _order_of_sets(train, data, task.model, store, rows)
+    if len(times := repeated(data, store, rows)) > 1:
         shares = [float(n * len(some)) for n, some in times.items()]
         parts = [Rows.of(some) for some in times.values()]
-        return _mixed_order(recipe, task, [store] * len(parts), parts, [0] * len(parts), shares)
+        return _mixed_order(train, data, task, [store] * len(parts), parts, [0] * len(parts), shares)
     if not data.buckets:
         return Order(rows, seed=train.seed, global_batch=train.global_batch)
-    by_size = _by_size(recipe, task, store, rows)
+    by_size = _by_size(data, task, store, rows)
     return BucketOrder(by_size, seed=train.seed, global_batch=train.global_batch)
 
 
-def _order_of_sets(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
+def _order_of_sets(
+    train: TrainSettings, data: DataSettings, model: Model, store: Store, rows: Rows
+) -> SampleOrder:
     """Each set's rows by their repeats; of several resolutions or in buckets, a batch is of one size."""
-    train, data = recipe.train, recipe.data
     positions = _by_set(store, rows)
     shares = [float(data.sets[i].repeats * len(some)) for i, some in positions.items()]
     parts, offsets = [Rows.of(some) for some in positions.values()], [0] * len(positions)
@@ -84,7 +82,7 @@ def _order_of_sets(recipe: Recipe, task: Task, store: Store, rows: Rows) -> Samp
     sizes: list[Mapping[tuple[int, int], Any]] = []
     for i, some in positions.items():
         side = data.sides[i]
-        allowed = buckets(side, step=inline_step(side, task.model))
+        allowed = buckets(side, step=inline_step(side, model))
         sizes.append(listed_buckets(store, allowed, some) if data.buckets else {(side, side): some})
     return MixedBucketOrder(sizes, shares, offsets=offsets, seed=train.seed, global_batch=train.global_batch)
 
@@ -97,7 +95,8 @@ def _by_set(store: Store, rows: Rows) -> dict[int, Ints]:
 
 
 def _mixed_order(
-    recipe: Recipe,
+    train: TrainSettings,
+    data: DataSettings,
     task: Task,
     stores: Sequence[Store],
     parts: Sequence[Rows],
@@ -105,17 +104,17 @@ def _mixed_order(
     weights: Sequence[float],
 ) -> SampleOrder:
     """The order of rows of several stores, or of several parts of one, by weight."""
-    seed, batch = recipe.train.seed, recipe.train.global_batch
-    if not recipe.data.buckets:
+    seed, batch = train.seed, train.global_batch
+    if not data.buckets:
         return MixedOrder(parts, weights, offsets=offsets, seed=seed, global_batch=batch)
-    sizes = [_by_size(recipe, task, one, some) for one, some in zip(stores, parts, strict=True)]
+    sizes = [_by_size(data, task, one, some) for one, some in zip(stores, parts, strict=True)]
     return MixedBucketOrder(sizes, weights, offsets=offsets, seed=seed, global_batch=batch)
 
 
-def _by_size(recipe: Recipe, task: Task, store: Store, rows: Rows) -> Mapping[tuple[int, int], Any]:
+def _by_size(data: DataSettings, task: Task, store: Store, rows: Rows) -> Mapping[tuple[int, int], Any]:
     """One store's rows by aspect-ratio bucket."""
-    data, column = recipe.data, task.read.latents
-    step = bucket_step(recipe, store, column) if column else inline_step(data.resolution, task.model)
+    column = task.read.latents
+    step = bucket_step(data, store, column) if column else inline_step(data.resolution, task.model)
     allowed = buckets(data.resolution, step=step)
     if rows.selected is None:
         return BucketIndex(store, allowed, rows).buckets()
@@ -128,7 +127,8 @@ def inline_step(resolution: int, model: Model) -> int:
 
 
 def make_feed(
-    recipe: Recipe,
+    train: TrainSettings,
+    data: DataSettings,
     task: Task,
     stores: Sequence[Store],
     order: SampleOrder,
@@ -138,11 +138,10 @@ def make_feed(
     """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
     store, *beside = stores
     sources = [(store, order, task.read)]
-    if recipe.task == "dpo":  # pairs: the same rows, captions and draws
+    if isinstance(task, Preference):  # pairs: the same rows, captions and draws
         sources += [(other, order, task.read) for other in beside]
     else:
-        sources += [(other, *_class_order(recipe, task, other)) for other in beside]
-    data = recipe.data
+        sources += [(other, *_class_order(train, data, task, other)) for other in beside]
 
     @contextmanager
     def feed(k: int) -> Iterator[Iterator[Columns]]:
@@ -154,7 +153,7 @@ def make_feed(
                         order,
                         read=read,
                         start=k,
-                        end=recipe.train.steps,
+                        end=train.steps,
                         rank=ranks.rank,
                         world_size=ranks.size,
                         workers=data.workers,
@@ -172,15 +171,17 @@ def make_feed(
     return feed
 
 
-def _class_order(recipe: Recipe, task: Task, store: Store) -> tuple[Order, ReadSettings]:
+def _class_order(
+    train: TrainSettings, data: DataSettings, task: Task, store: Store
+) -> tuple[Order, ReadSettings]:
     """Which class pictures come when, and how they are read: with their own prompt and noise."""
-    seed, prompt = recipe.train.seed ^ CLASS_SEED, recipe.data.class_prompt
-    rows = Rows.of(min(recipe.data.num_class_images, store.num_rows))
+    seed, prompt = train.seed ^ CLASS_SEED, data.class_prompt
+    rows = Rows.of(min(data.num_class_images, store.num_rows))
     update: dict[str, Any] = {"prompts": (prompt,), "prompts_replace": True, "seed": seed}
     update |= {"around": ("", ""), "tag_dropout": 0.0, "token_warmup": (0, 1), "wildcards": False}
     update["columns"] = tuple(name for name in task.read.columns if name in SIZES)  # they have no masks
     update["prompt_column"] = None
-    order = Order(rows, seed=seed, global_batch=recipe.train.global_batch)
+    order = Order(rows, seed=seed, global_batch=train.global_batch)
     return order, task.read.model_copy(update=update)
 
 
@@ -219,25 +220,25 @@ def times_of(key: str) -> int:
     return int(named[1]) if named else 1
 
 
-def check_repeats(recipe: Recipe, keys: Iterable[str]) -> None:
+def check_repeats(data: DataSettings, keys: Iterable[str]) -> None:
     """RecipeError where folders are to say how often, and none does."""
-    if recipe.data.repeats == "folders" and not any(FOLDER.match(key) for key in keys):
+    if data.repeats == "folders" and not any(FOLDER.match(key) for key in keys):
         raise RecipeError("data.repeats", "folders, but no folder is named like '10_sks dog'", allowed="1")
 
 
-def repeated(recipe: Recipe, store: Store, rows: Rows) -> dict[int, Ints]:
+def repeated(data: DataSettings, store: Store, rows: Rows) -> dict[int, Ints]:
     """Positions of the rows by how often each comes, where the recipe leaves that to folders; else none."""
-    if recipe.data.repeats != "folders":
+    if data.repeats != "folders":
         return {}
     positions = rows.positions(np.arange(len(rows)))
     times = np.array([times_of(key) for key in store.take(positions, ["key"])["key"].to_pylist()])
     return {n: positions[times == n] for n in np.unique(times).tolist()}
 
 
-def rows_an_epoch(recipe: Recipe, store: Store, rows: Rows) -> int:
+def rows_an_epoch(data: DataSettings, store: Store, rows: Rows) -> int:
     """Pictures that an epoch in the metrics counts."""
-    if recipe.data.sets:
-        return sum(recipe.data.sets[i].repeats * len(some) for i, some in _by_set(store, rows).items())
-    if recipe.data.repeats == "folders":
-        return sum(n * len(some) for n, some in repeated(recipe, store, rows).items())
-    return len(rows) * recipe.data.repeats
+    if data.sets:
+        return sum(data.sets[i].repeats * len(some) for i, some in _by_set(store, rows).items())
+    if data.repeats == "folders":
+        return sum(n * len(some) for n, some in repeated(data, store, rows).items())
+    return len(rows) * data.repeats

@@ -28,7 +28,8 @@ from darkroom.train.data.masks import COLUMN, alpha_of
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import DataSettings
+    from darkroom.recipe.tuning import DataSet
 
 
 Say = Callable[[str], None]
@@ -37,22 +38,22 @@ NOTE = ".darkroom.json"  # in a folder of class pictures: what they were generat
 CLASS_STEPS = 30
 
 
-def has_own_store(recipe: Recipe) -> bool:
+def has_own_store(data: DataSettings) -> bool:
     """Whether the pictures come from a folder."""
-    return recipe.data.store is None and not recipe.data.stores
+    return data.store is None and not data.stores
 
 
-def store_path(recipe: Recipe, run: Path) -> str:
+def store_path(data: DataSettings, run: Path) -> str:
     """Where the store is: the recipe's, or the run's own."""
-    return recipe.data.store or str(run / DATA / "pictures.lance")
+    return data.store or str(run / DATA / "pictures.lance")
 
 
-def open_store(recipe: Recipe, run: Path, version: int | Sequence[int] | None = None) -> Store:
+def open_store(data: DataSettings, run: Path, version: int | Sequence[int] | None = None) -> Store:
     """The recipe's store, or its several as one, at the versions that a run has pinned."""
-    if not recipe.data.stores:
+    if not data.stores:
         assert version is None or isinstance(version, int)
-        return Store.open(store_path(recipe, run), version=version)
-    paths = [one.store for one in recipe.data.stores]
+        return Store.open(store_path(data, run), version=version)
+    paths = [one.store for one in data.stores]
     pinned = version if isinstance(version, Sequence) else [version] * len(paths)
     stores = [Store.open(path, version=one) for path, one in zip(paths, pinned, strict=True)]
     return MixedStore(stores)
@@ -63,38 +64,38 @@ def class_store_path(run: Path) -> Path:
     return run / DATA / "class.lance"
 
 
-def gather(recipe: Recipe, run: Path, say: Say) -> None:
+def gather(task: str, data: DataSettings, run: Path, say: Say) -> None:
     """Bring a folder's pictures, and masks where there are any, into the run's own store, anew."""
-    if recipe.data.sets:
-        _gather_sets(recipe, run, say)
+    if data.sets:
+        _gather_sets(task, data, run, say)
         return
-    key = "folder" if recipe.data.folder else "instance"
-    folder = Path(getattr(recipe.data, key))
-    if recipe.task == "dpo":
+    key = "folder" if data.folder else "instance"
+    folder = Path(getattr(data, key))
+    if task == "dpo":
         _gather_rejected(folder, run)
         folder = folder / "chosen"
     if not folder.exists():
         raise RecipeError(f"data.{key}", f"no folder '{folder}'")
-    path = Path(store_path(recipe, run))
+    path = Path(store_path(data, run))
     report = _imported(folder, path, f"data.{key}", kind="auto" if key == "folder" else "folder")
     store = Store.open(path)
     if not store.num_rows:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.rejected.items())
         told = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
         raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
-    _check_captions(recipe, store, key)
-    if recipe.task == "dpo":
+    _check_captions(task, data, store, key)
+    if task == "dpo":
         _check_pairs(store, Store.open(class_store_path(run)), folder.parent)
-    check_repeats(recipe, store.take(range(store.num_rows), ["key"])["key"].to_pylist())
-    masks = _add_masks(recipe, store, [folder] * store.num_rows)
+    check_repeats(data, store.take(range(store.num_rows), ["key"])["key"].to_pylist())
+    masks = _add_masks(data, store, [folder] * store.num_rows)
     say(f"{store.num_rows} pictures from {folder}" + (f", {masks} with a mask" if masks else ""))
     if report.rejected:
         say(f"rejected: {report.rejected}; see {report.rejected_file}")
 
 
-def _take_captions(recipe: Recipe, store: Store, numbers: Sequence[int]) -> None:
+def _take_captions(sets: Sequence[DataSet], store: Store, numbers: Sequence[int]) -> None:
     """Give pictures the captions of their set's JSON file, found by name with or without its ending."""
-    told = {i: _json_captions(i, one.captions) for i, one in enumerate(recipe.data.sets) if one.captions}
+    told = {i: _json_captions(i, one.captions) for i, one in enumerate(sets) if one.captions}
     rows = store.take(range(store.num_rows), ["id", "key", "caption"]).to_pylist()
     values = {}
     for i, row in zip(numbers, rows, strict=True):
@@ -143,9 +144,9 @@ def _check_pairs(chosen: Store, rejected: Store, folder: Path) -> None:
         )
 
 
-def _gather_sets(recipe: Recipe, run: Path, say: Say) -> None:
+def _gather_sets(task: str, data: DataSettings, run: Path, say: Say) -> None:
     """Bring several folders into the run's own store, each row with its set's number, prompt and weight."""
-    path, sets = Path(store_path(recipe, run)), recipe.data.sets
+    path, sets = Path(store_path(data, run)), data.sets
     numbers: list[int] = []
     for i, one in enumerate(sets):
         report = _imported(Path(one.folder), path, f"data.sets.{i}.folder", kind="auto", anew=not i)
@@ -157,15 +158,15 @@ def _gather_sets(recipe: Recipe, run: Path, say: Say) -> None:
         if not new:
             raise RecipeError(f"data.sets.{i}.folder", f"'{one.folder}' adds no picture{more}")
     if any(one.captions for one in sets):
-        _take_captions(recipe, store, numbers)
-    _check_captions(recipe, store, "sets", [sets[i].prompt for i in numbers])
+        _take_captions(sets, store, numbers)
+    _check_captions(task, data, store, "sets", [sets[i].prompt for i in numbers])
     columns = {
         SET: pa.array(numbers, pa.int32()),
         PROMPT: pa.array([sets[i].prompt or "" for i in numbers], pa.string()),
         LOSS_WEIGHT: pa.array([sets[i].loss_weight for i in numbers], pa.float32()),
     }
     store.change(lambda dataset: dataset.add_columns(pa.table(columns).to_reader()))
-    _add_masks(recipe, store, [Path(sets[i].folder) for i in numbers])
+    _add_masks(data, store, [Path(sets[i].folder) for i in numbers])
 
 
 def forget(run: Path) -> None:
@@ -187,10 +188,10 @@ def _imported(folder: Path, path: Path, key: str, *, kind: str = "folder", anew:
 
 
 def _check_captions(
-    recipe: Recipe, store: Store, key: str, prompts: Sequence[str | None] | None = None
+    task: str, data: DataSettings, store: Store, key: str, prompts: Sequence[str | None] | None = None
 ) -> None:
     """RecipeError where a picture has no caption and nothing else is said of it."""
-    if recipe.data.prompts or recipe.task == "textual-inversion":
+    if data.prompts or task == "textual-inversion":
         return
     captions = store.take(range(store.num_rows), ["caption"])["caption"].to_pylist()
     pairs = zip(captions, prompts or [None] * len(captions), strict=True)
@@ -203,18 +204,18 @@ def _check_captions(
         )
 
 
-def _add_masks(recipe: Recipe, store: Store, folders: Sequence[Path]) -> int:
+def _add_masks(data: DataSettings, store: Store, folders: Sequence[Path]) -> int:
     """Give the store a column of masks where a row's folder or the pictures have some; returns how many."""
     keys: list[str] = store.take(range(store.num_rows), ["key"])["key"].to_pylist()
     masks: list[bytes | None] = []
     for i, key in enumerate(keys):
         beside = folders[i] / f"{Path(key).with_suffix('')}{MASK_ENDING}"
-        if recipe.data.mask == "alpha":
+        if data.mask == "alpha":
             masks.append(alpha_of(store.take([i], ["picture"])["picture"].to_pylist()[0]))
         else:
             masks.append(beside.read_bytes() if beside.is_file() else None)
     count = sum(mask is not None for mask in masks)
-    if recipe.data.mask == "alpha" and not count:
+    if data.mask == "alpha" and not count:
         raise RecipeError("data.mask", f"alpha, but no picture in '{folders[0]}' is transparent anywhere")
     if count:
         table = pa.table({COLUMN: pa.array(masks, pa.large_binary())})
@@ -225,34 +226,36 @@ def _add_masks(recipe: Recipe, store: Store, folders: Sequence[Path]) -> int:
 # ---- class pictures
 
 
-def gather_class(recipe: Recipe, model: Model, run: Path, dtype: torch.dtype, say: Say) -> None:
+def gather_class(
+    data: DataSettings, base: str, model: Model, run: Path, dtype: torch.dtype, say: Say
+) -> None:
     """Have as many class pictures as the recipe wants: those in the folder, the rest drawn by the model.
 
     Picture i has seed i, whichever were there before; each is written when it is done, so a second call
-    goes on. They come into the run's own store.
+    goes on. They come into the run's own store. `base` is what the recipe calls the model.
     """
-    data = recipe.data
     folder = Path(data.class_images) if data.class_images else run / DATA / "class"
     folder.mkdir(parents=True, exist_ok=True)
     there = pictures_below(folder)
+    note = class_note(data, base)
     if there:
-        _check_note(recipe, folder)
+        _check_note(note, folder)
     if len(there) < data.num_class_images:
-        write_whole(folder / NOTE, json.dumps(class_note(recipe), indent=1) + "\n")
-        _generate(recipe, model, folder, len(there), dtype, say)
+        write_whole(folder / NOTE, json.dumps(note, indent=1) + "\n")
+        _generate(data, model, folder, len(there), dtype, say)
     else:
         say(f"{len(there)} class pictures in {folder}, {data.num_class_images} are used")
     _imported(folder, class_store_path(run), "data.class_images")
 
 
-def class_note(recipe: Recipe) -> dict[str, Any]:
+def class_note(data: DataSettings, base: str) -> dict[str, Any]:
     """What class pictures are drawn with."""
-    return {"prompt": recipe.data.class_prompt, "model": recipe.model.base, "side": recipe.data.resolution}
+    return {"prompt": data.class_prompt, "model": base, "side": data.resolution}
 
 
-def _check_note(recipe: Recipe, folder: Path) -> None:
+def _check_note(note: dict[str, Any], folder: Path) -> None:
     """RecipeError where the pictures in a folder were drawn otherwise; a user's own have no note."""
-    note, file = class_note(recipe), folder / NOTE
+    file = folder / NOTE
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else note
     if before != note:
         odd = next(key for key in note if before.get(key) != note[key])
@@ -263,19 +266,21 @@ def _check_note(recipe: Recipe, folder: Path) -> None:
         )
 
 
-def _generate(recipe: Recipe, model: Model, folder: Path, there: int, dtype: torch.dtype, say: Say) -> None:
+def _generate(
+    data: DataSettings, model: Model, folder: Path, there: int, dtype: torch.dtype, say: Say
+) -> None:
     from darkroom import sample
 
-    wanted, side = recipe.data.num_class_images, recipe.data.resolution
+    wanted, side = data.num_class_images, data.resolution
     missing = [i for i in range(wanted) if not (folder / f"class-{i:06d}.png").exists()][: wanted - there]
-    say(f"drawing {len(missing)} pictures of '{recipe.data.class_prompt}' into {folder}; {there} are there")
+    say(f"drawing {len(missing)} pictures of '{data.class_prompt}' into {folder}; {there} are there")
     device = next(model.unet.parameters()).device  # type: ignore[union-attr]
     plain = dtype == torch.float32
     for done, some in _runs(missing, max(1, 2**20 // side**2)):
         with nullcontext() if plain else torch.autocast(device.type, dtype):
             pictures = sample.generate(
                 model,
-                str(recipe.data.class_prompt),
+                str(data.class_prompt),
                 num=len(some),
                 seed=some[0],
                 size=(side, side),

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from darkroom.data.order import SampleOrder
     from darkroom.data.store import Store
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import DataSettings, TrainSettings
     from darkroom.train.data.feed import Feed
     from darkroom.train.distributed.ranks import Ranks
     from darkroom.train.tasks.diffusion import Task
@@ -22,7 +22,8 @@ class OpenFeed(Protocol):
 
     def bound(
         self,
-        recipe: Recipe,
+        train: TrainSettings,
+        data: DataSettings,
         task: Task,
         stores: Sequence[Store],
         order: SampleOrder,

@@ -24,31 +24,34 @@ from darkroom.train.data.local_dataset import has_own_store, open_store
 from darkroom.train.data.masks import COLUMN, Masks
 
 if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.sections import DataSettings
 
 
 PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pictures of 512 px
 
 
-def caches_latents(recipe: Recipe) -> bool:
+def caches_latents(data: DataSettings) -> bool:
     """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
-    data = recipe.data
     alike = data.crop == "centre" and not data.flip and set(data.sides) <= {data.resolution}
     return data.encode not in ("inline", "online") and alike
 
 
 def prepare_own(
-    recipe: Recipe, model: Model, stores: Sequence[Store], device: torch.device, say: Callable[[str], None]
+    data: DataSettings,
+    model: Model,
+    stores: Sequence[Store],
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> None:
     """Make the latents of a run's own stores, where they are not there yet, and tell how many."""
-    side = recipe.data.resolution
+    side = data.resolution
     for store in stores:
         store.refresh()
         report = prepare(
             store,
             replace(model, unet=None, text_encoders=[], tokenizers=[]),
             resolution=side,
-            bucket_step=inline_step(side, model) if recipe.data.buckets else 0,
+            bucket_step=inline_step(side, model) if data.buckets else 0,
             batch_rows=max(1, PREPARED_PIXELS // side**2),
             device=str(device),
         )
@@ -57,14 +60,13 @@ def prepare_own(
             say(f"latents of {made} pictures made, kept in {store.path} ({report.wall_s:.1f} s)")
 
 
-def stored_latents(recipe: Recipe, model: Model, store: Store) -> str | None:
+def stored_latents(data: DataSettings, model: Model, store: Store) -> str | None:
     """The prepared column to read, or None to encode pictures at each step."""
-    data = recipe.data
     if data.encode in ("inline", "online"):
         return None
     if data.encode == "auto":
         made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "latents"]
-        if not caches_latents(recipe) or not any(
+        if not caches_latents(data) or not any(
             meta.get("darkroom.resolution") == str(data.resolution) for meta in made
         ):
             return None
@@ -86,13 +88,14 @@ def _shared(store: Store, columns: set[str]) -> str:
     return column
 
 
-def stored_text(recipe: Recipe, model: Model, store: Store) -> str | None:
-    """The prepared text column to read, or None to encode captions at each step."""
-    asked, data = recipe.data.text, recipe.data
-    trains = recipe.model.train_text_encoder or (recipe.adapter is not None and recipe.adapter.text_encoder)
-    says = recipe.task == "textual-inversion" or data.prompts or data.changes_captions
-    says = says or not data.reads_text_plainly
-    if trains or asked == "inline" or (says and asked == "auto"):
+def stored_text(data: DataSettings, model: Model, store: Store, *, trained: bool) -> str | None:
+    """The prepared text column to read, or None to encode captions at each step.
+
+    `trained` says whether the text encoders are.
+    """
+    asked = data.text
+    says = data.prompts or data.changes_captions or not data.reads_text_plainly
+    if trained or asked == "inline" or (says and asked == "auto"):
         return None
     made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "text"]
     if asked == "auto" and not made:
@@ -103,17 +106,17 @@ def stored_text(recipe: Recipe, model: Model, store: Store) -> str | None:
     return _shared(store, {text_column(one, identity) for one in parts_of(store)})
 
 
-def stored_masks(recipe: Recipe, model: Model, store: Store) -> Masks | None:
+def stored_masks(data: DataSettings, store: Store, *, factor: int, floor: float) -> Masks | None:
     """What reads the masks, where there are any; RecipeError for a column that is missing."""
-    given = recipe.data.mask
-    column = COLUMN if has_own_store(recipe) and given in (None, "alpha") else given
+    given = data.mask
+    column = COLUMN if has_own_store(data) and given in (None, "alpha") else given
     if column is None or (given is None and column not in store.columns()):
         return None
     if column not in store.columns():
         raise RecipeError(
             "data.mask", f"the store has no column '{column}'", allowed=", ".join(store.columns())
         )
-    return Masks(column, factor=model.vae_factor, floor=recipe.objective.unmasked_weight)
+    return Masks(column, factor=factor, floor=floor)
 
 
 Say = Callable[[str], None]
@@ -121,17 +124,17 @@ Versions = int | Sequence[int] | None
 TRIES = 10
 
 
-def settled(recipe: Recipe, run: Path, version: Versions, say: Say) -> Versions:
+def settled(data: DataSettings, run: Path, version: Versions, say: Say) -> Versions:
     """The version of the run's store, or of each of several, kept from now on under the run's name.
 
     `version` is what the run settled before; without one it is the newest, and a newer one where that is
     dropped before it is pinned. A store of the run's own needs no pin. StoreError where there is no store or
     no such version.
     """
-    if has_own_store(recipe):
+    if has_own_store(data):
         return version
     for attempt in range(TRIES):
-        opened = open_store(recipe, run, version)
+        opened = open_store(data, run, version)
         try:
             for store in parts_of(opened):
                 _pin(store, run, say)
@@ -155,12 +158,12 @@ def _pin(store: Store, run: Path, say: Say) -> None:
         )
 
 
-def let_go(recipe: Recipe, run: Path) -> None:
+def let_go(data: DataSettings, run: Path) -> None:
     """Unpin what was settled for a run that cannot be."""
-    if has_own_store(recipe):
+    if has_own_store(data):
         return
     with suppress(OSError, ValueError, StoreError):
-        for store in parts_of(open_store(recipe, run)):
+        for store in parts_of(open_store(data, run)):
             store.unpin(_name(run))
 
 

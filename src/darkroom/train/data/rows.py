@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from darkroom.data.mixing import MixedRows, MixedStore
 from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-
-if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
+from darkroom.recipe.sections import DataSettings
 
 
-def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
+def select_rows(store: Store, data: DataSettings) -> tuple[Rows, Rows]:
     """The rows that are trained on, and those held out; of several stores, those of each."""
-    data = recipe.data
     if isinstance(store, MixedStore):
-        parts = [_matching(one, recipe) for one in store.stores]
+        parts = [_matching(one, data) for one in store.stores]
         rows: Rows = MixedRows.over(parts, store.offsets)
     else:
-        rows = _matching(store, recipe)
+        rows = _matching(store, data)
     if data.holdout >= 1 and data.holdout != int(data.holdout):
         raise RecipeError("data.holdout", f"{data.holdout}", allowed="a share below 1, or a whole number")
     if data.holdout * 2 > len(rows) or 0.5 < data.holdout < 1:
@@ -30,13 +25,13 @@ def select_rows(store: Store, recipe: Recipe) -> tuple[Rows, Rows]:
     return rows.split(data.holdout if data.holdout < 1 else int(data.holdout))
 
 
-def _matching(store: Store, recipe: Recipe) -> Rows:
+def _matching(store: Store, data: DataSettings) -> Rows:
     """The rows of one store that the recipe's filter lets through; RecipeError where there are none."""
-    given = recipe.data.filter
+    given = data.filter
     rows = Rows.of(store.choose(given) if given else store.num_rows)
     if len(rows):
         return rows
-    of = f" of '{store.path}'" if recipe.data.stores else ""
+    of = f" of '{store.path}'" if data.stores else ""
     if given:
         raise RecipeError("data.filter", f"no row of {store.num_rows}{of} matches '{given}'")
-    raise RecipeError("data.stores" if recipe.data.stores else "data.store", f"the store{of} is empty")
+    raise RecipeError("data.stores" if data.stores else "data.store", f"the store{of} is empty")

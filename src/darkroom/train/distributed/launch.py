@@ -8,18 +8,12 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from darkroom.errors import DarkroomError, RecipeError, Stopped
 from darkroom.hardware import accelerator, machine
-from darkroom.recipe.rules import check_batch
 from darkroom.recipe.sections import ParallelSettings
 from darkroom.train.distributed.ranks import LOST, started_together
-from darkroom.train.setup import check_settings
-
-if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
-
 
 SAVE_S = 300  # how long processes that are asked to stop may take to save
 
@@ -34,10 +28,10 @@ class ProcessesFailed(DarkroomError):
 
 def starts_processes(settings: ParallelSettings) -> bool:
     """Whether this process has to start the ones that train."""
-    return settings.mode != "none" and started_together() == 1 and _num_processes(settings) > 1
+    return settings.mode != "none" and started_together() == 1 and num_processes(settings) > 1
 
 
-def _num_processes(settings: ParallelSettings) -> int:
+def num_processes(settings: ParallelSettings) -> int:
     """Processes on this machine; RecipeError where there are too few GPUs, or several machines."""
     gpus = accelerator.count()
     wanted = settings.devices if settings.devices != "auto" else max(1, gpus)
@@ -53,20 +47,16 @@ def _num_processes(settings: ParallelSettings) -> int:
     return wanted
 
 
-def launch(arguments: Sequence[str], recipe: Recipe) -> None:
-    """Run `darkroom ARGUMENTS` in as many processes as the recipe says, to the end.
+def launch(arguments: Sequence[str], count: int) -> None:
+    """Run `darkroom ARGUMENTS` in so many processes of this machine, to the end.
 
-    Raises RecipeError for what can be seen before they start, DarkroomError that names a lost process,
+    Raises DarkroomError that names a lost process,
     ProcessesFailed where one of them told its error, Stopped where they were asked to stop.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    count = _num_processes(recipe.parallel)
-    if not recipe.phases:
-        check_settings(recipe)
-        check_batch(recipe, count)
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it is said below, in one line
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(machine().usable_cores) // count)))
     config = LaunchConfig(

@@ -164,7 +164,7 @@ class Diffusion:
         self._extras = extras
         text = [name for name in modules if name != "unet"]
         self.rates: dict[str, float] = dict(rates or {})
-        self._trains_text = bool(text)
+        self.trains_text = bool(text)
         self.rows_a_picture = 1 if prior_weight is None else 2
         self._prior_weight, self._masks = prior_weight, masks
         self._state_cache: dict[str, tuple[Tensor, Tensor | None]] = {}
@@ -327,7 +327,7 @@ class Diffusion:
             return self._cached(columns["caption"], device)
         rows = self._tokens(columns["caption"])
         ids = self._named(rows, device)
-        if self._trains_text:
+        if self.trains_text:
             return ids
         with torch.no_grad():
             text_BLD, pooled_BD = self._encoded(ids)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,7 @@ from darkroom.evaluate.small import (
     word_ids,
 )
 from darkroom.models.model import Model
-from darkroom.recipe.sections import ExtractorSettings
-
-if TYPE_CHECKING:
-    from darkroom.recipe.sections import Recipe
-
+from darkroom.recipe.sections import DataSettings, ExtractorSettings, ModelSettings, TrainSettings
 
 MOST_LABELS = 10_000
 ROWS_A_READ = 256
@@ -62,16 +58,18 @@ class ExtractorModel(Model):
         save_small(self.network, folder, self.seen().tensors())
 
 
-def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
+def build_extractor(
+    model: ModelSettings, settings: ExtractorSettings, side: int, store: Store, rows: Rows
+) -> ExtractorModel:
     """The extractor before training: random weights for base 'extractor', else those of a folder."""
-    settings, base, side = recipe.objective.extractor, recipe.model.base, recipe.data.resolution
+    base = model.base
     labels = _labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
     text = settings.loss == "contrastive" and _reads_captions(settings, store, rows)
     before = None
     if base == "extractor":
         # The caller's random numbers stay as they were.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(recipe.model.seed)
+            torch.manual_seed(model.seed)
             network = SmallExtractor(settings.network, resolution=side, text=text, labels=labels)
     elif Path(base).is_dir():
         network, before = open_small(Path(base)), TrainingHashes.read(Path(base))
@@ -100,9 +98,10 @@ def _reads_captions(settings: ExtractorSettings, store: Store, rows: Rows) -> bo
     return False
 
 
-def check_extractor(recipe: Recipe) -> None:
+def check_extractor(
+    train: TrainSettings, data: DataSettings, model: ModelSettings, settings: ExtractorSettings
+) -> None:
     """RecipeError for settings that the task extractor has no use for or cannot follow."""
-    train, data = recipe.train, recipe.data
     if train.micro_batch not in ("auto", train.global_batch):
         raise RecipeError(
             "train.micro_batch",
@@ -113,9 +112,9 @@ def check_extractor(recipe: Recipe) -> None:
         raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task extractor")
     if data.buckets:
         raise RecipeError("data.buckets", "true", allowed="false with the task extractor")
-    if recipe.model.train_text_encoder or recipe.model.vae is not None:
+    if model.train_text_encoder or model.vae is not None:
         raise RecipeError("model", "a VAE or text encoder", allowed="neither with the task extractor")
-    least = 2**recipe.objective.extractor.network.levels
+    least = 2**settings.network.levels
     if data.resolution < 2 * least:
         raise RecipeError(
             "data.resolution", f"{data.resolution} with so many levels", allowed=f"{2 * least} or more"
@@ -159,9 +158,10 @@ def _read(store: Store, rows: Rows, columns: Sequence[str]) -> Iterable[dict[str
 class LearnExtractor:
     """Train the small extractor."""
 
-    def __init__(self, model: ExtractorModel, recipe: Recipe) -> None:
+    def __init__(
+        self, model: ExtractorModel, settings: ExtractorSettings, data: DataSettings, seed: int
+    ) -> None:
         assert model.network is not None
-        settings, data = recipe.objective.extractor, recipe.data
         self.model: Model = model
         self.network, self._settings = model.network, settings
         self.modules: dict[str, nn.Module] = dict(model.modules)
@@ -171,7 +171,7 @@ class LearnExtractor:
             pixels=data.resolution,
             crop=data.crop,
             flip=data.flip,
-            seed=recipe.train.seed,
+            seed=seed,
             caption=self.network.words is not None,
             columns=(settings.label,) if self.network.labels and settings.label else (),
         )

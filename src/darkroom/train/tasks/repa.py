@@ -26,7 +26,6 @@ from darkroom.recipe.sections import AlignSettings, RoutingSettings
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor
-    from darkroom.recipe.sections import Recipe
 
 
 SEEN_PIXELS = 2**22  # at a time, by the extractor
@@ -167,9 +166,19 @@ def seen(extractor: Extractor, pixels_B3HW: Tensor, tokens: tuple[int, int]) -> 
     return chosen.flatten(2).transpose(1, 2)
 
 
-def make_extras(recipe: Recipe, model: Model, device: torch.device) -> RoutingAndAlignment | None:
-    """Routing and alignment as a recipe asks; None where it asks for neither. RecipeError for a U-Net."""
-    routing, align = recipe.train.routing, recipe.train.align
+def make_extras(
+    routing: RoutingSettings,
+    align: AlignSettings,
+    model: Model,
+    device: torch.device,
+    *,
+    side: int,
+    seed: int,
+) -> RoutingAndAlignment | None:
+    """Routing and alignment as asked; None where neither is. RecipeError for a U-Net.
+
+    Pictures have so many pixels a side; the seed is that of the layers that are added.
+    """
     if routing.keep == 1 and align.extractor is None:
         return None
     asked = "routing" if routing.keep < 1 else "align"
@@ -193,11 +202,10 @@ def make_extras(recipe: Recipe, model: Model, device: torch.device) -> RoutingAn
     block = -(-depth // 3) if align.block is None else align.block
     if block > depth:
         raise RecipeError("train.align.block", f"{block} of {depth} blocks", allowed=f"1 to {depth}")
-    side = recipe.data.resolution
     tokens = side // model.vae_factor // int(config.patch_size)
     extractor, width = _opened(align.extractor, side, tokens, device)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.model.seed)
+        torch.manual_seed(seed)
         inner = int(config.num_attention_heads) * int(config.attention_head_dim)
         projector = Projector(inner, align.hidden, width).to(device)
     return RoutingAndAlignment(routing, route, int(config.patch_size), align, block - 1, projector, extractor)
