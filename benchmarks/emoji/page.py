@@ -29,17 +29,15 @@ def take(model: Path, prompts: list[str], size: int, work: Path) -> bytes:
     server = Server(model, work / "state").ready()
     browser = Browser(work / "chromium")
     try:
-        for seed, prompt in enumerate(prompts[:-1], 1):
-            told = {"prompt": prompt, "seed": seed, "width": size, "height": size, "steps": 25}
-            server.finished(server.http.post("/jobs", json=told).json()["id"])
         browser.look(*SHAPE)
         browser.open(f"{server.url}/")
         browser.until("document.documentElement.dataset.ready")
-        browser.until(f"document.querySelectorAll('#sheet li').length === {len(prompts) - 1}")
-        for name, value in {"width": size, "height": size, "steps": SLOW, "seed": 7, "num": 3}.items():
-            browser.set(f"#{name}", value)
-        browser.write("#prompt", prompts[-1])
-        browser.key("Enter", 13, control=True)
+        browser.set("#width", size)
+        browser.set("#height", size)
+        for seed, prompt in enumerate(prompts[:-1], 1):
+            generate(browser, prompt, steps=25, seed=seed, num=1)
+            browser.until(f"document.querySelectorAll('#sheet li').length === {seed}", timeout_s=300)
+        generate(browser, prompts[-1], steps=SLOW, seed=7, num=3)
         step = "Number((/step (\\d+)/.exec(document.querySelector('.exposure .line')?.textContent) ?? [])[1])"
         browser.until(f"{step} >= {2 * SLOW // 3}", timeout_s=300)
         time.sleep(0.05)
@@ -47,6 +45,14 @@ def take(model: Path, prompts: list[str], size: int, work: Path) -> bytes:
     finally:
         browser.close()
         server.kill()
+
+
+def generate(browser: Browser, prompt: str, **settings: int) -> None:
+    """Fill the form and press Ctrl-Enter."""
+    for name, value in settings.items():
+        browser.set(f"#{name}", value)
+    browser.write("#prompt", prompt)
+    browser.key("Enter", 13, control=True)
 
 
 def main() -> None:
