@@ -364,11 +364,8 @@ class Installer:
     def darkroom(self) -> None:
         """The checkout itself; then no package may lack one that it names."""
         self.machine.run(*self.command("--no-deps", "--no-build-isolation", "--editable", "."))
-        if self.is_uv:
-            check = ("uv", "pip", "check", "--quiet", "--python", str(PYTHON))
-        else:
-            check = ("pip", "check", "--quiet")
-        self.machine.run(str(PYTHON), "-m", *check)
+        uv = ("uv", "pip", "check", "--quiet", "--python", str(PYTHON))
+        self.machine.run(str(PYTHON), "-m", *(uv if self.is_uv else ("pip", "check", "--quiet")))
 
 
 def locked(package: str) -> str:

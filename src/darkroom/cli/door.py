@@ -112,9 +112,7 @@ def _failed(message: str, code: int) -> int:
     """Tell an error; of several ranks that found the same mistake the first tells it."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and code == 2:
-        time.sleep(
-            FIRST_TELLS_S
-        )  # its end ends the others: what only this one finds is printed after
+        time.sleep(FIRST_TELLS_S)  # its end ends the others: what only this one finds is printed after
     if message:
         print(f"darkroom: {message}" if rank == "0" else f"darkroom: rank {rank}: {message}", file=sys.stderr)
     return code
