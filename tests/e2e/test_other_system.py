@@ -134,6 +134,10 @@ def test_a_killed_training_goes_on(folder: Path) -> None:
     assert re.search(r"going on after step \d of 6|nothing left", said)
     assert [found.name for found in run.glob("checkpoints/*")] == ["step-00000006"]
     assert list(run.glob("samples/*.png"))
+    lengths = [
+        len(str(path.relative_to(top))) for top in (run, folder / "store.lance") for path in top.rglob("*")
+    ]
+    assert 20 < max(lengths) <= 120, "room for a folder's own path below Windows' 260"
     darkroom("report", run, "--out", folder / "report.html")
     assert (folder / "report.html").is_file()
 
