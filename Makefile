@@ -3,6 +3,6 @@
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: help quickstart setup test check docs nightly lint format lock sbom chaos clean
-help quickstart setup test check docs nightly lint format lock sbom chaos clean:
+.PHONY: help quickstart setup test check docs nightly lint format lock locked sbom chaos clean
+help quickstart setup test check docs nightly lint format lock locked sbom chaos clean:
 	@$(PYTHON) make.py $@ $(ARGS)

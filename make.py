@@ -1,8 +1,9 @@
 """Set darkroom up, run it and check it, the same on Linux, macOS and Windows: `python make.py help`.
 
 Needs Python 3.11 to 3.14 and nothing else; the Makefile only calls it. Packages go into the virtual
-environment .venv, in the versions of requirements.lock, by uv (by pip where uv cannot be had). The build of
-torch is chosen by what the machine has. From the top: what each command runs, torch, installing, commands.
+environment .venv, in the versions and with the SHA-256 hashes of requirements.lock, by uv (by pip where uv
+cannot be had). The build of torch is chosen by what the machine has. From the top: what each command runs,
+torch, the lock, installing, commands.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import subprocess
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 WINDOWS = os.name == "nt"
@@ -71,6 +72,7 @@ HELP = """python make.py COMMAND, or make COMMAND:
   lint         lint and types
   format       mend the formatting
   lock         resolve requirements.lock again; `lock --upgrade` takes newer versions
+  locked       print what the lock has for extras, for pip --require-hashes: `locked serve onnx`
   chaos        kill, fill up and lock out whatever writes; resumable, see benchmarks/chaos.py
   sbom         what is installed, with licences and hashes, as CycloneDX in build/sbom.json
   clean        remove .venv and caches
@@ -158,6 +160,55 @@ def backend_of(build: str, has_driver: bool) -> str:
     return CUDA if build == "cuda" else build
 
 
+# The lock -------------------------------------------------------------------------------------------------
+
+
+class Pin(NamedTuple):
+    """A package of the lock: a version, where it applies, hashes, and the extras that need it."""
+
+    name: str
+    requirement: str
+    hashes: tuple[str, ...]
+    extras: frozenset[str]
+
+    @property
+    def text(self) -> str:
+        """As the lock has it, for pip and uv."""
+        return " \\\n    ".join((self.requirement, *self.hashes))
+
+
+BASE, TOOL = "base", "make"  # in the place of an extra: what every command needs, and what installs it
+PIN = re.compile(r"^((\S+?)==[^\\\n]+?)((?: \\\n    --hash=\S+)*)\n    # for (.+)$", re.MULTILINE)
+
+
+def read_pins(text: str) -> list[Pin]:
+    return [
+        Pin(name, requirement, tuple(re.findall(r"--hash=\S+", hashes)), frozenset(extras.split(", ")))
+        for requirement, name, hashes, extras in PIN.findall(text)
+    ]
+
+
+def locked_pins(extras: tuple[str, ...] | list[str]) -> list[Pin]:
+    """What the lock has for the base and some extras, and for building darkroom itself."""
+    known = optional_dependencies()
+    if unknown := sorted(set(extras) - set(known)):
+        raise Refused(f"no extra {', '.join(unknown)}; allowed: {', '.join(known)}")
+    wanted = {BASE, *extras}
+    if "all" in extras:  # which names others: darkroom-sd[serve,...]
+        wanted |= set(known["all"][0].partition("[")[2].rstrip("]").split(","))
+    return [pin for pin in read_pins(LOCK.read_text(encoding="utf-8")) if pin.extras & wanted]
+
+
+def locked_text(pins: list[Pin]) -> str:
+    """The pins that have hashes, for --require-hashes; torch's build is chosen apart."""
+    return "".join(f"{pin.text}\n" for pin in pins if pin.hashes)
+
+
+def optional_dependencies() -> dict[str, list[str]]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return dict(project["optional-dependencies"])
+
+
 # Installing -----------------------------------------------------------------------------------------------
 
 
@@ -241,7 +292,9 @@ class Installer:
     def _get_uv(self) -> bool:
         if f"uv {UV.partition('==')[2]}" in self.machine.output(str(PYTHON), "-m", "uv", "--version"):
             return True
-        if self.machine.works(*self._pip(), "--quiet", UV):
+        pins = [pin for pin in read_pins(LOCK.read_text(encoding="utf-8")) if TOOL in pin.extras]
+        hashed = self._file("uv", locked_text(pins))
+        if self.machine.works(*self._pip(), "--quiet", "--require-hashes", "--no-deps", "-r", hashed):
             return True
         say("uv could not be had: pip goes on alone, which takes longer")
         return False
@@ -250,29 +303,46 @@ class Installer:
     def _pip() -> tuple[str, ...]:
         return str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"
 
+    def _file(self, name: str, text: str) -> str:
+        """A file of requirements in .venv."""
+        path = VENV / f"locked-{name}.txt"
+        if not self.machine.dry:
+            path.write_text(text, encoding="utf-8")
+        return str(path)
+
     def command(self, *words: str) -> tuple[str, ...]:
         if not self.is_uv:
-            return (*self._pip(), "--constraint", str(LOCK), *words)
+            return (*self._pip(), *words)
         uv = (str(PYTHON), "-m", "uv", "pip", "install", "--python", str(PYTHON))
-        return (*uv, *uv_options(self.settings), "--constraint", str(LOCK), *words)
+        settings = dict(self.settings)
+        if "--require-hashes" in words:  # with which uv takes no constraint but a pinned one
+            settings.pop("constraint", None)
+        return (*uv, *uv_options(settings), *words)
+
+    def packages(self, extras: list[str]) -> None:
+        """All but torch, each file by its hash; nothing is resolved anew."""
+        hashed = self._file("packages", locked_text(locked_pins(extras)))
+        self.machine.run(*self.command("--require-hashes", "--no-deps", "-r", hashed))
 
     def torch(self, build: str) -> None:
         """The locked version of torch in that build, unless it is there."""
-        wanted = "torch==" + locked("torch")
+        pins = read_pins(LOCK.read_text(encoding="utf-8"))
+        versions = self._file("versions", "".join(f"{pin.requirement}\n" for pin in pins))
+        wanted = ("--constraint", versions, "torch==" + locked("torch"))
         there = installed("torch")
         if there.partition("+")[0] == locked("torch") and is_of_build(there, build):
             return
         if not self._found_by_pip(wanted, build):
-            if self.machine.works(*self.command(*self._from_pytorch(build), wanted)):
+            if self.machine.works(*self.command(*self._from_pytorch(build), *wanted)):
                 return
             if build not in ("cpu", "cuda"):
                 raise Refused(
-                    f"no {build} build of {wanted} could be had; TORCH=cpu installs the one for CPUs"
+                    f"no {build} build of {wanted[-1]} could be had; TORCH=cpu installs the one for CPUs"
                 )
             say(f"no {build} build could be had from PyTorch's index: taking the one that pip would take")
-        self.machine.run(*self.command(wanted))
+        self.machine.run(*self.command(*wanted))
 
-    def _found_by_pip(self, wanted: str, build: str) -> bool:
+    def _found_by_pip(self, wanted: tuple[str, ...], build: str) -> bool:
         """Whether the places that pip looks in by itself have that build."""
         if sys.platform == "darwin" or (sys.platform == "win32" and build == "cpu"):
             return True  # PyPI's
@@ -281,7 +351,7 @@ class Installer:
             return bool(places) or build == "cuda"
         found = None
         if places:
-            ask = self.command("--dry-run", "--no-deps", wanted)
+            ask = self.command("--dry-run", "--no-deps", *wanted)
             found = re.search(r"\+ torch==(\S+)", self.machine.output(*ask, errors=True))
         return found is not None and is_of_build(found[1], build)
 
@@ -291,9 +361,11 @@ class Installer:
             return "--torch-backend", backend
         return "--extra-index-url", PYTORCH + (CUDA if backend == "auto" else backend)
 
-    def darkroom(self, extras: list[str]) -> None:
-        target = f".[{','.join(extras)}]" if extras else "."
-        self.machine.run(*self.command("--editable", target))
+    def darkroom(self) -> None:
+        """The checkout itself; then no package may lack one that it names."""
+        self.machine.run(*self.command("--no-deps", "--no-build-isolation", "--editable", "."))
+        uv = ("uv", "pip", "check", "--quiet", "--python", str(PYTHON))
+        self.machine.run(str(PYTHON), "-m", *(uv if self.is_uv else ("pip", "check", "--quiet")))
 
 
 def locked(package: str) -> str:
@@ -327,10 +399,7 @@ def setup(machine: Machine, extras: tuple[str, ...] = ()) -> None:
         build, why, asked = ready["asked"], "as asked for before", ready["asked"]
     if (ready.get("state"), ready.get("torch")) == (state, build) and set(extras) <= set(ready["extras"]):
         return
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    known = project["optional-dependencies"]
-    if unknown := sorted(set(extras) - set(known)):
-        raise Refused(f"no extra {', '.join(unknown)}; allowed: {', '.join(known)}")
+    locked_pins(extras)  # which refuses an extra that there is not
     start = time.monotonic()
     wanted = sorted({*extras, *ready.get("extras", [])})
     say(f"setting up .venv: Python {sys.version.split()[0]}, extras: {', '.join(wanted) or 'none'}")
@@ -340,8 +409,9 @@ def setup(machine: Machine, extras: tuple[str, ...] = ()) -> None:
     installer = Installer(machine)
     say(f"torch {locked('torch')}, build: {build} ({why})")
     try:
+        installer.packages(wanted)
         installer.torch(build)
-        installer.darkroom(wanted)
+        installer.darkroom()
     except Failed:
         if installer.is_uv:
             say("the set-up stopped; with INSTALLER=pip in the environment it is done by pip alone")
@@ -434,24 +504,55 @@ def tests_of(changed: list[str], root: Path) -> list[str]:
 
 
 LOCK_HEAD = """\
-# The versions that are tested together, on Python 3.11 to 3.14, Linux (x86-64, ARM), macOS 14 (ARM) and
-# Windows: `python make.py lock` writes it. CUDA's libraries are left out: each build of torch names its own.
+# The versions that are tested together, with the SHA-256 of each of their files, on Python 3.11 to 3.14,
+# Linux (x86-64, ARM), macOS 14 (ARM) and Windows. `python make.py lock` writes it, `python make.py setup`
+# installs it with hashes checked, `python make.py locked serve` prints what an extra needs for
+# pip --require-hashes. `# for` names the extras that need a package. torch alone has no hashes: its build
+# (CPU, CUDA, ROCm, XPU) is chosen by the machine. CUDA's libraries are left out: each build names its own.
 """
 CUDA_LIBRARIES = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton\b)")
+RESOLVED = re.compile(r"^((\S+?)==[^\\\n]+?)((?: \\\n    --hash=\S+)*)$", re.MULTILINE)  # as uv writes it
 
 
 def lock(machine: Machine, more: tuple[str, ...]) -> None:
+    """Resolve everything at once, then each extra within that, to know what needs which package."""
     setup(machine)
-    compile_ = ("pip", "compile", "pyproject.toml", "--all-extras", "--universal", "--python-version", "3.11")
-    style = ("--no-annotate", "--no-header", "--no-emit-index-url", "--no-emit-find-links")
-    places = uv_options(Installer(machine).settings)
-    machine.run(
-        str(PYTHON), "-m", "uv", *compile_, *style, *places, "--quiet", "--output-file", str(LOCK), *more
-    )
+    work = ROOT / "build" / "lock"
+    build, tool = str(work / "build.in"), str(work / "tool.in")
     if not machine.dry:
-        lines = LOCK.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line and line[0] != "#" and not CUDA_LIBRARIES.match(line)]
-        LOCK.write_text(LOCK_HEAD + "\n".join(kept) + "\n", encoding="utf-8")
+        work.mkdir(parents=True, exist_ok=True)
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        Path(build).write_text("\n".join(project["build-system"]["requires"]) + "\n", encoding="utf-8")
+        Path(tool).write_text(f"{UV}\n", encoding="utf-8")
+    style = ("--no-annotate", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--quiet")
+    places = uv_options(Installer(machine).settings)
+    compile_ = (str(PYTHON), "-m", "uv", "pip", "compile", "--universal", "--python-version", "3.11", *style)
+    whole = ("pyproject.toml", build, tool, "--all-extras", "--generate-hashes", "--output-file", str(LOCK))
+    machine.run(*compile_, *places, *whole, *more)
+    if machine.dry:
+        return
+    inputs = {BASE: ("pyproject.toml", build), TOOL: (tool,)}
+    for extra in sorted(set(optional_dependencies()) - {"all"}):
+        inputs[extra] = ("pyproject.toml", "--extra", extra)
+    names = {}
+    for extra, words in inputs.items():
+        out = work / f"{extra}.txt"
+        machine.run(*compile_, *places, *words, "--constraint", str(LOCK), "--output-file", str(out))
+        names[extra] = {match[1] for match in RESOLVED.findall(out.read_text(encoding="utf-8"))}
+    found = RESOLVED.findall(LOCK.read_text(encoding="utf-8"))
+    LOCK.write_text(LOCK_HEAD + "".join(_lines_of_lock(found, names)), encoding="utf-8")
+
+
+def _lines_of_lock(found: list[tuple[str, str, str]], names: dict[str, set[str]]) -> list[str]:
+    """Each package with what needs it: the base, or the extras that bring it."""
+    lines = []
+    for requirement, name, hashes in found:
+        if CUDA_LIBRARIES.match(name):
+            continue
+        needed = sorted(extra for extra in names if name in names[extra])
+        extras = [BASE] if BASE in needed else needed
+        lines.append(f"{requirement}{'' if name == 'torch' else hashes}\n    # for {', '.join(extras)}\n")
+    return lines
 
 
 def sbom(machine: Machine) -> None:
@@ -504,6 +605,8 @@ def main(words: list[str]) -> int:
         machine.run(str(PYTHON), "-m", "ruff", "format", ".")
     elif command == "lock":
         lock(machine, rest)
+    elif command == "locked":
+        print(locked_text(locked_pins(rest)), end="")
     elif command == "chaos":
         setup(machine, TEST_EXTRAS)
         machine.run(str(PYTHON), "benchmarks/chaos.py", "--work", "build/chaos", *rest)

@@ -169,9 +169,7 @@ def _test(mutant: Mutant | None, module: str, seconds: int) -> None:
     for stream in (1, 2):
         os.dup2(sink, stream)
     files = [str(ROOT / "tests" / name) for name in TESTS[module]]
-    code = pytest.main(
-        ["-x", "-q", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no", *files]
-    )
+    code = pytest.main(["-x", "-q", "-m", "not nightly", "-p", "no:cacheprovider", "--tb=no", *files])
     os._exit(int(code))
 
 

@@ -16,12 +16,15 @@ ARG CPU=
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE requirements.lock ./
+COPY pyproject.toml README.md LICENSE requirements.lock make.py ./
+# Every file by its locked hash; then torch, whose build is chosen here.
+RUN python make.py locked track s3 ray gpu quant optim > locked.txt \
+ && pip install --require-hashes --no-deps -r locked.txt
 RUN version=$(sed -n 's/^torch==//p' requirements.lock) \
  && if [ -n "$CPU" ]; then pip install --index-url https://download.pytorch.org/whl/cpu "torch==$version"; \
     else pip install "torch==$version"; fi
 COPY src ./src
-RUN pip install -c requirements.lock '.[track,s3,ray,gpu,quant,optim]' && rm -rf /src/*
+RUN pip install --no-deps --no-build-isolation . && pip check && rm -rf /src/*
 COPY recipes /recipes
 
 RUN useradd --uid 1000 --create-home darkroom && mkdir /work && chown darkroom /work

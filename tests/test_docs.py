@@ -17,7 +17,7 @@ import yaml
 
 from darkroom import cli
 from darkroom.recipe.reference import find_keys
-from documented import Command, parsed
+from documented import VARIABLES, Command, parsed
 from needs import missing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,6 +77,30 @@ def test_every_command_in_the_readmes_tables_parses():
         assert not recipe.startswith("recipes/") or (ROOT / recipe).is_file(), command
     with pytest.raises(typer.TyperException):
         parsed(Command("README.md", "darkroom generate MODEL 'a dog' --strenght 0.7").arguments)
+
+
+OUTSIDE_QUOTES = re.compile(r""""[^"]*"|'[^']*'|\s#.*""")
+
+
+def only_posix(text: str) -> str:
+    """What of a command PowerShell would read in another way; nothing where it is the same there."""
+    command = VARIABLES.sub("", text)  # docs/installation.md says how to set a variable there
+    if command.endswith("\\"):
+        return "\\"
+    found = re.search(r"&&|[,;$`{}()<|&]", OUTSIDE_QUOTES.sub("", command))
+    inside = re.search(r'"[^"]*[$`][^"]*"', command)
+    return found[0] if found else "$ in double quotes" if inside else ""
+
+
+def test_every_command_is_typed_the_same_in_powershell():
+    tables = re.findall(r"^\|.*?`(darkroom [^`]+)`", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()]
+    found = [*tables, *(line for line in lines if VARIABLES.sub("", line).startswith("darkroom "))]
+    assert len(found) > 100
+    assert {line: why for line in found if (why := only_posix(line))} == {}
+    for wrong in ("a --metrics fid,kid", "a \\", "a $HOME/x", 'a "$HOME/x"', "a {1} # x", "a && b"):
+        assert only_posix(f"darkroom {wrong}")
+    assert not only_posix("""darkroom a "fid,kid" 'a $5 {x}' b=c:1 # then $this, too""")
 
 
 # ---- what other tools' users look up

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
+LOCK = ROOT / "requirements.lock"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
@@ -82,7 +86,8 @@ def test_the_commands_say_the_build_and_why(tmp_path, capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "build: cu126 (TORCH=cu126)" in told
     assert "--torch-backend cu126" in told
-    assert re.search(r"--editable '?\.\[serve\]", told)
+    assert "extras: serve\n" in told
+    assert told.endswith("-m uv pip check --quiet --python .venv/bin/python\n")
 
 
 def test_a_mistake_is_one_line_and_exit_code_2():
@@ -142,7 +147,9 @@ def test_pip_alone_does_the_same(capsys, monkeypatch, tmp_path):
     make.main(["setup", "--dry-run"])
     told = capsys.readouterr().out
     assert " uv " not in told
-    assert "-m pip install --disable-pip-version-check --constraint requirements.lock --editable ." in told
+    pip = "-m pip install --disable-pip-version-check"
+    assert f"{pip} --require-hashes --no-deps -r .venv/locked-packages.txt\n" in told
+    assert f"{pip} --no-deps --no-build-isolation --editable .\n" in told
 
 
 # ---- what each command runs
@@ -166,9 +173,9 @@ def test_the_quickstart_installs_no_extra_and_the_tests_install_all(capsys, monk
     make.main(["quickstart", "--seed", "1", "--dry-run"])
     told = capsys.readouterr().out
     assert told.endswith("-m darkroom quickstart --seed 1\n")
-    assert told.splitlines()[-2].endswith("--editable .")
+    assert "extras: none\n" in told
     make.main(["test", "--dry-run"])
-    assert re.search(r"--editable '?\.\[all,dev,docs\]", capsys.readouterr().out)
+    assert "extras: all, dev, docs\n" in capsys.readouterr().out
     assert set(make.TEST_EXTRAS) == {"all", "dev", "docs"}
     for extra in ("serve", "ray", "track"):
         assert (
@@ -234,8 +241,7 @@ def applies(marker: Marker | None, env: dict[str, str]) -> bool:
 
 @pytest.fixture(scope="module")
 def pins() -> list[Requirement]:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
-    return [Requirement(line) for line in lines if not line.startswith("#")]
+    return [Requirement(pin.requirement) for pin in make.read_pins(LOCK.read_text("utf-8"))]
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -256,8 +262,76 @@ def test_every_dependency_is_pinned_once_on_every_system(pins, system, python):
     assert ("pywin32" in versions) == windows
 
 
+def test_every_package_of_an_extra_is_known_to_be_needed_by_it():
+    """`# for` has what each extra names; torch alone has no hashes, and no line is left unread."""
+    text = LOCK.read_text("utf-8")
+    found = make.read_pins(text)
+    assert len(found) == len(re.findall(r"^\S+==", text, re.M)) > 250
+    assert [pin.name for pin in found if not pin.hashes] == ["torch"]
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", one) for pin in found for one in pin.hashes)
+    builds = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["build-system"]["requires"]
+    for extra in ("", *EXTRAS):
+        needs = [*PROJECT["dependencies"], *builds, *EXTRAS.get(extra, ())]
+        has = {canonicalize_name(pin.name) for pin in make.locked_pins([extra] if extra else [])}
+        assert {name_of(need) for need in needs} - {PROJECT["name"]} <= has, extra
+    names = {pin.name for pin in make.locked_pins([])}
+    assert "numpy" in names
+    assert not names & {"fastapi", "pytest", "ray", "uv"}
+    assert {"fastapi", "ray"} <= {pin.name for pin in make.locked_pins(["all"])}
+    with pytest.raises(make.Refused, match="no extra srve; allowed: "):
+        make.locked_pins(["serve", "srve"])
+
+
+def wheel(folder: Path, name: str, content: str) -> str:
+    """A wheel of one module; its SHA-256."""
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}.py": content,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD"))
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for at, text in files.items():
+            archive.writestr(at, text)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_a_file_that_is_not_the_locked_one_is_refused(installer, tmp_path, monkeypatch, capfd):
+    """What an index or a mirror gives under the right name and version, but with other bytes."""
+    hashed = wheel(tmp_path / "wheels", "one", "number = 1\n")
+    lock = tmp_path / "requirements.lock"
+    lock.write_text(f"one==1.0 \\\n    --hash=sha256:{hashed}\n    # for base\n")
+    monkeypatch.setattr(make, "LOCK", lock)
+    monkeypatch.setattr(make, "VENV", tmp_path)
+    monkeypatch.setattr(make, "PYTHON", Path(sys.executable))
+    bound = tmp_path / "constraints.txt"
+    bound.write_text("torch<3\n")
+    wheels, target = str(tmp_path / "wheels"), str(tmp_path / "there")
+    machine = make.Machine(dry=False)
+    machine.environ |= {"INSTALLER": installer, "PIP_TARGET": target, "PIP_UPGRADE": "1"}
+    start = make.Installer(machine)
+    start.settings = {"no-index": "1", "find-links": wheels, "constraint": str(bound)}
+    machine.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels, "PIP_CONSTRAINT": str(bound)}
+    assert start.is_uv == (installer == "uv")
+    if start.is_uv:  # which reads no variables of pip's
+        ask = start.command
+        monkeypatch.setattr(start, "command", lambda *words: (*ask(*words), "--target", target, "--no-cache"))
+    start.packages([])
+    assert (tmp_path / "there" / "one.py").read_text() == "number = 1\n"
+    shutil.rmtree(tmp_path / "there")
+    assert wheel(tmp_path / "wheels", "one", "number = 2\n") != hashed
+    with pytest.raises(make.Failed):
+        start.packages([])
+    assert not (tmp_path / "there" / "one.py").exists()
+    assert re.search(r"hash(es)?\b", capfd.readouterr().err, re.I)
+
+
 def test_the_lock_names_no_index_and_leaves_cudas_libraries_to_torch(pins):
-    text = (ROOT / "requirements.lock").read_text()
+    text = LOCK.read_text("utf-8")
     assert "://" not in text
     assert not re.search(r"^-", text, re.M)
     names = {canonicalize_name(pin.name) for pin in pins}
@@ -280,13 +354,13 @@ def uv(tmp_path_factory) -> list[str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("python", ["3.11", "3.14"])
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_lock_resolves_to_wheels_on_every_system(uv, system, python):
+def test_the_lock_resolves_to_wheels_on_every_system(uv, pins, system, python):
     """uv's resolver, nothing installed: every pinned version has a wheel there, and no two contradict."""
-    command = [*uv, "pip", "compile", str(ROOT / "requirements.lock"), "--quiet"]
+    command = [*uv, "pip", "compile", str(LOCK), "--quiet"]
     command += ["--python-platform", system, "--python-version", python, "--only-binary", ":all:"]
     mac = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
     told = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **mac}, check=False)
     assert told.returncode == 0, told.stderr
     env = environment(system, python)
-    for pin in map(Requirement, (ROOT / "requirements.lock").read_text().split("\n", 2)[2].splitlines()):
+    for pin in pins:
         assert not applies(pin.marker, env) or f"{pin.name}{pin.specifier}" in told.stdout

@@ -45,7 +45,7 @@ class DarkroomError(Exception):
 
 
 class InputError(DarkroomError):
-    """A user's mistake, told in one line: what was given, what is allowed, how to mend it."""
+    """A user's mistake, in one line: what was given, what is allowed, how to mend it."""
 
     exit_code = 2
 
@@ -56,7 +56,7 @@ class InputError(DarkroomError):
 
 
 class RecipeError(InputError):
-    """A recipe's key that is unknown, of the wrong type, or impossible beside another."""
+    """A recipe's key that is unknown, of the wrong type, or impossible with another."""
 
     def __init__(self, key: str, given: str, *, allowed: str = "", mend: str = "") -> None:
         self.key = key
@@ -64,7 +64,7 @@ class RecipeError(InputError):
 
     @classmethod
     def missing(cls, path: Path) -> RecipeError:
-        """There is no such file; names one beside it that is called nearly the same."""
+        """There is no such file; names one in the same folder with nearly the same name."""
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
         mend = f"did you mean '{path.with_name(near[0])}'?" if near else ""
         return cls(str(path), "no such recipe file", mend=mend)

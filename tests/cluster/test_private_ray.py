@@ -26,7 +26,7 @@ def test_this_ray_has_it(name: str) -> None:
 def test_the_ray_that_it_was_tested_with_is_the_pinned_one() -> None:
     assert ray.__version__ == TESTED
     assert re.search(
-        rf"^ray(\[.*\])?=={re.escape(TESTED)}$", (ROOT / "requirements.lock").read_text(), re.MULTILINE
+        rf"^ray(\[.*\])?=={re.escape(TESTED)} ", (ROOT / "requirements.lock").read_text(), re.MULTILINE
     )
 
 

@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,12 @@ from train.conftest import BASE_WORDS, SIDE, TEXT, UNET, VAE, paint
 PROGRAM = Path(__file__).parents[1] / "other_system.py"
 ODD = "三 squares: “red” on blue? 100 %"
 """A caption that cp1252 cannot hold, with what no file name may hold."""
+PNG, JPEG = b"\x89PNG", b"\xff\xd8\xff"
 
 
-def start(*words: object) -> warm.Popen:
+def start(*words: object, env: dict[str, str] | None = None) -> warm.Popen:
     command = [sys.executable, str(PROGRAM), *map(str, words)]
-    return warm.Popen(command, stdout=warm.PIPE, stderr=warm.STDOUT)
+    return warm.Popen(command, stdout=warm.PIPE, stderr=warm.STDOUT, env=env)
 
 
 def darkroom(*words: object, code: int = 0) -> str:
@@ -131,6 +134,10 @@ def test_a_killed_training_goes_on(folder: Path) -> None:
     assert re.search(r"going on after step \d of 6|nothing left", said)
     assert [found.name for found in run.glob("checkpoints/*")] == ["step-00000006"]
     assert list(run.glob("samples/*.png"))
+    lengths = [
+        len(str(path.relative_to(top))) for top in (run, folder / "store.lance") for path in top.rglob("*")
+    ]
+    assert 20 < max(lengths) <= 120, "room for a folder's own path below Windows' 260"
     darkroom("report", run, "--out", folder / "report.html")
     assert (folder / "report.html").is_file()
 
@@ -153,10 +160,61 @@ def test_plan_and_doctor(folder: Path) -> None:
     assert json.loads(darkroom("plan", folder / "pretrain.yaml", "--json"))
 
 
-ASKED: dict[str, tuple[str, dict[str, Any], Callable[[Any], str]]] = {
+Body = dict[str, Any]
+ASKED: dict[str, tuple[str, Body, Callable[[Any], str]]] = {
     "openai": ("/v1/images/generations", {"prompt": ODD}, lambda told: told["data"][0]["b64_json"]),
     "a1111": ("/sdapi/v1/txt2img", {"prompt": ODD, "steps": 2}, lambda told: told["images"][0]),
+    "kserve": (
+        "/v2/models/base/infer",
+        {
+            "inputs": [{"name": "prompt", "shape": [1], "datatype": "BYTES", "data": [ODD]}],
+            "parameters": {"steps": 2},
+        },
+        lambda told: told["outputs"][0]["data"][0],
+    ),
+    "huggingface": ("/", {"inputs": ODD, "parameters": {"num_inference_steps": 2}}, lambda told: told),
+    "vertex": (
+        "/predict",
+        {"instances": [{"prompt": ODD}], "parameters": {"num_inference_steps": 2}},
+        lambda told: told["predictions"][0]["bytesBase64Encoded"],
+    ),
 }
+
+
+def picture(http: httpx.Client, dialect: str) -> bytes:
+    """What a dialect's route answers, as a picture's bytes."""
+    path, body, within = ASKED[dialect]
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    is_picture = answer.headers["content-type"].startswith("image/")
+    return answer.content if is_picture else base64.b64decode(within(answer.json()))
+
+
+@contextmanager
+def served(model: Path, state: Path, *options: str, **variables: str) -> Iterator[httpx.Client]:
+    """A server's client; at the end the server is told to stop by Ctrl-C, and stops in order."""
+    port = free_port()
+    told = {name: value.format(port=port) for name, value in variables.items()}
+    where = () if told else ("--port", str(port))
+    process = start("serve", model, *where, "--state", state, *options, env={**os.environ, **told})
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+    reader.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            until = time.monotonic() + 300
+            while not is_ready(http):
+                assert process.poll() is None, lines
+                assert time.monotonic() < until, lines
+                time.sleep(0.1)
+            yield http
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+    reader.join(10)
+    assert not [line for line in lines if b"Traceback" in line], lines
 
 
 def is_ready(http: httpx.Client) -> bool:
@@ -168,27 +226,22 @@ def is_ready(http: httpx.Client) -> bool:
 
 @pytest.mark.nightly
 def test_serve(folder: Path, tmp_path: Path) -> None:
-    port = free_port()
-    process = start("serve", folder / "base", "--port", port, "--state", tmp_path / "state")
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
-            until = time.monotonic() + 300
-            while not is_ready(http):
-                assert process.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.1)
-            assert http.put("/jobs/one", json={"prompt": ODD, "steps": 2}).status_code == 202
-            while (state := http.get("/jobs/one").json()["state"]) not in ("done", "failed"):
-                time.sleep(0.05)
-            assert state == "done"
-            assert http.get("/jobs/one/pictures/0").content[:4] == b"\x89PNG"
-            for path, body, picture in ASKED.values():
-                answer = http.post(path, json=body)
-                assert answer.status_code == 200, answer.text
-                assert base64.b64decode(picture(answer.json()))[:4] == b"\x89PNG"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-    finally:
-        if process.poll() is None:
-            process.kill()
+    with served(folder / "base", tmp_path / "state") as http:
+        assert http.put("/jobs/one", json={"prompt": ODD, "steps": 2}).status_code == 202
+        while (state := http.get("/jobs/one").json()["state"]) not in ("done", "failed"):
+            time.sleep(0.05)
+        assert state == "done"
+        assert http.get("/jobs/one/pictures/0").content[:4] == PNG
+        for dialect in ("openai", "a1111", "kserve", "huggingface"):
+            assert picture(http, dialect)[:4] == PNG, dialect
+        closed = http.post("/predict", json=ASKED["vertex"][1])
+        assert closed.status_code in (404, 405), "the control: Vertex' route is not there by itself"
     assert os.listdir(tmp_path / "state")
+
+
+@pytest.mark.nightly
+def test_serve_as_vertex_runs_it(folder: Path, tmp_path: Path) -> None:
+    told = {"AIP_HTTP_PORT": "{port}", "AIP_HEALTH_ROUTE": "/health", "AIP_PREDICT_ROUTE": "/predict"}
+    with served(folder / "base", tmp_path / "state", "--vertex", **told) as http:
+        assert picture(http, "vertex")[:3] == JPEG
+        assert http.post("/v1/images/generations", json={"prompt": ODD}).status_code == 403

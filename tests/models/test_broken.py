@@ -135,11 +135,11 @@ def of_every_part(part: str) -> dict[str, tuple[Damage, str]]:
         ),
         "a shard lacks": (
             shards(part, lambda places: {"weight_map": places | {"x": "gone.safetensors"}}),
-            r"index.json' names 'gone.safetensors', which is not beside it",
+            r"index.json' names 'gone.safetensors', which is not next to it",
         ),
         "a shard elsewhere": (
             shards(part, lambda places: {"weight_map": {"x": "../../secret"}}),
-            r"index.json' names '../../secret', which is not beside it",
+            r"index.json' names '../../secret', which is not next to it",
         ),
         "an index of nothing": (shards(part, lambda places: []), r"index.json' holds a list"),
         "an index without a map": (shards(part, lambda places: {}), r"index.json' has no weight_map"),

@@ -210,7 +210,7 @@ def test_every_option_of_the_table_is_a_key_of_a_recipe() -> None:
 
 
 def test_the_docs_have_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "from-other-trainers.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text("utf-8")
     assert table() in page
     assert all(f"`{name}`" in page for name in SEVERAL)
 

@@ -154,7 +154,7 @@ def verify(
     A store: reads every picture, compares hashes and counts, names what is left over. A picture: credentials
     and their chain, watermark, parameters. A model folder, adapter or recipe: the signature beside it.
 
-    Exit code 0: nothing is wrong. 1: something is, told in a line each.
+    Exit code 0: nothing is wrong. 1: something is, one line each.
 
     Example: darkroom verify pictures.lance
 

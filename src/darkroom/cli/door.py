@@ -112,7 +112,7 @@ def _failed(message: str, code: int) -> int:
     """Tell an error; of several ranks that found the same mistake the first tells it."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and code == 2:
-        time.sleep(FIRST_TELLS_S)  # its end ends the others: a mistake that only this one finds is told after
+        time.sleep(FIRST_TELLS_S)  # its end ends the others: what only this one finds is printed after
     if message:
         print(f"darkroom: {message}" if rank == "0" else f"darkroom: rank {rank}: {message}", file=sys.stderr)
     return code
@@ -209,7 +209,7 @@ def columns(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def console(as_json: bool) -> Callable[[str], None]:
-    """Where a job tells how it goes: beside the JSON object, on the error stream."""
+    """Where a job prints its progress: with --json, on the error stream."""
     return lambda line: print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
@@ -226,7 +226,7 @@ def cell(value: Any) -> str:
 
 @contextmanager
 def progress_bar(label: str, quiet: bool) -> Iterator[Callable[[int, int | None], None] | None]:
-    """A bar on a terminal, a plain line every few seconds in a log, nothing beside `--json`."""
+    """A bar on a terminal, a plain line every few seconds in a log, nothing with `--json`."""
     if quiet:
         yield None
         return

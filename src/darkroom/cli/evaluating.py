@@ -257,7 +257,7 @@ def likeness(
     drawn: Annotated[Path | None, typer.Option(help="pictures whose likeness is asked about")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure likeness beside its controls.
+    """Measure likeness and its controls.
 
     Controls: blurred photographs, shuffled tiles, another subject.
 

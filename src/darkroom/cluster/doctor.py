@@ -146,7 +146,7 @@ def _versions(nodes: Sequence[Node]) -> Check:
     ]
     if odd:
         more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
-        mend = "install the same on all: pip install -c requirements.lock '.[ray]'"
+        mend = "install the same on all, as in requirements.lock: python make.py setup ray"
         return Check("versions", False, "; ".join(odd[:3]) + more, mend)
     told = ", ".join(f"{name} {version}" for name, version in usual.items() if version != "missing")
     where = f"the same on all {len(abouts)} nodes: " if len(abouts) > 1 else ""

@@ -199,7 +199,7 @@ class Reader:
 
 
 class BlockCache:
-    """Blocks in memory, the least recently used ones let go beyond a limit; each is read by one thread."""
+    """Blocks in memory, the least recently used ones released beyond a limit; each is read by one thread."""
 
     def __init__(self, read: Callable[[int], Block], capacity_bytes: int) -> None:
         self._read, self._capacity_bytes = read, capacity_bytes

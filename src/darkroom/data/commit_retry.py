@@ -1,4 +1,4 @@
-"""Writers of one store beside each other: conflicts, files that vanish, and numbers that must not come twice.
+"""Concurrent writers of one store: conflicts, files that vanish, and numbers that must not come twice.
 
 Lance gives a version its number by making a file that must not be there yet. Where versions are dropped
 between a writer's look at the newest and its commit, that number may be free again: the commit goes well,

@@ -68,7 +68,7 @@ class _Counts:
 
 
 def describe(store: Store) -> dict[str, Any]:
-    """A store in numbers: rows, columns with what made them, sizes, captions, doubles, what was set aside."""
+    """A store in numbers: rows, columns with what made them, sizes, captions, duplicates, rejected."""
     counts = _Counts()
     for batch in store.scan(["format", "source", "caption", "phash"], batch_rows=16_384):
         counts.add(batch)

@@ -1,4 +1,4 @@
-"""What lies beside the rows in a store's folder: sizes by fragment, deleted ids, pictures set aside."""
+"""Files in a store's folder besides its rows: sizes by fragment, deleted ids, rejected pictures."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Sidecars:
         return str(self.root / REJECTED) if self.root is not None else ""
 
     def rejected_before(self) -> SeenIds:
-        """What stands in `rejected.jsonl`, so that it is told once however often it is imported."""
+        """What stands in `rejected.jsonl`, so that it is listed once however often it is imported."""
         seen = SeenIds(self.root)
         for told in self._lines(REJECTED):
             place = {"source": told.get("source"), "key": told.get("key")}
@@ -205,7 +205,7 @@ def _opened(address: str, mode: str) -> Any:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a small file so that it is there whole or not at all; `durable`: also after a power cut."""
+    """Write a small file atomically; `durable`: also after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:

@@ -40,7 +40,7 @@ class AcceleratorKind:
     statistics: bool = True
     """Whether its allocator keeps the peak."""
     streams: bool = True
-    """Whether work goes on beside other work, and pinned memory is copied meanwhile."""
+    """Whether streams run concurrently, and copies of pinned memory overlap with work."""
     collectives: str | None = None
     """torch.distributed's backend."""
 
@@ -62,7 +62,7 @@ KINDS = {
 CPU = AcceleratorKind(
     "cpu", "any", RUN, own_memory=False, statistics=False, streams=False, collectives="gloo"
 )
-UNPROVEN = "unproven: no one has told us of it"
+UNPROVEN = "unproven: nobody has reported it"
 
 
 def kind_of(device: torch.device | str) -> AcceleratorKind:
@@ -148,7 +148,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:
-    """A stream beside the one that a device works on; None where it has only one."""
+    """A second stream of a device; None where it has only one."""
     import torch
 
     return torch.Stream(device) if kind_of(device).streams else None

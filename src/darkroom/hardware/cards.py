@@ -118,7 +118,7 @@ def find_card(name: str) -> Card | None:
 
 
 def _adds_nothing(wanted: str, text: str, card: Card) -> bool:
-    """Whether what a longer name says beside a known one holds for that card too."""
+    """Whether the extra words of a longer name leave the known card's figures true."""
     before, _, after = wanted.partition(text)
     if before not in MAKES or not _FORM.fullmatch(after):
         return False

@@ -170,7 +170,7 @@ def file_name(text: str, longest: int = LONGEST_NAME) -> str:
 
 
 def allows_long_paths() -> bool:
-    """Whether programs may use paths of more than 260 characters; Windows has to be told to let them."""
+    """Whether programs may use paths of more than 260 characters; on Windows a setting allows them."""
     if sys.platform != "win32":
         return True
     import winreg

@@ -66,7 +66,7 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
             raise ModelError(f"'{index}' has no weight_map of tensors and their files")
         for name in places.values():
             if Path(name).name != name or not (folder / name).is_file():
-                raise ModelError(f"'{index}' names '{name[:200]}', which is not beside it")
+                raise ModelError(f"'{index}' names '{name[:200]}', which is not next to it")
         shards |= dict.fromkeys(places.values())
     return [folder / name for name in shards]
 

@@ -49,7 +49,7 @@ def _make_room() -> None:
 
 
 class Compiled:
-    """A denoiser whose calls are compiled, told apart by their shapes; otherwise it looks like the module."""
+    """A denoiser whose calls are compiled, one graph a set of shapes; otherwise it looks like the module."""
 
     def __init__(self, module: Any, mode: str | None = None, backend: str = "inductor") -> None:
         self._module = module

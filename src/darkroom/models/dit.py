@@ -96,7 +96,7 @@ class DiT(ModelMixin, ConfigMixin):  # type: ignore[misc]
         route: tuple[int, int] | None = None,
         tap: int | None = None,
     ) -> Any:
-        """Predict for latents [B, C, H, W] at timesteps [B] (or one), told text states [B, L, T].
+        """Predict for latents [B, C, H, W] at timesteps [B] (or one), given text states [B, L, T].
 
         In training, blocks from `route[0]` to before `route[1]` may see the tokens `keep_BK` alone: the rest
         pass them by and join again behind (TREAD, Krause et al. 2025). With `tap` the answer is followed by

@@ -405,7 +405,7 @@ def _text_encoder(model: Model, config: Config, changes: Config, *, last: bool) 
 
 
 def _spread_words(encoder: Any) -> None:
-    """Start the words of an encoder that learns from nothing far enough apart to be told from each other.
+    """Start the words of an encoder that learns from nothing far enough apart to be distinct.
 
     CLIP's own start (standard deviation 0.02) is for billions of captions: with it a small model's first
     thousands of steps draw well-made shapes, but not the ones that were asked for.

@@ -38,7 +38,7 @@ from darkroom.models.single_file import is_single_file, load_single_file, save_s
 from darkroom.models.tokenizer import read_tokenizer, tokenizer_or_stand_in
 
 LOG = logging.getLogger("darkroom.models")
-# Of a hub's repository only what is opened: no other frameworks' weights, no single files beside the parts.
+# Of a hub's repository only what is opened: no other frameworks' weights, no single files next to the parts.
 HUB_FOLDERS = (
     "unet",
     TRANSFORMER,
@@ -156,7 +156,7 @@ def file_digest(model: Model) -> dict[str, str] | None:
     """What was hashed of the files that a model was opened from, and its SHA-256: a single file whole, of a
     folder the first file of the denoiser's weights. None for random weights.
 
-    Kept beside darkroom's other caches by the file's place, size and time: hashing gigabytes takes seconds.
+    Cached by the file's path, size and time: hashing gigabytes takes seconds.
     """
     place = _hashed_file(model)
     if place is None:
@@ -283,7 +283,7 @@ def _text_class(folder: Path) -> Any:
 
 
 def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: bool = False) -> Any:
-    """A module of diffusers or transformers from its folder; ModelError for what is not whole or not it."""
+    """A module of diffusers or transformers from its folder; ModelError where it is none or incomplete."""
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"'{folder}' holds no .safetensors weights",
@@ -358,7 +358,7 @@ def _guidance(path: Path) -> float | None:
 
 
 def _family_of(path: Path) -> str:
-    """The family whose denoiser this is, told by its widths and the width of the text it listens to."""
+    """The family whose denoiser this is, known by its widths and the width of the text it listens to."""
     file = path / denoiser_of(path) / "config.json"
     if not file.is_file():
         return "custom"
@@ -397,7 +397,7 @@ def base_family(model: Model) -> str | None:
 
 
 def save(model: Model, path: str | Path) -> None:
-    """Write a model folder that diffusers opens: beside its place first, then renamed into it.
+    """Write a model folder that diffusers opens, atomically: a temporary folder, then a rename.
 
     Of a model with a `DiT` diffusers opens the other parts: it has no pipeline for it.
     Weights go to safetensors in the type they have. An existing folder at `path` is replaced whole.

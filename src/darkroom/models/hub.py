@@ -22,7 +22,7 @@ from darkroom.errors import ModelError, is_disk_full
 LOG = logging.getLogger("darkroom.models")
 T = TypeVar("T")
 ANSWER_S = 8.0
-"""The hub has answered once within this, or is told to be out of reach."""
+"""The hub has answered once within this, or is reported as unreachable."""
 
 
 def is_hub_id(ref: str) -> bool:

@@ -132,7 +132,7 @@ def read_image_prompt(
 ) -> ImagePrompt:
     """From a .safetensors file; `encoder` is the folder of its CLIP image encoder.
 
-    Unless given it is looked for beside the file, one folder up, and in the model's folder (`image_encoder`).
+    Unless given it is sought next to the file, one folder up, and in the model's folder (`image_encoder`).
     ModelError for a file of another model or kind.
     """
     from diffusers.loaders.unet import UNet2DConditionLoadersMixin

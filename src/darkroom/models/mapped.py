@@ -1,4 +1,4 @@
-"""Weights that are mapped from the model's own files: in memory as they are read, and let go of again.
+"""Weights that are mapped from the model's own files: paged in as they are read, and released again.
 
 `models.load(..., dtype=None)` opens them so, in the type that the files have. Letting go of a weight that was
 changed in place would lose the change: only models that say so (`Model.in_files`) are treated like this.
@@ -50,7 +50,7 @@ def let_go(modules: Iterable[nn.Module]) -> None:
 def cast_opened(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module in place whose weights are as they were opened, letting go of their file on the way.
 
-    The file's pages would lie beside the copies until the last is made: 3.4 GB of SD 1.5's U-Net.
+    The file's pages would stay in memory with the copies until the last is made: 3.4 GB of SD 1.5's U-Net.
     """
     files = file_mappings()
     for inner in module.modules():

@@ -18,7 +18,7 @@ from darkroom.models.checked import read_json
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 POSITIONS = "position_ids"
-"""What transformers once stored beside a text encoder's weights and now counts itself."""
+"""What transformers once stored with a text encoder's weights and now computes itself."""
 
 
 class _NoStart(TorchFunctionMode):

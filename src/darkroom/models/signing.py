@@ -58,7 +58,7 @@ def public_path(private: Path) -> Path:
 
 
 def make_key(path: Path) -> None:
-    """Write a private key (P-256), for its owner's eyes alone, and its public half beside it."""
+    """Write a private key (P-256), readable by its owner alone, and the public key next to it."""
     _need()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec

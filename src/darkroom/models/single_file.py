@@ -33,7 +33,7 @@ LOG = logging.getLogger("darkroom")
 SUFFIX, PICKLED = ".safetensors", (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 METADATA = "darkroom"
 CLIP_VOCABULARY = 49_408
-# What original files hold beside the weights that are used: schedules, averages, position numbers, heads.
+# What original files hold besides the weights that are used: schedules, averages, position numbers, heads.
 ALSO_THERE = re.compile(
     r"^(model_ema\.|denoiser\.|betas$|alphas_|sqrt_|log_one|posterior_|lvlb_weights$|logvar$|v_pred$|ztsnr$"
     r"|scale_factor$|first_stage_model\.(loss|model_ema)\.|loss\."
@@ -336,7 +336,7 @@ def _tell_unused(path: Path, keys: set[str]) -> None:
 
 
 def save_single_file(model: Model, path: str | Path) -> Path:
-    """Write a model as one file in the original layout, whole or not at all; weights keep their type."""
+    """Write a model as one file in the original layout, atomically; weights keep their type."""
     path = Path(path)
     if path.suffix.lower() != SUFFIX:
         raise ModelError(f"'{path}'", allowed=f"a name that ends in {SUFFIX}")

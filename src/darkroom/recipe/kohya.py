@@ -1,6 +1,6 @@
 """Settings of kohya's sd-scripts read as a recipe: the TOML of a training, and that of its data sets.
 
-`TABLE` says option by option what it is here; docs/from-other-trainers.md shows it. What is not known is
+`TABLE` says option by option what it is here; docs/coming-from.md shows it. What is not known is
 named and left out; what is known and cannot be had is refused.
 """
 
@@ -477,11 +477,11 @@ def _prompts(read: RecipeDraft, file: Path) -> Iterator[str | dict[str, Any]]:
 
 
 def table() -> str:
-    """The options as Markdown tables, for docs/from-other-trainers.md."""
-    lines = ["| kohya | here | remark |", "| --- | --- | --- |"]
+    """The options as Markdown tables, for docs/coming-from.md."""
+    lines = ["| kohya | darkroom | note |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | `{one.key}` | {one.note} |" for name, one in TABLE.items()]
     lines += [f"| `{name}` | {text} | |" for name, text in SEVERAL.items()]
-    lines += ["", "| `network_args` | here | remark |", "| --- | --- | --- |"]
+    lines += ["", "| `network_args` | darkroom | note |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | `{one.key}` | {one.note} |" for name, one in NETWORK.items()]
     lines.append(f"| `algo` | `adapter.kind` | {', '.join(f'{a}: {k}' for a, k in ALGORITHMS.items())} |")
     return "\n".join(lines)

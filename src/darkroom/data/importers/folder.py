@@ -1,4 +1,4 @@
-"""Folders and zips of pictures, with captions in one metadata file or in a text beside each picture."""
+"""Folders and zips of pictures, with captions in one metadata file or in a text file for each picture."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ Captioned = tuple[TreeFile, str | None, Mapping[str, Any]]
 class FolderSource:
     """A folder, a zip, or a folder with zips: first what metadata files list, then all other pictures.
 
-    A metadata file names pictures relative to itself; where they are not beside it they are looked for in
+    A metadata file names pictures relative to itself; where they are not next to it they are looked for in
     the zips. Pictures that no metadata file lists take their caption from a text of the same name.
     """
 
@@ -212,7 +212,7 @@ class FolderSource:
                     yield self._unlisted(tree, name)
 
     def _unlisted(self, tree: Tree, name: str) -> Problem | Captioned:
-        """A picture that no metadata file names, with the text beside it."""
+        """A picture that no metadata file names, with its text file."""
         key = tree.label + name
         if _is_outside(name):
             return Problem(key, "unsafe-name", OUTSIDE)

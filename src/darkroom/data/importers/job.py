@@ -1,4 +1,4 @@
-"""Importing: read a source in order, decode in threads, write what passed, set aside the rest."""
+"""Importing: read a source in order, decode in threads, write what passed, list the rest as rejected."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def find_kind(path: Path, kind: str = "auto") -> str:
 
 
 def _parquet_has_pictures(path: Path) -> bool:
-    """Parquet files beside folders of pictures may be about anything; alone they are what is meant."""
+    """Parquet files next to folders of pictures may be about anything; alone they are the source."""
     if not paths_below(path, tuple(EXTENSIONS)):
         return True
     try:
@@ -341,7 +341,7 @@ class _Import:
     def _reject(self, problem: Problem, id_: str) -> None:
         self._of_part.rejected[problem.reason] += 1
         place = {"source": self.report.source, "key": readable(problem.key)}
-        # A moved source names its pictures the same, so what can be told by its bytes is told once.
+        # A moved source names its pictures the same, so what its bytes identify is listed once.
         if self.rejected_before.add(short_id(f"{problem.reason}|{id_ or place}")):
             told = {**place, "reason": problem.reason, "detail": problem.detail, "id": id_ or None}
             self._problems.append(json.dumps(told))

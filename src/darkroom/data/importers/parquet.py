@@ -141,7 +141,7 @@ class ParquetSource:
                 yield Sample(key, data, text, row)
 
     def _read(self, path: str | None, file: Path) -> bytes | str:
-        """The picture at a path beside the Parquet file, or why there is none; never outside the source."""
+        """The picture at a path relative to the Parquet file, or why not; never outside the source."""
         root = self._root if self._root.is_dir() else self._root.parent
         if not path:
             return "neither bytes nor a path"

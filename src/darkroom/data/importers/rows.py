@@ -93,7 +93,7 @@ def _is_number(type_: pa.DataType) -> bool:
 
 
 def settled(type_: pa.DataType) -> pa.DataType:
-    """A list of which only empty ones were seen is a list of texts until told otherwise."""
+    """A list of which only empty ones were seen is a list of texts until one is seen that is not."""
     return pa.list_(TEXT) if pa.types.is_list(type_) and type_.value_type == NOTHING else type_
 
 

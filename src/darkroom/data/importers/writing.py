@@ -90,7 +90,7 @@ class FragmentWriter:
         self._join()
 
     def _join(self) -> None:
-        """Join each group; not beside a running prepare, which would have to encode its fragment again."""
+        """Join each group; not during a running prepare, which would have to encode its fragment again."""
         root = self._store.sidecars.root
         if root is None or preparing(root):
             return

@@ -47,7 +47,7 @@ def _told(metadata: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Adapter:
-    """What was learned beside a model, by layer.
+    """What was learned on top of a model, by layer.
 
     `layers` are keyed by `unet.<module path>`, `text_encoder.<..>`, `text_encoder_2.<..>`; `text_model.` at
     the start of a text encoder's path may be there or not. `metadata` is the file's own; `kind` is lora,
@@ -80,7 +80,7 @@ class Adapter:
 
     @property
     def base(self) -> str | None:
-        """The family that it looks made for, told by the width of the text that its layers listen to."""
+        """The family that it looks made for, by the width of the text that its layers listen to."""
         return base_of(self.layers, self.metadata)
 
     @property

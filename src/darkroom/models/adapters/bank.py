@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Choice = Sequence[tuple[int, float]]
 """The adapters of one row: pairs of slot and weight."""
 SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
-"""What a batch calls them among what else the U-Net is told."""
+"""Their name among the U-Net's other arguments in a batch."""
 ROWS = "adapter_rows"
 """Where a U-Net or text encoder keeps its `RowAdapters`."""
 MAX_WEIGHT = 100.0
@@ -51,7 +51,7 @@ class _GatheredMatrices:
     versions: tuple[int, int]
     weights_Bs1: torch.Tensor
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """By the id of the layer's `bank_down`, which is held beside them so that the id stays its own."""
+    """By the id of the layer's `bank_down`, which is kept alive with them so that the id stays unique."""
     nbytes: int = 0
 
 
@@ -157,7 +157,7 @@ def _recorded() -> bool:
 
 
 def rows_of(module: Any) -> RowAdapters:
-    """Where a call of a U-Net or text encoder, or of what stands for it, is told its rows' adapters."""
+    """Where a call of a U-Net or text encoder, or of what stands for it, gets its rows' adapters."""
     rows: RowAdapters | None = getattr(module, ROWS, None)
     if rows is None:
         raise ValueError("rows have adapters, and the model has no adapter bank")
@@ -416,7 +416,7 @@ class Bank:
         return self._rows[part].applied(slots_BK, weights_BK)
 
     def lay_out(self, choices: Sequence[Choice], device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Rows' adapters as the tensors that a call is told; nothing where no row has one."""
+        """Rows' adapters as the tensors that a call takes; nothing where no row has one."""
         for choice in choices:
             if len(choice) > self.most_a_row:
                 raise ModelError(

@@ -22,7 +22,7 @@ TRIGGERS = ("modelspec.trigger_phrase", "ss_trigger", "trained_words")
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a file (or PEFT's folder) is an adapter, told by the names in its header."""
+    """Whether a file (or PEFT's folder) is an adapter, by the names in its header."""
     if path.is_dir():
         return (path / PEFT_CONFIG).is_file() and (path / PEFT_WEIGHTS).is_file()
     if path.suffix != ".safetensors" or not path.is_file():
@@ -41,7 +41,7 @@ def describe_adapter(file: str | Path) -> dict[str, Any]:
         "path": str(file),
         "kind": adapter.kind,
         "layout": adapter.layout,
-        "made_for": adapter.base or "not told",
+        "made_for": adapter.base or "unknown",
         "rank": _span(ranks),
         "scale": _span(scales),
         "layers": dict(Counter(name.partition(".")[0] for name in adapter.layers)),

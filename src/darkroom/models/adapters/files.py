@@ -1,4 +1,4 @@
-"""Adapter files as untrusted input: safetensors opened with bounds, and written whole or not at all."""
+"""Adapter files as untrusted input: safetensors opened with bounds, and written atomically."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHOLE = {"I64", "I32", "I16", "I8", "U8"}
 
 @dataclass(frozen=True, repr=False)
 class Stored:
-    """A file's tensors, what its header says in words, PEFT's configuration beside it, and its hash."""
+    """A file's tensors, what its header says in words, PEFT's configuration next to it, and its hash."""
 
     tensors: dict[str, torch.Tensor]
     metadata: dict[str, str]
@@ -138,7 +138,7 @@ def _hash_of(path: Path) -> str:
 
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
-    """Write beside the place, then rename into it."""
+    """Write to a temporary file, then rename it."""
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

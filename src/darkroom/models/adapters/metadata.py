@@ -166,7 +166,7 @@ def _names_of(part: str, path: str) -> list[str]:
 
 
 def read_alphas(metadata: Mapping[str, str], config: Mapping[str, Any]) -> Alphas:
-    """The scales in diffusers' metadata of the header, or in PEFT's configuration beside the file."""
+    """The scales in diffusers' metadata of the header, or in PEFT's configuration next to the file."""
     try:
         diffusers = json.loads(metadata.get(DIFFUSERS, "{}"))
     except (ValueError, RecursionError) as error:

@@ -399,7 +399,7 @@ def write_adapter(
     family: str | None = None,
     prediction: str | None = None,
 ) -> Path:
-    """Write one `.safetensors` file, whole or not at all: diffusers' keys, or kohya's for ComfyUI and A1111.
+    """Write one `.safetensors` file atomically: diffusers' keys, or kohya's for ComfyUI and A1111.
 
     Alpha goes into diffusers' `lora_adapter_metadata` or kohya's `.alpha` tensors, so nothing is lost either
     way; `dtype` (float32, float16, bfloat16) casts the weights. The header tells base, rank, alpha and

@@ -1,4 +1,4 @@
-// The page: jobs on the easel while they are denoised, finished pictures on the contact sheet.
+// The page: jobs on the easel while they are denoised, finished pictures in the gallery.
 import { $, addThemes, ask, askJson, follow, kept, make, Refusal, say } from "./common.js";
 import { Form } from "./form.js";
 import { all, forget, keep } from "./keep.js";
@@ -58,8 +58,8 @@ class OnEasel {
   stepped({ picture, step, of, done, total }) {
     this.meter.value = done / total;
     const which = this.frames.length > 1 ? `Picture ${picture + 1} of ${this.frames.length}, ` : "";
-    this.line.textContent = done >= total ? "Fixing" : `${which}step ${step} of ${of}`;
-    if (this.state !== "running") say("Developing", { quietly: true });
+    this.line.textContent = done >= total ? "Finishing" : `${which}step ${step} of ${of}`;
+    if (this.state !== "running") say("Generating", { quietly: true });
     const quarter = Math.floor((done / total) * 4);
     if (quarter > (this.quarter ?? 0) && quarter < 4) say(`${quarter * 25} percent`, { quietly: true });
     this.quarter = quarter;
@@ -194,7 +194,7 @@ async function adopt(job) {
   return made;
 }
 
-// ---- the contact sheet
+// ---- the gallery
 
 function onSheet(picture) {
   const shown = { ...picture, url: URL.createObjectURL(picture.blob) };
