@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from PIL import Image
@@ -29,7 +29,7 @@ from darkroom.sample.ladder.choose import parse as parse_optimisations
 from darkroom.sample.ladder.steps import interval_of
 from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
 from darkroom.sample.pictures import Picture, free_on_card
-from darkroom.sample.prompt_schedule import schedule, text_at
+from darkroom.sample.prompt_schedule import Reading, composed, readings
 from darkroom.sample.prompts import (
     check_text_parts,
     encode_prompts,
@@ -214,15 +214,6 @@ def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int])
     return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
 
 
-class _Planned(NamedTuple):
-    """What is read of a prompt and its negative up to a step."""
-
-    until: int
-    positive: str
-    negative: str
-    second_pass: bool
-
-
 class Job:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
@@ -274,6 +265,7 @@ class Job:
             raise InputError("no prompt", mend="give at least one")
         check_unicode([*prompts, settings.negative or ""])
         check_seeds(settings, len(prompts))
+        self._weights = [self._weights_of(text) for text in self.adapted.prompts]
         if isinstance(backend, str):
             backend, most = self._opened(backend, optimise, memory, device, dtype, notice)
             for taken in filter(None, (self.first, self.hires)):
@@ -303,8 +295,9 @@ class Job:
             return backend, CALL_PICTURES
         if name != "torch":
             raise InputError(f"memory with backend {name}", mend="use backend torch")
-        if self.controls.nets:
-            raise InputError("a limit on memory with controls", mend="leave one of them out")
+        for given, what in ((self.controls.nets, "controls"), (any(self._weights), "AND in a prompt")):
+            if given:
+                raise InputError(f"a limit on memory with {what}", mend="leave one of them out")
         taken = self.hires or self.first
         applied, plan = optimise_within(
             self.model,
@@ -337,7 +330,12 @@ class Job:
     @property
     def rows_a_call(self) -> int:
         """Pictures for one U-Net call of the first pass."""
-        return self.first.rows_a_call
+        return max(1, 2 * self.first.rows_a_call // max(2, self._evaluations))
+
+    @property
+    def _evaluations(self) -> int:
+        """U-Net rows of a picture, at most."""
+        return max(1 + max(1, len(weights)) for weights in self._weights)
 
     @property
     def num_steps(self) -> int:
@@ -352,12 +350,12 @@ class Job:
         """
         model, weighting = self.model, self.settings.weighting
         width = getattr(model.unet.config, "time_cond_proj_dim", None)  # type: ignore[union-attr]
-        guided = self.guidance > 1 and width is None
-        encodes_negative = guided and (self.settings.negative is not None or not model.is_sdxl)
-        plans = [self._planned(text) for text in self.adapted.prompts]
+        guided = [self._is_guided(bool(weights), width is not None) for weights in self._weights]
+        encodes_negative = self.settings.negative is not None or not model.is_sdxl
+        plans = [self._readings(text) for text in self.adapted.prompts]
         stages = [(i, stage) for i, plan in enumerate(plans) for stage in plan]
-        told = [(i, stage.positive) for i, stage in stages]
-        against = [(i, stage.negative) for i, stage in stages] if encodes_negative else []
+        told = [(i, text) for i, stage in stages for text in stage.prompts]
+        against = [(i, stage.negative) for i, stage in stages if guided[i] and encodes_negative]
         parts: dict[int, int] = {}
         for i, text in dict.fromkeys(told + against):
             parts[i] = max(parts.get(i, 1), len(read_parts(model, text, weighting)[0]))
@@ -371,34 +369,37 @@ class Job:
         negatives, more = self._encoded(against, parts, skip if weighting == "a1111" else 0)
 
         def negative(i: int, text: str, positive: Condition) -> Condition | None:
-            if not guided:
+            if not guided[i]:
                 return None
             return negatives[i, text] if encodes_negative else silent(positive)
 
         for i, plan in enumerate(plans):
             for stage in plan:
-                found = positives[i, stage.positive]
-                made = Stage(stage.until, found, negative(i, stage.negative, found))
+                found, *further = (positives[i, text] for text in stage.prompts)
+                made = Stage(stage.until, found, negative(i, stage.negative, found), tuple(further))
                 self._stages.setdefault((i, stage.second_pass), []).append(made)
         firsts = [self._stages[i, False][0] for i in range(len(plans))]
         return [one.positive for one in firsts], [one.negative for one in firsts], [*notes, *more]
 
-    def _planned(self, prompt: str) -> list[_Planned]:
+    def _is_guided(self, is_composed: bool, is_distilled: bool) -> bool:
+        """Whether pictures of a prompt have evaluations with the negative one."""
+        if is_composed and is_distilled:
+            raise InputError(
+                "AND in a prompt: this model's guidance is distilled into it", mend="write one prompt"
+            )
+        return not is_distilled and (is_composed or self.guidance > 1)
+
+    def _readings(self, prompt: str) -> list[Reading]:
         """What is read of a prompt and when; with A1111's syntax it may change between steps."""
-        steps, negative = self.settings.steps or 1, self.settings.negative or ""
-        passes = [(False, steps)]
-        if self.settings.hires is not None:
-            passes.append((True, self.settings.hires.steps or steps))
-        found = []
-        for second, count in passes:
-            if self.settings.weighting != "a1111":
-                found.append(_Planned(count, prompt, negative, second))
-                continue
-            mine, theirs = (schedule(text, count, second_pass=second) for text in (prompt, negative))
-            for end in sorted({end for end, _ in mine + theirs}):
-                here, there = (one[text_at(one, end)][1] for one in (mine, theirs))
-                found.append(_Planned(end, here, there, second))
-        return found
+        steps, hires = self.settings.steps or 1, self.settings.hires
+        second = None if hires is None else hires.steps or steps
+        return readings(prompt, self.settings.negative or "", self.settings.weighting, steps, second)
+
+    def _weights_of(self, prompt: str) -> tuple[float, ...]:
+        """How much each of the prompts counts that AND composes; nothing where there is one."""
+        if self.settings.weighting != "a1111" or len(parts := composed(prompt)) == 1:
+            return ()
+        return tuple(weight for _, weight in parts)
 
     def _encoded(
         self, texts: Sequence[tuple[int, str]], parts: Mapping[int, int], clip_skip: int
@@ -500,6 +501,8 @@ class Job:
             known=known,
             extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
             adapters=self.adapted.choice(prompt),
+            further=tuple(sized(one, taken.size) for one in self._stages[prompt, False][0].further),
+            weights=self._weights[prompt],
             stages=self._stages_of(prompt, taken),
             controls=self.controls.at(taken.size, taken.latent_shape),
         )
@@ -514,6 +517,7 @@ class Job:
                 stage.until,
                 sized(stage.positive, taken.size),
                 None if stage.negative is None else sized(stage.negative, taken.size),
+                tuple(sized(one, taken.size) for one in stage.further),
             )
             for stage in stages
         )

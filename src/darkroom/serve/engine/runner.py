@@ -17,8 +17,9 @@ from darkroom.errors import Stopped
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Condition
-from darkroom.sample.generate import checked_size, second_pass, table_for
+from darkroom.sample.generate import DEFAULT_STEPS, checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
+from darkroom.sample.prompt_schedule import composed, readings
 from darkroom.sample.prompts import encode_prompts, read_parts
 from darkroom.serve.engine.tickets import Shape, Ticket, Work, opened, preview_steps
 from darkroom.serve.request import PictureRequest, Uploads
@@ -68,7 +69,8 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     width, height = checked_size(model, settings.size, image if settings.only_masked is None else None)
     guidance = settings.resolved(table.solver, model.guidance).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
-    evaluations = 2 if guidance > 1 and not distilled else 1
+    prompts = len(composed(request.prompt)) if settings.weighting == "a1111" else 1
+    evaluations = 1 + prompts if (guidance > 1 or prompts > 1) and not distilled else 1
     larger = _larger(model, settings, (width, height), evaluations, len(request.controls))
     return Shape(width, height, len(table), evaluations, larger, len(request.controls))
 
@@ -369,9 +371,12 @@ class Texts:
         """The texts of a work as `sample.Job` asks for them."""
         request, shape = work.request, work.shape
         weighting, skip = request.weighting, request.clip_skip
-        texts = [(read_tags(request.prompt)[0], skip)]
+        read = readings(
+            read_tags(request.prompt)[0], request.negative or "", weighting, request.steps or DEFAULT_STEPS
+        )
+        texts = [(prompt, skip) for reading in read for prompt in reading.prompts]
         if shape.evaluations > 1 and (request.negative is not None or not self._model.is_sdxl):
-            texts.append((request.negative or "", skip if weighting == "a1111" else 0))
+            texts += [(reading.negative, skip if weighting == "a1111" else 0) for reading in read]
         parts = max(len(read_parts(self._model, text, weighting)[0]) for text, _ in texts)
         for text, skipped in texts:
             yield text, parts, self._way(weighting, skipped, (shape.width, shape.height))

@@ -24,7 +24,7 @@ from darkroom.sample.adapters import read_tags
 from darkroom.sample.control import MAPS
 from darkroom.sample.generate import DEFAULT_STEPS, check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask
-from darkroom.sample.prompt_schedule import schedule
+from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.loop import Engine
@@ -129,12 +129,12 @@ def check_texts(model: Model, request: PictureRequest) -> None:
 
     Tokenizes, so not for the event loop.
     """
-    for name, text in (("prompt", request.prompt), ("negative", request.negative or "")):
+    weighting, steps = request.weighting, request.steps or DEFAULT_STEPS
+    for name, texts in (("prompt", (request.prompt, "")), ("negative", ("", request.negative or ""))):
         try:
-            changing = request.weighting == "a1111"
-            texts = schedule(text, request.steps or DEFAULT_STEPS) if changing else [(0, text)]
-            for _, one in texts:
-                read_parts(model, one, request.weighting)
+            for reading in readings(*texts, weighting, steps):
+                for text in dict.fromkeys((*reading.prompts, reading.negative)):
+                    read_parts(model, text, weighting)
         except InputError as error:
             raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
     encoders: list[Any] = list(model.text_encoders)
