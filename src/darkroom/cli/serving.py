@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
 MOST_REPLICAS = 1000
-ADAPTERS_HELP = "a folder of LoRA files; new ones appear by themselves"
+ADAPTERS_HELP = "a folder of adapters; new ones appear by themselves"
 Adapters = Annotated[Path | None, typer.Option(help=ADAPTERS_HELP)]
 Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")]
 MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
+ADAPTER_MEMORY_HELP = "of adapters that are no LoRAs at once, such as 4GB; default: a quarter of what is free"
+AdapterMemory = Annotated[str | None, typer.Option(help=ADAPTER_MEMORY_HELP)]
 CONTROLS_HELP = "a folder of ControlNets, T2I-Adapters and IP-Adapters; new ones appear by themselves"
 ControlFolder = Annotated[Path | None, typer.Option("--controls", help=CONTROLS_HELP)]
 CONTROL_MEMORY_HELP = "of nets at once, such as 4GB; default: a quarter of what is free"
@@ -115,6 +117,7 @@ def serve(
     adapters: Adapters = None,
     slots: Slots = 16,
     max_rank: MaxRank = 64,
+    adapter_memory: AdapterMemory = None,
     embeddings: Embeddings = None,
     controls: ControlFolder = None,
     control_memory: ControlMemory = None,
@@ -224,6 +227,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     same = {name: said[name] for name in ServeSettings.model_fields if name in said}
     told = {
         "model": said["model"] if said["model"] is not None else model_of(),
+        "adapter_memory": _bytes(said["adapter_memory"]),
         "control_memory": _bytes(said["control_memory"]),
         "key_file": said["api_key_file"],
         "origins": tuple(_origin(one) for one in said["origin"] or ()),

@@ -73,10 +73,9 @@ def generate(
 
     The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
     it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
-    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`; DoRA, LoHa
-    and LoKr are merged into the model meanwhile. `controls` are ControlNets and T2I-Adapters with their
-    pictures. `batch_rows` bounds the pictures of one U-Net call (guidance
-    doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
+    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`.
+    `controls` are ControlNets, T2I-Adapters and IP-Adapters with their pictures. `batch_rows` bounds the
+    pictures of one U-Net call (guidance doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
     `openvino`, or one opened before (`open_backend`). `optimise` names optimisations of `sample.ladder`; the
     model stays as it is. `memory`
     ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
@@ -91,34 +90,27 @@ def generate(
     adapted = Adapted.of(told, named(adapters))
     controlled = Controls.read(controls, model)
     opened = backend.model if isinstance(backend, Backend) else None
-    pictures: list[Picture] = []
-    said: set[str] = set()
-    for part in adapted.parted() or [adapted]:
-        first, of_part = len(pictures), told[len(pictures) // wanted.num :][: len(part.prompts)]
-        with part.within(opened or model), installed(opened or model, controlled.image_prompts):
-            job = Job(
-                model,
-                of_part,
-                wanted.model_copy(update={"seed": wanted.seed + first}),
-                backend,
-                notice,
-                image=image,
-                mask=mask,
-                adapted=part,
-                controls=controlled,
-                optimise=optimise,
-                memory=memory,
-                device=device,
-                dtype=dtype,
-            )
-            if job.backend.reasons and not pictures:
-                explain("; ".join(job.backend.reasons))
-            for note in job.notes:
-                if note not in said:
-                    notice(note)
-            said |= set(job.notes)
-            pictures += _pictures(job, batch_rows, _counted(progress, job, first, len(told) * wanted.num))
-    return pictures
+    with adapted.within(opened or model), installed(opened or model, controlled.image_prompts):
+        job = Job(
+            model,
+            told,
+            wanted,
+            backend,
+            notice,
+            image=image,
+            mask=mask,
+            adapted=adapted,
+            controls=controlled,
+            optimise=optimise,
+            memory=memory,
+            device=device,
+            dtype=dtype,
+        )
+        if job.backend.reasons:
+            explain("; ".join(job.backend.reasons))
+        for note in job.notes:
+            notice(note)
+        return _pictures(job, batch_rows, progress)
 
 
 def check_unicode(prompts: Sequence[str]) -> None:
@@ -135,16 +127,6 @@ def check_seeds(settings: GenerateSettings, prompts: int) -> None:
     """InputError unless every picture has a seed that generators take."""
     if settings.seed + prompts * settings.num - 1 > MAX_SEED:
         raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
-
-
-def _counted(
-    progress: Callable[[int, int], None] | None, job: Job, before: int, pictures: int
-) -> Callable[[int, int], None] | None:
-    """Steps of this job counted among those of all pictures, `before` of which are made."""
-    if progress is None or job.num_pictures == pictures:
-        return progress
-    steps = job.num_steps // job.num_pictures
-    return lambda done, _: progress(before * steps + done, pictures * steps)
 
 
 def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
@@ -405,7 +387,7 @@ class Job:
         self, texts: Sequence[tuple[int, str]], parts: Mapping[int, int], clip_skip: int
     ) -> tuple[dict[tuple[int, str], Condition], list[str]]:
         """Conditions of texts by prompt and text; equal ones that are read alike are encoded once."""
-        kinds = {(parts[i], self.adapted.choice(i), text): i for i, text in reversed(texts)}
+        kinds = {(parts[i], self.adapted.text_choice(i), text): i for i, text in reversed(texts)}
         asked = sorted(kinds, key=lambda kind: kinds[kind])
         if not asked:
             return {}, []
@@ -416,7 +398,7 @@ class Job:
             [kinds[kind] for kind in asked],
         )
         moved = {kind: self._moved(one) for kind, one in zip(asked, conditions, strict=True)}
-        return {(i, text): moved[parts[i], self.adapted.choice(i), text] for i, text in texts}, notes
+        return {(i, text): moved[parts[i], self.adapted.text_choice(i), text] for i, text in texts}, notes
 
     def _encode(self, clip_skip: int) -> Encode:
         """Prompts to conditions in this job's syntax and size."""

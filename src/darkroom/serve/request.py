@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_SEED = 2**63 - 1
 MOST_ADAPTERS, MOST_CONTROLS = 16, 8
+MAX_BLOCKS = 64
 JOB_ID = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 """What a client may call a job."""
 
@@ -29,6 +30,22 @@ class AdapterChoice(_Strict):
 
     name: str = Field(min_length=1, max_length=200)
     weight: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
+    text_weight: float | None = Field(
+        None, allow_inf_nan=False, ge=-100, le=100, description="of the text encoders; None: as the U-Net's"
+    )
+    blocks: tuple[Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)], ...] = Field(
+        (), max_length=MAX_BLOCKS, description="how much each block takes, in A1111's order; none: all, whole"
+    )
+
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _blocks_from_list(cls, given: Any) -> Any:
+        return tuple(given[: MAX_BLOCKS + 1]) if isinstance(given, list) else given
+
+    @property
+    def text(self) -> float:
+        """The weight of the text encoders."""
+        return self.weight if self.text_weight is None else self.text_weight
 
 
 class ControlChoice(_Strict):

@@ -103,6 +103,12 @@ class ServeSettings(BaseModel):
     adapters: Path | None = Field(None, description="the folder of adapters; new files appear by themselves")
     slots: int = Field(16, ge=1, le=1024, description="adapters that lie ready on the device at once")
     max_rank: int = Field(64, ge=1, le=1024, description="the largest rank of an adapter")
+    adapter_memory: int | None = Field(
+        None,
+        ge=1,
+        description="bytes of adapters that are no LoRAs (LoKr, LoHa, OFT, differences) in memory at once; "
+        "None: a quarter of what is free",
+    )
     embeddings: Path | None = Field(None, description="the folder of textual inversions, by name in prompts")
     controls: Path | None = Field(
         None, description="the folder of ControlNets, T2I-Adapters and IP-Adapters, by name; new ones appear"

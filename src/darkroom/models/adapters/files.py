@@ -101,7 +101,7 @@ def _check_header(path: Path, header: Mapping[str, Any]) -> None:
             raise ModelError(f"'{path.name}': a tensor's name of {len(name):,} characters")
         # Alphas are whole numbers in some files.
         if dtype not in FLOATS and not (
-            dtype in ("I64", "I32", "I16", "I8", "U8") and name.endswith(".alpha")
+            dtype in ("BOOL", "I64", "I32", "I16", "I8", "U8") and name.endswith((".alpha", ".on_input"))
         ):
             raise ModelError(
                 f"'{path.name}': '{shown(name)}' holds {dtype}", allowed=", ".join(sorted(FLOATS))

@@ -37,6 +37,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     (r"\.(hada_(?:w[12]_[ab]|t[12]))", ""),
     (r"\.(lokr_(?:w[12](?:_[ab])?|t2))", ""),
     (r"\.(diff|oft_blocks)", ""),
+    (r"\.(ia3_l)", ""),
 )
 """How a tensor's name ends, and what the tensor is; where the role is empty the ending itself says it."""
 ENDING = re.compile("|".join(f"(?:{ending})$" for ending, _ in ROLES))

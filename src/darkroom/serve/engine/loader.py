@@ -100,7 +100,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     row_bytes = _row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, row_bytes)
     capacity = settings.capacity or rows_for_memory(backend, row_bytes, lanes)
-    library = _open_library(settings, model, metrics, hooks.wake, lanes)
+    library = _open_library(settings, model, backend, metrics, hooks.wake, lanes)
     nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)
     engine = Engine(
@@ -189,9 +189,16 @@ def _threads_each(lanes: int) -> int:
 
 
 def _open_library(
-    settings: ServeSettings, model: Model, metrics: Metrics, wake: Callable[[], None], lanes: int
+    settings: ServeSettings,
+    model: Model,
+    backend: Backend,
+    metrics: Metrics,
+    wake: Callable[[], None],
+    lanes: int,
 ) -> Library | None:
     if settings.adapters is None:
+        if settings.adapter_memory is not None:
+            raise InputError("--adapter-memory without --adapters", mend="leave it out, or name the folder")
         return None
     from darkroom.models.adapters.bank import Bank
     from darkroom.serve.engine.adapters import Library
@@ -203,7 +210,8 @@ def _open_library(
         most_a_row=settings.limits.adapters,
         threads=lanes > 1,
     )
-    return Library(settings.adapters, bank, metrics, wake)
+    most = settings.adapter_memory or int(CONTROL_SHARE * _free_bytes(backend.device))
+    return Library(settings.adapters, bank, metrics, wake, most)
 
 
 def _open_nets(

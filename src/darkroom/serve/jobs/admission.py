@@ -20,7 +20,8 @@ from PIL import Image
 from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.sample.adapters import read_tags
+from darkroom.models.adapters.blocks import by_layer
+from darkroom.sample.adapters import Tag, read_tags
 from darkroom.sample.control import MAPS
 from darkroom.sample.generate import DEFAULT_STEPS, check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask
@@ -58,6 +59,10 @@ def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
     later = {name for name in ("hires", "controls", "only_masked") if getattr(request, name) in (None, ())}
     said = request.model_dump(mode="json", exclude=later)
+    for adapter in said["adapters"]:
+        for name in ("text_weight", "blocks"):
+            if adapter[name] in (None, []):
+                del adapter[name]
     told = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
         told.update(hashlib.sha256(part or b"").digest())
@@ -92,7 +97,7 @@ def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) 
         if given > most:
             raise Refused(422, "over_limit", f"{name}: at most {most:g} {unit}".rstrip(), param=name)
     for choice in request.adapters:
-        if abs(choice.weight) > limits.adapter_weight:
+        if max(map(abs, (choice.weight, choice.text, *choice.blocks))) > limits.adapter_weight:
             raise Refused(
                 422,
                 "over_limit",
@@ -109,12 +114,12 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
     try:
         prompt, told = read_tags(request.prompt)
         negative, against = read_tags(request.negative or "")
-        weights = {choice.name: choice.weight for choice in request.adapters}
-        if not (told or against) or len(weights) < len(request.adapters):  # named twice: refused later
+        chosen = {choice.name: choice for choice in request.adapters}
+        if not (told or against) or len(chosen) < len(request.adapters):  # named twice: refused later
             return request
-        for name, weight in told:
-            weights[name] = weights.get(name, 0.0) + (1.0 if weight is None else weight)
-        adapters = tuple(AdapterChoice(name=name, weight=weight) for name, weight in weights.items())
+        for tag in told:
+            chosen[tag.name] = _with_tag(chosen.get(tag.name), tag)
+        adapters = tuple(chosen.values())
     except InputError as error:
         raise Refused(422, "invalid_value", f"prompt: {say(error)}", param="prompt") from error
     except ValidationError as error:
@@ -122,6 +127,17 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
         raise Refused(422, "invalid_value", message, param="prompt") from error
     changed = {"prompt": prompt, "adapters": adapters}
     return request.model_copy(update={**changed, "negative": negative or None} if against else changed)
+
+
+def _with_tag(before: AdapterChoice | None, tag: Tag) -> AdapterChoice:
+    """An adapter as a tag has it, beside what was asked of it already."""
+    text, unet = (1.0 if weight is None else weight for weight in (tag.text, tag.unet))
+    if before is not None:
+        if before.blocks != tag.blocks:
+            raise InputError(f"<lora:{tag.name}> twice with other blocks", mend="name it once")
+        text, unet = before.text + text, before.weight + unet
+    other = None if text == unet else text
+    return AdapterChoice(name=tag.name, weight=unet, text_weight=other, blocks=tag.blocks)
 
 
 def check_texts(model: Model, request: PictureRequest) -> None:
@@ -304,6 +320,8 @@ def check_adapters(request: PictureRequest, library: Library | None) -> None:
     try:
         if library is not None:
             library.check(names)
+            for choice in request.adapters:
+                by_layer(library.bank.model, choice.blocks)
     except DarkroomError as error:
         raise Refused(422, "unusable_adapter", f"adapters: {say(error)}", param="adapters") from error
 
