@@ -87,6 +87,7 @@ def generate(
     guidance_rescale: Annotated[float, typer.Option(help="0 to 1, against burnt contrast")] = 0.0,
     eta: Annotated[float, typer.Option(help="noise of ddim, 0 to 1")] = 0.0,
     karras: Annotated[bool | None, typer.Option(help="Karras sigmas")] = None,
+    exponential: Annotated[bool | None, typer.Option(help="exponential sigmas")] = None,
     spacing: Annotated[str | None, typer.Option(help="leading, trailing or linspace")] = None,
     precision: Annotated[str, typer.Option(help=PRECISION_HELP)] = "float32",
     backend: Annotated[str, typer.Option(help="torch, compile, onnx or openvino")] = "torch",
@@ -127,6 +128,7 @@ def generate(
         "guidance_rescale": guidance_rescale,
         "eta": eta,
         "karras": karras,
+        "exponential": exponential,
         "spacing": spacing,
     }
     precision, optimise = options.eight_bits(backend, precision, optimise)
@@ -200,8 +202,9 @@ def generate(
                 **call.settings,
             )
     shown = [Path(one.image) for one in controls if isinstance(one.image, (str, Path))]
-    inputs = [Path(one).read_bytes() for one in (image, mask, *shown) if one is not None]
-    files = proving.save_pictures(pictures, out, marks, inputs, kind=kind, grid=not axes)
+    inputs = [proving.as_ingredient(Path(one)) for one in (image, mask) if one is not None]
+    steering = [proving.as_ingredient(one) for one in shown]
+    files = proving.save_pictures(pictures, out, marks, inputs, steering, kind=kind, grid=not axes)
     if axes:
         files.append(sample.save_sheet([picture.image for picture in pictures], axes, out))
     show({"pictures": files}, as_json, lambda: files)

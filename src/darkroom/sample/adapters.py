@@ -2,9 +2,9 @@
 
 `{"sks": "sks.safetensors", "ink": ("ink.safetensors", 0.6)}` gives adapters names. A prompt with A1111's
 tags, such as `<lora:sks:0.8>`, has just those it names, with the tags' weights; one without has all that are
-given, blended. `<lora:sks:0.5:1>` weighs text encoders and U-Net apart, `<lora:sks:1:lbw=1,0,...>` the U-Net's
-blocks. Tags are not read as words. Adapters of all kinds are added row by row: all pictures share the U-Net
-calls, whatever their adapters.
+given, blended. `<lora:sks:0.5:1>` weighs text encoders and U-Net apart, `<lora:sks:1:lbw=1,0,...>` the
+U-Net's blocks. Tags are not read as words. Adapters of all kinds are added row by row: all pictures share
+the U-Net calls, whatever their adapters.
 """
 
 from __future__ import annotations

@@ -73,15 +73,15 @@ def generate(
 
     The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
     it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
-    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`.
-    `controls` are ControlNets, T2I-Adapters and IP-Adapters with their pictures. `batch_rows` bounds the
-    pictures of one U-Net call (guidance doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
-    `openvino`, or one opened before (`open_backend`). `optimise` names optimisations of `sample.ladder`; the
-    model stays as it is. `memory`
-    ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
-    the work is done, if that is not where the weights lie, and `dtype` what it is done in with a limit on
-    memory, if that is not the weights' type. `progress(done, total)` counts steps. What was
-    substituted goes to `notice` and into each picture's parameters; what `auto` picked and why to `explain`.
+    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`. `controls`
+    are ControlNets, T2I-Adapters and IP-Adapters with their pictures. `batch_rows` bounds the pictures of one
+    U-Net call (guidance doubles the rows in it); the pictures do not depend on it. `backend` computes:
+    `torch`, `compile`, `onnx`, `openvino`, or one opened before (`open_backend`). `optimise` names
+    optimisations of `sample.ladder`; the model stays as it is. `memory` ('3GB' or bytes) is what the job
+    stays under: resident on a CPU, allocated on CUDA. `device` is where the work is done, if that is not where the
+    weights lie, and `dtype` what it is done in with a limit on memory, if that is not the weights' type.
+    `progress(done, total)` counts steps. What was substituted goes to `notice` and into each picture's
+    parameters; what `auto` picked and why to `explain`.
     InputError for what cannot be.
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -579,6 +579,8 @@ class Job:
         """What is told only where it was asked for."""
         settings = self.settings
         told: dict[str, Any] = {}
+        if self.table.sigmas == "exponential":
+            told["exponential"] = True
         if settings.weighting != "none":
             told["weighting"] = settings.weighting
         if settings.clip_skip:
@@ -625,6 +627,7 @@ def table_for(model: Model, settings: GenerateSettings) -> Table:
         eta=settings.eta,
         spacing=settings.spacing,
         karras=settings.karras,
+        exponential=settings.exponential,
         strength=1.0 if settings.strength is None else settings.strength,
     )
 
@@ -780,6 +783,7 @@ class GenerateSettings(BaseModel):
     )
     eta: float = Field(0.0, ge=0, le=1, description="noise of ddim: 0 none, 1 as much as DDPM")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
+    exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
     spacing: str | None = Field(
         None, description="timesteps leading, trailing or linspace; None: as the scheduler says"
     )

@@ -113,6 +113,7 @@ class PictureRequest(_Strict):
     guidance_rescale: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="less contrast")
     eta: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="noise of ddim")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
+    exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
     spacing: str | None = Field(None, max_length=40, description="timesteps leading, trailing or linspace")
     weighting: Literal["none", "a1111", "compel"] = Field(
         "none", description="syntax of weights in the prompts; none: brackets mean what they say"

@@ -133,7 +133,9 @@ def test_rows_of_every_kind_in_one_call_equal_merged_models(tiny: Model, model: 
         with bank.applied("unet", told[SLOTS], told[WEIGHTS]):
             assert (run(model) - run(merged(tiny, (adapters[5], 0.7)))).abs().max() < 1e-4
     held = bank.dense_bytes(5)
-    numbers = sum(layer.weight.numel() for path, layer in adaptable(tiny).items() if path in adapters[5].layers)
+    numbers = sum(
+        layer.weight.numel() for path, layer in adaptable(tiny).items() if path in adapters[5].layers
+    )
     assert held == 4 * numbers
     assert bank.dense_bytes(2) == bank.dense_bytes(9) == 0, "magnitudes and factors are no differences"
     bank.clear(5)
@@ -144,8 +146,12 @@ def test_rows_of_every_kind_in_one_call_equal_merged_models(tiny: Model, model: 
 def test_blocks_take_as_much_as_a1111s_lists_say(tiny: Model, model: Model) -> None:
     everything, attentive = names_of(tiny)
     assert everything[:3] == ["BASE", "IN00", "IN01"]
-    assert [len(names) for names in names_of(models.create("sd15", device="meta", tokenizer=tiny.tokenizers[0]))] == [26, 17]
-    assert [len(names) for names in names_of(models.create("sdxl", device="meta", tokenizer=tiny.tokenizers[0]))] == [20, 12]
+    assert [
+        len(names) for names in names_of(models.create("sd15", device="meta", tokenizer=tiny.tokenizers[0]))
+    ] == [26, 17]
+    assert [
+        len(names) for names in names_of(models.create("sdxl", device="meta", tokenizer=tiny.tokenizers[0]))
+    ] == [20, 12]
     lora = made(tiny, 1, where=everywhere)
     bank = Bank(model, slots=2, max_rank=4)
     weights = [0.25 * i for i in range(len(everything))]
@@ -177,7 +183,9 @@ def test_blocks_take_as_much_as_a1111s_lists_say(tiny: Model, model: Model) -> N
         expected = run(merged(tiny, (Adapter("scaled", layers), 1.0)))[i]
         assert (out[i] - expected).abs().max() < CLOSE
         assert (run(merged(tiny, (lora, 1.0)))[i] - expected).abs().max() > APART
-    with pytest.raises(ModelError, match=f"3 block weights; allowed: {len(attentive)} .BASE.* or {len(everything)} "):
+    with pytest.raises(
+        ModelError, match=f"3 block weights; allowed: {len(attentive)} .BASE.* or {len(everything)} "
+    ):
         bank.stage(lora, (1.0, 1.0, 1.0))
 
 

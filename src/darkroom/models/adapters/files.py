@@ -125,9 +125,11 @@ def _peft_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"'{file}' is not JSON") from error
     if not isinstance(config, dict):
         return {}
+    if config.get("peft_type") == "IA3":  # which has no rank and no alpha
+        return {}
     if config.get("peft_type", "LORA") != "LORA":
         told = f"'{path.parent.name}' is PEFT's {shown(str(config['peft_type']))}"
-        raise ModelError(told, allowed="PEFT's LORA, or LyCORIS' files")
+        raise ModelError(told, allowed="PEFT's LORA and IA3, or LyCORIS' files")
     return config
 
 

@@ -87,8 +87,8 @@ class Factors:
     """What is no plain low rank, in LyCORIS' names.
 
     LoHa (a Hadamard product of two low ranks), LoKr (a Kronecker product), full (the whole difference), oft
-    (a rotation of the outputs in blocks), boft (several such, of outputs in other orders) or ia3 (a factor for
-    each output, or with `on_input` for each input).
+    (a rotation of the outputs in blocks), boft (several such, of outputs in other orders) or ia3 (a factor
+    for each output, or with `on_input` for each input).
     """
 
     kind: str
@@ -206,7 +206,11 @@ def butterfly(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     side = blocks.shape[2]
     for i, turn in enumerate(_cayley(blocks)):
         apart = 2**i * side // 2
-        near = outputs.reshape(-1, 2, apart, outputs.shape[1]).transpose(1, 2).reshape(-1, side, weight[0].numel())
+        near = (
+            outputs.reshape(-1, 2, apart, outputs.shape[1])
+            .transpose(1, 2)
+            .reshape(-1, side, weight[0].numel())
+        )
         turned = torch.bmm(turn, near).reshape(-1, apart, 2, outputs.shape[1])
         outputs = turned.transpose(1, 2).reshape(outputs.shape)
     return outputs.reshape(weight.shape)

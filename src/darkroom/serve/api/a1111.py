@@ -94,7 +94,7 @@ class Txt2Img(BaseModel):
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core."""
         self.check_others()
-        solver, karras = solver_of(self.sampler_name or self.sampler_index, self.scheduler)
+        named = solver_of(self.sampler_name or self.sampler_index, self.scheduler)
         return PictureRequest(
             prompt=self.prompt,
             negative=self.negative_prompt or None,
@@ -104,9 +104,8 @@ class Txt2Img(BaseModel):
             height=self.height,
             steps=self.steps,
             guidance=self.cfg_scale,
-            solver=solver,
-            karras=karras,
-            eta=(self.eta or 0.0) if solver == "ddim" else 0.0,
+            **named,
+            eta=(self.eta or 0.0) if named.get("solver") == "ddim" else 0.0,
             weighting="a1111",
             clip_skip=self._clip_skip(core),
             strength=None,
@@ -315,7 +314,7 @@ def _add_lists(router: APIRouter, core: Core) -> None:
     @router.get("/schedulers")
     async def schedulers() -> list[dict[str, Any]]:
         """Schedules of sigmas."""
-        return [{"name": name.lower(), "label": name, "aliases": []} for name in SCHEDULERS]
+        return [{"name": name.lower().replace(" ", "_"), "label": name, "aliases": []} for name in SCHEDULERS]
 
     @router.get("/loras")
     async def loras() -> list[dict[str, Any]]:
@@ -478,7 +477,14 @@ def _parsed(info: str) -> dict[str, Any]:
         return {}
 
 
-SCHEDULERS: dict[str, bool | None] = {"Automatic": None, "Uniform": False, "Karras": True}
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "Automatic": {},
+    "Uniform": {"karras": False},
+    "Karras": {"karras": True},
+    "Exponential": {"exponential": True},
+    "SGM Uniform": {"spacing": "trailing"},
+}
+"""A1111's schedules in this server's words. diffusers gives the last the same spacing."""
 
 Neutral = bool | int | float | str | list[Any] | dict[str, Any] | None
 UNUSED = frozenset(
@@ -568,26 +574,28 @@ def upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
     return found
 
 
-def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, bool | None]:
-    """A solver and whether Karras; None and None where nothing is named. 422 for what is not known."""
-    solver, karras = None, None
+def solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
+    """A solver and how its sigmas are spaced; nothing where nothing is named. 422 for what is not known."""
+    named: dict[str, Any] = {}
     if sampler and sampler.lower() not in ("automatic", "none"):
         found = find_solver(sampler)
         if found is None:
             raise Refused(
                 422, "invalid_value", f"sampler_name: one of {', '.join(SAMPLERS)}", param="sampler_name"
             )
-        solver, karras = found
+        named = {"solver": found[0], "karras": found[1]}
     if scheduler:
         names = {name.lower(): value for name, value in SCHEDULERS.items()}
-        if scheduler.strip().lower() not in names:
+        asked = scheduler.strip().lower().replace("_", " ")
+        if asked not in names:
             raise Refused(
                 422, "invalid_value", f"scheduler: one of {', '.join(SCHEDULERS)}", param="scheduler"
             )
-        wanted = names[scheduler.strip().lower()]
-        takes_karras = solver in SOLVERS and SOLVERS[solver].takes_karras
-        karras = wanted if wanted is not None and (wanted or takes_karras) else karras
-    return solver, karras
+        wanted = names[asked]
+        takes_karras = named.get("solver") in SOLVERS and SOLVERS[named["solver"]].takes_karras
+        if wanted.get("karras") is not False or takes_karras:
+            named |= wanted
+    return named
 
 
 def name_of(solver: str) -> str:

@@ -192,7 +192,10 @@ class Library(Shelf):
                     raise self._too_large("what one picture asks for", used + read.dense_bytes)
                 return None
             for file in [one for one in there if there[one]]:
-                if sum(self._at_hand[one].dense_bytes for one in self._slots) + read.dense_bytes <= self.most_bytes:
+                if (
+                    sum(self._at_hand[one].dense_bytes for one in self._slots) + read.dense_bytes
+                    <= self.most_bytes
+                ):
                     break
                 if not self._users[file] and file not in together:
                     self._free.append(self._release(file))

@@ -51,6 +51,7 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         guidance_rescale=request.guidance_rescale,
         eta=request.eta,
         karras=request.karras,
+        exponential=request.exponential,
         spacing=request.spacing,
         weighting=request.weighting,
         clip_skip=request.clip_skip,

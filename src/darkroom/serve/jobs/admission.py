@@ -57,7 +57,11 @@ MOST_KEYS = 10_000
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     """The same for the same body: what makes sending a job twice harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
-    later = {name for name in ("hires", "controls", "only_masked") if getattr(request, name) in (None, ())}
+    later = {
+        name
+        for name in ("hires", "controls", "only_masked", "exponential")
+        if getattr(request, name) in (None, ())
+    }
     said = request.model_dump(mode="json", exclude=later)
     for adapter in said["adapters"]:
         for name in ("text_weight", "blocks"):
@@ -226,6 +230,7 @@ PARAMS = {
     "solver": "solver",
     "eta": "eta",
     "Karras": "karras",
+    "Exponential": "exponential",
     "spacing": "spacing",
     "timestep": "spacing",
     "seed": "seed",
