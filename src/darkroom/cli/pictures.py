@@ -74,7 +74,10 @@ def generate(
     hires: Annotated[
         str | None, typer.Option(help="a second, larger pass: SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6")
     ] = None,
-    hires_upscaler: Annotated[str, typer.Option(help="latent or lanczos")] = "latent",
+    hires_upscaler: Annotated[str, typer.Option(help="latent, lanczos, or an ESRGAN file")] = "latent",
+    upscale: Annotated[
+        Path | None, typer.Option(help="an ESRGAN file (.safetensors) that makes finished pictures larger")
+    ] = None,
     weighting: Annotated[str, typer.Option(help="weights in prompts: none, a1111 or compel")] = "none",
     clip_skip: Annotated[
         int, typer.Option(min=0, help="last text layers left out; A1111's 'Clip skip: 2' is 1")
@@ -155,7 +158,10 @@ def generate(
     cast, lies_on = sample.ladder.loading(optimise, place, limited=limit is not None)
     dtype = cast or models.precision(name)
     options.check_pair(backend, models.NAMES[dtype], place.type)
-    asked["hires"] = None if hires is None else sample.Hires.parsed(hires, hires_upscaler)
+    network = models.read_upscaler(upscale) if upscale is not None else None
+    between = models.read_upscaler(hires_upscaler) if hires_upscaler.endswith(".safetensors") else None
+    begun = hires_upscaler if between is None else between.name
+    asked["hires"] = None if hires is None else sample.Hires.parsed(hires, begun)
     named = [sample.Named.parsed(one) for one in adapter or []]
     in_files = limit is not None and place.type == "cpu" and not named
     sample.pictures.check_kind(kind)
@@ -191,6 +197,8 @@ def generate(
                 mask=mask,
                 adapters=named,
                 controls=controls,
+                upscale=network,
+                hires_network=between,
                 backend=backend,
                 optimise=optimise,
                 memory=memory,

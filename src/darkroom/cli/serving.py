@@ -30,6 +30,8 @@ ControlFolder = Annotated[Path | None, typer.Option("--controls", help=CONTROLS_
 CONTROL_MEMORY_HELP = "of nets at once, such as 4GB; default: a quarter of what is free"
 ControlMemory = Annotated[str | None, typer.Option(help=CONTROL_MEMORY_HELP)]
 Embeddings = Annotated[Path | None, typer.Option(help="a folder of textual inversions, by name in prompts")]
+UPSCALERS_HELP = "a folder of ESRGAN networks, by name"
+UpscalerFolder = Annotated[Path | None, typer.Option("--upscalers", help=UPSCALERS_HELP)]
 Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
 KeyFile = Annotated[Path | None, typer.Option(help="the API keys that are accepted; see --make-key")]
@@ -121,6 +123,7 @@ def serve(
     embeddings: Embeddings = None,
     controls: ControlFolder = None,
     control_memory: ControlMemory = None,
+    upscalers: UpscalerFolder = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     api_key_file: KeyFile = None,

@@ -132,8 +132,8 @@ def _tag(tag: re.Match[str]) -> Tag:
             f"'{tag[0][:80]}' in a prompt",
             allowed="<lora:NAME>, <lora:NAME:WEIGHT>, <lora:NAME:TEXT:UNET>, with :lbw=1,0,... for blocks",
         )
-    told = [None if math.isnan(one) else one for one in weights[:2]]
-    return Tag(tag[1].strip(), *told, tuple(weights[2:]))
+    told, other = (None if math.isnan(one) else one for one in weights[:2])
+    return Tag(tag[1].strip(), told, other, tuple(weights[2:]))
 
 
 def _number(text: str, otherwise: float) -> float:

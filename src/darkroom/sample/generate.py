@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import darkroom
 from darkroom.errors import InputError
 from darkroom.models.image_prompt import installed
+from darkroom.models.upscaler import Upscaler, read_upscaler
 from darkroom.options import MAX_SIDE, parse_solver
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
@@ -58,6 +60,8 @@ def generate(
     mask: Image.Image | str | None = None,
     adapters: Mapping[str, Given | tuple[Given, float]] | Sequence[Named] = (),
     controls: Sequence[Control] = (),
+    upscale: Upscaler | str | Path | None = None,
+    hires_network: Upscaler | str | Path | None = None,
     batch_rows: int | None = None,
     backend: str | Backend = "torch",
     optimise: Sequence[str] | str = AUTO,
@@ -71,17 +75,18 @@ def generate(
 ) -> list[Picture]:
     """Make `num` pictures of each prompt, in the order of the prompts; picture i of the call has seed + i.
 
-    The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
-    it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
-    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`. `controls`
-    are ControlNets, T2I-Adapters and IP-Adapters with their pictures. `batch_rows` bounds the pictures of one
-    U-Net call (guidance doubles the rows in it); the pictures do not depend on it. `backend` computes:
-    `torch`, `compile`, `onnx`, `openvino`, or one opened before (`open_backend`). `optimise` names
-    optimisations of `sample.ladder`; the model stays as it is. `memory` ('3GB' or bytes) is what the job
-    stays under: resident on a CPU, allocated on CUDA. `device` is where the work is done, if that is not where the
-    weights lie, and `dtype` what it is done in with a limit on memory, if that is not the weights' type.
-    `progress(done, total)` counts steps. What was substituted goes to `notice` and into each picture's
-    parameters; what `auto` picked and why to `explain`.
+    The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from;
+    of it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name,
+    each also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`.
+    `controls` are ControlNets, T2I-Adapters and IP-Adapters with their pictures. `upscale` is a network
+    (ESRGAN) that makes finished pictures larger, `hires_network` one between the passes of `hires`.
+    `batch_rows` bounds the pictures of one U-Net call (guidance doubles the rows in it); the pictures do
+    not depend on it. `backend` computes: `torch`, `compile`, `onnx`, `openvino`, or one opened before
+    (`open_backend`). `optimise` names optimisations of `sample.ladder`; the model stays as it is. `memory`
+    ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
+    the work is done, if that is not where the weights lie, and `dtype` what it is done in with a limit on
+    memory, if that is not the weights' type. `progress(done, total)` counts steps. What was substituted
+    goes to `notice` and into each picture's parameters; what `auto` picked and why to `explain`.
     InputError for what cannot be.
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -89,6 +94,7 @@ def generate(
     check_seeds(wanted, len(told))
     adapted = Adapted.of(told, named(adapters))
     controlled = Controls.read(controls, model)
+    larger, between = (_network(one) for one in (upscale, hires_network))
     opened = backend.model if isinstance(backend, Backend) else None
     with adapted.within(opened or model), installed(opened or model, controlled.image_prompts):
         job = Job(
@@ -101,6 +107,7 @@ def generate(
             mask=mask,
             adapted=adapted,
             controls=controlled,
+            enlarger=between,
             optimise=optimise,
             memory=memory,
             device=device,
@@ -110,7 +117,20 @@ def generate(
             explain("; ".join(job.backend.reasons))
         for note in job.notes:
             notice(note)
-        return _pictures(job, batch_rows, progress)
+        pictures = _pictures(job, batch_rows, progress)
+    return pictures if larger is None else [_upscaled(one, larger.to(job.device)) for one in pictures]
+
+
+def _network(given: Upscaler | str | Path | None) -> Upscaler | None:
+    return given if given is None or isinstance(given, Upscaler) else read_upscaler(given)
+
+
+def _upscaled(picture: Picture, network: Upscaler) -> Picture:
+    """A finished picture as a network makes it larger; its parameters say so."""
+    image = network.enlarge(picture.image)
+    size = f"{image.width}x{image.height}"
+    told = {"upscaler": network.name, "upscaler_sha256": network.sha256, "upscaled_size": size}
+    return replace(picture, image=image, parameters={**picture.parameters, **told})
 
 
 def check_unicode(prompts: Sequence[str]) -> None:
@@ -215,6 +235,7 @@ class Job:
         mask: Image.Image | str | None = None,
         adapted: Adapted | None = None,
         controls: Controls | None = None,
+        enlarger: Upscaler | None = None,
         optimise: Sequence[str] | str = AUTO,
         memory: str | int | None = None,
         device: torch.device | str | None = None,
@@ -228,6 +249,8 @@ class Job:
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
         self.controls = controls or Controls()
+        self.enlarger = enlarger
+        check_enlarger(settings, enlarger)
         if self.image is not None and settings.strength is None:
             strength = DEFAULT_STRENGTH if self.mask is None else 1.0
             settings = settings.model_copy(update={"strength": strength})
@@ -517,14 +540,16 @@ class Job:
         assert self.settings.hires is not None
         larger, made = self.hires, []
         latents_BCHW = torch.stack([row.latents_CHW for row in rows])
-        by_pixels = self.settings.hires.upscaler == "lanczos"
+        by_pixels = self.settings.hires.upscaler != "latent"
         images = self.backend.decode(latents_BCHW) if by_pixels else []
         resized = torch.nn.functional.interpolate(latents_BCHW, size=larger.latent_shape[1:], mode="bilinear")
         for at in range(len(rows)):
             generator = self._generator(start + at)
             latents = resized[at].cpu()
             if by_pixels:
-                pixels = inputs.to_pixels(images[at], larger.size)
+                network = self.enlarger
+                image = images[at] if network is None else network.to(self.device).enlarge(images[at])
+                pixels = inputs.to_pixels(image, larger.size)
                 latents = inputs.Spread.of(self.backend, pixels).draw(generator)
             noise = torch.randn(larger.latent_shape, generator=generator, dtype=torch.float32)
             first = inputs.noised(latents, noise, larger.table)
@@ -598,6 +623,20 @@ class Job:
             told["hires"] = settings.hires.model_dump()
             told["first_size"] = "x".join(map(str, self.first.size))
         return told
+
+
+def check_enlarger(settings: GenerateSettings, enlarger: Upscaler | None) -> None:
+    """InputError unless there is what a second pass begins with, and nothing that none asked for."""
+    wanted = None if settings.hires is None else settings.hires.upscaler
+    if enlarger is None and wanted not in (None, *PLAIN_UPSCALERS):
+        raise InputError(
+            f"hires upscaler '{wanted}'", allowed=f"{', '.join(PLAIN_UPSCALERS)}, or a network's file"
+        )
+    if enlarger is not None and wanted != enlarger.name:
+        raise InputError(
+            f"upscaler '{enlarger.name}' for a second pass",
+            mend="ask for one (hires), with this upscaler's name",
+        )
 
 
 def sized(condition: Condition, size: tuple[int, int]) -> Condition:
@@ -720,6 +759,7 @@ def check_adapters(adapted: Adapted, backend: Backend) -> None:
 
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 30, 7.5
+PLAIN_UPSCALERS = ("latent", "lanczos")
 # A consistency model is distilled to few steps and has its guidance built in.
 LCM_STEPS, LCM_GUIDANCE = 4, 1.0
 DEFAULT_STRENGTH, HIRES_STRENGTH = 0.75, 0.7
@@ -738,8 +778,11 @@ class Hires(BaseModel):
     steps: int | None = Field(
         None, ge=1, le=MAX_STEPS, description="of which it is a share; None: as the first"
     )
-    upscaler: Literal["latent", "lanczos"] = Field(
-        "latent", description="latent: bilinear, between the latents; lanczos: decoded, enlarged, encoded"
+    upscaler: str = Field(
+        "latent",
+        max_length=200,
+        description="latent: bilinear, between the latents; lanczos, or a network's name: decoded, enlarged, "
+        "encoded",
     )
 
     @classmethod

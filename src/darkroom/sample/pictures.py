@@ -337,7 +337,7 @@ def _further_pairs(parameters: dict[str, Any]) -> dict[str, Any]:
         "Clip skip": skip + 1 if skip else None,  # A1111 counts the last layer as 1
         "Hires upscale": hires.get("scale"),
         "Hires steps": hires.get("steps"),
-        "Hires upscaler": A1111_UPSCALERS.get(hires.get("upscaler", "")),
+        "Hires upscaler": A1111_UPSCALERS.get(hires.get("upscaler", ""), hires.get("upscaler")),
     }
 
 

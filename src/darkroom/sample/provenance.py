@@ -4,7 +4,8 @@
 or with one that darkroom made for this machine. The manifest names the generator, the model and its hash, and
 the settings as far as the operator lets it; the pictures that it was made from, and those that steered it
 (of ControlNets and their kin), are its ingredients, with their own manifests. `verify_picture`
-reads all of it back. Needs the extra `provenance` for credentials; the watermark and the metadata need nothing.
+reads all of it back. Needs the extra `provenance` for credentials; the watermark and
+the metadata need nothing.
 """
 
 from __future__ import annotations

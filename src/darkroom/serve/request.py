@@ -87,8 +87,10 @@ class HiresChoice(_Strict):
         0.7, gt=0, le=1, allow_inf_nan=False, description="share of the steps taken at the large size"
     )
     steps: int | None = Field(None, ge=1, le=1000, description="of which it is a share; None: as the first")
-    upscaler: Literal["latent", "lanczos"] = Field(
-        "latent", description="latent: between the latents; lanczos: decoded, enlarged, encoded"
+    upscaler: str = Field(
+        "latent",
+        max_length=200,
+        description="latent: between the latents; lanczos or a network's name: decoded, enlarged, encoded",
     )
 
 

@@ -116,6 +116,7 @@ class ServeSettings(BaseModel):
     control_memory: int | None = Field(
         None, ge=1, description="bytes of nets in memory at once; None: a quarter of what is free"
     )
+    upscalers: Path | None = Field(None, description="the folder of ESRGAN networks, by name")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     key_file: Path | None = Field(None, description="names and hashes of the keys that may come in")

@@ -256,12 +256,12 @@ class Banked:
 
 def _gained(layer: Any, out: torch.Tensor, gain_BO: torch.Tensor) -> torch.Tensor:
     """An output and so much of it, channel by channel, without the bias."""
-    if isinstance(layer, nn.Conv2d):
-        gain, bias_across = gain_BO[:, :, None, None], (-1, 1, 1)
+    is_conv, bias = isinstance(layer, nn.Conv2d), layer.bias
+    if is_conv:
+        gain = gain_BO[:, :, None, None]
     else:
         gain = gain_BO.reshape(len(gain_BO), *[1] * (out.ndim - 2), gain_BO.shape[1])
-        bias_across = (-1,)
-    own = out if layer.bias is None else out - layer.bias.reshape(bias_across)
+    own = out if bias is None else out - (bias[:, None, None] if is_conv else bias)
     return torch.addcmul(out, own, gain)
 
 
@@ -270,7 +270,7 @@ def _add_dense(
 ) -> torch.Tensor:
     mine = x if dense.places is None else x[dense.places]
     if isinstance(layer, nn.Conv2d):
-        added = nn.functional.conv2d(mine, delta, None, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
+        added = nn.functional.conv2d(mine, delta, None, layer.stride, layer.padding, layer.dilation)
     else:
         added = nn.functional.linear(mine, delta)
     weighted = added * dense.weights.to(added.dtype).reshape(-1, *[1] * (added.ndim - 1))
@@ -414,12 +414,9 @@ class Bank:
     def dense_bytes(self, slot: int | None = None) -> int:
         """Memory of differences as large as layers, of one slot or of all."""
         held: Any = self._held.values()
-        return sum(
-            delta.nbytes
-            for layer in held
-            for at, delta in tuple(layer.bank_deltas.items())
-            if slot is None or at == slot
-        )
+        found = [one for layer in held for one in tuple(layer.bank_deltas.items())]
+        deltas: list[tuple[int, torch.Tensor]] = found
+        return sum(delta.nbytes for at, delta in deltas if slot is None or at == slot)
 
     def take_whole_calls(self) -> None:
         """From now on calls have the same shapes whoever has what."""

@@ -14,7 +14,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from PIL import Image, ImageOps
@@ -109,7 +109,7 @@ class Txt2Img(BaseModel):
             weighting="a1111",
             clip_skip=self._clip_skip(core),
             strength=None,
-            hires=self._hires(),
+            hires=self._hires(core),
             controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
 
@@ -135,7 +135,7 @@ class Txt2Img(BaseModel):
         """How many pixels around the mask are drawn with it; None: the whole picture."""
         return None
 
-    def _hires(self) -> HiresChoice | None:
+    def _hires(self, core: Core) -> HiresChoice | None:
         if not self.enable_hr:
             return None
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
@@ -145,7 +145,7 @@ class Txt2Img(BaseModel):
             scale=2.0 if self.hr_scale is None else self.hr_scale,
             strength=strength,
             steps=self.hr_second_pass_steps or None,
-            upscaler=upscaler_of(self.hr_upscaler),
+            upscaler=upscaler_of(self.hr_upscaler, core.upscalers.names()),
         )
 
     def _clip_skip(self, core: Core) -> int:
@@ -336,7 +336,7 @@ def _add_lists(router: APIRouter, core: Core) -> None:
     async def upscalers() -> list[dict[str, Any]]:
         """How a second pass may begin."""
         plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
-        return [{"name": name, **plain} for name in ("Latent", "Lanczos")]
+        return [{"name": name, **plain} for name in ("Latent", "Lanczos", *core.upscalers.names())]
 
 
 def _embedding(one: Embedding) -> dict[str, Any]:
@@ -558,7 +558,7 @@ AS_IN_THE_FIRST_PASS = {
 """Fields of the second pass that may also say what the first one does."""
 
 
-UPSCALERS: dict[str, Literal["latent", "lanczos"]] = {
+UPSCALERS = {
     "latent": "latent",
     "latent (bilinear)": "latent",
     "lanczos": "lanczos",
@@ -566,11 +566,13 @@ UPSCALERS: dict[str, Literal["latent", "lanczos"]] = {
 """A1111's names of how the second pass begins, in small letters."""
 
 
-def upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
+def upscaler_of(name: str | None, networks: Sequence[str]) -> str:
     """How the second pass begins; 422 for what is not known."""
-    found = UPSCALERS.get((name or "latent").strip().lower())
+    known = {one.lower(): one for one in networks} | UPSCALERS
+    found = known.get((name or "latent").strip().lower())
     if found is None:
-        raise Refused(422, "invalid_value", "hr_upscaler: one of Latent, Lanczos", param="hr_upscaler")
+        told = f"hr_upscaler: one of {', '.join(('Latent', 'Lanczos', *networks))}"
+        raise Refused(422, "invalid_value", told, param="hr_upscaler")
     return found
 
 

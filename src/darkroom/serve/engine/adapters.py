@@ -202,8 +202,8 @@ class Library(Shelf):
         if self._free:
             return self._free.pop()
         unused = (file for file in self._slots if not self._users[file] and file not in together)
-        file = next(unused, None)
-        return None if file is None else self._release(file)
+        oldest = next(unused, None)
+        return None if oldest is None else self._release(oldest)
 
     def _release(self, file: File) -> int:
         """Take an adapter that nobody uses out of its slot."""

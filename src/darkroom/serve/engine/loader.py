@@ -117,6 +117,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
         shares=settings.limits.shares,
         fixed_rows=fixed_rows(device.type, row_bytes) if settings.deterministic else 0,
     )
+    engine.studio.upscalers = models.Upscalers(settings.upscalers, backend.device)
     engine.studio.get_ready()
     _warm_sizes(settings, model, backend, engine)
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)

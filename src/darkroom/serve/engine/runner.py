@@ -14,10 +14,11 @@ from PIL import Image
 
 from darkroom import sample
 from darkroom.errors import Stopped
+from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Condition
-from darkroom.sample.generate import DEFAULT_STEPS, checked_size, second_pass, table_for
+from darkroom.sample.generate import DEFAULT_STEPS, PLAIN_UPSCALERS, checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
 from darkroom.sample.prompt_schedule import composed, readings
 from darkroom.sample.prompts import encode_prompts, read_parts
@@ -106,6 +107,8 @@ class Studio:
         """Texts are read and pictures decoded alone: what shares a call may differ in the last bits."""
         self._texts = Texts(model)
         self._glance: Glance | None = None
+        self.upscalers = Upscalers(None, backend.device)
+        """Networks that a second pass may begin with."""
         self.stopping = False
         """The process ends: what is being encoded or decoded is left at the next slice or tile."""
 
@@ -146,7 +149,14 @@ class Studio:
             image=None if uploads.image is None else opened(uploads.image),
             mask=None if uploads.mask is None else opened(uploads.mask),
             controls=None if nets is None or not work.request.controls else nets.lend(work),
+            enlarger=self._enlarger(work.request),
         )
+
+    def _enlarger(self, request: PictureRequest) -> Upscaler | None:
+        """The network that its second pass begins with."""
+        if request.hires is None or request.hires.upscaler in PLAIN_UPSCALERS:
+            return None
+        return self.upscalers.get(request.hires.upscaler)
 
     def start(self, ticket: Ticket) -> None:
         """Give a ticket its row at the first step."""

@@ -21,9 +21,10 @@ from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models.adapters.blocks import by_layer
+from darkroom.models.upscaler import Upscalers
 from darkroom.sample.adapters import Tag, read_tags
 from darkroom.sample.control import MAPS
-from darkroom.sample.generate import DEFAULT_STEPS, check_parts
+from darkroom.sample.generate import DEFAULT_STEPS, PLAIN_UPSCALERS, check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask
 from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
@@ -329,6 +330,19 @@ def check_adapters(request: PictureRequest, library: Library | None) -> None:
                 by_layer(library.bank.model, choice.blocks)
     except DarkroomError as error:
         raise Refused(422, "unusable_adapter", f"adapters: {say(error)}", param="adapters") from error
+
+
+def check_upscaler(request: PictureRequest, upscalers: Upscalers) -> None:
+    """422 for a second pass that begins with a network which is not there, or is none."""
+    if request.hires is None or request.hires.upscaler in PLAIN_UPSCALERS:
+        return
+    try:
+        network = upscalers.get(request.hires.upscaler)
+    except DarkroomError as error:
+        plain = ", ".join(PLAIN_UPSCALERS)
+        raise Refused(422, "unknown_upscaler", f"hires: {say(error)}; or {plain}", param="hires") from error
+    if network.name != request.hires.upscaler:
+        raise Refused(422, "unknown_upscaler", f"hires: it is called {network.name}", param="hires")
 
 
 def check_controls(
