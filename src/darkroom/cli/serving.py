@@ -94,6 +94,7 @@ Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
 Backend = Annotated[str, typer.Option(help="torch, compile, onnx or openvino")]
 OPTIMISE_HELP = "optimisations; default: lossless ones"
 Optimise = Annotated[str | None, typer.Option(help=OPTIMISE_HELP)]
+Mcp = Annotated[bool, typer.Option("--mcp", help="an MCP server at /mcp, for agents that draw")]
 VERTEX_HELP = "as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables"
 Vertex = Annotated[bool, typer.Option(help=VERTEX_HELP)]
 Variant = Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")]
@@ -164,6 +165,7 @@ def serve(
     metrics_host: MetricsHost = "0.0.0.0",
     log_format: LogFormat = "text",
     log_level: LogLevel = "info",
+    mcp: Mcp = False,
     vertex: Vertex = False,
     variant: Variant = None,
     revision: Revision = None,

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 from torch.nn.functional import interpolate, leaky_relu, pixel_unshuffle
@@ -24,6 +26,7 @@ from torch.nn.functional import interpolate, leaky_relu, pixel_unshuffle
 from darkroom.errors import InputError, ModelError
 from darkroom.models.adapters.files import open_tensors
 
+Pixels = NDArray[Any]
 SLOPE, RESIDUAL = 0.2, 0.2
 TILE, BORDER = 256, 32
 """Pixels a side that are kept of a tile, and those around that are cut away."""
@@ -50,8 +53,11 @@ class DenseBlock(nn.Module):
         seen = x_BFHW
         for i in range(4):
             seen = torch.cat([seen, leaky_relu(getattr(self, f"conv{i + 1}")(seen), SLOPE)], dim=1)
-        found: torch.Tensor = self.conv5(seen)
-        return x_BFHW + RESIDUAL * found
+        return x_BFHW + RESIDUAL * self._last(seen)
+
+    def _last(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.get_submodule("conv5")(x)
+        return out
 
 
 class ResidualBlock(nn.Module):
@@ -102,7 +108,7 @@ class Upscaler:
     @property
     def scale(self) -> float:
         """How much larger each side becomes."""
-        return 2**self.net.doublings / self.net.fold
+        return float(2**self.net.doublings) / self.net.fold
 
     def to(self, device: torch.device) -> Upscaler:
         """On a device, in place."""
@@ -126,7 +132,7 @@ class Upscaler:
             larger.putalpha(alpha)
         return larger
 
-    def _tile(self, array: np.ndarray, top: int, left: int, tile: int, border: int) -> np.ndarray:
+    def _tile(self, array: Pixels, top: int, left: int, tile: int, border: int) -> Pixels:
         """What is kept of a tile: [h, w, 3] of bytes."""
         rows, columns = array.shape[:2]
         fold = self.net.fold
@@ -138,10 +144,11 @@ class Upscaler:
         padded = np.pad(part, more, mode="edge")
         weight = self.net.conv_first.weight
         x_CHW = torch.from_numpy(padded.transpose(2, 0, 1).copy()).to(weight.device, weight.dtype)
-        made = self.net(x_CHW[None])[0].float().clamp(0, 1).mul(255).round().byte().cpu().numpy()
+        made_CHW: torch.Tensor = self.net(x_CHW[None])[0].float().clamp(0, 1).mul(255).round().byte()
+        made: Pixels = made_CHW.permute(1, 2, 0).cpu().numpy()
         high, wide = min(tile, rows - top), min(tile, columns - left)
         y, x = round((top - y0) * self.scale), round((left - x0) * self.scale)
-        return made.transpose(1, 2, 0)[y : y + round(high * self.scale), x : x + round(wide * self.scale)]
+        return made[y : y + round(high * self.scale), x : x + round(wide * self.scale)]
 
 
 class Upscalers:

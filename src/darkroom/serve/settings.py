@@ -181,6 +181,7 @@ class ServeSettings(BaseModel):
     )
     metrics_host: str = "0.0.0.0"
     prefix: str = Field("", description="the path under which a proxy has the server, such as /pictures")
+    mcp: bool = Field(False, description="an MCP server at /mcp, for agents that draw")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")
     limits: Limits = Limits()
 

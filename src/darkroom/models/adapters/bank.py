@@ -408,7 +408,9 @@ class Bank:
     def nbytes(self) -> int:
         """Memory that the slots take."""
         held: Any = self._held.values()
-        stacked = [t for layer in held for t in (layer.bank_down, layer.bank_up, layer.bank_gain)]
+        stacked: list[torch.Tensor | None] = [
+            one for layer in held for one in (layer.bank_down, layer.bank_up, layer.bank_gain)
+        ]
         return sum(t.nbytes for t in stacked if t is not None) + self.dense_bytes()
 
     def dense_bytes(self, slot: int | None = None) -> int:
