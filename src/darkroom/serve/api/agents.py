@@ -1,7 +1,7 @@
 """An MCP server at `/mcp` (`serve --mcp`): agents draw, edit and list, by the official SDK.
 
-It stands behind the guard as every API does: keys, bounds on bodies, foreign origins. Each call is a job of the
-caller's key, cancelled when the agent gives up. No session is kept, so any of several servers may answer.
+It stands behind the guard as every API does: keys, bounds on bodies, foreign origins. Each call is a job of
+the caller's key, cancelled when the agent gives up. No session is kept, so any of several servers may answer.
 """
 
 from __future__ import annotations
