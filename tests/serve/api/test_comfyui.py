@@ -48,9 +48,9 @@ def server(small, model_folder, adapter_folder, tmp_path_factory) -> Iterator[Se
     started.kill()
 
 
-def run(nodes: Any, name: str, **inputs: Any) -> Any:
+def run(nodes: Any, called: str, /, **inputs: Any) -> Any:
     """A node by its own declaration, with what ComfyUI would refuse refused."""
-    node = nodes[name]
+    node = nodes[called]
     declared = node.INPUT_TYPES()
     assert inputs.keys() >= declared["required"].keys()
     assert inputs.keys() <= {**declared["required"], **declared.get("optional", {})}.keys()

@@ -40,7 +40,6 @@ Strength = Annotated[
     float | None, Field(gt=0, le=1, description="how much of the picture to redo; none: 0.75")
 ]
 Mask = Annotated[str | None, Field(description="a picture in base64, white where to redo; none: everywhere")]
-Called = Context[Any, Any]
 
 
 class Agents:
@@ -69,7 +68,7 @@ class Agents:
 
     async def draw(
         self,
-        ctx: Called,
+        ctx: Context[Any, Any],
         prompt: Prompt,
         negative: Negative = None,
         width: Side = None,
@@ -86,7 +85,7 @@ class Agents:
 
     async def edit(
         self,
-        ctx: Called,
+        ctx: Context[Any, Any],
         prompt: Prompt,
         image: Base64,
         mask: Mask = None,
@@ -102,7 +101,7 @@ class Agents:
         pictures = {"image": image, "mask": mask}
         return await self._made(ctx, {**asked, "guidance": guidance, "seed": seed}, adapters, pictures)
 
-    async def list_models(self, ctx: Called) -> list[Any]:
+    async def list_models(self, ctx: Context[Any, Any]) -> list[Any]:
         """The model, and the adapters, nets, embeddings and upscalers that may be named, as JSON."""
         core = self.core
         told = {
@@ -116,7 +115,7 @@ class Agents:
 
     async def _made(
         self,
-        ctx: Called,
+        ctx: Context[Any, Any],
         asked: dict[str, Any],
         adapters: dict[str, float] | None,
         pictures: dict[str, str | None] | None = None,
@@ -129,7 +128,8 @@ class Agents:
             told = {name: value for name, value in asked.items() if value is not None}
             wanted = PictureRequest(**told, adapters=chosen)
             given = {name: decoded(text, name) for name, text in (pictures or {}).items() if text is not None}
-            job = await self._finished(wanted, Uploads(**given) if given else None, _caller(ctx))
+            uploads = Uploads(given.get("image"), given.get("mask")) if given else None
+            job = await self._finished(wanted, uploads, _caller(ctx))
             pngs = await pngs_of(self.core, [job])
         except ValidationError as error:
             raise ToolError(of_validation(error.errors()).message) from error
@@ -147,7 +147,7 @@ class Agents:
             raise
 
 
-def _caller(ctx: Called) -> str:
+def _caller(ctx: Context[Any, Any]) -> str:
     """The name of the key that the agent came in with."""
     request: Any = ctx.request_context.request
     return str(request.state.key)
