@@ -27,8 +27,8 @@ from darkroom.sample.pictures import save_pictures as save
 
 CLASSES = {name: getattr(diffusers, row.scheduler) for name, row in SOLVERS.items()}
 AS_DIFFUSERS = [name for name in CLASSES if name not in ("lms", "dpmpp_sde", "dpmpp_3m_sde")]
-"""From a picture. diffusers' LMS takes its fourth order's weights there before it has four slopes; DPM++ SDE's
-noise is torchsde's, and its third order another."""
+"""From a picture. diffusers' LMS takes its fourth order's weights there before it has four slopes; the noise
+of DPM++ SDE is torchsde's, and the third order another."""
 SEED = 7
 
 
