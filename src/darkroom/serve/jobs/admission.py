@@ -174,6 +174,8 @@ def check_load(model: Model, shape: Shape, largest: float) -> None:
         most = int(largest / one.evaluations * own**2)
         side = int(math.sqrt(most) / model.size_unit) * model.size_unit
         guided = " with guidance" if one.evaluations > 1 else ""
+        if one.evaluations > 2:
+            guided = f" with {one.evaluations - 1} prompts joined by AND"
         message = f"size: {one.width}x{one.height} is too large for this server"
         most_said = f"at most {most} pixels{guided}, such as {side}x{side}"
         raise Refused(422, "over_limit", f"{message}; {most_said}", param=param)
