@@ -1,4 +1,4 @@
-"""What mixing ControlNets and LoRAs in one batch is worth, over HTTP against real servers; rows as JSON lines.
+"""What mixing ControlNets and LoRAs in one batch is worth, over HTTP against real servers, as JSON lines.
 
     python benchmarks/mixed_nets.py MODEL --requests 32 --rounds 3
 

@@ -118,8 +118,8 @@ def test_prompts_joined_by_and_are_an_evaluation_each(small):
         assert shape_of(small, asked).load(small.sample_size**2) == load
     plain = STEERED.model_copy(update={**told, "prompt": "a AND b", "weighting": "none", "guidance": 3.0})
     assert shape_of(small, plain).load(small.sample_size**2) == 2.0
+    many = STEERED.model_copy(update={**told, "prompt": " AND ".join("abcdefghijklmno")})
     with pytest.raises(Refused, match="too large.* pixels with 15 prompts joined by AND"):
-        many = STEERED.model_copy(update={**told, "prompt": " AND ".join("abcdefghijklmno")})
         check_load(small, shape_of(small, many), 8.0)
 
 
