@@ -42,7 +42,7 @@ Choice = Sequence[tuple[int, float]]
 SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
 """What a batch calls them among what else the U-Net is told."""
 ROWS = "adapter_rows"
-"""Where a U-Net or text encoder keeps its `Rows`."""
+"""Where a U-Net or text encoder keeps its `RowAdapters`."""
 MAX_WEIGHT = 100.0
 STACKED = ("bank_down", "bank_up", "bank_gain")
 # What a batch's matrices may take while they are kept between its steps; gathering them anew costs a copy.
@@ -60,7 +60,7 @@ class _Dense(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class _Kept:
+class _GatheredMatrices:
     """The matrices of one batch's rows by layer, good as long as its slots and weights are."""
 
     weights_BK: torch.Tensor
@@ -73,7 +73,7 @@ class _Kept:
 
 
 @dataclass(repr=False)
-class _Call:
+class _AdapterCall:
     """What the rows of a call have; None where no row has an adapter."""
 
     slots_BK: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class _CallOfThread(threading.local):
     dense: Sequence[_Dense] = ()
 
 
-class Rows:
+class RowAdapters:
     """Which adapters the rows of the `call` now running have.
 
     The weights are repeated for each rank of an adapter: `s` counts the ranks of a row's adapters, one after
@@ -151,14 +151,14 @@ class Rows:
         weights = nn.functional.pad(weights_BK, missing) if missing[1] else weights_BK
         return weights.repeat_interleave(self.max_rank, 1)[:, :, None]
 
-    def _kept_for(self, slots_BK: torch.Tensor, weights_BK: torch.Tensor) -> _Kept | None:
+    def _kept_for(self, slots_BK: torch.Tensor, weights_BK: torch.Tensor) -> _GatheredMatrices | None:
         """What is kept for these very tensors; None where nothing can be: code that is compiled, captured or
         sealed gathers within itself."""
         if self.width or slots_BK.is_inference() or weights_BK.is_inference() or _recorded():
             return None
         versions = slots_BK._version, weights_BK._version
         with self._lock:
-            kept: _Kept | None = self._kept.get(slots_BK)
+            kept: _GatheredMatrices | None = self._kept.get(slots_BK)
             if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
                 dense = self._dense_rows(slots_BK, weights_BK)
                 kept = _Kept(weights_BK, versions, self._repeated(weights_BK), dense)
@@ -186,7 +186,7 @@ class Rows:
         return down_BsI, up_BsO
 
     def _keep(
-        self, kept: _Kept, down_NrI: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
+        self, kept: _GatheredMatrices, down_NrI: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
     ) -> None:
         more = down_BsI.nbytes + up_BsO.nbytes
         with self._lock:
@@ -202,9 +202,9 @@ def _recorded() -> bool:
     return accelerator.capturing()
 
 
-def rows_of(module: Any) -> Rows:
+def rows_of(module: Any) -> RowAdapters:
     """Where a call of a U-Net or text encoder, or of what stands for it, is told its rows' adapters."""
-    rows: Rows | None = getattr(module, ROWS, None)
+    rows: RowAdapters | None = getattr(module, ROWS, None)
     if rows is None:
         raise ValueError("rows have adapters, and the model has no adapter bank")
     return rows
@@ -394,7 +394,7 @@ class Bank:
         self._known = adaptable(model)
         self._held: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
-        self._rows = {part: Rows(max_rank, threads=threads) for part in ("unet", "text")}
+        self._rows = {part: RowAdapters(max_rank, threads=threads) for part in ("unet", "text")}
         for name, part in model.modules.items():
             if name != "vae":
                 setattr(part, ROWS, self._rows["unet" if name == "unet" else "text"])

@@ -27,7 +27,7 @@ EVERY = 2
 
 
 @dataclass(repr=False)
-class _Kept:
+class _KeptFeatures:
     """A row's deep features, and at which of its steps they were computed."""
 
     step: int

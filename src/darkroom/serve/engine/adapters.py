@@ -19,7 +19,7 @@ from darkroom.errors import InputError
 from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.adapters import Adapted, said_of
 from darkroom.serve.engine.shelf import Shelf
-from darkroom.serve.engine.tickets import AdapterCard, File, Loan, Read, Ticket, Work
+from darkroom.serve.engine.tickets import AdapterCard, EngineJob, File, Loan, ReadAdapter, Ticket
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice
 
@@ -32,9 +32,9 @@ MOST_STAGED = 32
 
 @dataclass(repr=False)
 class Lent(Adapted):
-    """A work's adapters where `sample.Job` expects those of a call: the bank is everybody's."""
+    """A work's adapters where `sample.Generation` expects those of a call: the bank is everybody's."""
 
-    work: Work | None = None
+    work: EngineJob | None = None
 
     def _loans(self) -> list[tuple[AdapterChoice, Loan]]:
         assert self.work is not None
@@ -213,6 +213,6 @@ class Library(Shelf):
                 self.bank.clear(slot)
         return slot
 
-    def lend(self, work: Work) -> Lent:
-        """A work's adapters, as `sample.Job` takes them; in force while tickets of the work hold them."""
+    def lend(self, work: EngineJob) -> Lent:
+        """A work's adapters for `sample.Generation`; in force while tickets of the work hold them."""
         return Lent([work.request.prompt], [[]], bank=self.bank, work=work)
