@@ -8,8 +8,7 @@ import torch
 
 from darkroom.errors import InputError
 from darkroom.models.model import Model
-from darkroom.sample import Batch
-from darkroom.sample.generate import GenerateSettings, Job
+from darkroom.sample.generate import GenerateSettings, Generation
 from darkroom.sample.prompt_schedule import composed, readings, schedule
 from darkroom.sample.prompts import encode_prompts
 
@@ -133,11 +132,11 @@ def composition(model: Model, texts: list[tuple[str, float]], guidance: float) -
 def test_and_composes_predictions_by_weight_whoever_shares_the_batch(tiny: Model) -> None:
     """Also without guidance, where A1111's formula holds all the same."""
 
-    def job_at(prompt: str, guidance: float) -> Job:
+    def job_at(prompt: str, guidance: float) -> Generation:
         settings = GenerateSettings.of(
             size=(32, 32), steps=6, seed=3, weighting="a1111", guidance=guidance, solver="ddim"
         )
-        return Job(tiny, [prompt], settings, notice=lambda _: None)
+        return Generation(tiny, [prompt], settings, notice=lambda _: None)
 
     asked = "a red ball AND a (blue:1.2) horse :0.6 AND [grey|grey] sky : -0.4"
     parts = [("a red ball", 1.0), ("a (blue:1.2) horse", 0.6), ("grey sky", -0.4)]
@@ -159,4 +158,4 @@ def test_and_is_refused_where_it_cannot_be(tiny: Model) -> None:
         job(tiny, "a AND b:1000")
     settings = GenerateSettings.of(size=(32, 32), steps=2, weighting="a1111")
     with pytest.raises(InputError, match="a limit on memory with AND"):
-        Job(tiny, ["a AND b"], settings, memory="2GB", notice=lambda _: None)
+        Generation(tiny, ["a AND b"], settings, memory="2GB", notice=lambda _: None)

@@ -97,7 +97,7 @@ def generate(
     larger, between = (_network(one) for one in (upscale, hires_network))
     opened = backend.model if isinstance(backend, Backend) else None
     with adapted.within(opened or model), installed(opened or model, controlled.image_prompts):
-        job = Job(
+        job = Generation(
             model,
             told,
             wanted,
@@ -149,7 +149,9 @@ def _check_seeds(settings: GenerateSettings, prompts: int) -> None:
         raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
 
 
-def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
+def _pictures(
+    job: Generation, batch_rows: int | None, progress: Callable[[int, int], None] | None
+) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
     unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
@@ -216,7 +218,7 @@ def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int])
     return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
 
 
-class Job:
+class Generation:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
     A server drives it row by row: `row(i)`, then `denoise` or `RunningBatch`; where `hires` is set,
@@ -250,7 +252,7 @@ class Job:
         self.adapted = adapted or Adapted.of(prompts)
         self.controls = controls or Controls()
         self.enlarger = enlarger
-        check_enlarger(settings, enlarger)
+        _check_enlarger(settings, enlarger)
         if self.image is not None and settings.strength is None:
             strength = DEFAULT_STRENGTH if self.mask is None else 1.0
             settings = settings.model_copy(update={"strength": strength})
@@ -625,7 +627,7 @@ class Job:
         return told
 
 
-def check_enlarger(settings: GenerateSettings, enlarger: Upscaler | None) -> None:
+def _check_enlarger(settings: GenerateSettings, enlarger: Upscaler | None) -> None:
     """InputError unless there is what a second pass begins with, and nothing that none asked for."""
     wanted = None if settings.hires is None else settings.hires.upscaler
     if enlarger is None and wanted not in (None, *PLAIN_UPSCALERS):

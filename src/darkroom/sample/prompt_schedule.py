@@ -49,7 +49,7 @@ def readings(
         # In a negative prompt AND is a word, as A1111 has it.
         texts = [schedule(text, count, second_pass=second) for text in (*told, AND.sub("and", negative))]
         for end in sorted({end for text in texts for end, _ in text}):
-            *mine, against = (text[text_at(text, end)][1] for text in texts)
+            *mine, against = (text[_text_at(text, end)][1] for text in texts)
             found.append(Reading(end, tuple(mine), against, second))
     return found
 
@@ -85,7 +85,7 @@ def schedule(prompt: str, steps: int, *, second_pass: bool = False) -> list[tupl
     return found
 
 
-def text_at(texts: Sequence[tuple[int, str]], step: int) -> int:
+def _text_at(texts: Sequence[tuple[int, str]], step: int) -> int:
     """Which of a schedule's texts is read at a step, counted from 0."""
     return next((i for i, (end, _) in enumerate(texts) if step <= end), len(texts) - 1)
 

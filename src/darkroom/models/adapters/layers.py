@@ -170,7 +170,7 @@ class Factors:
     def change(self, weight: torch.Tensor) -> torch.Tensor:
         """The difference that the layer makes to a float32 weight."""
         if self.kind in ("oft", "boft"):
-            turned = rotated if self.kind == "oft" else butterfly
+            turned = rotated if self.kind == "oft" else _butterfly
             return turned(self.parts["oft_blocks"], weight) - weight
         if self.kind == "ia3":
             across = (1, -1, *[1] * (weight.ndim - 2)) if self.on_input else (-1, *[1] * (weight.ndim - 1))
@@ -196,7 +196,7 @@ def _cayley(blocks: torch.Tensor) -> torch.Tensor:
     return torch.Tensor((one + skew) @ torch.linalg.inv(one - skew))
 
 
-def butterfly(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _butterfly(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A float32 weight [O, ...] whose outputs are rotated by `blocks` [m, O / n, n, n] one after the other.
 
     Before the i-th rotation outputs that lie n / 2 * 2**i apart are brought together (BOFT: Liu et al. 2024),

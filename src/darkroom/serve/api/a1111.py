@@ -94,7 +94,7 @@ class Txt2Img(BaseModel):
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core."""
         self.check_others()
-        named = solver_of(self.sampler_name or self.sampler_index, self.scheduler)
+        named = _solver_of(self.sampler_name or self.sampler_index, self.scheduler)
         return PictureRequest(
             prompt=self.prompt,
             negative=self.negative_prompt or None,
@@ -145,7 +145,7 @@ class Txt2Img(BaseModel):
             scale=2.0 if self.hr_scale is None else self.hr_scale,
             strength=strength,
             steps=self.hr_second_pass_steps or None,
-            upscaler=upscaler_of(self.hr_upscaler, core.upscalers.names()),
+            upscaler=_upscaler_of(self.hr_upscaler, core.upscalers.names()),
         )
 
     def _clip_skip(self, core: Core) -> int:
@@ -566,7 +566,7 @@ UPSCALERS = {
 """A1111's names of how the second pass begins, in small letters."""
 
 
-def upscaler_of(name: str | None, networks: Sequence[str]) -> str:
+def _upscaler_of(name: str | None, networks: Sequence[str]) -> str:
     """How the second pass begins; 422 for what is not known."""
     known = {one.lower(): one for one in networks} | UPSCALERS
     found = known.get((name or "latent").strip().lower())
@@ -576,7 +576,7 @@ def upscaler_of(name: str | None, networks: Sequence[str]) -> str:
     return found
 
 
-def solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
+def _solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
     """A solver and how its sigmas are spaced; nothing where nothing is named. 422 for what is not known."""
     named: dict[str, Any] = {}
     if sampler and sampler.lower() not in ("automatic", "none"):

@@ -19,7 +19,7 @@ from darkroom.errors import InputError
 from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.adapters import Adapted, said_of
 from darkroom.serve.engine.shelf import Shelf
-from darkroom.serve.engine.tickets import AdapterCard, EngineJob, File, Loan, ReadAdapter, Ticket
+from darkroom.serve.engine.tickets import AdapterCard, EngineJob, File, Loan, Ticket
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice
 
