@@ -30,6 +30,7 @@ class Solver(NamedTuple):
     """The diffusers class. Of two solvers of one class the first is what a model folder with it gets."""
     spacing: str
     takes_karras: bool = False
+    """Whether its sigmas may be spaced otherwise than its timesteps: Karras' or exponential ones."""
     clips: bool = False
     """Whether the diffusers class clips x0 unless its configuration says not to."""
     knows: tuple[str, ...] = ()
@@ -61,6 +62,17 @@ SOLVERS: dict[str, Solver] = {
     ),
     "unipc": Solver(("UniPC",), "UniPCMultistepScheduler", "linspace", takes_karras=True, knows=_SNR),
     "lms": Solver(("LMS", "LMS Karras"), "LMSDiscreteScheduler", "linspace", takes_karras=True),
+    "heun": Solver(("Heun",), "HeunDiscreteScheduler", "linspace", takes_karras=True),
+    "dpmpp_sde": Solver(
+        ("DPM++ SDE", "DPM++ SDE Karras"), "DPMSolverSDEScheduler", "linspace", takes_karras=True
+    ),
+    "dpmpp_3m_sde": Solver(
+        ("DPM++ 3M SDE", "DPM++ 3M SDE Karras"),
+        "DPMSolverMultistepScheduler",
+        "linspace",
+        takes_karras=True,
+        knows=_SNR,
+    ),
     "lcm": Solver(("LCM",), "LCMScheduler", "leading", knows=_CLIP),
 }
 """Every solver once: the command line, the server, the page, pictures' texts and the tests read this."""

@@ -207,3 +207,55 @@ def test_what_a_precision_cannot_hold_is_refused() -> None:
     model = models.create("tiny", seed=1).to(dtype=torch.float16)
     with pytest.raises(ModelError, match="too large for torch.float16"):
         merge(model, made(model, 1, size=1e6))
+
+
+def test_ia3_is_read_from_pefts_folder_and_from_lycoris_keys(tmp_path: Path) -> None:
+    """PEFT's says what becomes of outputs and of the feed-forward's inputs, LyCORIS' what is added."""
+    torch.manual_seed(3)
+    plain = models.create("tiny", seed=1)
+    config = peft.IA3Config(
+        target_modules=["attn1.to_q", "ff.net.2"], feedforward_modules=["ff.net.2"], init_ia3_weights=False
+    )
+    theirs = peft.get_peft_model(models.create("tiny", seed=1).unet, config)
+    theirs.save_pretrained(str(tmp_path))
+    read = read_adapter(tmp_path)
+    assert read.kind == "ia3"
+    assert {layer.on_input for layer in read.layers.values() if isinstance(layer, Factors)} == {True, False}
+    again = read_adapter(write_adapter(read, tmp_path / "kohya.safetensors", kohya=True))
+    expected = theirs.merge_and_unload().state_dict()
+    for adapter in (read, again):
+        ours = models.create("tiny", seed=1)
+        merge(ours, adapter)
+        for path, weight in ours.unet.state_dict().items():  # type: ignore[union-attr]
+            assert torch.allclose(weight, expected[path], atol=1e-5)
+    before = plain.unet.state_dict()  # type: ignore[union-attr]
+    assert any(not torch.allclose(before[path], weight, atol=0.1) for path, weight in expected.items())
+
+
+def test_boft_turns_outputs_as_lycoris_does(tmp_path: Path) -> None:
+    """Rotation by rotation, output by output: the i-th joins outputs that lie n / 2 * 2**i apart."""
+    draw = torch.Generator().manual_seed(1)
+    path, layer = next(
+        (path, layer)
+        for path, layer in adaptable(models.create("tiny", seed=1)).items()
+        if path.endswith("resnets.0.conv1") and layer.weight.shape[0] == 64
+    )
+    blocks = 0.3 * torch.randn(3, 16, 4, 4, generator=draw)
+    given = Adapter("boft", {path: Factors("boft", {"oft_blocks": blocks})}, kind="boft")
+    read = read_adapter(write_adapter(given, tmp_path / "a.safetensors", kohya=True))
+    assert read.kind == "boft"
+    weight = layer.weight.detach().flatten(1)
+    expected = weight.clone()
+    for i, some in enumerate(blocks):
+        skew = some - some.transpose(1, 2)
+        turns = (torch.eye(4) + skew) @ torch.linalg.inv(torch.eye(4) - skew)
+        apart = 2 * 2**i
+        # Outputs c * 2 * apart + g * apart + k stand in the order c, k, g.
+        order = [c + k + g * apart for c in range(0, 64, 2 * apart) for k in range(apart) for g in (0, 1)]
+        turned = torch.cat([turns[b] @ expected[order[4 * b : 4 * b + 4]] for b in range(16)])
+        expected = torch.empty_like(expected)
+        expected[order] = turned
+    [changed] = read.layers.values()
+    made_so = (layer.weight.detach() + changed.change(layer.weight.detach())).flatten(1)
+    assert torch.allclose(made_so, expected, atol=1e-5)
+    assert not torch.allclose(made_so, weight, atol=1e-2)

@@ -21,6 +21,8 @@ from darkroom.sample.generate import GenerateSettings
 from darkroom.sample.pictures import Picture
 
 CLASSES = {name: getattr(diffusers, row.scheduler) for name, row in SOLVERS.items()}
+AS_DIFFUSERS = [name for name in SOLVERS if name not in ("dpmpp_sde", "dpmpp_3m_sde")]
+"""diffusers draws DPM++ SDE's noise by torchsde, and has another third order: test_solvers compares these."""
 PROMPTS = ["a red circle on a blue background", "a photo of an astronaut"]
 SEED = 7
 
@@ -79,7 +81,7 @@ def apart(pictures: list[Picture], reference: tuple[torch.Tensor, np.ndarray]) -
 
 
 @pytest.mark.parametrize("guidance", [1.0, 5.0])
-@pytest.mark.parametrize("solver", list(SOLVERS))
+@pytest.mark.parametrize("solver", AS_DIFFUSERS)
 def test_same_picture_as_the_diffusers_pipeline(tiny: Model, solver: str, guidance: float) -> None:
     settings: dict[str, Any] = {"steps": 8, "guidance": guidance, "num": 2}
     pictures = generate(tiny, PROMPTS, seed=SEED, solver=solver, **settings)
@@ -263,7 +265,7 @@ def test_bfloat16_stays_near_float32(tiny: Model) -> None:
         ),
         ({"size": (32, 0)}, "size 32x0"),
         ({"size": (32, 100_000)}, "size 32x100000"),
-        ({"solver": "heun"}, "solver 'heun'; allowed: ddim, pndm"),
+        ({"solver": "dpm2"}, "solver 'dpm2'; allowed: ddim, pndm"),
         ({"eta": 2.0, "solver": "ddim"}, "eta: 2.0"),
         ({"guidance_rescale": 1.5}, "guidance_rescale: 1.5"),
         ({"spacing": "even"}, "spacing 'even'"),

@@ -16,11 +16,12 @@ from test_generate import pipeline_of
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.blocks import names_of
 from darkroom.models.adapters.layers import Factors, Layer
 from darkroom.models.adapters.read import adaptable, fit, merge, merge_all, write_adapter
 from darkroom.models.model import Model
 from darkroom.sample import generate
-from darkroom.sample.adapters import Named, read_tags
+from darkroom.sample.adapters import Named, Tag, read_tags
 from darkroom.sample.backends import open_backend
 
 PROMPT = "a red circle on a blue background"
@@ -112,7 +113,7 @@ def softened(adapter: Adapter) -> Adapter:
     return Adapter(f"soft-{adapter.name}", layers, kind="dora")
 
 
-def test_a_dora_is_merged_while_pictures_are_made_as_peft_merges_it(tiny: Model, tmp_path: Path) -> None:
+def test_a_dora_is_drawn_as_peft_merges_it(tiny: Model, tmp_path: Path) -> None:
     """peft trains it and merges it; `generate` takes peft's own file, at full weight and beside a LoRA."""
     import peft
 
@@ -132,7 +133,7 @@ def test_a_dora_is_merged_while_pictures_are_made_as_peft_merges_it(tiny: Model,
     ours = drawn(tiny, adapters={"soft": str(tmp_path)}, notice=notes.append)
     assert apart(ours, drawn(theirs)) <= 1
     assert apart(drawn(tiny), ours) >= 10
-    assert notes == ["adapter 'soft' (dora) is merged into the model for these pictures"]
+    assert notes == []
     lora = made(tiny, 2, only="unet.mid_block")
     both = drawn(tiny, adapters={"lora": (lora, 0.7), "soft": str(tmp_path)})
     for path, layer in fit(lora, tiny).layers.items():  # LoRA's change beside the DoRA's, not upon it
@@ -174,8 +175,8 @@ def test_diffusers_draws_the_same_picture_from_our_dora(
     assert apart(theirs(kohya), ours) >= 10
 
 
-def test_prompts_with_other_merged_adapters_are_made_in_turn(tiny: Model) -> None:
-    """LoHa, LoKr with a core and DoRA by prompt, weights and blends; seeds and order stay the call's."""
+def test_prompts_with_adapters_of_other_kinds_share_calls(tiny: Model) -> None:
+    """LoKr with a core and DoRA by prompt, weights and blends; seeds and order stay the call's."""
     draw = torch.Generator().manual_seed(2)
 
     def random(*shape: int) -> torch.Tensor:
@@ -194,6 +195,7 @@ def test_prompts_with_other_merged_adapters_are_made_in_turn(tiny: Model) -> Non
         PROMPT + "<lora:soft:0.5>",
     ]
     steps: list[tuple[int, int]] = []
+    notes: list[str] = []
     made_so = pixels(
         generate(
             tiny,
@@ -201,9 +203,10 @@ def test_prompts_with_other_merged_adapters_are_made_in_turn(tiny: Model) -> Non
             adapters={"kron": kron, "soft": soft, "lora": lora},
             num=2,
             progress=lambda done, total: steps.append((done, total)),
-            **SETTINGS,
+            **{**SETTINGS, "notice": notes.append},
         )
     )
+    assert notes == ["adapters (lokr, lora, dora) hold 0.1 MiB of differences as large as layers"]
     plain = copy.deepcopy(tiny)
     for i, pairs in enumerate([[], [(lora, 1.0)], [(soft, 0.5)], [(lora, 1.0)]]):
         model = copy.deepcopy(tiny)
@@ -213,8 +216,38 @@ def test_prompts_with_other_merged_adapters_are_made_in_turn(tiny: Model) -> Non
         expected = drawn(model, num=2, seed=3 + 2 * i)
         assert apart(made_so[2 * i : 2 * i + 2], expected) <= 1
         assert apart(drawn(plain, num=2, seed=3 + 2 * i), expected) >= 10
-    assert steps[-1] == (24, 24)
-    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    assert steps == [(8, 24), (16, 24), (24, 24)]
+
+
+def test_text_encoder_and_unet_and_blocks_have_weights_of_their_own(tiny: Model) -> None:
+    lora = made(tiny, 1)
+    parts = {
+        part: Adapter("part", {p: one for p, one in lora.layers.items() if p.startswith(part)})
+        for part in ("text_encoder", "unet", "unet.mid_block")
+    }
+    blocks = ",".join("1" if name in ("BASE", "M00") else "0" for name in names_of(tiny)[0])
+    asked = {
+        "<lora:one:0.2:1>": [("text_encoder", 0.2), ("unet", 1.0)],
+        "<lora:one:1:0>": [("text_encoder", 1.0)],
+        f"<lora:one:1:0.5:{blocks}>": [("text_encoder", 1.0), ("unet.mid_block", 0.5)],
+    }
+    pictures = generate(tiny, [f"{PROMPT} {tag}" for tag in asked], adapters={"one": lora}, **SETTINGS)
+    whole = models.create("tiny", seed=1)
+    merge(whole, lora, 1.0)
+    for i, pairs in enumerate(asked.values()):
+        changed = models.create("tiny", seed=1)
+        merge_all(changed, [(parts[part], weight) for part, weight in pairs])
+        expected = drawn(changed, seed=3 + i)
+        assert apart(pixels([pictures[i]]), expected) <= 1
+        assert apart(drawn(whole, seed=3 + i), expected) >= 5
+    told = [picture.parameters["adapters"][0] for picture in pictures]
+    assert [(one["weight"], one.get("text_weight"), "blocks" in one) for one in told] == [
+        (1.0, 0.2, False),
+        (0.0, 1.0, False),
+        (0.5, 1.0, True),
+    ]
+    with pytest.raises(InputError, match="2 block weights; allowed"):
+        generate(tiny, "x <lora:one:1:lbw=1,1>", adapters={"one": lora}, **SETTINGS)
 
 
 def test_the_model_is_as_it_was_afterwards(tiny: Model, tmp_path: Path) -> None:
@@ -229,9 +262,18 @@ def test_the_model_is_as_it_was_afterwards(tiny: Model, tmp_path: Path) -> None:
 
 
 def test_tags_are_read_as_a1111_writes_them() -> None:
-    assert read_tags("a <lora:sks:0.8> dog <lora:my ink>") == ("a dog", [("sks", 0.8), ("my ink", None)])
+    told = read_tags("a <lora:sks:0.8> dog <lora:my ink>")
+    assert told == ("a dog", [Tag("sks", 0.8, 0.8), Tag("my ink")])
+    for tag, read in {
+        "<lora:a:0.5:1>": Tag("a", 0.5, 1.0),
+        "<lora:a:unet=0.3:te=-1>": Tag("a", -1.0, 0.3),
+        "<lora:a:1:lbw=1,0.5>": Tag("a", 1.0, 1.0, (1.0, 0.5)),
+        "<lora:a:1:0.2:0,1,0>": Tag("a", 1.0, 0.2, (0.0, 1.0, 0.0)),
+    }.items():
+        assert read_tags(tag) == ("", [read])
     assert read_tags("a <b> (c:1.2)  d") == ("a <b> (c:1.2)  d", [])
-    for tag in ("<lora:a:x>", "<lora:a:1:2>", "<lora:a:nan>", "<lora:a:>"):
+    wrong = ("<lora:a:x>", "<lora:a:1:2:3>", "<lora:a:nan>", "<lora:a:>", "<lora:a:1:start=3>", "<lora:a:1,>")
+    for tag in wrong:
         with pytest.raises(InputError, match="<lora:NAME:WEIGHT>"):
             read_tags(f"a {tag}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import diffusers
 import pytest
 import torch
 
@@ -9,7 +10,8 @@ from darkroom.errors import InputError
 from darkroom.models.model import Model
 from darkroom.sample import RunningBatch
 from darkroom.sample.generate import GenerateSettings, Generation
-from darkroom.sample.prompt_schedule import schedule
+from darkroom.sample.prompt_schedule import composed, readings, schedule
+from darkroom.sample.prompts import encode_prompts
 
 TURNS = [(i, "female" if i % 2 else "male") for i in range(1, 11)]
 
@@ -83,3 +85,78 @@ def test_the_text_changes_between_the_steps(tiny: Model) -> None:
     assert torch.allclose(together, alone, atol=1e-4)
     assert torch.allclose(other, latents(plain)[0], atol=1e-4)
     assert (alone - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        ("a cat", [("a cat", 1.0)]),
+        ("of 16:9", [("of 16:9", 1.0)]),
+        ("a cat AND a dog", [("a cat", 1.0), (" a dog", 1.0)]),
+        ("a cat :1.2 AND a dog AND a bird : -.5", [("a cat", 1.2), (" a dog", 1.0), (" a bird", -0.5)]),
+        ("(a:2) AND [b:c:0.5]:3", [("(a:2)", 1.0), (" [b:c:0.5]", 3.0)]),
+        ("BRAND AND SANDY", [("BRAND", 1.0), (" SANDY", 1.0)]),
+    ],
+)
+def test_and_parts_prompts_as_a1111_does(prompt: str, parts: list[tuple[str, float]]) -> None:
+    assert composed(prompt) == parts
+
+
+def test_each_composed_prompt_changes_by_itself() -> None:
+    told = readings("[a:b:2] AND [c:d:4] :0.5", "x AND y", "a1111", 10, 10)
+    assert [(one.until, one.prompts, one.negative, one.second_pass) for one in told] == [
+        (2, ("a", " c"), "x and y", False),
+        (4, ("b", " c"), "x and y", False),
+        (10, ("b", " d"), "x and y", False),
+        (10, ("b", " d"), "x and y", True),
+    ]
+
+
+def composition(model: Model, texts: list[tuple[str, float]], guidance: float) -> torch.Tensor:
+    """Latents by diffusers' scheduler and U-Net: u + guidance * sum of weight * (c - u) (Liu et al. 2022)."""
+    scheduler = diffusers.DDIMScheduler.from_config(dict(model.scheduler))
+    scheduler.set_timesteps(6)
+    prompts = ["", *(text for text, _ in texts)]
+    found, _ = encode_prompts(model, prompts, (32, 32), weighting="a1111")
+    text = torch.stack([one.text_LD for one in found])
+    x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(3))
+    for t in scheduler.timesteps:
+        with torch.no_grad():
+            out = model.unet(x.expand(len(text), -1, -1, -1), t, text).sample
+        mixed = out[:1] + guidance * sum(
+            w * (one - out[:1]) for one, (_, w) in zip(out[1:], texts, strict=True)
+        )
+        x = scheduler.step(mixed, t, x).prev_sample
+    return x[0]
+
+
+def test_and_composes_predictions_by_weight_whoever_shares_the_batch(tiny: Model) -> None:
+    """Also without guidance, where A1111's formula holds all the same."""
+
+    def job_at(prompt: str, guidance: float) -> Generation:
+        settings = GenerateSettings.of(
+            size=(32, 32), steps=6, seed=3, weighting="a1111", guidance=guidance, solver="ddim"
+        )
+        return Generation(tiny, [prompt], settings, notice=lambda _: None)
+
+    asked = "a red ball AND a (blue:1.2) horse :0.6 AND [grey|grey] sky : -0.4"
+    parts = [("a red ball", 1.0), ("a (blue:1.2) horse", 0.6), ("grey sky", -0.4)]
+    jobs = [job_at("a sky", 3.0), job_at(asked, 3.0), job_at("a ball", 1.0), job_at(asked, 1.0)]
+    made = latents(*jobs)
+    assert torch.allclose(made[1], composition(tiny, parts, 3.0), atol=1e-3)
+    assert torch.allclose(made[3], composition(tiny, parts, 1.0), atol=1e-3)
+    for i, alone in enumerate(jobs):
+        assert torch.allclose(latents(alone)[0], made[i], atol=1e-4)
+    unweighted = composition(tiny, [(text, 1.0) for text, _ in parts], 3.0)
+    assert (made[1] - unweighted).abs().max() > 1e-2
+    assert (made[1] - latents(job_at("a red ball", 3.0))[0]).abs().max() > 1e-2
+
+
+def test_and_is_refused_where_it_cannot_be(tiny: Model) -> None:
+    with pytest.raises(InputError, match="17 prompts joined by AND.*up to 16"):
+        job(tiny, " AND ".join("abcdefghijklmnopq"))
+    with pytest.raises(InputError, match="weight of 1000 after AND"):
+        job(tiny, "a AND b:1000")
+    settings = GenerateSettings.of(size=(32, 32), steps=2, weighting="a1111")
+    with pytest.raises(InputError, match="a limit on memory with AND"):
+        Generation(tiny, ["a AND b"], settings, memory="2GB", notice=lambda _: None)

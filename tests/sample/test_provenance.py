@@ -99,6 +99,34 @@ def test_the_chain_goes_back_to_the_input_and_its_own_signer(certificate, tmp_pa
     assert "edited" in proof.chain[0]
 
 
+def test_pictures_that_steered_it_are_ingredients_and_no_origin(certificate, tmp_path):
+    """Made by a model still; with a picture to start from, that one is what was edited."""
+    provenance.make_test_certificate(tmp_path / "bob.pem", "Studio Bob")
+    control = saved(Provenance.opened(tmp_path / "bob.pem", tmp_path / "own.pem"), tmp_path / "in")
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    controls = [control.read_bytes(), plain_png(tmp_path)]
+    for inputs, begun in (([], "created"), ([plain_png(tmp_path)], "opened")):
+        [file] = provenance.save_pictures([picture()], tmp_path / begun, marks, inputs, controls)
+        proof = verify_picture(file, trust=certificate)
+        assert proof.ok, proof.problems
+        assert proof.credentials == "trusted"
+        assert begun in proof.chain[0]
+        assert "from control 1 without credentials" in proof.chain
+        assert "Studio Bob" in proof.chain[-1], "the control's own maker is told"
+        assert ("from input 0 without credentials" in proof.chain) == bool(inputs)
+    plain = verify_picture(saved(marks, tmp_path / "plain"), trust=certificate)
+    assert not any("control" in step for step in plain.chain)
+
+
+def test_a_picture_in_another_format_is_named_as_png(certificate, tmp_path):
+    photo(64).save(tmp_path / "a.bmp")
+    given = provenance.as_ingredient(tmp_path / "a.bmp")
+    assert given.startswith(b"\x89PNG")
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    [file] = provenance.save_pictures([picture()], tmp_path / "out", marks, [], [given])
+    assert "from control 0 without credentials" in verify_picture(file).chain
+
+
 def plain_png(folder: Path) -> bytes:
     photo(256, 1).save(folder / "plain.png")
     return (folder / "plain.png").read_bytes()

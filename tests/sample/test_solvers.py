@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from typing import Any
 
 import diffusers
@@ -29,7 +31,19 @@ SD = {
     "clip_sample": False,
     "skip_prk_steps": True,
 }
-CLASSES = {name: getattr(diffusers, row.scheduler) for name, row in SOLVERS.items()}
+
+
+def class_of(name: str) -> Any:
+    """diffusers' class; of one whose module imports torchsde, for noise that is drawn here otherwise."""
+    if name != "DPMSolverSDEScheduler":
+        return getattr(diffusers, name)
+    sys.modules.setdefault("torchsde", types.ModuleType("torchsde"))
+    from diffusers.schedulers.scheduling_dpmsolver_sde import DPMSolverSDEScheduler
+
+    return DPMSolverSDEScheduler
+
+
+CLASSES = {name: class_of(row.scheduler) for name, row in SOLVERS.items()}
 
 
 def fake_unet(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -48,15 +62,76 @@ def ours(
     return [state.latents_BCHW[0] for state in denoise(lambda x, t, text, added: fake_unet(x, t), [row])]
 
 
+class Path:
+    """Noise of one Brownian path over sigma: to the middle of a step, then over the whole of it."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.begun: tuple[float, torch.Tensor] | None = None
+
+    def __call__(self, sigma: torch.Tensor, sigma_to: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randn((1, *SHAPE), generator=self.generator)
+        if self.begun is None:
+            self.begun = float(sigma_to), drawn
+            return drawn
+        middle, first = self.begun
+        self.begun = None
+        walked, rest = float(sigma) - middle, middle - float(sigma_to)
+        return (walked**0.5 * first + rest**0.5 * drawn) / (walked + rest) ** 0.5
+
+
+def third_order_sde(config: dict[str, Any], steps: int, seed: int) -> list[torch.Tensor]:
+    """k-diffusion's dpmpp_3m_sde, eta 1, on diffusers' levels; diffusers' own third order is another."""
+    scheduler = CLASSES["dpmpp_2m"].from_config(config)
+    scheduler.set_timesteps(steps)
+    sigmas = scheduler.sigmas.double()
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((1, *SHAPE), generator=generator).double() * (sigmas[0] ** 2 + 1).sqrt()
+    earlier: list[torch.Tensor] = []
+    widths: list[torch.Tensor] = []
+    trajectory = []
+    for i, t in enumerate(scheduler.timesteps):
+        sigma, sigma_to = sigmas[i], sigmas[i + 1]
+        alpha = 1 / (sigma**2 + 1).sqrt()
+        out = fake_unet((x * alpha).float(), t).double()
+        x0 = {"epsilon": x - sigma * out, "v_prediction": alpha**2 * x - alpha * sigma * out, "sample": out}[
+            config.get("prediction_type", "epsilon")
+        ]
+        noise = torch.randn((1, *SHAPE), generator=generator).double()
+        if sigma_to == 0:
+            x = x0
+        else:
+            h = (sigma / sigma_to).log()
+            twice = 2 * h
+            x = (-twice).exp() * x - (-twice).expm1() * x0
+            phi_2 = (-twice).expm1() / twice + 1
+            if len(earlier) > 1:
+                r0, r1 = widths[-1] / h, widths[-2] / h
+                d1_0, d1_1 = (x0 - earlier[-1]) / r0, (earlier[-1] - earlier[-2]) / r1
+                d2 = (d1_0 - d1_1) / (r0 + r1)
+                x = x + phi_2 * (d1_0 + d2 * r0) - (phi_2 / twice - 0.5) * d2
+            elif earlier:
+                x = x + phi_2 * (x0 - earlier[-1]) * h / widths[-1]
+            x = x + noise * sigma_to * (-(-twice).expm1()).sqrt()
+            widths.append(h)
+        earlier.append(x0)
+        trajectory.append((x / (sigma_to**2 + 1).sqrt())[0].float())
+    return trajectory
+
+
 def theirs(
     solver: str, config: dict[str, Any], steps: int, seed: int = SEED, eta: float = 0.0
 ) -> list[torch.Tensor]:
+    if solver == "dpmpp_3m_sde":
+        return third_order_sde(config, steps, seed)
     scheduler = CLASSES[solver].from_config(config)
     scheduler.set_timesteps(steps)
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)  # without it, two equal first timesteps make diffusers skip one
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn((1, *SHAPE), generator=generator) * scheduler.init_noise_sigma
+    if solver == "dpmpp_sde":
+        scheduler.noise_sampler = Path(generator)
     extra: dict[str, Any] = {"eta": eta} if solver == "ddim" else {}
     if solver in ("ddim", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_sde", "lcm"):
         extra["generator"] = generator
@@ -86,7 +161,7 @@ def configured(solver: str, **settings: Any) -> dict[str, Any]:
 
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample")
-NOT_IN_DIFFUSERS = {("pndm", "sample"), ("euler_a", "sample")}
+NOT_IN_DIFFUSERS = {(solver, "sample") for solver in ("pndm", "euler_a", "heun", "dpmpp_sde")}
 PAIRS = [(s, p) for s in SOLVERS for p in PREDICTIONS if (s, p) not in NOT_IN_DIFFUSERS]
 
 
@@ -95,9 +170,10 @@ PAIRS = [(s, p) for s in SOLVERS for p in PREDICTIONS if (s, p) not in NOT_IN_DI
 def test_follows_diffusers(solver: str, prediction: str, steps: int) -> None:
     config = configured(solver, prediction_type=prediction)
     reference = theirs(solver, config, steps)
-    assert error(ours(None, config, steps), reference) <= 1
+    named = "dpmpp_3m_sde" if solver == "dpmpp_3m_sde" else None
+    assert error(ours(named, config, steps), reference) <= 1
     # Controls: another seed, and another solver, are far off.
-    assert error(ours(None, config, steps, seed=SEED + 1), reference) > 100
+    assert error(ours(named, config, steps, seed=SEED + 1), reference) > 100
     other = ours("lcm" if solver != "lcm" else "ddim", config, steps)
     assert error([other[-1]], [reference[-1]]) > 100
 
@@ -111,7 +187,29 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         (solver, {"use_karras_sigmas": True})
-        for solver in ("euler", "dpmpp_2m", "dpmpp_2m_sde", "unipc", "lms")
+        for solver in (
+            "euler",
+            "dpmpp_2m",
+            "dpmpp_2m_sde",
+            "unipc",
+            "lms",
+            "heun",
+            "dpmpp_sde",
+            "dpmpp_3m_sde",
+        )
+    ),
+    *(
+        (solver, {"use_exponential_sigmas": True})
+        for solver in (
+            "euler",
+            "dpmpp_2m",
+            "dpmpp_2m_sde",
+            "unipc",
+            "lms",
+            "heun",
+            "dpmpp_sde",
+            "dpmpp_3m_sde",
+        )
     ),
     *(
         (
@@ -169,7 +267,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("solver", "settings"), VARIANTS, ids=str)
 def test_follows_diffusers_settings(solver: str, settings: dict[str, Any], steps: int) -> None:
     config = configured(solver, **settings)
-    assert error(ours(None, config, steps), theirs(solver, config, steps)) <= 1
+    named = "dpmpp_3m_sde" if solver == "dpmpp_3m_sde" else None
+    assert error(ours(named, config, steps), theirs(solver, config, steps)) <= 1
 
 
 @pytest.mark.parametrize("settings", [{"solver_order": 3}, {"final_sigmas_type": "sigma_min"}], ids=str)
@@ -187,6 +286,7 @@ def test_only_noisy_solvers_draw() -> None:
     """A draw moves a row's generator on, so a solver that needs none takes none; nor LCM at its last step."""
     draws = {name: make_table(name, configured(name), 4).draws_S for name in SOLVERS}
     noisy = {"euler_a": [True] * 4, "dpmpp_2m_sde": [True] * 4, "lcm": [True, True, True, False]}
+    noisy |= {"dpmpp_sde": [*[True] * 6, False], "dpmpp_3m_sde": [True] * 4}
     assert {name: list(some) for name, some in draws.items() if any(some)} == noisy
     assert all(make_table("ddim", configured("ddim"), 4, eta=0.1).draws_S)
 
@@ -274,7 +374,8 @@ def test_a_perfect_model_gives_the_picture_back(solver: str, prediction: str) ->
 @pytest.mark.parametrize("solver", [solver for solver in SOLVERS if solver != "lcm"])
 def test_any_number_of_steps(solver: str, spacing: str, steps: int) -> None:
     table = make_table(solver, configured(solver), steps, spacing=spacing)
-    assert len(table) == steps + (solver == "pndm" and steps > 1)
+    twice = solver in ("heun", "dpmpp_sde")
+    assert len(table) == (2 * steps - 1 if twice else steps + (solver == "pndm" and steps > 1))
     assert table.num_steps == steps
     assert all(0 <= t <= 999 for t in table.timesteps)
     assert table.timesteps == sorted(table.timesteps, reverse=True)
@@ -293,12 +394,17 @@ def test_history_is_no_longer_than_needed() -> None:
         "dpmpp_2m_sde": 1,
         "unipc": 2,
         "lms": 3,
+        "heun": 1,
+        "dpmpp_sde": 1,
+        "dpmpp_3m_sde": 2,
         "lcm": 0,
     }
 
 
 def test_default_is_the_folders_scheduler() -> None:
     for solver, cls in CLASSES.items():
+        if solver == "dpmpp_3m_sde":  # by name alone: diffusers' class is dpmpp_2m's
+            continue
         assert default_solver(configured(solver)) == (solver, ()), cls
     assert make_table(None, configured("unipc"), 9).solver == "unipc"
 
@@ -307,7 +413,7 @@ def test_default_is_the_folders_scheduler() -> None:
     ("settings", "solver", "said"),
     [
         ({"_class_name": "DDPMScheduler"}, "ddim", "DDPMScheduler is replaced by solver ddim"),
-        ({"_class_name": "HeunDiscreteScheduler"}, "dpmpp_2m", "HeunDiscreteScheduler is replaced"),
+        ({"_class_name": "KDPM2DiscreteScheduler"}, "dpmpp_2m", "KDPM2DiscreteScheduler is replaced"),
         ({"_class_name": "PNDMScheduler", "skip_prk_steps": False}, "pndm", "Runge-Kutta"),
         ({"algorithm_type": "dpmsolver"}, "dpmpp_2m", "dpmsolver++"),
         ({"algorithm_type": "sde-dpmsolver++", "solver_order": 3}, "dpmpp_2m_sde", "third order"),

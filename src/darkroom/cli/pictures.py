@@ -51,6 +51,7 @@ class DrawingOptions(SamplingOptions):
     guidance_rescale: Annotated[float, typer.Option(help="0 to 1, against burnt contrast")] = 0.0
     eta: Annotated[float, typer.Option(help="noise of ddim, 0 to 1")] = 0.0
     karras: Annotated[bool | None, typer.Option(help="Karras sigmas")] = None
+    exponential: Annotated[bool | None, typer.Option(help="exponential sigmas")] = None
     spacing: Annotated[str | None, typer.Option(help="leading, trailing or linspace")] = None
 
 
@@ -94,10 +95,13 @@ class InputOptions:
         typer.Option(help="a folder of textual inversions, used by their files' names in prompts"),
     ] = None
 
-    def bytes(self, controls: Iterable[Control]) -> list[bytes]:
-        """The pictures that go into what is drawn, as they lie in their files."""
-        shown = [one.image for one in controls if isinstance(one.image, (str, Path))]
-        return [Path(one).read_bytes() for one in (self.image, self.mask, *shown) if one is not None]
+    def ingredients(self, controls: Iterable[Control]) -> tuple[list[bytes], list[bytes]]:
+        """The pictures that are drawn from, and those that controls read."""
+        from darkroom.sample.provenance import as_ingredient
+
+        shown = [Path(one.image) for one in controls if isinstance(one.image, (str, Path))]
+        inputs = [as_ingredient(Path(one)) for one in (self.image, self.mask) if one is not None]
+        return inputs, [as_ingredient(one) for one in shown]
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,10 @@ def generate(
     hires: Annotated[
         str | None, typer.Option(help="a second, larger pass: SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6")
     ] = None,
-    hires_upscaler: Annotated[str, typer.Option(help="latent or lanczos")] = "latent",
+    hires_upscaler: Annotated[str, typer.Option(help="latent, lanczos, or an ESRGAN file")] = "latent",
+    upscale: Annotated[
+        Path | None, typer.Option(help="an ESRGAN file (.safetensors) that makes finished pictures larger")
+    ] = None,
     given: InputOptions,
     compute: ComputeOptions,
     files: FileOptions,
@@ -196,7 +203,10 @@ def generate(
     cast, lies_on = sample.ladder.loading(compute.optimise, place, limited=limit is not None)
     dtype = cast or models.precision(name)
     options.check_pair(compute.backend, models.NAMES[dtype], place.type)
-    asked["hires"] = None if hires is None else sample.Hires.parsed(hires, hires_upscaler)
+    network = models.read_upscaler(upscale) if upscale is not None else None
+    between = models.read_upscaler(hires_upscaler) if hires_upscaler.endswith(".safetensors") else None
+    begun = hires_upscaler if between is None else between.name
+    asked["hires"] = None if hires is None else sample.Hires.parsed(hires, begun)
     named = [sample.Named.parsed(one) for one in given.adapter or []]
     in_files = limit is not None and place.type == "cpu" and not named and model not in models.FAMILIES
     sample.pictures.check_kind(files.kind)
@@ -222,6 +232,8 @@ def generate(
                 mask=given.mask,
                 adapters=named,
                 controls=controls,
+                upscale=network,
+                hires_network=between,
                 backend=compute.backend,
                 optimise=compute.optimise,
                 memory=compute.memory,
@@ -232,8 +244,8 @@ def generate(
                 explain=_silent if number > 1 else _note if verbose else _short,
                 **call.settings,
             )
-    inputs, axes = given.bytes(controls), elsewhere.axes
-    made = proving.save_pictures(pictures, files.out, marks, inputs, kind=files.kind, grid=not axes)
+    (inputs, steering), axes = given.ingredients(controls), elsewhere.axes
+    made = proving.save_pictures(pictures, files.out, marks, inputs, steering, kind=files.kind, grid=not axes)
     if axes:
         made.append(sample.save_sheet([picture.image for picture in pictures], axes, files.out))
     show({"pictures": made}, as_json, lambda: made)

@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 
 OF_RAY = ("ray_address", "replicas", "jobs_per_replica", "replica_cpus", "replica_gpus")
 MOST_REPLICAS = 1000
-ADAPTERS_HELP = "a folder of LoRA files; new ones appear by themselves"
+ADAPTERS_HELP = "a folder of adapters; new ones appear by themselves"
 Adapters = Annotated[Path | None, typer.Option(help=ADAPTERS_HELP)]
 Slots = Annotated[int, typer.Option(min=1, help="adapters that lie ready at once")]
 MaxRank = Annotated[int, typer.Option(min=1, help="the largest rank of an adapter")]
+ADAPTER_MEMORY_HELP = "of adapters that are no LoRAs at once, such as 4GB; default: a quarter of what is free"
+AdapterMemory = Annotated[str | None, typer.Option(help=ADAPTER_MEMORY_HELP)]
 CONTROLS_HELP = "a folder of ControlNets, T2I-Adapters and IP-Adapters; new ones appear by themselves"
 ControlFolder = Annotated[Path | None, typer.Option("--controls", help=CONTROLS_HELP)]
 CONTROL_MEMORY_HELP = "of nets at once, such as 4GB; default: a quarter of what is free"
 ControlMemory = Annotated[str | None, typer.Option(help=CONTROL_MEMORY_HELP)]
 Embeddings = Annotated[Path | None, typer.Option(help="a folder of textual inversions, by name in prompts")]
+UPSCALERS_HELP = "a folder of ESRGAN networks, by name"
+UpscalerFolder = Annotated[Path | None, typer.Option("--upscalers", help=UPSCALERS_HELP)]
 Host = Annotated[str, typer.Option(help="the address to listen on; others need --api-key-file")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")]
 KeyFile = Annotated[Path | None, typer.Option(help="the API keys that are accepted; see --make-key")]
@@ -92,6 +96,7 @@ Precision = Annotated[str, typer.Option(help=PRECISION_HELP)]
 Backend = Annotated[str, typer.Option(help="torch, compile, onnx or openvino")]
 OPTIMISE_HELP = "optimisations; default: lossless ones"
 Optimise = Annotated[str | None, typer.Option(help=OPTIMISE_HELP)]
+Mcp = Annotated[bool, typer.Option("--mcp", help="an MCP server at /mcp, for agents that draw")]
 VERTEX_HELP = "as Vertex AI's container: AIP_HTTP_PORT and the other AIP_ variables"
 Vertex = Annotated[bool, typer.Option(help=VERTEX_HELP)]
 Variant = Annotated[str | None, typer.Option(help="weight files of a variant, such as fp16")]
@@ -118,9 +123,11 @@ class ServeOptions:
     adapters: Adapters = None
     slots: Slots = 16
     max_rank: MaxRank = 64
+    adapter_memory: AdapterMemory = None
     embeddings: Embeddings = None
     controls: ControlFolder = None
     control_memory: ControlMemory = None
+    upscalers: UpscalerFolder = None
     host: Host = "127.0.0.1"
     port: Port = 8000
     api_key_file: KeyFile = None
@@ -161,6 +168,7 @@ class ServeOptions:
     metrics_host: MetricsHost = "0.0.0.0"
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
+    mcp: Mcp = False
     vertex: Vertex = False
     variant: Variant = None
     revision: Revision = None
@@ -235,6 +243,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     same = {name: said[name] for name in ServeSettings.model_fields if name in said}
     told = {
         "model": said["model"] if said["model"] is not None else model_of(),
+        "adapter_memory": _bytes(said["adapter_memory"]),
         "control_memory": _bytes(said["control_memory"]),
         "key_file": said["api_key_file"],
         "origins": tuple(_origin(one) for one in said["origin"] or ()),

@@ -32,6 +32,7 @@ from darkroom.models.model import NAMES, PARTS, Model, choose_precision, device,
 from darkroom.models.outline import outlined
 from darkroom.models.single_file import save_single_file
 from darkroom.models.tokenizer import find_tokenizer, spelled, train_tokenizer
+from darkroom.models.upscaler import Upscaler, Upscalers, read_upscaler
 
 __all__ = [
     "FAMILIES",
@@ -47,6 +48,8 @@ __all__ = [
     "LatentScaling",
     "Layer",
     "Model",
+    "Upscaler",
+    "Upscalers",
     "about",
     "add_embeddings",
     "add_fitting",
@@ -78,6 +81,7 @@ __all__ = [
     "read_adapter",
     "read_control",
     "read_embedding",
+    "read_upscaler",
     "save",
     "save_single_file",
     "slow_bf16",

@@ -2,9 +2,9 @@
 
 `{"sks": "sks.safetensors", "ink": ("ink.safetensors", 0.6)}` gives adapters names. A prompt with A1111's
 tags, such as `<lora:sks:0.8>`, has just those it names, with the tags' weights; one without has all that are
-given, blended. Tags are not read as words. LoRAs are added row by row: all pictures share the U-Net calls,
-whatever their adapters. Other kinds (DoRA, LoHa, LoKr) are no additions of low rank: they are merged into the
-model while the pictures of the prompts that have them are made.
+given, blended. `<lora:sks:0.5:1>` weighs text encoders and U-Net apart, `<lora:sks:1:lbw=1,0,...>` the
+U-Net's blocks. Tags are not read as words. Adapters of all kinds are added row by row: all pictures share
+the U-Net calls, whatever their adapters.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from darkroom.errors import InputError
 from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice, check_weight, lay_out
-from darkroom.models.adapters.read import merged_for_now, read_adapter
+from darkroom.models.adapters.bank import (
+    SLOTS,
+    WEIGHTS,
+    Bank,
+    Choice,
+    check_weight,
+    lay_out,
+    low_rank_of,
+)
+from darkroom.models.adapters.blocks import MAX_BLOCKS, Blocks
+from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.denoise import Condition
 
 if TYPE_CHECKING:
@@ -82,28 +90,99 @@ def named(given: Mapping[str, Given | tuple[Given, float]] | Sequence[Named]) ->
     return list(given)
 
 
-def read_tags(prompt: str) -> tuple[str, list[tuple[str, float | None]]]:
-    """A prompt without its `<lora:NAME:WEIGHT>` tags, and what they say; no weight is None."""
-    told = []
-    for tag in TAG.finditer(prompt):
-        weights = tag[2].split(":")[1:]
-        weight = _number(weights[0], math.nan) if weights else None
-        if len(weights) > 1 or (weight is not None and not math.isfinite(weight)):
-            raise InputError(f"'{tag[0][:80]}' in a prompt", allowed="<lora:NAME> or <lora:NAME:WEIGHT>")
-        told.append((tag[1].strip(), weight))
+class Tag(NamedTuple):
+    """What a prompt says of an adapter; None is the weight that was given with it."""
+
+    name: str
+    text: float | None = None
+    """Of the text encoders."""
+    unet: float | None = None
+    blocks: Blocks = ()
+
+
+def read_tags(prompt: str) -> tuple[str, list[Tag]]:
+    """A prompt without its `<lora:NAME:WEIGHT>` tags, and what they say.
+
+    As A1111: `<lora:NAME:TEXT:UNET>`, `te=` and `unet=` by name; and as its block weights are written,
+    `lbw=1,0,...`, or the list alone.
+    """
+    told = [_tag(tag) for tag in TAG.finditer(prompt)]
     plain = re.sub(r"[ \t]{2,}", " ", TAG.sub(" ", prompt)).strip() if told else prompt
     return plain, told
 
 
+def _tag(tag: re.Match[str]) -> Tag:
+    plain: list[str] = []
+    named: dict[str, str] = {}
+    for part in tag[2].split(":")[1:]:
+        key, equals, value = part.partition("=")
+        if equals:
+            named[key.strip().lower()] = value
+        elif "," in part:
+            named["lbw"] = part
+        else:
+            plain.append(part)
+    text = named.get("te", plain[0] if plain else None)
+    unet = named.get("unet", plain[1] if len(plain) > 1 else text)
+    blocks = named.get("lbw", "").split(",") if "lbw" in named else []
+    weights = [math.nan if one is None else _number(one, math.inf) for one in (text, unet, *blocks)]
+    known = named.keys() <= {"te", "unet", "lbw"} and len(plain) <= 2 and len(blocks) <= MAX_BLOCKS
+    if not known or any(math.isinf(one) or (math.isnan(one) and i > 1) for i, one in enumerate(weights)):
+        raise InputError(
+            f"'{tag[0][:80]}' in a prompt",
+            allowed="<lora:NAME>, <lora:NAME:WEIGHT>, <lora:NAME:TEXT:UNET>, with :lbw=1,0,... for blocks",
+        )
+    told, other = (None if math.isnan(one) else one for one in weights[:2])
+    return Tag(tag[1].strip(), told, other, tuple(weights[2:]))
+
+
 def _number(text: str, otherwise: float) -> float:
+    """A number, else what stands in for it: for what is none, too large or no number at all."""
     try:
-        return float(text)
+        return number if math.isfinite(number := float(text)) else otherwise
     except ValueError:
         return otherwise
 
 
-def _told(pairs: Sequence[tuple[Named, float]]) -> list[tuple[str, float]]:
-    return [(one.name, weight) for one, weight in pairs]
+class WeightedAdapter(NamedTuple):
+    """An adapter on a picture, and how much of it."""
+
+    one: Named
+    unet: float
+    text: float
+    blocks: Blocks = ()
+
+    @property
+    def kept_as(self) -> tuple[str, Blocks]:
+        """What has a slot of its own."""
+        return self.one.name, self.blocks
+
+
+def said_of(name: str, unet: float, text: float, blocks: Blocks, sha256: str) -> dict[str, Any]:
+    """An adapter among a picture's parameters; what is as usual is left out."""
+    told: dict[str, Any] = {"name": name, "weight": unet, "sha256": sha256}
+    if text != unet:
+        told["text_weight"] = text
+    if blocks:
+        told["blocks"] = list(blocks)
+    return told
+
+
+def _summed(tags: Sequence[Tag], given: Mapping[str, Named]) -> list[WeightedAdapter]:
+    """What tags say of given adapters; one that is named twice with the same blocks adds up."""
+    summed: dict[tuple[str, Blocks], WeightedAdapter] = {}
+    for tag in tags:
+        one = given[tag.name]
+        text, unet = (one.weight if told is None else told for told in (tag.text, tag.unet))
+        before = summed.get((tag.name, tag.blocks), WeightedAdapter(one, 0.0, 0.0))
+        weights = before.unet + unet, before.text + text
+        for weight in (*weights, *tag.blocks):
+            check_weight(weight, f"adapter '{one.name}'")
+        summed[tag.name, tag.blocks] = WeightedAdapter(one, *weights, tag.blocks)
+    chosen = [use for use in summed.values() if use.unet or use.text]
+    if len(chosen) > MOST_A_PICTURE:
+        raise InputError(f"{len(chosen)} adapters on one picture", allowed=f"at most {MOST_A_PICTURE}")
+    return chosen
 
 
 @dataclass(repr=False)
@@ -112,7 +191,7 @@ class Adapted:
 
     prompts: list[str]
     """Without tags."""
-    used: list[list[tuple[Named, float]]]
+    used: list[list[WeightedAdapter]]
     """By prompt."""
     given: list[Named] = field(default_factory=list)
     bank: Bank | None = None
@@ -125,27 +204,17 @@ class Adapted:
         for prompt in prompts:
             text, tags = read_tags(prompt)
             plain.append(text)
-            for name, _ in tags:
-                if name not in by_name:
+            for tag in tags:
+                if tag.name not in by_name:
                     allowed = ", ".join(by_name) or "none are given: --adapter NAME=FILE"
-                    raise InputError(f"'<lora:{name}>' in a prompt", allowed=allowed)
-            told = [(by_name[name], weight) for name, weight in tags] or [(one, None) for one in given]
-            summed: dict[str, float] = {}
-            for one, weight in told:
-                added = one.weight if weight is None else weight
-                summed[one.name] = check_weight(summed.get(one.name, 0.0) + added, f"adapter '{one.name}'")
-            chosen = [(by_name[name], weight) for name, weight in summed.items() if weight]
-            if len(chosen) > MOST_A_PICTURE:
-                raise InputError(
-                    f"{len(chosen)} adapters on one picture", allowed=f"at most {MOST_A_PICTURE}"
-                )
-            used.append(chosen)
+                    raise InputError(f"'<lora:{tag.name}>' in a prompt", allowed=allowed)
+            used.append(_summed(tags or [Tag(one.name) for one in given], by_name))
         return cls(plain, used, list(given))
 
     @property
     def chosen(self) -> list[Named]:
         """The adapters that some prompt has."""
-        return list({one.name: one for used in self.used for one, _ in used}.values())
+        return list({use.one.name: use.one for used in self.used for use in used}.values())
 
     @property
     def has_any(self) -> bool:
@@ -153,35 +222,23 @@ class Adapted:
         return self.bank is not None or bool(self.chosen)
 
     @property
-    def banked(self) -> list[Named]:
-        """Those that are added row by row."""
-        return [one for one in self.chosen if one.adapter.kind == "lora"]
-
-    def merged(self, prompt: int) -> list[tuple[Named, float]]:
-        """Those of a prompt that are merged into the model, by name."""
-        whole = [(one, weight) for one, weight in self.used[prompt] if one.adapter.kind != "lora"]
-        return sorted(whole, key=lambda pair: pair[0].name)
-
-    def parted(self) -> list[Adapted]:
-        """Neighbouring prompts for which the same adapters are merged, in their order."""
-        places = range(len(self.prompts))
-        parts = [list(part) for _, part in groupby(places, key=lambda i: _told(self.merged(i)))]
-        return [
-            Adapted([self.prompts[i] for i in part], [self.used[i] for i in part], self.given)
-            for part in parts
-        ]
+    def slots(self) -> dict[tuple[str, Blocks], int]:
+        """Where each adapter is, with each choice of its blocks."""
+        kept = dict.fromkeys(use.kept_as for used in self.used for use in used)
+        return {one: slot for slot, one in enumerate(kept, start=1)}
 
     def put_into(self, model: Model) -> None:
         """Make the bank that holds them; ModelError where one does not fit the model."""
-        chosen = self.banked
-        if not chosen:
+        slots = self.slots
+        if not slots:
             return
-        rank = max(one.adapter.rank for one in chosen)
+        rank = max(low_rank_of(one.adapter) for one in self.chosen)
         most = max(len(used) for used in self.used)
-        bank = Bank(model, slots=len(chosen), max_rank=max(1, rank), most_a_row=most)
+        adapters = {one.name: one.adapter for one in self.chosen}
+        bank = Bank(model, slots=len(slots), max_rank=max(1, rank), most_a_row=most)
         try:
-            for slot, one in enumerate(chosen, start=1):
-                bank.load(slot, one.adapter)
+            for (name, blocks), slot in slots.items():
+                bank.load(slot, bank.stage(adapters[name], blocks))
         except BaseException:
             bank.detach()
             raise
@@ -189,42 +246,40 @@ class Adapted:
 
     @contextmanager
     def within(self, model: Model) -> Iterator[None]:
-        """Merged and in a bank while pictures are made; afterwards the model is as it was, to the bit."""
-        with merged_for_now(model, [(one.adapter, weight) for one, weight in self._merged_of_all()]):
-            self.put_into(model)
-            try:
-                yield
-            finally:
-                if self.bank is not None:
-                    self.bank.detach()
-                    self.bank = None
-
-    def _merged_of_all(self) -> list[tuple[Named, float]]:
-        found = self.merged(0) if self.used else []
-        assert all(_told(self.merged(i)) == _told(found) for i in range(len(self.used)))
-        return found
+        """In a bank while pictures are made; afterwards the model is as it was, to the bit."""
+        self.put_into(model)
+        try:
+            yield
+        finally:
+            if self.bank is not None:
+                self.bank.detach()
+                self.bank = None
 
     def choice(self, prompt: int) -> tuple[tuple[int, float], ...]:
-        """The slots and weights of a prompt's pictures."""
-        slots = {one.name: slot for slot, one in enumerate(self.banked, start=1)}
-        return tuple((slots[one.name], weight) for one, weight in self.used[prompt] if one.name in slots)
+        """The slots of a prompt's pictures, and the U-Net's weights."""
+        slots = self.slots
+        return tuple((slots[use.kept_as], use.unet) for use in self.used[prompt])
+
+    def text_choice(self, prompt: int) -> tuple[tuple[int, float], ...]:
+        """The same with the text encoders' weights."""
+        slots = self.slots
+        return tuple((slots[use.kept_as], use.text) for use in self.used[prompt])
 
     def parameters(self, prompt: int) -> list[dict[str, Any]]:
         """What a picture says of its adapters."""
         return [
-            {"name": one.name, "weight": weight, "sha256": one.adapter.sha256}
-            for one, weight in self.used[prompt]
+            said_of(use.one.name, use.unet, use.text, use.blocks, use.one.adapter.sha256)
+            for use in self.used[prompt]
         ]
 
     @property
     def notes(self) -> list[str]:
-        """What users should know of the files."""
+        """What users should know of the files, and of the memory that they take."""
         told = [f"adapter '{one.name}': {note}" for one in self.chosen for note in one.adapter.notes]
-        whole = self._merged_of_all()
-        return told + [
-            f"adapter '{one.name}' ({one.adapter.kind}) is merged into the model for these pictures"
-            for one, _ in whole
-        ]
+        if self.bank is not None and (held := self.bank.dense_bytes()):
+            kinds = ", ".join(dict.fromkeys(one.adapter.kind for one in self.chosen))
+            told.append(f"adapters ({kinds}) hold {held / 2**20:.1f} MiB of differences as large as layers")
+        return told
 
     def encode(
         self, encode: Encode, prompts: Sequence[str], parts: Sequence[int], which: Sequence[int]
@@ -235,7 +290,7 @@ class Adapted:
             return encode(prompts, parts)
         by_choice: dict[Choice, list[int]] = {}
         for i, prompt in enumerate(which):
-            by_choice.setdefault(self.choice(prompt), []).append(i)
+            by_choice.setdefault(self.text_choice(prompt), []).append(i)
         conditions: dict[int, Condition] = {}
         notices: list[str] = []
         device = next(bank.model.text_encoders[0].parameters()).device

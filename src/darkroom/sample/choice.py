@@ -25,7 +25,9 @@ FILL: dict[str, Callable[[SolverRequest], SolverTable]] = {
 }
 """The function of each solver, which has its name."""
 # What the same algorithm is called where the noise schedule is a rectified flow's.
-FOR_FLOW = {"euler": "flow_euler", "dpmpp_2m": "flow_dpmpp_2m"}
+FOR_FLOW = {"euler": "flow_euler", "heun": "flow_heun", "dpmpp_2m": "flow_dpmpp_2m"}
+TWICE = ("heun", "dpmpp_sde", "flow_heun")
+"""Solvers that call the U-Net twice a step, the last one apart."""
 
 OF_CLASS = {
     **{row.scheduler: name for name, row in reversed(SOLVERS.items())},
@@ -39,20 +41,17 @@ INSTEAD_OF_CLASS = {
     "DDIMParallelScheduler": "ddim",
     "DDPMParallelScheduler": "ddim",
     "IPNDMScheduler": "pndm",
-    "HeunDiscreteScheduler": "dpmpp_2m",
     "KDPM2DiscreteScheduler": "dpmpp_2m",
     "KDPM2AncestralDiscreteScheduler": "euler_a",
     "DEISMultistepScheduler": "dpmpp_2m",
     "DPMSolverSinglestepScheduler": "dpmpp_2m",
-    "DPMSolverSDEScheduler": "dpmpp_2m_sde",
     "SASolverScheduler": "dpmpp_2m_sde",
 }
 # Settings that would change the picture and are not known here, with the value that leaves it alone.
 UNKNOWN = {
     "thresholding": (False, "a method for pixel models"),
-    "use_exponential_sigmas": (False, "only Karras sigmas are known"),
-    "use_beta_sigmas": (False, "only Karras sigmas are known"),
-    "use_lu_lambdas": (False, "only Karras sigmas are known"),
+    "use_beta_sigmas": (False, "Karras and exponential sigmas are known"),
+    "use_lu_lambdas": (False, "Karras and exponential sigmas are known"),
     "timestep_type": ("discrete", "continuous timesteps are not known"),
     "interpolation_type": ("linear", "only linear interpolation is known"),
     "predict_x0": (True, "UniPC is known on x0"),
@@ -115,6 +114,7 @@ def make_table(
     eta: float = 0.0,
     spacing: str | None = None,
     karras: bool | None = None,
+    exponential: bool | None = None,
     strength: float = 1.0,
 ) -> SolverTable:
     """Fill a solver's table for a scheduler configuration (a dict in diffusers' terms).
@@ -128,11 +128,12 @@ def make_table(
     if solver is None:
         solver, notes = default_solver(config)
     if is_flow(config):
-        return _flow_table(solver, config, num_steps, notes, eta, spacing, karras, strength)
+        other = "Karras" if karras else "exponential" if exponential else None
+        return _flow_table(solver, config, num_steps, notes, eta, spacing, other, strength)
     if config.get("_class_name") is None:
         config = {**SD_SCHEDULE, **config}
     known = _known(solver)
-    is_own = OF_CLASS.get(str(config.get("_class_name"))) == solver.removesuffix("_sde")
+    is_own = known.scheduler == config.get("_class_name")
     settings = {
         key: value
         for key, value in config.items()
@@ -146,13 +147,14 @@ def make_table(
     if clip is not None:
         notes += (f"the model's scheduler clips x0 to +-{clip:g}, which is meant for pixels",)
     schedule = Schedule.from_config(settings)
-    _check_request(solver, schedule, num_steps, eta, karras)
+    sigmas = _sigmas(known, settings, karras, exponential)
+    _check_request(solver, schedule, num_steps, eta, sigmas if karras or exponential else None)
     plan = SolverRequest(
         schedule,
         num_steps,
         spacing or settings.get("timestep_spacing") or known.spacing,
         eta,
-        bool(settings.get("use_karras_sigmas", False)) and known.takes_karras if karras is None else karras,
+        sigmas,
         clip,
         settings,
         notes,
@@ -160,12 +162,27 @@ def make_table(
     )
     check_spacing(plan.spacing)
     with np.errstate(divide="ignore", invalid="ignore"):
-        filled = replace(FILL[solver](plan), spacing=plan.spacing, karras=plan.karras)
-    if len(filled) <= plan.start:
+        filled = replace(FILL[solver](plan), spacing=plan.spacing, sigmas=plan.sigmas)
+    start = plan.start * (2 if solver in TWICE else 1)
+    if len(filled) <= start:
         raise InputError(
             f"strength {strength:g} of {len(filled)} steps leaves none", mend="raise one of them"
         )
-    return _checked(filled.begun_at(plan.start) if plan.start else filled, schedule)
+    return _checked(filled.begun_at(start) if start else filled, schedule)
+
+
+def _sigmas(
+    known: Solver, settings: Mapping[str, Any], karras: bool | None, exponential: bool | None
+) -> str | None:
+    """How sigmas are spaced: as asked for, else as the scheduler says; None for as its timesteps are."""
+    if karras and exponential:
+        raise InputError("Karras and exponential sigmas at once", mend="ask for one of them")
+    if karras or exponential:
+        return "karras" if karras else "exponential"
+    for name, asked in (("karras", karras), ("exponential", exponential)):
+        if asked is None and settings.get(f"use_{name}_sigmas") and known.takes_karras:
+            return name
+    return None
 
 
 def _flow_table(
@@ -175,7 +192,7 @@ def _flow_table(
     notes: tuple[str, ...],
     eta: float,
     spacing: str | None,
-    karras: bool | None,
+    sigmas: str | None,
     strength: float,
 ) -> SolverTable:
     """`make_table` for a model of rectified flow."""
@@ -188,7 +205,7 @@ def _flow_table(
             allowed=", ".join([*FLOW_SOLVER_NAMES, *FOR_FLOW]),
         )
     schedule = flow.Flow.from_config(config)
-    _check_request(solver, schedule, num_steps, eta, karras)
+    _check_request(solver, schedule, num_steps, eta, sigmas)
     spacing = spacing or "linspace"
     allowed = flow.SPACINGS[:1] if solver == "flow_dpmpp_2m" else flow.SPACINGS
     if spacing not in allowed:
@@ -196,8 +213,8 @@ def _flow_table(
     start = _first_step(num_steps, strength)
     plan = SolverRequest(schedule, num_steps, spacing, settings=config, notes=notes, start=start)
     with np.errstate(divide="ignore", invalid="ignore"):
-        filled = replace(FILL[solver](plan), spacing=spacing, karras=False)
-    calls = 2 if solver == "flow_heun" else 1
+        filled = replace(FILL[solver](plan), spacing=spacing, sigmas=None)
+    calls = 2 if solver in TWICE else 1
     return _checked(filled.begun_at(calls * start) if start else filled, schedule)
 
 
@@ -239,7 +256,7 @@ def _clip(known: Solver, settings: Mapping[str, Any], is_own: bool) -> float | N
     return float(settings.get("clip_sample_range", 1.0))
 
 
-def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, karras: bool | None) -> None:
+def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, sigmas: str | None) -> None:
     most = min(MAX_STEPS, schedule.num_train_timesteps)
     if not 1 <= num_steps <= most:
         raise InputError(f"{num_steps} steps", allowed=f"1 to {most}")
@@ -247,9 +264,9 @@ def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, 
         raise InputError(f"eta {eta:g}", allowed="0 (no noise) to 1 (as much as DDPM)")
     if eta and solver != "ddim":
         raise InputError(f"eta {eta:g} with solver {solver}", mend="eta is for ddim alone")
-    if karras and not (solver in SOLVERS and SOLVERS[solver].takes_karras):
+    if sigmas and not (solver in SOLVERS and SOLVERS[solver].takes_karras):
         able = [name for name, one in SOLVERS.items() if one.takes_karras]
-        raise InputError(f"Karras sigmas with solver {solver}", allowed=", ".join(able))
+        raise InputError(f"{sigmas.capitalize()} sigmas with solver {solver}", allowed=", ".join(able))
     if schedule.prediction == "sample" and solver == "pndm":
         raise InputError("solver pndm with a model that predicts the sample", mend="use ddim or euler")
 

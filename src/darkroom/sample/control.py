@@ -22,7 +22,7 @@ from PIL import Image, ImageFilter
 from darkroom.errors import InputError, MissingExtra, ModelError
 from darkroom.models.control import ControlNet, read_control
 from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
-from darkroom.sample.denoise import Owner, Row, Unet
+from darkroom.sample.denoise import NEGATIVE, Owner, Row, Unet
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -350,10 +350,10 @@ class ControlledUnet:
         inner: Callable[[Sequence[Owner]], Unet] | None = getattr(self.unet, "of_rows", None)
         unet = self.unet if inner is None else inner(owners)
         at_work = [
-            (place, control, unguided)
-            for place, (row, unguided) in enumerate(owners)
+            (place, control, text == NEGATIVE)
+            for place, (row, text) in enumerate(owners)
             for control in row.controls
-            if control.weight and control.active(row, unguided)
+            if control.weight and control.active(row, text == NEGATIVE)
         ]
         if not at_work:
             return unet

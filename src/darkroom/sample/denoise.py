@@ -52,6 +52,7 @@ class Stage:
     """The last step, from 0, at which it is read."""
     positive: Condition
     negative: Condition | None
+    further: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +71,7 @@ class Row:
 
     Guidance is on where it is above 1, a negative condition is given, and the step lies within
     `guidance_interval` (fractions of all steps, 0 to 1); elsewhere the row costs one evaluation, not two.
+    A row with `weights` is composed: it is guided at every step, by each of its conditions times its weight.
     `generator` gives the noise of stochastic solvers; it draws on its own device.
     """
 
@@ -93,6 +95,10 @@ class Row:
     """(slot of the adapter bank, weight) of each; they hold for both evaluations of a guided row."""
     stages: tuple[Stage, ...] = ()
     """Of a prompt that changes between steps, in their order; they stand in for `positive` and `negative`."""
+    further: tuple[Condition, ...] = ()
+    """What a composed prompt (Liu et al. 2022) says besides `positive`; an evaluation each."""
+    weights: tuple[float, ...] = ()
+    """Of a composed prompt: of `positive` and of each of `further`."""
     controls: tuple[Any, ...] = ()
     """Its nets (`control.RowControl`), which a `ControlledUnet` runs."""
 
@@ -105,23 +111,27 @@ class Row:
         """Which of its stages is read at a step; 0 for a prompt that does not change."""
         return next((i for i, stage in enumerate(self.stages) if step <= stage.until), len(self.stages) - 1)
 
-    def conditions_at(self, step: int) -> tuple[Condition, Condition | None]:
-        """What is read at a step: the positive and the negative condition."""
+    def conditions_at(self, step: int) -> tuple[Condition, Condition | None, tuple[Condition, ...]]:
+        """What is read at a step: the positive and the negative condition, and what is composed with them."""
         if not self.stages:
-            return self.positive, self.negative
+            return self.positive, self.negative, self.further
         stage = self.stages[self.stage_at(step)]
-        return stage.positive, stage.negative
+        return stage.positive, stage.negative, stage.further
 
     def guided_at(self, step: int) -> bool:
         """Whether a step needs the second evaluation."""
+        if self.weights:
+            return True
         low, high = self.guidance_interval
         inside = low <= step / len(self.table) < high
         return inside and self.negative is not None and self.guidance > 1
 
 
-Owner = tuple[Row, bool]
-"""Whose a row of a U-Net call is, and whether it is the one with the negative text. A U-Net that keeps
-something for each row between steps has a method `of_rows(owners)`, which gives the call for them."""
+NEGATIVE = -1
+Owner = tuple[Row, int]
+"""Whose a row of a U-Net call is, and which of its texts it reads: 0, those that are composed with it from 1,
+or NEGATIVE. A U-Net that keeps something for each row between steps has a method `of_rows(owners)`, which
+gives the call for them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,13 +254,15 @@ class RunningBatch:
 
     @torch.inference_mode()  # a tenth faster than no_grad on a small U-Net; the latents stay ordinary tensors
     def _evaluate(self, unet: Unet, x_in: torch.Tensor) -> torch.Tensor:
-        """One U-Net call: every row with its own text, then the guided ones with their negative text."""
+        """One U-Net call: every row with its own text, then the guided ones with their negative text, then
+        what is composed."""
         guided = self._guided
         if self._extra is not None:
             x_in = torch.cat([x_in, self._extra], dim=1)
         if guided:
             again = x_in if len(guided) == len(self.rows) else x_in[self._guided_index]
-            x_in = torch.cat([x_in, again])
+            further = [] if self._composed is None else [x_in[self._composed[0]]]
+            x_in = torch.cat([x_in, again, *further])
         timesteps = self._unet_timesteps[self._at]
         if len(self._texts) == 1:
             out = self._call_of(unet)(x_in, timesteps, self._texts[0], self._added)
@@ -269,28 +281,47 @@ class RunningBatch:
         of_rows: Callable[[Sequence[Owner]], Unet] | None = getattr(unet, "of_rows", None)
         if of_rows is None:
             return unet
-        owners = [(row, False) for row in self.rows] + [(self.rows[i], True) for i in self._guided or ()]
+        owners: list[Owner] = [(row, 0) for row in self.rows]
+        owners += [(self.rows[i], NEGATIVE) for i in self._guided or ()]
+        owners += [(row, 1 + j) for row in self.rows for j in range(len(row.weights) - 1)]
         return of_rows(owners if places is None else [owners[i] for i in places])
 
     def _gather_conditions(self, guided: tuple[int, ...]) -> None:
         """Lay out text and timesteps for the U-Net; they hold until others are guided or a prompt changes."""
         self._guided = guided
         self._guided_index = torch.tensor(guided, device=self.device, dtype=torch.int64)
-        pairs = [row.conditions_at(row.step) for row in self.rows]
-        told = [positive for positive, _ in pairs]
-        told += [negative for i in guided if (negative := pairs[i][1]) is not None]
+        read = [row.conditions_at(row.step) for row in self.rows]
+        told = [positive for positive, _, _ in read]
+        told += [negative for i in guided if (negative := read[i][1]) is not None]
+        told += [one for _, _, further in read for one in further]
+        whose = [i for i, (_, _, further) in enumerate(read) for _ in further]
         self._gather_texts([condition.text_LD for condition in told])
         self._added = {
             name: torch.stack([condition.added[name] for condition in told]) for name in told[0].added
         }
-        aboard = (*self.rows, *(self.rows[i] for i in guided))
-        self._added |= lay_out([row.adapters for row in aboard], self.device)
-        extra = self._timesteps_PB[:, self._guided_index]
+        places = [*range(len(self.rows)), *guided, *whose]
+        self._added |= lay_out([self.rows[i].adapters for i in places], self.device)
+        extra = self._timesteps_PB[:, places[len(self.rows) :]]
         self._unet_timesteps = torch.cat([self._timesteps_PB, extra], dim=1)
         rows = [self.rows[i] for i in guided]
         self._weight = self._vector([row.guidance for row in rows])
         rescale = [row.guidance_rescale for row in rows]
         self._rescale = self._vector(rescale) if any(rescale) else None
+        self._composed = self._gather_weights(rows, whose) if any(row.weights for row in rows) else None
+
+    def _gather_weights(
+        self, rows: Sequence[Row], whose: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of composed rows: whose the further evaluations are, among all rows and among the guided ones; the
+        weights of these and of the guided rows' first conditions."""
+        assert self._guided is not None
+        at = [self._guided.index(i) for i in whose]
+        return (
+            torch.tensor(whose, device=self.device, dtype=torch.int64),
+            torch.tensor(at, device=self.device, dtype=torch.int64),
+            self._vector([weight for row in rows for weight in row.weights[1:]]),
+            self._vector([row.weights[0] if row.weights else 1.0 for row in rows]),
+        )
 
     def _gather_texts(self, texts: list[torch.Tensor]) -> None:
         """Stack texts by their length; each length is a U-Net call of its own."""
@@ -310,10 +341,15 @@ class RunningBatch:
         if not self._guided:
             return out
         count = len(self.rows)
-        told, untold = out[:count], out[count:]
+        told, untold, further = out.tensor_split([count, count + len(self._guided)])
         everyone = len(self._guided) == count
         towards = told if everyone else told[self._guided_index]
-        mixed = torch.addcmul(untold, self._weight, towards - untold)
+        if self._composed is None:
+            mixed = torch.addcmul(untold, self._weight, towards - untold)
+        else:
+            _, whose, weights, firsts = self._composed
+            away = ((towards - untold) * firsts).index_add_(0, whose, (further - untold[whose]) * weights)
+            mixed, towards = torch.addcmul(untold, self._weight, away), untold + away
         if self._rescale is not None:
             ratio = towards.std((1, 2, 3), keepdim=True) / mixed.std((1, 2, 3), keepdim=True)
             mixed = torch.where(self._rescale > 0, mixed * (self._rescale * ratio + 1 - self._rescale), mixed)

@@ -6,7 +6,8 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from PIL import Image
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import darkroom
 from darkroom.errors import InputError
 from darkroom.models.image_prompt import installed
+from darkroom.models.upscaler import Upscaler, read_upscaler
 from darkroom.options import MAX_SIDE, parse_solver
 from darkroom.sample import inputs
 from darkroom.sample.adapters import Adapted, Encode, Given, Named, named
@@ -29,7 +31,7 @@ from darkroom.sample.ladder.choose import parse as parse_optimisations
 from darkroom.sample.ladder.steps import interval_of
 from darkroom.sample.memory import count_needs, optimise_within, pictures_that_fit
 from darkroom.sample.pictures import Picture, free_on_card
-from darkroom.sample.prompt_schedule import schedule, text_at
+from darkroom.sample.prompt_schedule import PromptStage, composed, readings
 from darkroom.sample.prompts import (
     check_text_parts,
     encode_prompts,
@@ -58,6 +60,8 @@ def generate(
     mask: Image.Image | str | None = None,
     adapters: Mapping[str, Given | tuple[Given, float]] | Sequence[Named] = (),
     controls: Sequence[Control] = (),
+    upscale: Upscaler | str | Path | None = None,
+    hires_network: Upscaler | str | Path | None = None,
     batch_rows: int | None = None,
     backend: str | Backend = "torch",
     optimise: Sequence[str] | str = AUTO,
@@ -71,18 +75,18 @@ def generate(
 ) -> list[Picture]:
     """Make `num` pictures of each prompt, in the order of the prompts; picture i of the call has seed + i.
 
-    The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from; of
-    it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name, each
-    also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`; DoRA, LoHa
-    and LoKr are merged into the model meanwhile. `controls` are ControlNets and T2I-Adapters with their
-    pictures. `batch_rows` bounds the pictures of one U-Net call (guidance
-    doubles the rows in it); the pictures do not depend on it. `backend` computes: `torch`, `compile`, `onnx`,
-    `openvino`, or one opened before (`open_backend`). `optimise` names optimisations of `sample.ladder`; the
-    model stays as it is. `memory`
+    The settings are those of `GenerateSettings`. An `image` (a picture or a file) is what they start from;
+    of it only what is white in the `mask` is painted anew. `adapters` are files (or `Adapter`s) by name,
+    each also with a weight: blended on every picture, or chosen by prompt with `<lora:NAME:WEIGHT>`.
+    `controls` are ControlNets, T2I-Adapters and IP-Adapters with their pictures. `upscale` is a network
+    (ESRGAN) that makes finished pictures larger, `hires_network` one between the passes of `hires`.
+    `batch_rows` bounds the pictures of one U-Net call (guidance doubles the rows in it); the pictures do
+    not depend on it. `backend` computes: `torch`, `compile`, `onnx`, `openvino`, or one opened before
+    (`open_backend`). `optimise` names optimisations of `sample.ladder`; the model stays as it is. `memory`
     ('3GB' or bytes) is what the job stays under: resident on a CPU, allocated on CUDA. `device` is where
     the work is done, if that is not where the weights lie, and `dtype` what it is done in with a limit on
-    memory, if that is not the weights' type. `progress(done, total)` counts steps. What was
-    substituted goes to `notice` and into each picture's parameters; what `auto` picked and why to `explain`.
+    memory, if that is not the weights' type. `progress(done, total)` counts steps. What was substituted
+    goes to `notice` and into each picture's parameters; what `auto` picked and why to `explain`.
     InputError for what cannot be.
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -90,35 +94,43 @@ def generate(
     _check_seeds(wanted, len(told))
     adapted = Adapted.of(told, named(adapters))
     controlled = Controls.read(controls, model)
+    larger, between = (_network(one) for one in (upscale, hires_network))
     opened = backend.model if isinstance(backend, Backend) else None
-    pictures: list[Picture] = []
-    said: set[str] = set()
-    for part in adapted.parted() or [adapted]:
-        first, of_part = len(pictures), told[len(pictures) // wanted.num :][: len(part.prompts)]
-        with part.within(opened or model), installed(opened or model, controlled.image_prompts):
-            job = Generation(
-                model,
-                of_part,
-                wanted.model_copy(update={"seed": wanted.seed + first}),
-                backend,
-                notice,
-                image=image,
-                mask=mask,
-                adapted=part,
-                controls=controlled,
-                optimise=optimise,
-                memory=memory,
-                device=device,
-                dtype=dtype,
-            )
-            if job.backend.reasons and not pictures:
-                explain("; ".join(job.backend.reasons))
-            for note in job.notes:
-                if note not in said:
-                    notice(note)
-            said |= set(job.notes)
-            pictures += _pictures(job, batch_rows, _counted(progress, job, first, len(told) * wanted.num))
-    return pictures
+    with adapted.within(opened or model), installed(opened or model, controlled.image_prompts):
+        job = Generation(
+            model,
+            told,
+            wanted,
+            backend,
+            notice,
+            image=image,
+            mask=mask,
+            adapted=adapted,
+            controls=controlled,
+            enlarger=between,
+            optimise=optimise,
+            memory=memory,
+            device=device,
+            dtype=dtype,
+        )
+        if job.backend.reasons:
+            explain("; ".join(job.backend.reasons))
+        for note in job.notes:
+            notice(note)
+        pictures = _pictures(job, batch_rows, progress)
+    return pictures if larger is None else [_upscaled(one, larger.to(job.device)) for one in pictures]
+
+
+def _network(given: Upscaler | str | Path | None) -> Upscaler | None:
+    return given if given is None or isinstance(given, Upscaler) else read_upscaler(given)
+
+
+def _upscaled(picture: Picture, network: Upscaler) -> Picture:
+    """A finished picture as a network makes it larger; its parameters say so."""
+    image = network.enlarge(picture.image)
+    size = f"{image.width}x{image.height}"
+    told = {"upscaler": network.name, "upscaler_sha256": network.sha256, "upscaled_size": size}
+    return replace(picture, image=image, parameters={**picture.parameters, **told})
 
 
 def _check_unicode(prompts: Sequence[str]) -> None:
@@ -135,16 +147,6 @@ def _check_seeds(settings: GenerateSettings, prompts: int) -> None:
     """InputError unless every picture has a seed that generators take."""
     if settings.seed + prompts * settings.num - 1 > MAX_SEED:
         raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
-
-
-def _counted(
-    progress: Callable[[int, int], None] | None, job: Generation, before: int, pictures: int
-) -> Callable[[int, int], None] | None:
-    """Steps of this job counted among those of all pictures, `before` of which are made."""
-    if progress is None or job.num_pictures == pictures:
-        return progress
-    steps = job.num_steps // job.num_pictures
-    return lambda done, _: progress(before * steps + done, pictures * steps)
 
 
 def _pictures(
@@ -216,15 +218,6 @@ def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int])
     return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
 
 
-class _Planned(NamedTuple):
-    """What is read of a prompt and its negative up to a step."""
-
-    until: int
-    positive: str
-    negative: str
-    second_pass: bool
-
-
 class Generation:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
@@ -244,6 +237,7 @@ class Generation:
         mask: Image.Image | str | None = None,
         adapted: Adapted | None = None,
         controls: Controls | None = None,
+        enlarger: Upscaler | None = None,
         optimise: Sequence[str] | str = AUTO,
         memory: str | int | None = None,
         device: torch.device | str | None = None,
@@ -257,6 +251,8 @@ class Generation:
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
         self.controls = controls or Controls()
+        self.enlarger = enlarger
+        _check_enlarger(settings, enlarger)
         if self.image is not None and settings.strength is None:
             strength = DEFAULT_STRENGTH if self.mask is None else 1.0
             settings = settings.model_copy(update={"strength": strength})
@@ -276,6 +272,7 @@ class Generation:
             raise InputError("no prompt", mend="give at least one")
         _check_unicode([*prompts, settings.negative or ""])
         _check_seeds(settings, len(prompts))
+        self._weights = [self._weights_of(text) for text in self.adapted.prompts]
         if isinstance(backend, str):
             backend, most = self._opened(backend, optimise, memory, device, dtype, notice)
             for taken in filter(None, (self.first, self.hires)):
@@ -305,8 +302,9 @@ class Generation:
             return backend, CALL_PICTURES
         if name != "torch":
             raise InputError(f"memory with backend {name}", mend="use backend torch")
-        if self.controls.nets:
-            raise InputError("a limit on memory with controls", mend="leave one of them out")
+        for given, what in ((self.controls.nets, "controls"), (any(self._weights), "AND in a prompt")):
+            if given:
+                raise InputError(f"a limit on memory with {what}", mend="leave one of them out")
         taken = self.hires or self.first
         applied, plan = optimise_within(
             self.model,
@@ -339,7 +337,12 @@ class Generation:
     @property
     def rows_a_call(self) -> int:
         """Pictures for one U-Net call of the first pass."""
-        return self.first.rows_a_call
+        return max(1, 2 * self.first.rows_a_call // max(2, self._evaluations))
+
+    @property
+    def _evaluations(self) -> int:
+        """U-Net rows of a picture, at most."""
+        return max(1 + max(1, len(weights)) for weights in self._weights)
 
     @property
     def num_steps(self) -> int:
@@ -354,12 +357,12 @@ class Generation:
         """
         model, weighting = self.model, self.settings.weighting
         width = getattr(model.unet.config, "time_cond_proj_dim", None)  # type: ignore[union-attr]
-        guided = self.guidance > 1 and width is None
-        encodes_negative = guided and (self.settings.negative is not None or not model.is_sdxl)
-        plans = [self._planned(text) for text in self.adapted.prompts]
+        guided = [self._is_guided(bool(weights), width is not None) for weights in self._weights]
+        encodes_negative = self.settings.negative is not None or not model.is_sdxl
+        plans = [self._readings(text) for text in self.adapted.prompts]
         stages = [(i, stage) for i, plan in enumerate(plans) for stage in plan]
-        told = [(i, stage.positive) for i, stage in stages]
-        against = [(i, stage.negative) for i, stage in stages] if encodes_negative else []
+        told = [(i, text) for i, stage in stages for text in stage.prompts]
+        against = [(i, stage.negative) for i, stage in stages if guided[i] and encodes_negative]
         parts: dict[int, int] = {}
         for i, text in dict.fromkeys(told + against):
             parts[i] = max(parts.get(i, 1), len(read_parts(model, text, weighting)[0]))
@@ -373,40 +376,43 @@ class Generation:
         negatives, more = self._encoded(against, parts, skip if weighting == "a1111" else 0)
 
         def negative(i: int, text: str, positive: Condition) -> Condition | None:
-            if not guided:
+            if not guided[i]:
                 return None
             return negatives[i, text] if encodes_negative else silent(positive)
 
         for i, plan in enumerate(plans):
             for stage in plan:
-                found = positives[i, stage.positive]
-                made = Stage(stage.until, found, negative(i, stage.negative, found))
+                found, *further = (positives[i, text] for text in stage.prompts)
+                made = Stage(stage.until, found, negative(i, stage.negative, found), tuple(further))
                 self._stages.setdefault((i, stage.second_pass), []).append(made)
         firsts = [self._stages[i, False][0] for i in range(len(plans))]
         return [one.positive for one in firsts], [one.negative for one in firsts], [*notes, *more]
 
-    def _planned(self, prompt: str) -> list[_Planned]:
+    def _is_guided(self, is_composed: bool, is_distilled: bool) -> bool:
+        """Whether pictures of a prompt have evaluations with the negative one."""
+        if is_composed and is_distilled:
+            raise InputError(
+                "AND in a prompt: this model's guidance is distilled into it", mend="write one prompt"
+            )
+        return not is_distilled and (is_composed or self.guidance > 1)
+
+    def _readings(self, prompt: str) -> list[PromptStage]:
         """What is read of a prompt and when; with A1111's syntax it may change between steps."""
-        steps, negative = self.settings.steps or 1, self.settings.negative or ""
-        passes = [(False, steps)]
-        if self.settings.hires is not None:
-            passes.append((True, self.settings.hires.steps or steps))
-        found = []
-        for second, count in passes:
-            if self.settings.weighting != "a1111":
-                found.append(_Planned(count, prompt, negative, second))
-                continue
-            mine, theirs = (schedule(text, count, second_pass=second) for text in (prompt, negative))
-            for end in sorted({end for end, _ in mine + theirs}):
-                here, there = (one[text_at(one, end)][1] for one in (mine, theirs))
-                found.append(_Planned(end, here, there, second))
-        return found
+        steps, hires = self.settings.steps or 1, self.settings.hires
+        second = None if hires is None else hires.steps or steps
+        return readings(prompt, self.settings.negative or "", self.settings.weighting, steps, second)
+
+    def _weights_of(self, prompt: str) -> tuple[float, ...]:
+        """How much each of the prompts counts that AND composes; nothing where there is one."""
+        if self.settings.weighting != "a1111" or len(parts := composed(prompt)) == 1:
+            return ()
+        return tuple(weight for _, weight in parts)
 
     def _encoded(
         self, texts: Sequence[tuple[int, str]], parts: Mapping[int, int], clip_skip: int
     ) -> tuple[dict[tuple[int, str], Condition], list[str]]:
         """Conditions of texts by prompt and text; equal ones that are read alike are encoded once."""
-        kinds = {(parts[i], self.adapted.choice(i), text): i for i, text in reversed(texts)}
+        kinds = {(parts[i], self.adapted.text_choice(i), text): i for i, text in reversed(texts)}
         asked = sorted(kinds, key=lambda kind: kinds[kind])
         if not asked:
             return {}, []
@@ -417,7 +423,7 @@ class Generation:
             [kinds[kind] for kind in asked],
         )
         moved = {kind: self._moved(one) for kind, one in zip(asked, conditions, strict=True)}
-        return {(i, text): moved[parts[i], self.adapted.choice(i), text] for i, text in texts}, notes
+        return {(i, text): moved[parts[i], self.adapted.text_choice(i), text] for i, text in texts}, notes
 
     def _encode(self, clip_skip: int) -> Encode:
         """Prompts to conditions in this job's syntax and size."""
@@ -502,6 +508,8 @@ class Generation:
             known=known,
             extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
             adapters=self.adapted.choice(prompt),
+            further=tuple(sized(one, taken.size) for one in self._stages[prompt, False][0].further),
+            weights=self._weights[prompt],
             stages=self._stages_of(prompt, taken),
             controls=self.controls.at(taken.size, taken.latent_shape),
         )
@@ -516,6 +524,7 @@ class Generation:
                 stage.until,
                 sized(stage.positive, taken.size),
                 None if stage.negative is None else sized(stage.negative, taken.size),
+                tuple(sized(one, taken.size) for one in stage.further),
             )
             for stage in stages
         )
@@ -533,14 +542,16 @@ class Generation:
         assert self.settings.hires is not None
         larger, made = self.hires, []
         latents_BCHW = torch.stack([row.latents_CHW for row in rows])
-        by_pixels = self.settings.hires.upscaler == "lanczos"
+        by_pixels = self.settings.hires.upscaler != "latent"
         images = self.backend.decode(latents_BCHW) if by_pixels else []
         resized = torch.nn.functional.interpolate(latents_BCHW, size=larger.latent_shape[1:], mode="bilinear")
         for at in range(len(rows)):
             generator = self._generator(start + at)
             latents = resized[at].cpu()
             if by_pixels:
-                pixels = inputs.to_pixels(images[at], larger.size)
+                network = self.enlarger
+                image = images[at] if network is None else network.to(self.device).enlarge(images[at])
+                pixels = inputs.to_pixels(image, larger.size)
                 latents = inputs.Spread.of(self.backend, pixels).draw(generator)
             noise = torch.randn(larger.latent_shape, generator=generator, dtype=torch.float32)
             first = inputs.noised(latents, noise, larger.table)
@@ -595,6 +606,8 @@ class Generation:
         """What is told only where it was asked for."""
         settings = self.settings
         told: dict[str, Any] = {}
+        if self.table.sigmas == "exponential":
+            told["exponential"] = True
         if settings.weighting != "none":
             told["weighting"] = settings.weighting
         if settings.clip_skip:
@@ -612,6 +625,20 @@ class Generation:
             told["hires"] = settings.hires.model_dump()
             told["first_size"] = "x".join(map(str, self.first.size))
         return told
+
+
+def _check_enlarger(settings: GenerateSettings, enlarger: Upscaler | None) -> None:
+    """InputError unless there is what a second pass begins with, and nothing that none asked for."""
+    wanted = None if settings.hires is None else settings.hires.upscaler
+    if enlarger is None and wanted not in (None, *PLAIN_UPSCALERS):
+        raise InputError(
+            f"hires upscaler '{wanted}'", allowed=f"{', '.join(PLAIN_UPSCALERS)}, or a network's file"
+        )
+    if enlarger is not None and wanted != enlarger.name:
+        raise InputError(
+            f"upscaler '{enlarger.name}' for a second pass",
+            mend="ask for one (hires), with this upscaler's name",
+        )
 
 
 def sized(condition: Condition, size: tuple[int, int]) -> Condition:
@@ -641,6 +668,7 @@ def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
         eta=settings.eta,
         spacing=settings.spacing,
         karras=settings.karras,
+        exponential=settings.exponential,
         strength=1.0 if settings.strength is None else settings.strength,
     )
 
@@ -733,6 +761,7 @@ def check_adapters(adapted: Adapted, backend: Backend) -> None:
 
 
 DEFAULT_STEPS, DEFAULT_GUIDANCE = 30, 7.5
+PLAIN_UPSCALERS = ("latent", "lanczos")
 # A consistency model is distilled to few steps and has its guidance built in.
 LCM_STEPS, LCM_GUIDANCE = 4, 1.0
 DEFAULT_STRENGTH, HIRES_STRENGTH = 0.75, 0.7
@@ -751,8 +780,11 @@ class Hires(BaseModel):
     steps: int | None = Field(
         None, ge=1, le=MAX_STEPS, description="of which it is a share; None: as the first"
     )
-    upscaler: Literal["latent", "lanczos"] = Field(
-        "latent", description="latent: bilinear, between the latents; lanczos: decoded, enlarged, encoded"
+    upscaler: str = Field(
+        "latent",
+        max_length=200,
+        description="latent: bilinear, between the latents; lanczos, or a network's name: decoded, enlarged, "
+        "encoded",
     )
 
     @classmethod
@@ -796,6 +828,7 @@ class GenerateSettings(BaseModel):
     )
     eta: float = Field(0.0, ge=0, le=1, description="noise of ddim: 0 none, 1 as much as DDPM")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
+    exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
     spacing: str | None = Field(
         None, description="timesteps leading, trailing or linspace; None: as the scheduler says"
     )

@@ -302,6 +302,9 @@ def make_grid(images: Sequence[Image.Image], columns: int | None = None) -> Imag
     return sheet
 
 
+SIGMAS = ("karras", "exponential")
+
+
 def a1111_text(parameters: dict[str, Any]) -> str:
     """Parameters as A1111's web UI writes them: prompt, negative prompt, a line of `Key: value` pairs."""
     lines = [parameters["prompt"]]
@@ -310,7 +313,7 @@ def a1111_text(parameters: dict[str, Any]) -> str:
     pairs = {
         "Steps": parameters["steps"],
         "Sampler": A1111_NAMES.get(parameters["solver"], parameters["solver"]),
-        "Schedule type": "Karras" if parameters.get("karras") else None,
+        "Schedule type": next((name.capitalize() for name in SIGMAS if parameters.get(name)), None),
         "CFG scale": parameters["guidance"],
         "Seed": parameters["seed"],
         "Size": parameters.get("first_size") or f"{parameters['width']}x{parameters['height']}",
@@ -334,7 +337,7 @@ def _further_pairs(parameters: dict[str, Any]) -> dict[str, Any]:
         "Clip skip": skip + 1 if skip else None,  # A1111 counts the last layer as 1
         "Hires upscale": hires.get("scale"),
         "Hires steps": hires.get("steps"),
-        "Hires upscaler": A1111_UPSCALERS.get(hires.get("upscaler", "")),
+        "Hires upscaler": A1111_UPSCALERS.get(hires.get("upscaler", ""), hires.get("upscaler")),
     }
 
 
@@ -472,6 +475,8 @@ def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
             yield "clip_skip", max(0, int(value) - 1)
         elif key == "Schedule type":
             yield "karras", value == "Karras"
+            if value == "Exponential":
+                yield "exponential", True
         elif key == "Size" and (size := re.fullmatch(r"(\d{1,6})x(\d{1,6})", value, re.ASCII)):
             yield from (("width", int(size[1])), ("height", int(size[2])))
         else:

@@ -1,4 +1,5 @@
-"""A1111's prompts that change between steps: `[from:to:when]`, `[to:when]`, `[from::when]` and `[a|b]`.
+"""A1111's prompts that change between steps: `[from:to:when]`, `[to:when]`, `[from::when]` and `[a|b]`;
+and those composed of several (`a AND b :0.5`, Liu et al. 2022), each of which may change by itself.
 
 `when` is a share of the steps where it has a point, else a number of steps; in a second pass shares count on
 from 1. A1111 counts steps from 0 and keeps a text up to and including its last step; so does this.
@@ -8,14 +9,66 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from darkroom.errors import InputError
 
 NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*")
 MAX_DEPTH = 50
+MAX_WEIGHT = 100.0
 MAX_TEXTS = 100
+MAX_COMPOSED = 16
+AND = re.compile(r"\bAND\b")
+COMPOSED_WEIGHT = re.compile(r"\s*:\s*([-+]?(?:\d+\.?|\d*\.\d+))\s*$")
 At = Callable[[int], str]
 """A text by the number of its step, from 1."""
+
+
+class PromptStage(NamedTuple):
+    """What is read of a prompt and its negative up to a step."""
+
+    until: int
+    prompts: tuple[str, ...]
+    """One, or those that AND composes."""
+    negative: str
+    second_pass: bool
+
+
+def readings(
+    prompt: str, negative: str, weighting: str, steps: int, second_steps: int | None = None
+) -> list[PromptStage]:
+    """All that is read of a prompt in order, in one pass or two of so many steps each."""
+    if weighting != "a1111":
+        passes = [(False, steps)] + ([] if second_steps is None else [(True, second_steps)])
+        return [PromptStage(count, (prompt,), negative, second) for second, count in passes]
+    told = [text for text, _ in composed(prompt)]
+    found = []
+    for second, count in ((False, steps), (True, second_steps)):
+        if count is None:
+            continue
+        # In a negative prompt AND is a word, as A1111 has it.
+        texts = [schedule(text, count, second_pass=second) for text in (*told, AND.sub("and", negative))]
+        for end in sorted({end for text in texts for end, _ in text}):
+            *mine, against = (text[_text_at(text, end)][1] for text in texts)
+            found.append(PromptStage(end, tuple(mine), against, second))
+    return found
+
+
+def composed(prompt: str) -> list[tuple[str, float]]:
+    """The prompts that AND composes, and how much each counts; one without AND counts 1, whatever it says."""
+    if not (parts := AND.split(prompt))[1:]:
+        return [(prompt, 1.0)]
+    if len(parts) > MAX_COMPOSED:
+        raise InputError(f"{len(parts)} prompts joined by AND", allowed=f"up to {MAX_COMPOSED}")
+    found = []
+    for part in parts:
+        weight = COMPOSED_WEIGHT.search(part)
+        found.append((part.rstrip(), 1.0) if weight is None else (part[: weight.start()], float(weight[1])))
+        if not abs(found[-1][1]) <= MAX_WEIGHT:
+            raise InputError(
+                f"a weight of {found[-1][1]:g} after AND", allowed=f"-{MAX_WEIGHT:g} to {MAX_WEIGHT:g}"
+            )
+    return found
 
 
 def schedule(prompt: str, steps: int, *, second_pass: bool = False) -> list[tuple[int, str]]:
@@ -32,7 +85,7 @@ def schedule(prompt: str, steps: int, *, second_pass: bool = False) -> list[tupl
     return found
 
 
-def text_at(texts: Sequence[tuple[int, str]], step: int) -> int:
+def _text_at(texts: Sequence[tuple[int, str]], step: int) -> int:
     """Which of a schedule's texts is read at a step, counted from 0."""
     return next((i for i, (end, _) in enumerate(texts) if step <= end), len(texts) - 1)
 

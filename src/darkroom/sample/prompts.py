@@ -337,7 +337,7 @@ def _refuse_a1111(prompt: str) -> None:
                 mend="write \\[ for a plain bracket",
             )
     if re.search(r"\bAND\b", plain):
-        raise InputError("AND in a prompt: prompts composed by AND are not known", mend="write 'and'")
+        raise InputError("AND in a prompt: prompts are not composed here", mend="write 'and'")
 
 
 def _parted(text: str, weight: float) -> list[WeightedText]:

@@ -2,9 +2,10 @@
 
 `Provenance` finishes pictures: it puts in the watermark and signs the file with the operator's certificate,
 or with one that darkroom made for this machine. The manifest names the generator, the model and its hash, and
-the settings as far as the operator lets it; the pictures that were given as input are its ingredients, with
-their own manifests. `verify_picture` reads all of it back. Needs the extra `provenance` for credentials; the
-watermark and the metadata need nothing.
+the settings as far as the operator lets it; the pictures that it was made from, and those that steered it
+(of ControlNets and their kin), are its ingredients, with their own manifests. `verify_picture`
+reads all of it back. Needs the extra `provenance` for credentials; the watermark and
+the metadata need nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from darkroom import __version__
 from darkroom.errors import InputError, MissingExtra
@@ -179,12 +180,17 @@ class Origin:
 
     payload: int
     inputs: tuple[bytes, ...] = ()
+    """The picture that was edited and its mask."""
+    controls: tuple[bytes, ...] = ()
+    """Pictures that steered it."""
 
     @classmethod
-    def of(cls, parameters: dict[str, Any], inputs: Sequence[bytes] = ()) -> Origin:
+    def of(
+        cls, parameters: dict[str, Any], inputs: Sequence[bytes] = (), controls: Sequence[bytes] = ()
+    ) -> Origin:
         """The payload is a checksum of what the picture was made with."""
         told = json.dumps(parameters, sort_keys=True, default=str).encode()
-        return cls(zlib.crc32(told), tuple(inputs))
+        return cls(zlib.crc32(told), tuple(inputs), tuple(controls))
 
 
 class Provenance:
@@ -228,12 +234,17 @@ class Provenance:
         """The file of a picture whose image is marked already: metadata, parameters, credentials."""
         buffer = io.BytesIO()
         picture.image.save(buffer, "PNG", pnginfo=png_text(picture), compress_level=compress_level)
-        return self.signed(buffer.getvalue(), "PNG", picture.parameters, origin.inputs)
+        return self.signed(buffer.getvalue(), "PNG", picture.parameters, origin.inputs, origin.controls)
 
     def signed(
-        self, content: bytes, kind: str, parameters: dict[str, Any], inputs: Sequence[bytes] = ()
+        self,
+        content: bytes,
+        kind: str,
+        parameters: dict[str, Any],
+        inputs: Sequence[bytes] = (),
+        controls: Sequence[bytes] = (),
     ) -> bytes:
-        """A file with credentials: made by a model, from these inputs if any."""
+        """A file with credentials: made by a model, from these inputs if any, steered by these controls."""
         actions: list[dict[str, Any]] = []
         if inputs:
             actions.append({"action": "c2pa.opened", "parameters": {"ingredientIds": ["input-0"]}})
@@ -242,11 +253,14 @@ class Provenance:
         else:
             kind_of = f"{SOURCE}/trainedAlgorithmicMedia"
             actions.append({"action": "c2pa.created", "digitalSourceType": kind_of})
+        if controls:
+            ids = [f"control-{i}" for i in range(len(controls))]
+            actions[-1]["parameters"] = {"ingredientIds": ids}
         agent = f"{parameters.get('model', 'a model')} (darkroom {__version__})"
         for action in actions:
             action["softwareAgent"] = {"name": agent}
         generation = {"label": "org.darkroom.generation", "data": self._told(parameters)}
-        return self._sign(content, kind, actions, [generation], inputs)
+        return self._sign(content, kind, actions, [generation], inputs, controls)
 
     def converted(self, content: bytes, kind: str, original: bytes) -> bytes:
         """The credentials of a file that is another one in a new format: that one is its ingredient."""
@@ -269,6 +283,7 @@ class Provenance:
         actions: list[dict[str, Any]],
         more: list[dict[str, Any]],
         inputs: Sequence[bytes],
+        controls: Sequence[bytes] = (),
     ) -> bytes:
         if self._certificate is None:
             return content
@@ -283,11 +298,13 @@ class Provenance:
             signer = self._signer = self._signer or self._open_signer()
             context = c2pa.Context(c2pa.Settings.from_json(json.dumps(SIGNING)))
             builder = c2pa.Builder.from_json(json.dumps(manifest), context)
-            for i, given in enumerate(inputs):
-                relation = "parentOf" if i == 0 else "inputTo"
-                told = {"title": f"input {i}", "relationship": relation, "label": f"input-{i}"}
-                media = TYPES[_kind_of(given)]
-                builder.add_ingredient({**told, "instance_id": f"input-{i}"}, media, io.BytesIO(given))
+            titled = [(f"input {i}", given) for i, given in enumerate(inputs)]
+            titled += [(f"control {i}", given) for i, given in enumerate(controls)]
+            for title, given in titled:
+                name = title.replace(" ", "-")
+                relation = "parentOf" if title == "input 0" else "inputTo"
+                told = {"title": title, "relationship": relation, "label": name, "instance_id": name}
+                builder.add_ingredient(told, TYPES[_kind_of(given)], io.BytesIO(given))
             out = io.BytesIO()
             builder.sign(signer, TYPES[kind], io.BytesIO(content), out)
         return out.getvalue()
@@ -308,6 +325,7 @@ def save_pictures(
     out: Path,
     provenance: Provenance | None,
     inputs: Sequence[bytes] = (),
+    controls: Sequence[bytes] = (),
     *,
     kind: str = "png",
     grid: bool = True,
@@ -321,7 +339,7 @@ def save_pictures(
     ]
 
     def sign(content: bytes, told: dict[str, Any]) -> bytes:
-        return provenance.signed(content, kind.upper(), told, inputs)
+        return provenance.signed(content, kind.upper(), told, inputs, controls)
 
     return plain_save(marked, out, kind=kind, grid=grid, sign=sign)
 
@@ -338,6 +356,19 @@ def installed() -> bool:
 def _need_c2pa() -> None:
     if not installed():
         raise MissingExtra("c2pa-python", EXTRA)
+
+
+def as_ingredient(file: Path) -> bytes:
+    """A picture's file as credentials can name it; in a format that they do not know, as PNG."""
+    content = file.read_bytes()
+    try:
+        _kind_of(content)
+    except UnidentifiedImageError:
+        buffer = io.BytesIO()
+        with Image.open(file) as image:
+            image.convert("RGB").save(buffer, "PNG")
+        return buffer.getvalue()
+    return content
 
 
 def _kind_of(content: bytes) -> str:

@@ -81,11 +81,12 @@ class Schedule:
 
 def _betas_of(config: Mapping[str, Any]) -> Array:
     """The betas [T] that a scheduler configuration names."""
-    # LCMScheduler is the one class whose own defaults are Stable Diffusion's.
+    # Some classes' own defaults are Stable Diffusion's; LCMScheduler's schedule is too.
     is_lcm = config.get("_class_name") == "LCMScheduler"
+    is_sd = is_lcm or config.get("_class_name") in ("HeunDiscreteScheduler", "DPMSolverSDEScheduler")
     kind = config.get("beta_schedule", "scaled_linear" if is_lcm else "linear")
-    start = float(config.get("beta_start", 0.00085 if is_lcm else 0.0001))
-    end = float(config.get("beta_end", 0.012 if is_lcm else 0.02))
+    start = float(config.get("beta_start", 0.00085 if is_sd else 0.0001))
+    end = float(config.get("beta_end", 0.012 if is_sd else 0.02))
     count = int(config.get("num_train_timesteps", 1000))
     if (trained := config.get("trained_betas")) is not None:
         return np.asarray(trained, dtype=np.float64)
@@ -160,4 +161,10 @@ def karras_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
     """Falling sigmas, evenly spaced in sigma^(1/7) (Karras et al. 2022, equation 5)."""
     low, high = sigma_min ** (1 / KARRAS_RHO), sigma_max ** (1 / KARRAS_RHO)
     sigmas: Array = (high + np.linspace(0, 1, num_steps) * (low - high)) ** KARRAS_RHO
+    return sigmas
+
+
+def exponential_sigmas(sigma_min: float, sigma_max: float, num_steps: int) -> Array:
+    """Falling sigmas, evenly spaced in log sigma (k-diffusion's exponential schedule)."""
+    sigmas: Array = np.exp(np.linspace(math.log(sigma_max), math.log(sigma_min), num_steps))
     return sigmas

@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darkroom.errors import InputError
-from darkroom.sample.schedule import Array, Schedule, karras_sigmas, multistep_timesteps, spaced_timesteps
+from darkroom.sample.schedule import (
+    Array,
+    Schedule,
+    exponential_sigmas,
+    karras_sigmas,
+    multistep_timesteps,
+    spaced_timesteps,
+)
 
 Levels = tuple[Array, Array, Array]
 """alpha, sigma and lambda, each [S + 1]."""
@@ -33,7 +40,8 @@ class SolverRequest:
     num_steps: int
     spacing: str
     eta: float = 0.0
-    karras: bool = False
+    sigmas: str | None = None
+    """karras or exponential; None is as the timesteps are spaced."""
     clip: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -122,12 +130,67 @@ def lms(plan: SolverRequest) -> SolverTable:
     return sheet.finish("lms", plan.num_steps, initial_scale=_initial_scale(plan, sigma), notes=plan.notes)
 
 
+def heun(plan: SolverRequest) -> SolverTable:
+    """Heun steps (Karras et al. 2022, algorithm 1, without churn): two calls each, the last step one."""
+    timesteps, sigma = _sigma_levels(plan)
+    at = (np.arange(2 * len(sigma) - 1) + 1) // 2
+    sheet = _sigma_sheet(plan, timesteps[at], sigma[at])
+    _heun_terms(sheet, np.append(sigma, 0.0))
+    return sheet.finish("heun", plan.num_steps, initial_scale=_initial_scale(plan, sigma), notes=plan.notes)
+
+
+def _heun_terms(sheet: Sheet, sigma: Array) -> None:
+    """Call 2i leaves level i by Euler; call 2i - 1 takes the step that came there again, with the mean of the
+    slopes (x - x0) / sigma at both its ends."""
+    euler, again = slice(0, None, 2), slice(1, None, 2)
+    ratio = sigma[1:] / sigma[:-1]
+    sheet.term(0)[euler], sheet.term(1)[euler] = ratio, 1 - ratio
+    start, end = sigma[:-2], sigma[1:-1]
+    half = (end - start) / 2
+    sheet.term(0)[again], sheet.term(1)[again] = half / end, -half / end
+    sheet.term(2)[again], sheet.term(3)[again] = 1 + half / start, -half / start
+
+
+def dpmpp_sde(plan: SolverRequest) -> SolverTable:
+    """DPM-Solver++ of the second order for the reverse SDE, singlestep (k-diffusion's dpmpp_sde, r = 1/2).
+
+    Call 2i goes from level i to the middle of the step, call 2i + 1 takes the whole step from its start with
+    the prediction there. Both noises are of one Brownian path over sigma, as k-diffusion has it: what the
+    first drew is found again in x, and only the rest is drawn for the second.
+    """
+    timesteps, sigma = _sigma_levels(plan)
+    start, end = sigma[:-1], sigma[1:]
+    middle = np.sqrt(start * end)
+    levels, times = np.empty(2 * len(sigma) - 1), np.empty(2 * len(sigma) - 1)
+    levels[0::2], levels[1::2] = sigma, middle
+    times[0::2], times[1::2] = timesteps, plan.schedule.timesteps_at(middle)
+    sheet = _sigma_sheet(plan, times, levels)
+    first, second = slice(0, -1, 2), slice(1, None, 2)
+    (down, up), (down_to, up_to) = _ancestral(start, middle), _ancestral(start, end)
+    sheet.term(0)[first], sheet.term(1)[first] = down / start, 1 - down / start
+    sheet.columns[first, NOISE] = up
+    share = np.sqrt((start - middle) / (start - end))
+    again = up_to * share / up
+    sheet.term(0)[second], sheet.term(1)[second] = again, 1 - down_to / start
+    sheet.term(2)[second] = down_to / start - again * down / start
+    sheet.term(3)[second] = -again * (1 - down / start)
+    sheet.columns[second, NOISE] = up_to * np.sqrt(1 - share**2)
+    sheet.term(1)[-1] = 1.0  # the last step ends on the picture
+    draws = [True] * (len(levels) - 1) + [False]
+    scale = _initial_scale(plan, sigma)
+    return sheet.finish("dpmpp_sde", plan.num_steps, draws=draws, initial_scale=scale, notes=plan.notes)
+
+
+def _ancestral(sigma: Array, sigma_to: Array) -> tuple[Array, Array]:
+    """What is left of sigma before noise is added, and how much is, to end at `sigma_to`."""
+    up = np.sqrt(np.maximum(sigma_to**2 * (sigma**2 - sigma_to**2) / sigma**2, 0))
+    return np.sqrt(np.maximum(sigma_to**2 - up**2, 0)), up
+
+
 def euler_a(plan: SolverRequest) -> SolverTable:
     """Euler steps with ancestral noise (Song et al. 2021's DDPM step in k-diffusion's form)."""
     timesteps, sigma = _sigma_levels(plan)
-    sigma_to = np.append(sigma[1:], 0.0)
-    up = np.sqrt(np.maximum(sigma_to**2 * (sigma**2 - sigma_to**2) / sigma**2, 0))
-    down = np.sqrt(np.maximum(sigma_to**2 - up**2, 0))
+    down, up = _ancestral(sigma, np.append(sigma[1:], 0.0))
     sheet = _sigma_sheet(plan, timesteps, sigma)
     sheet.term(0)[:] = down / sigma
     sheet.term(1)[:] = 1 - down / sigma
@@ -139,12 +202,19 @@ def euler_a(plan: SolverRequest) -> SolverTable:
 def _sigma_levels(plan: SolverRequest) -> tuple[Array, Array]:
     timesteps = plan.spaced()
     sigma = plan.schedule.sigmas_at(timesteps)
-    if plan.karras:
-        low = plan.settings.get("sigma_min") or sigma[-1]
-        high = plan.settings.get("sigma_max") or sigma[0]
-        sigma = karras_sigmas(low, high, plan.num_steps)
+    if plan.sigmas is not None:
+        sigma = _spread(plan, sigma[-1], sigma[0])
         timesteps = plan.schedule.timesteps_at(sigma)
     return timesteps, sigma
+
+
+def _spread(plan: SolverRequest, low: float, high: float) -> Array:
+    """Falling sigmas [S] between two, or those that the settings say, spaced as the plan has them."""
+    low = plan.settings.get("sigma_min") or low
+    high = plan.settings.get("sigma_max") or high
+    return {"karras": karras_sigmas, "exponential": exponential_sigmas}[str(plan.sigmas)](
+        low, high, plan.num_steps
+    )
 
 
 def _sigma_sheet(plan: SolverRequest, timesteps: Array, sigma: Array) -> Sheet:
@@ -264,6 +334,15 @@ def dpmpp_2m_sde(plan: SolverRequest) -> SolverTable:
     return _dpmpp("dpmpp_2m_sde", plan, timesteps, _vp(sigmas), stochastic=True)
 
 
+def dpmpp_3m_sde(plan: SolverRequest) -> SolverTable:
+    """DPM-Solver++ multistep of the third order for the reverse SDE (k-diffusion's dpmpp_3m_sde)."""
+    timesteps, sigmas = _multistep_levels(plan)
+    # What k-diffusion does at all orders, in diffusers' words; the last step ends on the picture.
+    own = {"solver_order": 3, "solver_type": "heun", "lower_order_final": False}
+    plan = replace(plan, settings={**plan.settings, **own})
+    return _dpmpp("dpmpp_3m_sde", plan, timesteps, _vp(sigmas), stochastic=True)
+
+
 def _dpmpp(
     solver: str, plan: SolverRequest, timesteps: Array, levels: Levels, *, stochastic: bool
 ) -> SolverTable:
@@ -320,15 +399,13 @@ def _multistep_levels(plan: SolverRequest, *, unipc: bool = False) -> tuple[Arra
     schedule, count = plan.schedule, plan.num_steps
     keeps_fractions = plan.settings.get("beta_schedule") == "squaredcos_cap_v2" and not unipc
     to_min = plan.settings.get("final_sigmas_type", "zero") == "sigma_min"
-    if plan.karras:
-        low = plan.settings.get("sigma_min") or schedule.sigmas[0]
-        high = plan.settings.get("sigma_max") or schedule.sigmas[-1]
-        sigmas = karras_sigmas(low, high, count)
+    if plan.sigmas is not None:
+        sigmas = _spread(plan, schedule.sigmas[0], schedule.sigmas[-1])
         timesteps = schedule.timesteps_at(sigmas)
-        # With a cosine schedule diffusers does not round, but cuts the fraction off on storing integers; its
-        # float32 noise levels put the first one a hair below the last timestep.
+        # With a cosine schedule, and with exponential sigmas, diffusers does not round, but cuts the fraction
+        # off on storing integers; its float32 noise levels put the first one a hair below the last timestep.
         cut = np.maximum(np.floor(timesteps - 1e-6), 0)
-        timesteps = cut if keeps_fractions else np.round(timesteps)
+        timesteps = cut if keeps_fractions or plan.sigmas == "exponential" else np.round(timesteps)
         return timesteps, np.append(sigmas, schedule.sigmas[0] if to_min else 0.0)
     # lambda = -log sigma; a clipped (cosine) schedule leaves out its noisiest timesteps.
     clipped = -math.inf if unipc else float(plan.settings.get("lambda_min_clipped", -math.inf))
@@ -488,22 +565,12 @@ def flow_euler(plan: SolverRequest) -> SolverTable:
 
 
 def flow_heun(plan: SolverRequest) -> SolverTable:
-    """Heun steps (Karras et al. 2022, algorithm 1) along the velocity: two calls each, the last step one.
-
-    Call 2i leaves level i by Euler; call 2i - 1 takes the step that came there again, with the mean of the
-    velocities at both its ends.
-    """
+    """Heun steps (Karras et al. 2022, algorithm 1) along the velocity: two calls each, the last step one."""
     flow = _flow_of(plan)
     sigma = flow.levels(plan.num_steps, plan.spacing)
     at = (np.arange(2 * plan.num_steps - 1) + 1) // 2
     sheet = _sheet(flow, sigma[at])
-    euler, again = slice(0, None, 2), slice(1, None, 2)
-    ratio = sigma[1:] / sigma[:-1]
-    sheet.term(0)[euler], sheet.term(1)[euler] = ratio, 1 - ratio
-    start, end = sigma[:-2], sigma[1:-1]
-    half = (end - start) / 2
-    sheet.term(0)[again], sheet.term(1)[again] = half / end, -half / end
-    sheet.term(2)[again], sheet.term(3)[again] = 1 + half / start, -half / start
+    _heun_terms(sheet, sigma)
     return sheet.finish("flow_heun", plan.num_steps, notes=plan.notes)
 
 
@@ -546,7 +613,8 @@ class SolverTable:
     """What standard normal noise is multiplied by to give the first latents."""
     notes: tuple[str, ...] = ()
     spacing: str = ""
-    karras: bool = False
+    sigmas: str | None = None
+    """How its sigmas are spaced: karras or exponential; None for as the timesteps are."""
     levels_S2: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 2), np.float32))
     """What x is made of before each call: how much of the picture, how much of the noise."""
     earlier: int = field(init=False)
@@ -558,6 +626,11 @@ class SolverTable:
 
     def __len__(self) -> int:
         return len(self.draws_S)
+
+    @property
+    def karras(self) -> bool:
+        """Whether its sigmas are Karras'."""
+        return self.sigmas == "karras"
 
     def begun_at(self, start: int) -> SolverTable:
         """The same steps without the first `start` of them."""

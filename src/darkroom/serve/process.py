@@ -9,12 +9,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
 
-from darkroom.errors import DarkroomError, InputError, is_system_failure
+from darkroom.errors import DarkroomError, InputError, MissingExtra, is_system_failure
 from darkroom.hardware.system import stop_in_loop
 from darkroom.serve.api.app import make_app
 from darkroom.serve.api.guard import AsgiApp, Keys, allowed, connection, is_public
@@ -67,6 +68,8 @@ def _check_paths(settings: ServeSettings) -> None:
     """InputError for folders that are not there: told before anything that takes long is imported."""
     if settings.adapters is not None and not settings.adapters.is_dir():
         raise InputError(f"--adapters '{settings.adapters}' is no folder", mend="make it, or name another")
+    if settings.mcp and find_spec("mcp") is None:
+        raise MissingExtra("mcp", "mcp")
     if settings.model.startswith((".", "/", "~")) and not Path(settings.model).exists():
         raise InputError(f"no model at '{settings.model}'", allowed="a model folder, a hub id, or a family")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_SEED = 2**63 - 1
 MOST_ADAPTERS, MOST_CONTROLS = 16, 8
+MAX_BLOCKS = 64
 JOB_ID = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 """What a client may call a job."""
 
@@ -29,6 +30,22 @@ class AdapterChoice(_Strict):
 
     name: str = Field(min_length=1, max_length=200)
     weight: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
+    text_weight: float | None = Field(
+        None, allow_inf_nan=False, ge=-100, le=100, description="of the text encoders; None: as the U-Net's"
+    )
+    blocks: tuple[Annotated[float, Field(allow_inf_nan=False, ge=-100, le=100)], ...] = Field(
+        (), max_length=MAX_BLOCKS, description="how much each block takes, in A1111's order; none: all, whole"
+    )
+
+    @field_validator("blocks", mode="before")
+    @classmethod
+    def _blocks_from_list(cls, given: Any) -> Any:
+        return tuple(given[: MAX_BLOCKS + 1]) if isinstance(given, list) else given
+
+    @property
+    def text(self) -> float:
+        """The weight of the text encoders."""
+        return self.weight if self.text_weight is None else self.text_weight
 
 
 class ControlChoice(_Strict):
@@ -70,8 +87,10 @@ class HiresChoice(_Strict):
         0.7, gt=0, le=1, allow_inf_nan=False, description="share of the steps taken at the large size"
     )
     steps: int | None = Field(None, ge=1, le=1000, description="of which it is a share; None: as the first")
-    upscaler: Literal["latent", "lanczos"] = Field(
-        "latent", description="latent: between the latents; lanczos: decoded, enlarged, encoded"
+    upscaler: str = Field(
+        "latent",
+        max_length=200,
+        description="latent: between the latents; lanczos or a network's name: decoded, enlarged, encoded",
     )
 
 
@@ -96,6 +115,7 @@ class PictureRequest(_Strict):
     guidance_rescale: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="less contrast")
     eta: float = Field(0.0, ge=0, le=1, allow_inf_nan=False, description="noise of ddim")
     karras: bool | None = Field(None, description="Karras sigmas; None: as the scheduler says")
+    exponential: bool | None = Field(None, description="exponential sigmas; None: as the scheduler says")
     spacing: str | None = Field(None, max_length=40, description="timesteps leading, trailing or linspace")
     weighting: Literal["none", "a1111", "compel"] = Field(
         "none", description="syntax of weights in the prompts; none: brackets mean what they say"

@@ -103,6 +103,12 @@ class ServeSettings(BaseModel):
     adapters: Path | None = Field(None, description="the folder of adapters; new files appear by themselves")
     slots: int = Field(16, ge=1, le=1024, description="adapters that lie ready on the device at once")
     max_rank: int = Field(64, ge=1, le=1024, description="the largest rank of an adapter")
+    adapter_memory: int | None = Field(
+        None,
+        ge=1,
+        description="bytes of adapters that are no LoRAs (LoKr, LoHa, OFT, differences) in memory at once; "
+        "None: a quarter of what is free",
+    )
     embeddings: Path | None = Field(None, description="the folder of textual inversions, by name in prompts")
     controls: Path | None = Field(
         None, description="the folder of ControlNets, T2I-Adapters and IP-Adapters, by name; new ones appear"
@@ -110,6 +116,7 @@ class ServeSettings(BaseModel):
     control_memory: int | None = Field(
         None, ge=1, description="bytes of nets in memory at once; None: a quarter of what is free"
     )
+    upscalers: Path | None = Field(None, description="the folder of ESRGAN networks, by name")
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
     key_file: Path | None = Field(None, description="names and hashes of the keys that may come in")
@@ -174,6 +181,7 @@ class ServeSettings(BaseModel):
     )
     metrics_host: str = "0.0.0.0"
     prefix: str = Field("", description="the path under which a proxy has the server, such as /pictures")
+    mcp: bool = Field(False, description="an MCP server at /mcp, for agents that draw")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")
     limits: Limits = Limits()
 

@@ -11,7 +11,9 @@ from darkroom import models
 from darkroom.errors import ModelError
 from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.bank import SLOTS, WEIGHTS, Bank, Choice
-from darkroom.models.adapters.read import merge
+from darkroom.models.adapters.blocks import names_of
+from darkroom.models.adapters.layers import Factors, Layer
+from darkroom.models.adapters.read import adaptable, merge, merge_all
 from darkroom.models.model import Model
 from darkroom.sample.ladder.choose import optimise
 from models.made_adapters import everywhere, made
@@ -63,6 +65,128 @@ def test_rows_with_other_adapters_equal_merged_models(tiny: Model, model: Model)
         expected = run(merged(tiny, *pairs))[i]
         assert (out[i] - expected).abs().max() < CLOSE
         assert not pairs or (plain[i] - expected).abs().max() > APART
+
+
+def factors(kind: str, weight: torch.Tensor, draw: torch.Generator) -> Layer | Factors:
+    """One layer of a kind for a weight."""
+    outputs, inputs = weight.shape[0], weight[0].numel()
+
+    def random(*shape: int, size: float = 0.3) -> torch.Tensor:
+        return size * torch.randn(*shape, generator=draw)
+
+    if kind.startswith("dora"):
+        down, up = random(4, *weight.shape[1:]), random(outputs, 4, *[1] * (weight.ndim - 2))
+        many = (outputs,) if kind == "dora" else (1, weight.shape[1])
+        return Layer(down, up, 0.5, 0.5 + torch.rand(many, generator=draw))
+    if kind == "loha":
+        sides = {"hada_w1_a": (outputs, 2), "hada_w1_b": (2, inputs), "hada_w2_a": (outputs, 2)}
+        return Factors("loha", {n: random(*s) for n, s in {**sides, "hada_w2_b": (2, inputs)}.items()}, 0.5)
+    if kind == "lokr":
+        return Factors("lokr", {"lokr_w1": random(8, 8), "lokr_w2": random(outputs // 8, inputs // 8)})
+    if kind == "full":
+        return Factors("full", {"diff": random(*weight.shape, size=0.05)})
+    if kind == "oft":
+        return Factors("oft", {"oft_blocks": random(outputs // 8, 8, 8)})
+    if kind == "boft":
+        return Factors("boft", {"oft_blocks": random(3, outputs // 8, 8, 8)})
+    on_input = kind == "ia3 on input"
+    told = {"ia3": random(weight.shape[1] if on_input else outputs), "on_input": torch.tensor(on_input)}
+    return Factors("ia3", told)
+
+
+KINDS = ("dora", "dora by inputs", "loha", "lokr", "full", "oft", "boft", "ia3", "ia3 on input")
+
+
+def of_kind(model: Model, kind: str, seed: int) -> Adapter:
+    draw = torch.Generator().manual_seed(seed)
+    ends = ("attn1.to_q", "attn2.to_out.0", "resnets.0.conv1", "time_emb_proj", "proj_in")
+    layers = {
+        path: factors(kind, layer.weight, draw)
+        for path, layer in adaptable(model).items()
+        if path.startswith("unet.") and path.endswith(ends) and layer.weight.shape[1] % 8 == 0
+    }
+    return Adapter(kind, layers, kind=kind.partition(" ")[0])
+
+
+def test_rows_of_every_kind_in_one_call_equal_merged_models(tiny: Model, model: Model) -> None:
+    lora = made(tiny, 1, where=everywhere)
+    adapters = {1: lora} | {2 + i: of_kind(tiny, kind, i) for i, kind in enumerate(KINDS)}
+    bank = Bank(model, slots=len(adapters), max_rank=4)
+    for slot, adapter in adapters.items():
+        bank.load(slot, adapter)
+    plain = run(tiny)
+    pairs = [[(slot, 0.7)] for slot in adapters] + [[(4, 0.5), (1, 1.0), (2, -0.5)], []]
+    for start in range(0, len(pairs), 4):
+        some = pairs[start : start + 4]
+        out = run_rows(bank, some)
+        if start == 8:
+            bank.take_whole_calls()
+            assert (run_rows(bank, some) - out).abs().max() < CLOSE
+        for i, row in enumerate(some):
+            changed = copy.deepcopy(tiny)
+            merge_all(changed, [(adapters[slot], weight) for slot, weight in row])
+            expected = run(changed)[i]
+            assert (out[i] - expected).abs().max() < 1e-4, [adapters[slot].name for slot, _ in row]
+            assert not row or (plain[i] - expected).abs().max() > APART
+    with torch.no_grad():  # one row that holds for all of a call
+        told = bank.lay_out([[(5, 0.7)]], "cpu")
+        with bank.applied("unet", told[SLOTS], told[WEIGHTS]):
+            assert (run(model) - run(merged(tiny, (adapters[5], 0.7)))).abs().max() < 1e-4
+    held = bank.dense_bytes(5)
+    numbers = sum(
+        layer.weight.numel() for path, layer in adaptable(tiny).items() if path in adapters[5].layers
+    )
+    assert held == 4 * numbers
+    assert bank.dense_bytes(2) == bank.dense_bytes(9) == 0, "magnitudes and factors are no differences"
+    bank.clear(5)
+    assert bank.dense_bytes(5) == 0
+    assert (run_rows(bank, [[(5, 1.0)]] * 4) - plain).abs().max() < CLOSE
+
+
+def test_blocks_take_as_much_as_a1111s_lists_say(tiny: Model, model: Model) -> None:
+    everything, attentive = names_of(tiny)
+    assert everything[:3] == ["BASE", "IN00", "IN01"]
+    assert [
+        len(names) for names in names_of(models.create("sd15", device="meta", tokenizer=tiny.tokenizers[0]))
+    ] == [26, 17]
+    assert [
+        len(names) for names in names_of(models.create("sdxl", device="meta", tokenizer=tiny.tokenizers[0]))
+    ] == [20, 12]
+    lora = made(tiny, 1, where=everywhere)
+    bank = Bank(model, slots=2, max_rank=4)
+    weights = [0.25 * i for i in range(len(everything))]
+    bank.load(1, bank.stage(lora, tuple(weights)))
+    bank.load(2, bank.stage(lora, tuple(float(name == "M00") for name in attentive)))
+    out = run_rows(bank, [[(1, 1.0)], [(2, 1.0)], [], []])
+    told = dict(zip(everything, weights, strict=True))
+
+    def share(path: str) -> float:
+        """By diffusers' names, written out for two levels of this model."""
+        parts = path.split(".")
+        deep = len(tiny.unet.down_blocks[0].resnets)  # type: ignore[union-attr, arg-type]
+        if parts[1] == "mid_block":
+            return told["M00"]
+        if parts[1] == "conv_in":
+            return told["IN00"]
+        if parts[1] not in ("down_blocks", "up_blocks"):
+            return 1.0
+        at = deep if parts[3].endswith("samplers") else int(parts[4])
+        place = int(parts[2]) * (deep + 1) + at
+        return told[f"IN{place + 1:02}"] if parts[1] == "down_blocks" else told[f"OUT{place:02}"]
+
+    for i, weigh in ((0, share), (1, lambda path: float(path.startswith(("unet.mid_block", "unet.time"))))):
+        layers = {
+            path: Layer(layer.down, layer.up, layer.scale * weigh(path))  # type: ignore[union-attr, no-untyped-call]
+            for path, layer in lora.layers.items()
+            if path.startswith("unet.")
+        }
+        expected = run(merged(tiny, (Adapter("scaled", layers), 1.0)))[i]
+        assert (out[i] - expected).abs().max() < CLOSE
+        assert (run(merged(tiny, (lora, 1.0)))[i] - expected).abs().max() > APART
+    with pytest.raises(
+        ModelError, match=f"3 block weights; allowed: {len(attentive)} .BASE.* or {len(everything)} "
+    ):
+        bank.stage(lora, (1.0, 1.0, 1.0))
 
 
 def test_a_row_does_not_depend_on_who_shares_the_batch(tiny: Model, model: Model) -> None:
@@ -158,8 +282,10 @@ def test_what_a_bank_cannot_hold_is_refused_by_name(tiny: Model, model: Model) -
     with pytest.raises(ModelError, match="'made1' has rank 8; allowed: at most 4"):
         bank.load(1, made(tiny, 1, rank=8))
     dora = Adapter("soft", made(tiny, 1).layers, kind="dora")
+    sealed = Bank(copy.deepcopy(model), slots=1, max_rank=4)
+    sealed.seal()
     with pytest.raises(ModelError, match="'soft' is a dora.*export MODEL --merge"):
-        bank.load(1, dora)
+        sealed.load(1, dora)
     for slot in (0, 3, -1):
         with pytest.raises(ModelError, match="1 to 2"):
             bank.load(slot, made(tiny, 1))

@@ -13,6 +13,7 @@ from PIL import Image, ImageOps
 from safetensors.torch import save_file
 
 from darkroom import models, sample
+from darkroom.models.upscaler import RRDBNet, read_upscaler
 from darkroom.sample import Control, Hires
 from darkroom.serve.engine.tickets import png_of
 from serve.api.conftest import base64_of, opened
@@ -44,15 +45,28 @@ def http(small, nets, model_folder, adapter_folder, tmp_path_factory) -> Iterato
     """A server with embeddings, adapters and nets, with memory for two nets."""
     folder = tmp_path_factory.mktemp("conditions")
     write_embeddings(folder / "embeddings", small.text_encoders[0].config.hidden_size)
+    (folder / "upscalers").mkdir()
+    write_network(folder / "upscalers" / "4x_soft.safetensors")
     needs = 4 * models.describe_control(nets / "edges", small).num_weights
     server = Server(
         model_folder,
         folder / "state",
         *("--embeddings", str(folder / "embeddings"), "--adapters", str(adapter_folder)),
+        *("--upscalers", str(folder / "upscalers")),
         *("--controls", str(nets), "--control-memory", str(int(2.2 * needs))),
     )
     yield server.ready().http
     server.kill()
+
+
+def write_network(file: Path) -> Path:
+    """A network of random weights that makes pictures four times as large."""
+    torch.manual_seed(4)
+    net = RRDBNet(4, 4, 1, 2)
+    for weight in net.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    save_file({key: tensor.clone() for key, tensor in net.state_dict().items()}, str(file))
+    return file
 
 
 def drawn(http: Any, **body: Any) -> Image.Image:
@@ -82,6 +96,74 @@ def test_embeddings_are_words_of_every_api_and_listed(http, small):
     assert difference(pictures["zorp"], pictures["ZORP"]) == 0
     assert difference(pictures["zorp"], pictures["zorb"]) >= 3
     assert difference(drawn(http, prompt="a zorp"), pictures["zorp"]) <= 1
+
+
+ALONE: dict[str, Any] = {"steps": 4, "seed": 5, "optimise": "none", "notice": lambda _: None}
+
+
+def test_prompts_composed_by_and_are_generates(http, small):
+    asked = "a horse AND a [red|blue] circle :0.6 AND fog : -0.5"
+    made = drawn(http, prompt=asked, negative_prompt="grey", cfg_scale=4.0)
+    for prompt, apart in ((asked, False), ("a horse", True), ("a horse AND a [red|blue] circle", True)):
+        lone = sample.generate(small, prompt, negative="grey", guidance=4.0, weighting="a1111", **ALONE)[
+            0
+        ].image
+        assert (difference(made, lone) >= 3) == apart
+    told = http.post("/sdapi/v1/txt2img", json={**QUICK, "prompt": " AND ".join("abcdefghijklmnopq")})
+    assert (told.status_code, "17 prompts joined by AND" in told.json()["detail"]) == (422, True)
+
+
+def test_samplers_and_schedules_of_a1111_are_generates(http, small):
+    for names, ours in (
+        ({"sampler_name": "Heun", "scheduler": "exponential"}, {"solver": "heun", "exponential": True}),
+        ({"sampler_name": "DPM++ SDE Karras"}, {"solver": "dpmpp_sde", "karras": True}),
+        (
+            {"sampler_name": "DPM++ 3M SDE", "scheduler": "SGM Uniform"},
+            {"solver": "dpmpp_3m_sde", "spacing": "trailing"},
+        ),
+    ):
+        made = drawn(http, prompt="a horse", **names)
+        lone, other = (
+            sample.generate(small, "a horse", **some, **ALONE)[0].image
+            for some in (ours, {"solver": "euler"})
+        )
+        assert difference(made, lone) <= 1
+        assert difference(made, other) >= 2
+    named = {one["name"] for one in http.get("/sdapi/v1/schedulers").json()}
+    assert {"exponential", "sgm_uniform", "karras"} <= named
+
+
+def test_networks_make_pictures_larger_by_name(http, small, tmp_path):
+    names = [one["name"] for one in http.get("/sdapi/v1/upscalers").json()]
+    assert names == ["Latent", "Lanczos", "4x_soft"]
+    network = read_upscaler(write_network(tmp_path / "4x_soft.safetensors"))
+    start = steering(3)
+    body = {"image": base64_of(start), "upscaler_1": "4x_soft", "upscaling_resize": 3}
+    made = opened(http.post("/sdapi/v1/extra-single-image", json=body).json()["image"])
+    expected = network.enlarge(start).resize((96, 96), Image.Resampling.LANCZOS)
+    assert difference(made, expected) <= 1
+    assert difference(made, start.resize((96, 96), Image.Resampling.LANCZOS)) >= 20
+    hires = {"enable_hr": True, "hr_scale": 1.5, "denoising_strength": 0.5}
+    made = drawn(http, prompt="a horse", hr_upscaler="4x_soft", **hires)
+    lone, plain = (
+        sample.generate(
+            small,
+            "a horse",
+            weighting="a1111",
+            hires=Hires(scale=1.5, strength=0.5, upscaler=name),
+            hires_network=given,
+            **ALONE,
+        )[0].image
+        for name, given in (("4x_soft", network), ("lanczos", None))
+    )
+    assert difference(made, lone) <= 1
+    assert difference(made, plain) >= 3
+    [whole] = sample.generate(small, "a horse", upscale=network, **ALONE)
+    [before] = sample.generate(small, "a horse", **ALONE)
+    assert difference(whole.image, network.enlarge(before.image)) == 0
+    assert (whole.parameters["upscaler"], whole.parameters["upscaled_size"]) == ("4x_soft", "128x128")
+    told = http.post("/jobs", json={"prompt": "a", "hires": {"scale": 2, "upscaler": "8x_hard"}})
+    assert (told.status_code, "no upscaler '8x_hard' here; allowed: 4x_soft" in told.text) == (422, True)
 
 
 MASK = Image.new("L", (32, 32))

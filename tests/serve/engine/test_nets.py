@@ -15,7 +15,8 @@ from darkroom.errors import InputError
 from darkroom.sample import Control
 from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.tickets import png_of
-from darkroom.serve.jobs.admission import digest_of
+from darkroom.serve.errors import Refused
+from darkroom.serve.jobs.admission import check_load, digest_of
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.jobs.results import PROBE_UID
 from darkroom.serve.request import ControlChoice, ControlUpload, PictureRequest, Uploads
@@ -108,6 +109,18 @@ def test_a_net_counts_half_an_evaluation(small):
     two = STEERED.model_copy(update={"controls": STEERED.controls * 2})
     loads = [shape_of(small, one).load(small.sample_size**2) for one in (plain, STEERED, two)]
     assert loads == [2.0, 3.0, 4.0]
+
+
+def test_prompts_joined_by_and_are_an_evaluation_each(small):
+    told = {"controls": (), "weighting": "a1111", "guidance": 1.0}
+    for prompt, load in (("a horse", 1.0), ("a horse AND a dog", 3.0), ("a AND b :0.5 AND c", 4.0)):
+        asked = STEERED.model_copy(update={**told, "prompt": prompt})
+        assert shape_of(small, asked).load(small.sample_size**2) == load
+    plain = STEERED.model_copy(update={**told, "prompt": "a AND b", "weighting": "none", "guidance": 3.0})
+    assert shape_of(small, plain).load(small.sample_size**2) == 2.0
+    many = STEERED.model_copy(update={**told, "prompt": " AND ".join("abcdefghijklmno")})
+    with pytest.raises(Refused, match="too large.* pixels with 15 prompts joined by AND"):
+        check_load(small, shape_of(small, many), 8.0)
 
 
 def test_digests_of_kept_jobs_stay_and_pictures_of_controls_count():

@@ -9,12 +9,18 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+import torch
 from PIL import Image
 
 from darkroom import sample
 from darkroom.models import folder
+from darkroom.models.adapters.adapter import Adapter
+from darkroom.models.adapters.blocks import names_of
+from darkroom.models.adapters.layers import Factors
+from darkroom.models.adapters.read import adaptable, read_adapter, write_adapter
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import core as core_module
 from darkroom.serve.jobs.results import ResultWriter
@@ -294,6 +300,73 @@ def test_a_tag_names_an_adapter_whoever_asks(run_core, adapter_folder):
     tagged, chosen, plain = run_core(scenario, adapters=adapter_folder)
     assert difference(tagged, chosen) == 0
     assert difference(tagged, plain) >= 5, "the control"
+
+
+def test_adapters_of_every_kind_and_their_weights_by_row(run_core, small, adapter_folder, tmp_path):
+    """A LoKr, a DoRA and a LoRA with weights of its own share calls; each is as its lone run."""
+    style = read_adapter(adapter_folder / "style3.safetensors")
+    draw = torch.Generator().manual_seed(1)
+    soft = {
+        name: replace(layer, magnitude=torch.rand(len(layer.up), generator=draw) + 0.5)
+        for name, layer in style.layers.items()
+    }
+    blocks = {"lokr_w1": torch.randn(4, 4, generator=draw), "lokr_w2": torch.randn(8, 8, generator=draw)}
+    path = next(p for p, one in adaptable(small).items() if one.weight.shape == (32, 32) and "to_q" in p)
+    write_adapter(Adapter("soft", soft, kind="dora"), tmp_path / "soft.safetensors", kohya=True)
+    kron = Adapter("kron", {path: Factors("lokr", blocks)}, kind="lokr")
+    write_adapter(kron, tmp_path / "kron.safetensors", kohya=True)
+    write_adapter(style, tmp_path / "style.safetensors")
+    names = names_of(small)[0]
+    lists = ",".join("0.5" if name.startswith("OUT") else "1" for name in names)
+    tags = ["", "<lora:kron:1>", "<lora:soft:0.8>", "<lora:style:0.1:1>", f"<lora:style:1:lbw={lists}>"]
+
+    async def scenario(core):
+        jobs = [
+            await core.submit(QUICK.model_copy(update={"prompt": f"a horse {tag}", "steps": 6}), key="a")
+            for tag in tags
+        ]
+        over = [await core.finished(job.id, key="a") for job in jobs]
+        assert [job.state for job in over] == ["done"] * len(tags), [job.error for job in over]
+        drawn = [await core.pictures(job.id, key="a") for job in jobs]
+        assert core.engine.library.dense_bytes == 32 * 32 * 4
+        wrong = QUICK.model_copy(update={"prompt": "x <lora:style:1:lbw=1,2>"})
+        with pytest.raises(Refused, match="2 block weights"):
+            await core.submit(wrong, key="a")
+        return [(Image.open(io.BytesIO(one.png)), one.parameters) for [one] in drawn]
+
+    made = run_core(scenario, adapters=tmp_path, slots=4)
+    given = {name: tmp_path / f"{name}.safetensors" for name in ("kron", "soft", "style")}
+    for i, ((picture, told), tag) in enumerate(zip(made, tags, strict=True)):
+        lone, plain = (
+            sample.generate(
+                small,
+                f"a horse {some}",
+                adapters=given if some else {},
+                seed=told["seed"],
+                steps=6,
+                guidance=told["guidance"],
+                optimise="none",
+                notice=lambda _: None,
+            )[0].image
+            for some in (tag, "")
+        )
+        assert difference(picture, lone) <= 2
+        assert difference(picture, plain) >= (0 if i == 0 else 3), "the control"
+
+
+def test_an_adapter_that_needs_more_memory_than_there_may_be_is_refused(run_core, small, tmp_path):
+    path, layer = next((p, one) for p, one in adaptable(small).items() if "to_q" in p)
+    whole = Factors("full", {"diff": torch.ones(layer.weight.shape)})
+    write_adapter(Adapter("whole", {path: whole}, kind="full"), tmp_path / "whole.safetensors", kohya=True)
+
+    async def scenario(core):
+        asked = QUICK.model_copy(update={"adapters": (AdapterChoice(name="whole"),)})
+        job = await core.submit(asked, key="a")
+        return (await core.finished(job.id, key="a")).error
+
+    error = run_core(scenario, adapters=tmp_path, adapter_memory=1000)
+    assert "'whole' (full) takes 0.0 MiB of differences as large as layers" in error["message"]
+    assert "--adapter-memory" in error["message"]
 
 
 def test_the_product_of_pixels_steps_and_pictures_is_bounded(run_core):

@@ -1,9 +1,13 @@
-"""The adapter bank: many LoRAs side by side in one model, chosen row by row of a batch.
+"""The adapter bank: many adapters side by side in one model, chosen row by row of a batch.
 
 Each adapted layer holds the matrices of all slots stacked and padded with zeros to the largest rank, so rows
 with different adapters share one call, a change of adapter is a copy into a slot, and shapes never change:
 nothing recompiles, nothing is merged, captured graphs go on. Slot 0 is none. A call in which no row has an
 adapter runs the layers as they were, bit for bit.
+
+What is not of low rank stays apart: a factor for each output (DoRA's magnitudes, IA3), and where nothing
+smaller tells it (LoHa, LoKr, OFT, BOFT, whole differences) the difference itself, as large as the layer,
+which the rows that have it are multiplied with too.
 
 Shapes: B rows of the batch, K adapters a row at most, N slots (with slot 0), r the largest rank, I inputs and
 O outputs of a layer, L tokens or P pixels.
@@ -16,7 +20,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +29,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from darkroom.errors import ModelError
 from darkroom.hardware import accelerator
 from darkroom.models.adapters.adapter import Adapter
-from darkroom.models.adapters.layers import Layer
+from darkroom.models.adapters.blocks import Blocks, by_layer
+from darkroom.models.adapters.layers import Factors, Layer, magnitude_side
 from darkroom.models.adapters.read import adaptable, check_untouched, fit
 
 if TYPE_CHECKING:
@@ -39,8 +44,19 @@ SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
 ROWS = "adapter_rows"
 """Where a U-Net or text encoder keeps its `RowAdapters`."""
 MAX_WEIGHT = 100.0
+STACKED = ("bank_down", "bank_up", "bank_gain")
 # What a batch's matrices may take while they are kept between its steps; gathering them anew costs a copy.
 MOST_KEPT_BYTES = 2**28
+
+
+class _Dense(NamedTuple):
+    """The rows of a call that have an adapter with differences as large as layers."""
+
+    slot: int
+    places: torch.Tensor | None
+    """None is all rows."""
+    weights: torch.Tensor
+    """Of these rows."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,6 +66,7 @@ class _GatheredMatrices:
     weights_BK: torch.Tensor
     versions: tuple[int, int]
     weights_Bs1: torch.Tensor
+    dense: Sequence[_Dense] = ()
     matrices: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """By the id of the layer's `bank_down`, which is kept alive with them so that the id stays unique."""
     nbytes: int = 0
@@ -62,6 +79,7 @@ class _AdapterCall:
     slots_BK: torch.Tensor | None = None
     weights_Bs1: torch.Tensor | None = None
     kept: _GatheredMatrices | None = None
+    dense: Sequence[_Dense] = ()
 
 
 class _CallOfThread(threading.local):
@@ -70,6 +88,7 @@ class _CallOfThread(threading.local):
     slots_BK: torch.Tensor | None = None
     weights_Bs1: torch.Tensor | None = None
     kept: _GatheredMatrices | None = None
+    dense: Sequence[_Dense] = ()
 
 
 class RowAdapters:
@@ -84,6 +103,10 @@ class RowAdapters:
         self.max_rank = max_rank
         self.width = 0
         """Adapters a row that a call is padded to, so that its shape stays the same; 0 is as they come."""
+        self.dense: set[int] = set()
+        """The slots that hold differences as large as layers."""
+        self.whole_calls = False
+        """All rows are multiplied with them, at weight 0 where they have them not: the same shapes always."""
         self.call: _AdapterCall | _CallOfThread = _CallOfThread() if threads else _AdapterCall()
         self._kept: Any = WeakIdKeyDictionary()
         self._lock: AbstractContextManager[Any] = threading.Lock() if threads else nullcontext()
@@ -97,10 +120,32 @@ class RowAdapters:
             missing = (0, max(0, self.width - slots_BK.shape[1]))
             call.slots_BK = nn.functional.pad(slots_BK, missing) if missing[1] else slots_BK
             call.weights_Bs1 = call.kept.weights_Bs1 if call.kept else self._repeated(weights_BK, missing)
+            call.dense = call.kept.dense if call.kept else self._dense_rows(slots_BK, weights_BK)
         try:
             yield
         finally:
             call.slots_BK = call.weights_Bs1 = call.kept = None
+            call.dense = ()
+
+    def _dense_rows(self, slots_BK: torch.Tensor, weights_BK: torch.Tensor) -> list[_Dense]:
+        """Who has which difference as large as layers, in the order in which rows name them."""
+        if not self.dense:
+            return []
+        found = []
+        table = slots_BK.tolist()
+        for k in range(slots_BK.shape[1]):
+            for slot in dict.fromkeys(row[k] for row in table):
+                places = [i for i, row in enumerate(table) if row[k] == slot]
+                if slot not in self.dense:
+                    continue
+                if len(places) == len(table):
+                    found.append(_Dense(slot, None, weights_BK[:, k]))
+                elif self.whole_calls:
+                    found.append(_Dense(slot, None, weights_BK[:, k] * (slots_BK[:, k] == slot)))
+                else:
+                    index = torch.tensor(places, device=slots_BK.device)
+                    found.append(_Dense(slot, index, weights_BK[index, k]))
+        return found
 
     def _repeated(self, weights_BK: torch.Tensor, missing: tuple[int, int] = (0, 0)) -> torch.Tensor:
         weights = nn.functional.pad(weights_BK, missing) if missing[1] else weights_BK
@@ -115,7 +160,8 @@ class RowAdapters:
         with self._lock:
             kept: _GatheredMatrices | None = self._kept.get(slots_BK)
             if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
-                kept = _GatheredMatrices(weights_BK, versions, self._repeated(weights_BK))
+                dense = self._dense_rows(slots_BK, weights_BK)
+                kept = _GatheredMatrices(weights_BK, versions, self._repeated(weights_BK), dense)
                 self._kept[slots_BK] = kept
         return kept
 
@@ -168,25 +214,67 @@ class Banked:
     """Mixed into the class of a layer that some adapter changes; its own parameters and names stay."""
 
     bank_rows: RowAdapters
-    bank_down: torch.Tensor
-    """[N, r, I], a convolution's with its kernel in I"""
-    bank_up: torch.Tensor
+    bank_down: torch.Tensor | None
+    """[N, r, I], a convolution's with its kernel in I; None where no adapter of low rank changes the layer"""
+    bank_up: torch.Tensor | None
     """[N, r, O], each adapter's scale within"""
+    bank_gain: torch.Tensor | None
+    """[N, O], how much is added of the layer's own output without its bias"""
+    bank_deltas: dict[int, torch.Tensor]
+    """By slot, what is added to the weight"""
 
     def forward(self, x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         """The layer's own output, and what the row's adapters add to it."""
         out: torch.Tensor = super().forward(x, *rest, **more)  # type: ignore[misc]
-        slots_BK = self.bank_rows.call.slots_BK
+        call = self.bank_rows.call
+        slots_BK = call.slots_BK
         if slots_BK is None:
             return out
         if slots_BK.shape[0] not in (1, x.shape[0]):
             raise ValueError(f"{x.shape[0]} rows, and adapters for {slots_BK.shape[0]}")
+        if self.bank_gain is not None:
+            assert call.weights_Bs1 is not None
+            weights_BK1 = call.weights_Bs1[:, :: self.bank_rows.max_rank]
+            out = _gained(self, out, (self.bank_gain[slots_BK] * weights_BK1.to(out.dtype)).sum(1))
+        if self.bank_down is not None:
+            out = self._low_rank(x, out, slots_BK)
+        for dense in call.dense:
+            if (delta := self.bank_deltas.get(dense.slot)) is not None:
+                out = _add_dense(self, x, out, delta, dense)
+        return out
+
+    def _low_rank(self, x: torch.Tensor, out: torch.Tensor, slots_BK: torch.Tensor) -> torch.Tensor:
+        assert self.bank_down is not None
+        assert self.bank_up is not None
         down_BsI, up_BsO = self.bank_rows.matrices(self.bank_down, self.bank_up)
         if slots_BK.shape[0] != x.shape[0]:
             down_BsI, up_BsO = (t.expand(x.shape[0], -1, -1) for t in (down_BsI, up_BsO))
         if isinstance(self, nn.Conv2d):
             return _add_conv(self, x, out, down_BsI, up_BsO)
         return _add_linear(x, out, down_BsI, up_BsO)
+
+
+def _gained(layer: Any, out: torch.Tensor, gain_BO: torch.Tensor) -> torch.Tensor:
+    """An output and so much of it, channel by channel, without the bias."""
+    is_conv, bias = isinstance(layer, nn.Conv2d), layer.bias
+    if is_conv:
+        gain = gain_BO[:, :, None, None]
+    else:
+        gain = gain_BO.reshape(len(gain_BO), *[1] * (out.ndim - 2), gain_BO.shape[1])
+    own = out if bias is None else out - (bias[:, None, None] if is_conv else bias)
+    return torch.addcmul(out, own, gain)
+
+
+def _add_dense(
+    layer: Any, x: torch.Tensor, out: torch.Tensor, delta: torch.Tensor, dense: _Dense
+) -> torch.Tensor:
+    mine = x if dense.places is None else x[dense.places]
+    if isinstance(layer, nn.Conv2d):
+        added = nn.functional.conv2d(mine, delta, None, layer.stride, layer.padding, layer.dilation)
+    else:
+        added = nn.functional.linear(mine, delta)
+    weighted = added * dense.weights.to(added.dtype).reshape(-1, *[1] * (added.ndim - 1))
+    return out + weighted if dense.places is None else out.index_add(0, dense.places, weighted)
 
 
 def _add_linear(
@@ -227,12 +315,61 @@ def _banked(cls: Any) -> type[nn.Module]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Change:
+    """What an adapter does to a layer, cast and on the device."""
+
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None
+    """down [r, I] and up [r, O] with its scale"""
+    gain: torch.Tensor | None = None
+    """[O], of the layer's own output without its bias"""
+    delta: torch.Tensor | None = None
+    """Added to the weight, in its shape"""
+
+    @classmethod
+    def of(cls, layer: Layer | Factors, weight: torch.Tensor, factor: float) -> Change:
+        """The smallest form of a fitted layer's change of a weight, times a factor, in float32."""
+        if isinstance(layer, Layer):
+            up_rO, down_rI = (layer.up.float() * layer.scale).flatten(1).T, layer.down.float().flatten(1)
+            if layer.magnitude is None:
+                return cls((down_rI, factor * up_rO))
+            if magnitude_side(layer.magnitude, layer.shape) == 0:
+                whole = weight.float() + layer.delta().reshape(weight.shape).to(weight.device)
+                ratio = layer.magnitude.float().flatten().to(weight.device) / whole.flatten(1).norm(dim=1)
+                return cls((down_rI, factor * up_rO.to(weight.device) * ratio), factor * (ratio - 1))
+        elif (gain := layer.gain) is not None:
+            return cls(gain=factor * gain)
+        return cls(delta=factor * layer.to(weight.device).change(weight.float()))
+
+    def cast(self, like: torch.Tensor) -> Change:
+        """In a weight's type, where it lies."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(like.device, like.dtype).contiguous()
+
+        return Change(
+            None if self.low_rank is None else (moved(self.low_rank[0]), moved(self.low_rank[1])),
+            None if self.gain is None else moved(self.gain),
+            None if self.delta is None else moved(self.delta),
+        )
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All there are."""
+        return [one for one in (*(self.low_rank or ()), self.gain, self.delta) if one is not None]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Staged:
     """An adapter checked, cast and on the device: putting it into a slot is a copy from here."""
 
     name: str
-    tensors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    """down [r, I] and up [r, O] with its scale, by the path of the layer"""
+    changes: Mapping[str, Change]
+    """By the path of the layer"""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of differences as large as layers."""
+        return sum(change.delta.nbytes for change in self.changes.values() if change.delta is not None)
 
 
 class Bank:
@@ -242,7 +379,7 @@ class Bank:
     adds them as needed, until `seal` is called (before compiling or capturing), when an adapter that touches
     other layers is refused; `reserve` adds layers beforehand. One call of the U-Net, and one of the text
     encoders, runs at a time, unless `threads` says that several threads call them at once; loading into a
-    slot that no row uses may go on meanwhile.
+    slot that no row uses may go on meanwhile. `whole_calls` has calls take the same shapes whoever has what.
     """
 
     def __init__(
@@ -270,8 +407,23 @@ class Bank:
     @property
     def nbytes(self) -> int:
         """Memory that the slots take."""
-        layers = self._held.values()
-        return sum(layer.get_buffer(name).nbytes for layer in layers for name in ("bank_down", "bank_up"))
+        held: Any = self._held.values()
+        stacked: list[torch.Tensor | None] = [
+            one for layer in held for one in (layer.bank_down, layer.bank_up, layer.bank_gain)
+        ]
+        return sum(t.nbytes for t in stacked if t is not None) + self.dense_bytes()
+
+    def dense_bytes(self, slot: int | None = None) -> int:
+        """Memory of differences as large as layers, of one slot or of all."""
+        held: Any = self._held.values()
+        found = [one for layer in held for one in tuple(layer.bank_deltas.items())]
+        deltas: list[tuple[int, torch.Tensor]] = found
+        return sum(delta.nbytes for at, delta in deltas if slot is None or at == slot)
+
+    def take_whole_calls(self) -> None:
+        """From now on calls have the same shapes whoever has what."""
+        for rows in self._rows.values():
+            rows.whole_calls = True
 
     @property
     def names(self) -> dict[int, str]:
@@ -282,68 +434,90 @@ class Bank:
         """The slot that holds an adapter."""
         return next((slot for slot, held in self._names.items() if held == name), None)
 
-    def _ups(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for path, layer in self._held.items():
-            yield path, layer.get_buffer("bank_up")
-
     def check(self, adapter: Adapter) -> None:
         """ModelError, by name, for an adapter that cannot share a batch: its kind or its rank."""
-        if adapter.kind != "lora":
+        if self.sealed and adapter.kind != "lora":
             raise ModelError(
-                f"adapter '{adapter.name}' is a {adapter.kind}, which cannot be added row by row",
+                f"adapter '{adapter.name}' is a {adapter.kind}, which compiled and captured calls cannot add",
                 allowed="LoRA",
                 mend="merge it into a model of its own: darkroom export MODEL --merge ADAPTER --to FOLDER",
             )
-        if adapter.rank > self.max_rank:
+        if (rank := low_rank_of(adapter)) > self.max_rank:
             raise ModelError(
-                f"adapter '{adapter.name}' has rank {adapter.rank}", allowed=f"at most {self.max_rank} here"
+                f"adapter '{adapter.name}' has rank {rank}", allowed=f"at most {self.max_rank} here"
             )
 
-    def stage(self, adapter: Adapter) -> Staged:
-        """What takes time before `load`: fit to the model, cast, move. The bank stays as it is."""
+    def stage(self, adapter: Adapter, blocks: Blocks = ()) -> Staged:
+        """What takes time before `load`: fit to the model, cast, move. The bank stays as it is.
+
+        With weights of `blocks` each layer's change counts so much (`blocks.by_layer`).
+        """
         self.check(adapter)
-        tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        changes: dict[str, Change] = {}
+        factor_of = by_layer(self.model, blocks)
         with torch.inference_mode(False), torch.no_grad():
             for path, layer in fit(adapter, self.model).layers.items():
-                assert isinstance(layer, Layer)
+                if not (factor := factor_of(path)):
+                    continue
                 weight = self._known[path].weight
-                up_rO = (layer.up.float() * layer.scale).flatten(1).T.contiguous()
-                down_rI = layer.down.flatten(1)
-                staged = down_rI.to(weight.device, weight.dtype), up_rO.to(weight.device, weight.dtype)
-                if not all(bool(torch.isfinite(t).all()) for t in staged):
+                change = Change.of(layer, weight, factor).cast(weight)
+                if not all(bool(torch.isfinite(t).all()) for t in change.tensors):
                     raise ModelError(
                         f"adapter '{adapter.name}', layer '{path}': too large for {weight.dtype}"
                     )
-                tensors[path] = staged
-        if self.sealed and (new := tensors.keys() - self._held.keys()):
+                changes[path] = change
+        if self.sealed and (new := changes.keys() - self._held.keys()):
             told = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has no room for"
             raise ModelError(f"{told}: {min(new)}")
-        return Staged(adapter.name, tensors)
+        return Staged(adapter.name, changes)
 
     def load(self, slot: int, adapter: Adapter | Staged) -> None:
         """Put an adapter into a slot, in place of what was there. ModelError where it does not fit."""
         self._check_slot(slot)
         staged = adapter if isinstance(adapter, Staged) else self.stage(adapter)
-        self.reserve(staged.tensors)
-        self._forget()
+        low_rank = [path for path, change in staged.changes.items() if change.low_rank is not None]
+        self.reserve(staged.changes, low_rank)
+        self._empty(slot)
         with torch.inference_mode(False), torch.no_grad():
-            for path, ups in self._ups():
-                ups[slot].zero_()  # where up is zero nothing is added, whatever stands in down
-                if path in staged.tensors:
-                    down_rI, up_rO = staged.tensors[path]
-                    downs = self._held[path].get_buffer("bank_down")
-                    downs[slot, : down_rI.shape[0]].copy_(down_rI, non_blocking=True)
-                    ups[slot, : up_rO.shape[0]].copy_(up_rO, non_blocking=True)
+            for path, change in staged.changes.items():
+                self._put(self._held[path], slot, change)
         self._names[slot] = staged.name
+        if staged.dense_bytes:
+            for rows in self._rows.values():
+                rows.dense.add(slot)
+        self._forget()
+
+    def _put(self, layer: Any, slot: int, change: Change) -> None:
+        if change.low_rank is not None:
+            for stacked, given in zip((layer.bank_down, layer.bank_up), change.low_rank, strict=True):
+                stacked[slot, : given.shape[0]].copy_(given, non_blocking=True)
+        if change.gain is not None:
+            if layer.bank_gain is None:
+                shape = self.slots + 1, len(change.gain)
+                layer.bank_gain = torch.zeros(shape, device=change.gain.device, dtype=change.gain.dtype)
+            layer.bank_gain[slot].copy_(change.gain, non_blocking=True)
+        if change.delta is not None:
+            layer.bank_deltas[slot] = change.delta
 
     def clear(self, slot: int) -> None:
         """Empty a slot."""
         self._check_slot(slot)
+        self._empty(slot)
         self._forget()
-        with torch.inference_mode(False), torch.no_grad():
-            for _, ups in self._ups():
-                ups[slot].zero_()
         self._names.pop(slot, None)
+
+    def _empty(self, slot: int) -> None:
+        self._forget()
+        for rows in self._rows.values():
+            rows.dense.discard(slot)
+        held: Any = self._held.values()
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in held:
+                # Where up is zero nothing is added, whatever stands in down.
+                for stacked in (layer.bank_up, layer.bank_gain):
+                    if stacked is not None:
+                        stacked[slot].zero_()
+                layer.bank_deltas.pop(slot, None)
 
     def _forget(self) -> None:
         for rows in self._rows.values():
@@ -353,8 +527,9 @@ class Bank:
         if not 1 <= slot <= self.slots:
             raise ModelError(f"slot {slot} of the adapter bank", allowed=f"1 to {self.slots}")
 
-    def reserve(self, paths: Iterable[str]) -> None:
-        """Make room in layers before an adapter that changes them is loaded."""
+    def reserve(self, paths: Iterable[str], low_rank: Iterable[str] | None = None) -> None:
+        """Make room in layers before an adapter that changes them is loaded; for LoRAs in some or all."""
+        paths = list(paths)
         new = [path for path in paths if path not in self._held]
         if new and self.sealed:
             raise ModelError(f"the adapter bank has no room for '{new[0]}'", mend="reserve it before sealing")
@@ -362,6 +537,8 @@ class Bank:
             if path not in self._known:
                 raise ModelError(f"no layer '{path}' to adapt in this model")
             self._held[path] = self._wrap(path)
+        for path in paths if low_rank is None else low_rank:
+            self._stack(path)
 
     def seal(self) -> None:
         """From now on no layer is added: compiled and captured calls stay as they are."""
@@ -376,16 +553,25 @@ class Bank:
         check_untouched(path, layer)
         if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
             raise ModelError(f"layer '{path}' pads in a way that adapters do not know")
+        banked: Any = layer
+        for name in STACKED:
+            layer.register_buffer(name, None, persistent=False)
+        banked.bank_deltas = {}
+        banked.bank_rows = self._rows["unet" if path.startswith("unet.") else "text"]
+        banked.__class__ = _banked(type(layer))  # type: ignore[arg-type]
+        return layer
+
+    def _stack(self, path: str) -> None:
+        """Room in a layer for the matrices of all slots."""
+        layer: Any = self._held[path]
+        if layer.bank_down is not None:
+            return
         weight = layer.weight
         outputs, inputs = weight.shape[0], weight.numel() // weight.shape[0]
         with torch.inference_mode(False):
             nothing = torch.zeros(self.slots + 1, self.max_rank, 1, device=weight.device, dtype=weight.dtype)
-            layer.register_buffer("bank_down", nothing.repeat(1, 1, inputs), persistent=False)
-            layer.register_buffer("bank_up", nothing.repeat(1, 1, outputs), persistent=False)
-        banked: Any = layer
-        banked.bank_rows = self._rows["unet" if path.startswith("unet.") else "text"]
-        banked.__class__ = _banked(type(layer))  # type: ignore[arg-type]
-        return layer
+            layer.bank_up = nothing.repeat(1, 1, outputs)
+            layer.bank_down = nothing.repeat(1, 1, inputs)
 
     def verify(self) -> None:
         """ModelError where something that changed the model since then would pass the bank's layers by."""
@@ -401,7 +587,7 @@ class Bank:
         """Give the model back as it was: no slots, no memory."""
         for layer in self._held.values():
             layer.__class__ = type(layer).__mro__[2]
-            for name in ("bank_down", "bank_up", "bank_rows"):
+            for name in (*STACKED, "bank_deltas", "bank_rows"):
                 delattr(layer, name)
         for part in self.model.modules.values():
             if getattr(part, ROWS, None) in self._rows.values():
@@ -427,6 +613,11 @@ class Bank:
                     self._check_slot(slot)
                 check_weight(weight)
         return lay_out(choices, device)
+
+
+def low_rank_of(adapter: Adapter) -> int:
+    """The largest rank of what is added as a product of two matrices; 0 where nothing is."""
+    return max((layer.rank for layer in adapter.layers.values() if isinstance(layer, Layer)), default=0)
 
 
 def check_weight(weight: float, name: str = "an adapter") -> float:

@@ -101,7 +101,7 @@ def _check_header(path: Path, header: Mapping[str, Any]) -> None:
             raise ModelError(f"'{path.name}': a tensor's name of {len(name):,} characters")
         # Alphas are whole numbers in some files.
         if dtype not in FLOATS and not (
-            dtype in ("I64", "I32", "I16", "I8", "U8") and name.endswith(".alpha")
+            dtype in ("BOOL", "I64", "I32", "I16", "I8", "U8") and name.endswith((".alpha", ".on_input"))
         ):
             raise ModelError(
                 f"'{path.name}': '{shown(name)}' holds {dtype}", allowed=", ".join(sorted(FLOATS))
@@ -125,9 +125,11 @@ def _peft_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"'{file}' is not JSON") from error
     if not isinstance(config, dict):
         return {}
+    if config.get("peft_type") == "IA3":  # which has no rank and no alpha
+        return {}
     if config.get("peft_type", "LORA") != "LORA":
         told = f"'{path.parent.name}' is PEFT's {shown(str(config['peft_type']))}"
-        raise ModelError(told, allowed="PEFT's LORA, or LyCORIS' files")
+        raise ModelError(told, allowed="PEFT's LORA and IA3, or LyCORIS' files")
     return config
 
 

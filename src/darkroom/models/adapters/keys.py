@@ -37,6 +37,7 @@ ROLES: tuple[tuple[str, str], ...] = (
     (r"\.(hada_(?:w[12]_[ab]|t[12]))", ""),
     (r"\.(lokr_(?:w[12](?:_[ab])?|t2))", ""),
     (r"\.(diff|oft_blocks)", ""),
+    (r"\.(ia3_l)", ""),
 )
 """How a tensor's name ends, and what the tensor is; where the role is empty the ending itself says it."""
 ENDING = re.compile("|".join(f"(?:{ending})$" for ending, _ in ROLES))
@@ -101,7 +102,7 @@ def split_key(key: str) -> tuple[str, str] | None:
     ending = ENDING.search(key)
     if ending is None:
         return None
-    name = _layer_name(key[: ending.start()])
+    name = layer_name(key[: ending.start()])
     return None if name is None else (name, _role(ending[0]))
 
 
@@ -128,14 +129,14 @@ def layout_of(keys: Iterable[str]) -> str:
     return "unknown"
 
 
-def _layer_name(stem: str) -> str | None:
+def layer_name(stem: str) -> str | None:
     """`unet.<path>`, `text_encoder.<path>` or `text_encoder_2.<path>` of what a key says before its role."""
     for prefix, part in PREFIXES:
         if not stem.startswith(prefix):
             continue
         rest = stem.removeprefix(prefix)
         if not part:
-            return _layer_name(rest)
+            return layer_name(rest)
         path = _split_words(rest) if prefix.startswith("lora_") else rest
         return f"{part}.{_unet_path(path) if part == 'unet' else _text_path(path)}"
     if stem.startswith(UNET_STARTS):

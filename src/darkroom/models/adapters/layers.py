@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,11 @@ class Layer:
         """The shape of the weight it was made for."""
         return (int(self.up.shape[0]), *(int(n) for n in self.down.shape[1:]))
 
+    def to(self, device: torch.device) -> Layer:
+        """The same on a device."""
+        magnitude = None if self.magnitude is None else self.magnitude.to(device)
+        return replace(self, down=self.down.to(device), up=self.up.to(device), magnitude=magnitude)
+
     def delta(self) -> torch.Tensor:
         """What is added to the weight, in float32 (a DoRA's before its magnitudes)."""
         up, down = self.up.float().flatten(1), self.down.float().flatten(1)
@@ -81,8 +86,9 @@ def _decomposed(weight: torch.Tensor, delta: torch.Tensor, magnitude: torch.Tens
 class Factors:
     """What is no plain low rank, in LyCORIS' names.
 
-    LoHa (a Hadamard product of two low ranks), LoKr (a Kronecker product), full (the whole difference) or oft
-    (a rotation of the outputs in blocks).
+    LoHa (a Hadamard product of two low ranks), LoKr (a Kronecker product), full (the whole difference), oft
+    (a rotation of the outputs in blocks), boft (several such, of outputs in other orders) or ia3 (a factor
+    for each output, or with `on_input` for each input).
     """
 
     kind: str
@@ -110,8 +116,15 @@ class Factors:
     def shape(self) -> tuple[int, ...] | None:
         """The shape of what is added, a kernel's sides kept or flattened; None where the parts do not fit.
 
-        Of a rotation it is the number of outputs alone.
+        Of a rotation and of factors it is the number of outputs alone, or (0, inputs).
         """
+        if self.kind == "ia3":
+            count = self.parts["ia3"].numel()
+            return (0, count) if self.on_input else (count,)
+        if self.kind == "boft":
+            blocks = self.parts["oft_blocks"].shape
+            halves = blocks[2] % 2 == 0 and blocks[1] % 2 ** (blocks[0] - 1) == 0
+            return (blocks[1] * blocks[2],) if blocks[2] == blocks[3] and halves else None
         if self.kind == "full":
             shape = tuple(self.parts["diff"].shape)
             return shape if len(shape) in (2, 4) else None
@@ -139,10 +152,29 @@ class Factors:
         one = one.reshape(*one.shape, *[1] * (two.ndim - one.ndim))
         return torch.kron(one, two.contiguous()) * self.scale  # kron takes views of both
 
+    @property
+    def on_input(self) -> bool:
+        """Whether IA3's factors are of the inputs."""
+        return "on_input" in self.parts and bool(self.parts["on_input"].flatten()[0])
+
+    @property
+    def gain(self) -> torch.Tensor | None:
+        """How much is added of the layer's own outputs [O], where that is all that the layer does."""
+        return self.parts["ia3"].float().flatten() if self.kind == "ia3" and not self.on_input else None
+
+    def to(self, device: torch.device) -> Factors:
+        """The same on a device."""
+        magnitude = None if self.magnitude is None else self.magnitude.to(device)
+        return replace(self, parts={k: t.to(device) for k, t in self.parts.items()}, magnitude=magnitude)
+
     def change(self, weight: torch.Tensor) -> torch.Tensor:
         """The difference that the layer makes to a float32 weight."""
-        if self.kind == "oft":
-            return rotated(self.parts["oft_blocks"], weight) - weight
+        if self.kind in ("oft", "boft"):
+            turned = rotated if self.kind == "oft" else _butterfly
+            return turned(self.parts["oft_blocks"], weight) - weight
+        if self.kind == "ia3":
+            across = (1, -1, *[1] * (weight.ndim - 2)) if self.on_input else (-1, *[1] * (weight.ndim - 1))
+            return weight * self.parts["ia3"].float().reshape(across)
         delta = self.delta().reshape(weight.shape)
         return delta if self.magnitude is None else _decomposed(weight, delta, self.magnitude) - weight
 
@@ -153,11 +185,35 @@ def rotated(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Cayley's map makes an orthogonal matrix of a skew one: R = (I + Q)(I - Q)^-1 (Qiu et al. 2023). Rows are
     turned by R's transpose, as LyCORIS and ComfyUI do it.
     """
-    skew = blocks.float() - blocks.float().transpose(1, 2)
-    one = torch.eye(blocks.shape[1], device=blocks.device)
-    turn = (one + skew) @ torch.linalg.inv(one - skew)
+    turn = _cayley(blocks)
     grouped = weight.reshape(blocks.shape[0], blocks.shape[1], -1)
     return torch.bmm(turn.transpose(1, 2), grouped).reshape(weight.shape)
+
+
+def _cayley(blocks: torch.Tensor) -> torch.Tensor:
+    skew = blocks.float() - blocks.float().transpose(-1, -2)
+    one = torch.eye(blocks.shape[-1], device=blocks.device)
+    return torch.Tensor((one + skew) @ torch.linalg.inv(one - skew))
+
+
+def _butterfly(blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight [O, ...] whose outputs are rotated by `blocks` [m, O / n, n, n] one after the other.
+
+    Before the i-th rotation outputs that lie n / 2 * 2**i apart are brought together (BOFT: Liu et al. 2024),
+    as LyCORIS does it.
+    """
+    outputs = weight.flatten(1)
+    side = blocks.shape[2]
+    for i, turn in enumerate(_cayley(blocks)):
+        apart = 2**i * side // 2
+        near = (
+            outputs.reshape(-1, 2, apart, outputs.shape[1])
+            .transpose(1, 2)
+            .reshape(-1, side, weight[0].numel())
+        )
+        turned = torch.bmm(turn, near).reshape(-1, apart, 2, outputs.shape[1])
+        outputs = turned.transpose(1, 2).reshape(outputs.shape)
+    return outputs.reshape(weight.shape)
 
 
 def _low_rank(a: torch.Tensor, b: torch.Tensor, core: torch.Tensor | None) -> torch.Tensor:

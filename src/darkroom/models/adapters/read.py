@@ -11,10 +11,9 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,7 +21,14 @@ from torch import nn
 from darkroom.errors import ModelError
 from darkroom.models.adapters.adapter import Adapter
 from darkroom.models.adapters.files import open_tensors, save_tensors, shown
-from darkroom.models.adapters.keys import diffusers_keys, kohya_stem, layout_of, numbered_layers, split_key
+from darkroom.models.adapters.keys import (
+    diffusers_keys,
+    kohya_stem,
+    layer_name,
+    layout_of,
+    numbered_layers,
+    split_key,
+)
 from darkroom.models.adapters.layers import (
     Factors,
     Layer,
@@ -54,7 +60,7 @@ def read_adapter(file: str | Path, *, name: str | None = None) -> Adapter:
     """
     path = Path(file)
     stored = open_tensors(path)
-    keys = {key: split_key(key) for key in stored.tensors}
+    keys = {key: split_key(key) for key in stored.tensors} | _ia3_keys(stored.tensors)
     words = [key for key in keys if stored.metadata.get(key) == "<embed>" or key.startswith("bundle_emb.")]
     unknown = [key for key, split in keys.items() if split is None and key not in words]
     if unknown:
@@ -77,6 +83,17 @@ def read_adapter(file: str | Path, *, name: str | None = None) -> Adapter:
         stored.sha256,
         tuple(f"the trained word '{shown(word)}' in it is not applied" for word in words),
     )
+
+
+def _ia3_keys(tensors: Iterable[str]) -> dict[str, tuple[str, str] | None]:
+    """Of LyCORIS' IA3, whose factors are called as a model's own weights: `on_input` stands next to them."""
+    found: dict[str, tuple[str, str] | None] = {}
+    known = set(tensors)
+    for key in known:
+        stem = key.removesuffix(".on_input")
+        if stem != key and f"{stem}.weight" in known and (name := layer_name(stem)) is not None:
+            found |= {key: (name, "on_input"), f"{stem}.weight": (name, "ia3")}
+    return found
 
 
 def _some(keys: Iterable[str], total: int, what: str = "keys") -> str:
@@ -161,10 +178,12 @@ def _factors(
         kind = "lokr"
     elif roles in ({"diff"}, {"oft_blocks"}):
         return _whole(told, parts, alpha, magnitude)
+    elif roles in ({"ia3", "on_input"}, {"ia3_l"}):
+        return _ia3(told, parts, magnitude)
     else:
         raise ModelError(
             f"{told}: it has {', '.join(sorted(roles)) or 'no weights'}",
-            allowed="LoRA, LoHa, LoKr, a full difference, OFT",
+            allowed="LoRA, LoHa, LoKr, a full difference, OFT, BOFT, IA3",
         )
     rank = factors_rank(parts)
     whole = "lokr_w1" in roles and "lokr_w2" in roles
@@ -179,15 +198,29 @@ def _whole(
     told: str, parts: dict[str, torch.Tensor], alpha: float | None, magnitude: torch.Tensor | None
 ) -> Factors:
     """A whole difference, or a rotation, whose alpha is a bound that trainers read in two ways."""
-    kind = "full" if "diff" in parts else "oft"
+    rotation = "boft" if "oft_blocks" in parts and parts["oft_blocks"].ndim == 4 else "oft"
+    kind = "full" if "diff" in parts else rotation
     layer = Factors(kind, parts, 1.0)
     if magnitude is not None:
         raise ModelError(f"{told}: magnitudes with a layer of kind {kind}")
-    if kind == "oft" and alpha:
+    if kind != "full" and alpha:
         raise ModelError(f"{told}: a rotation with a constraint ({alpha:g})", allowed="none: alpha 0")
     if layer.shape is None:
         raise ModelError(f"{told}: {_shape_told(layer)} do not go together")
     return layer
+
+
+def _ia3(told: str, parts: dict[str, torch.Tensor], magnitude: torch.Tensor | None) -> Factors:
+    """LyCORIS' factors, which say what is added, or PEFT's, which say what becomes of the whole."""
+    factors = parts.get("ia3", parts.get("ia3_l"))
+    assert factors is not None
+    sides = [side for side in factors.shape if side != 1]
+    if magnitude is not None or not factors.numel() or len(sides) > 1:
+        raise ModelError(f"{told}: factors of shape {list(factors.shape)}", allowed="one side, no magnitudes")
+    if "on_input" in parts:
+        return Factors("ia3", {"ia3": factors, "on_input": parts["on_input"].bool()})
+    on_input = torch.tensor(factors.ndim > 1 and factors.shape[0] == 1)
+    return Factors("ia3", {"ia3": factors.float() - 1, "on_input": on_input})
 
 
 def _is_lokr(roles: frozenset[str]) -> bool:
@@ -302,6 +335,8 @@ def _covers(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether factors of this shape are a weight's: a kernel may be flattened into the inputs."""
     if len(own) == 1:
         return own[0] == shape[0]
+    if own[0] == 0:
+        return own[1] == shape[1]
     if len(own) == len(shape) == 4:
         return own == shape
     kernel = own[2:]
@@ -351,8 +386,7 @@ def merge_all(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> None:
         whole = before.clone()
         for _, layers, weight in fitted:
             if path in layers:
-                layer = replace(layers[path], **_moved(layers[path], stored.device))
-                whole.add_(layer.change(before), alpha=weight)
+                whole.add_(layers[path].to(stored.device).change(before), alpha=weight)
         changed = whole.to(stored.dtype)
         if not bool(torch.isfinite(changed).all()):
             names = ", ".join(f"'{name}'" for name, layers, _ in fitted if path in layers)
@@ -360,34 +394,10 @@ def merge_all(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> None:
         stored.copy_(changed)
 
 
-@contextmanager
-def merged_for_now(model: Model, adapters: Sequence[tuple[Adapter, float]]) -> Iterator[None]:
-    """The adapters are merged in here; afterwards the weights are as they were, to the bit."""
-    known = adaptable(model) if adapters else {}
-    paths = {path for adapter, _ in adapters for path in fit(adapter, model).layers}
-    for path in paths:
-        check_untouched(path, known[path])
-    before = {path: known[path].weight.detach().clone() for path in paths}
-    try:
-        merge_all(model, adapters)
-        yield
-    finally:
-        with torch.no_grad():
-            for path, weight in before.items():
-                known[path].weight.copy_(weight)
-
-
 def check_untouched(path: str, layer: nn.Module) -> None:
     """ModelError for a layer with hooks: those that move weights put a forward before its own."""
     if "forward" in vars(layer):
         raise ModelError(f"layer '{path}' is run by something else, so adapters would be passed by")
-
-
-def _moved(layer: Layer | Factors, device: torch.device) -> dict[str, Any]:
-    magnitude = None if layer.magnitude is None else layer.magnitude.to(device)
-    if isinstance(layer, Layer):
-        return {"down": layer.down.to(device), "up": layer.up.to(device), "magnitude": magnitude}
-    return {"parts": {role: t.to(device) for role, t in layer.parts.items()}, "magnitude": magnitude}
 
 
 def write_adapter(
@@ -468,7 +478,12 @@ def _kohya_tensors(adapter: Adapter, sdxl: bool) -> Iterator[tuple[str, torch.Te
         int(m[1]) for name in adapter.layers if (m := re.match(r"unet\.up_blocks\.(\d+)\.attentions", name))
     }
     attended |= {0, 1} if sdxl else set()  # also where the adapter leaves their attention alone
-    roles = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": "dora_scale"}
+    roles = {
+        "down": "lora_down.weight",
+        "up": "lora_up.weight",
+        "magnitude": "dora_scale",
+        "ia3": "weight",
+    }
     for name, layer in adapter.layers.items():
         stem = kohya_stem(name, sdxl=sdxl, attended=attended)
         for role, tensor in layer.tensors.items():
@@ -476,8 +491,8 @@ def _kohya_tensors(adapter: Adapter, sdxl: bool) -> Iterator[tuple[str, torch.Te
                 f"{stem}.{roles.get(role, role)}",
                 _kohya_magnitude(layer) if role == "magnitude" else tensor,
             )
-        if not (isinstance(layer, Factors) and layer.kind == "full"):
-            rotation = isinstance(layer, Factors) and layer.kind == "oft"
+        if not (isinstance(layer, Factors) and layer.kind in ("full", "ia3")):
+            rotation = isinstance(layer, Factors) and layer.kind in ("oft", "boft")
             yield f"{stem}.alpha", _exact(0.0 if rotation else layer.alpha)
 
 

@@ -108,7 +108,7 @@ class FeatureCache:
 
     def __init__(self, whole: Unet, shallow: Unet, parts: Shallow, every: int) -> None:
         self._whole, self._shallow, self._parts, self._every = whole, shallow, parts, every
-        self._kept: WeakKeyDictionary[Row, dict[bool, _KeptFeatures]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Row, dict[int, _KeptFeatures]] = WeakKeyDictionary()
         self._seen: list[torch.Tensor] = []
         parts.entrance.register_forward_pre_hook(self._see)
 
@@ -148,8 +148,8 @@ class FeatureCache:
         out[near], out[far] = shallow, whole
         return out
 
-    def _reuses(self, row: Row, untold: bool) -> bool:
-        kept = self._kept.get(row, {}).get(untold)
+    def _reuses(self, row: Row, which: int) -> bool:
+        kept = self._kept.get(row, {}).get(which)
         return kept is not None and 0 < row.step - kept.step < self._every
 
     def _run_whole(self, owners: Sequence[Owner], given: Any) -> torch.Tensor:
@@ -158,12 +158,12 @@ class FeatureCache:
         channels = self._seen[0].shape[1] - self._parts.skip_channels()
         features = [feature for seen in self._seen for feature in seen[:, :channels].unbind()]
         self._seen.clear()
-        for (row, untold), feature in zip(owners, features, strict=True):
-            self._kept.setdefault(row, {})[untold] = _KeptFeatures(row.step, feature)
+        for (row, which), feature in zip(owners, features, strict=True):
+            self._kept.setdefault(row, {})[which] = _KeptFeatures(row.step, feature)
         return out
 
     def _run_shallow(self, owners: Sequence[Owner], given: Any) -> torch.Tensor:
-        self._parts.features = torch.stack([self._kept[row][untold].features_CHW for row, untold in owners])
+        self._parts.features = torch.stack([self._kept[row][which].features_CHW for row, which in owners])
         try:
             return self._shallow(*given)
         finally:

@@ -14,7 +14,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from PIL import Image, ImageOps
@@ -94,7 +94,7 @@ class Txt2Img(BaseModel):
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core."""
         self.check_others()
-        solver, karras = _solver_of(self.sampler_name or self.sampler_index, self.scheduler)
+        named = _solver_of(self.sampler_name or self.sampler_index, self.scheduler)
         return PictureRequest(
             prompt=self.prompt,
             negative=self.negative_prompt or None,
@@ -104,13 +104,12 @@ class Txt2Img(BaseModel):
             height=self.height,
             steps=self.steps,
             guidance=self.cfg_scale,
-            solver=solver,
-            karras=karras,
-            eta=(self.eta or 0.0) if solver == "ddim" else 0.0,
+            **named,
+            eta=(self.eta or 0.0) if named.get("solver") == "ddim" else 0.0,
             weighting="a1111",
             clip_skip=self._clip_skip(core),
             strength=None,
-            hires=self._hires(),
+            hires=self._hires(core),
             controls=tuple(unit.choice() for unit in units_of(self.alwayson_scripts)),
         )
 
@@ -136,7 +135,7 @@ class Txt2Img(BaseModel):
         """How many pixels around the mask are drawn with it; None: the whole picture."""
         return None
 
-    def _hires(self) -> HiresChoice | None:
+    def _hires(self, core: Core) -> HiresChoice | None:
         if not self.enable_hr:
             return None
         strength = 0.75 if self.denoising_strength is None else self.denoising_strength
@@ -146,7 +145,7 @@ class Txt2Img(BaseModel):
             scale=2.0 if self.hr_scale is None else self.hr_scale,
             strength=strength,
             steps=self.hr_second_pass_steps or None,
-            upscaler=_upscaler_of(self.hr_upscaler),
+            upscaler=_upscaler_of(self.hr_upscaler, core.upscalers.names()),
         )
 
     def _clip_skip(self, core: Core) -> int:
@@ -315,7 +314,7 @@ def _add_lists(router: APIRouter, core: Core) -> None:
     @router.get("/schedulers")
     async def schedulers() -> list[dict[str, Any]]:
         """Schedules of sigmas."""
-        return [{"name": name.lower(), "label": name, "aliases": []} for name in SCHEDULERS]
+        return [{"name": name.lower().replace(" ", "_"), "label": name, "aliases": []} for name in SCHEDULERS]
 
     @router.get("/loras")
     async def loras() -> list[dict[str, Any]]:
@@ -337,7 +336,7 @@ def _add_lists(router: APIRouter, core: Core) -> None:
     async def upscalers() -> list[dict[str, Any]]:
         """How a second pass may begin."""
         plain = {"model_name": None, "model_path": None, "model_url": None, "scale": None}
-        return [{"name": name, **plain} for name in ("Latent", "Lanczos")]
+        return [{"name": name, **plain} for name in ("Latent", "Lanczos", *core.upscalers.names())]
 
 
 def _embedding(one: Embedding) -> dict[str, Any]:
@@ -478,7 +477,14 @@ def _parsed(info: str) -> dict[str, Any]:
         return {}
 
 
-SCHEDULERS: dict[str, bool | None] = {"Automatic": None, "Uniform": False, "Karras": True}
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "Automatic": {},
+    "Uniform": {"karras": False},
+    "Karras": {"karras": True},
+    "Exponential": {"exponential": True},
+    "SGM Uniform": {"spacing": "trailing"},
+}
+"""A1111's schedules in this server's words. diffusers gives the last the same spacing."""
 
 Neutral = bool | int | float | str | list[Any] | dict[str, Any] | None
 UNUSED = frozenset(
@@ -552,7 +558,7 @@ AS_IN_THE_FIRST_PASS = {
 """Fields of the second pass that may also say what the first one does."""
 
 
-UPSCALERS: dict[str, Literal["latent", "lanczos"]] = {
+UPSCALERS = {
     "latent": "latent",
     "latent (bilinear)": "latent",
     "lanczos": "lanczos",
@@ -560,34 +566,38 @@ UPSCALERS: dict[str, Literal["latent", "lanczos"]] = {
 """A1111's names of how the second pass begins, in small letters."""
 
 
-def _upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
+def _upscaler_of(name: str | None, networks: Sequence[str]) -> str:
     """How the second pass begins; 422 for what is not known."""
-    found = UPSCALERS.get((name or "latent").strip().lower())
+    known = {one.lower(): one for one in networks} | UPSCALERS
+    found = known.get((name or "latent").strip().lower())
     if found is None:
-        raise Refused(422, "invalid_value", "hr_upscaler: one of Latent, Lanczos", param="hr_upscaler")
+        told = f"hr_upscaler: one of {', '.join(('Latent', 'Lanczos', *networks))}"
+        raise Refused(422, "invalid_value", told, param="hr_upscaler")
     return found
 
 
-def _solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, bool | None]:
-    """A solver and whether Karras; None and None where nothing is named. 422 for what is not known."""
-    solver, karras = None, None
+def _solver_of(sampler: str | None, scheduler: str | None) -> dict[str, Any]:
+    """A solver and how its sigmas are spaced; nothing where nothing is named. 422 for what is not known."""
+    named: dict[str, Any] = {}
     if sampler and sampler.lower() not in ("automatic", "none"):
         found = find_solver(sampler)
         if found is None:
             raise Refused(
                 422, "invalid_value", f"sampler_name: one of {', '.join(SAMPLERS)}", param="sampler_name"
             )
-        solver, karras = found
+        named = {"solver": found[0], "karras": found[1]}
     if scheduler:
         names = {name.lower(): value for name, value in SCHEDULERS.items()}
-        if scheduler.strip().lower() not in names:
+        asked = scheduler.strip().lower().replace("_", " ")
+        if asked not in names:
             raise Refused(
                 422, "invalid_value", f"scheduler: one of {', '.join(SCHEDULERS)}", param="scheduler"
             )
-        wanted = names[scheduler.strip().lower()]
-        takes_karras = solver in SOLVERS and SOLVERS[solver].takes_karras
-        karras = wanted if wanted is not None and (wanted or takes_karras) else karras
-    return solver, karras
+        wanted = names[asked]
+        takes_karras = named.get("solver") in SOLVERS and SOLVERS[named["solver"]].takes_karras
+        if wanted.get("karras") is not False or takes_karras:
+            named |= wanted
+    return named
 
 
 def name_of(solver: str) -> str:

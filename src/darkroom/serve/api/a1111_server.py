@@ -10,10 +10,12 @@ from fastapi import APIRouter, Request
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
+from darkroom.errors import DarkroomError
 from darkroom.hardware import accelerator
+from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.serve.api.shared import caller, decoded, encoded
 from darkroom.serve.engine.tickets import png_of
-from darkroom.serve.errors import Refused
+from darkroom.serve.errors import Refused, say
 from darkroom.serve.jobs.admission import Rates, checked_picture
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.settings import Limits
@@ -28,7 +30,7 @@ MOST_PICTURES = 16
 
 
 class Upscale(BaseModel):
-    """How pictures are made larger. Faces are not restored here, and there is one upscaler."""
+    """How pictures are made larger. Faces are not restored here, and one upscaler works at a time."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -43,27 +45,34 @@ class Upscale(BaseModel):
     gfpgan_visibility: float = Field(0, ge=0, le=1)
     codeformer_visibility: float = Field(0, ge=0, le=1)
 
-    def resampling(self) -> Image.Resampling | None:
-        """Of the first upscaler; 422 for what is not served."""
+    def upscaler(self, networks: Upscalers) -> Image.Resampling | Upscaler | None:
+        """The first upscaler; 422 for what is not served."""
         for name in ("gfpgan_visibility", "codeformer_visibility", "extras_upscaler_2_visibility"):
             if getattr(self, name):
                 raise Refused(422, "not_served", f"{name}: not served here", param=name)
-        if self.upscaler_1.lower() not in UPSCALERS:
-            raise Refused(422, "invalid_value", "upscaler_1: None, Lanczos or Nearest", param="upscaler_1")
-        return UPSCALERS[self.upscaler_1.lower()]
+        if self.upscaler_1.lower() in UPSCALERS:
+            return UPSCALERS[self.upscaler_1.lower()]
+        try:
+            return networks.get(self.upscaler_1)
+        except DarkroomError as error:
+            told = f"upscaler_1: None, Lanczos or Nearest; {say(error)}"
+            raise Refused(422, "invalid_value", told, param="upscaler_1") from error
 
-    def of(self, content: bytes, limits: Limits) -> bytes:
+    def of(self, content: bytes, limits: Limits, networks: Upscalers) -> bytes:
         """A picture made larger, as PNG. Takes a while."""
-        how = self.resampling()
+        how = self.upscaler(networks)
         image = checked_picture(content, limits, "image")
         if how is None:
             return png_of(image)
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
         size = self._size(image)
         wanted = (self.upscaling_resize_w, self.upscaling_resize_h) if self.resize_mode else size
-        if max(size[0] * size[1], wanted[0] * wanted[1]) > limits.upload_pixels:
+        made = round(image.width * image.height * how.scale**2) if isinstance(how, Upscaler) else 0
+        if max(size[0] * size[1], wanted[0] * wanted[1], made) > limits.upload_pixels:
             told = f"upscaling_resize: at most {limits.upload_pixels} pixels"
             raise Refused(422, "over_limit", told, param="upscaling_resize")
+        if isinstance(how, Upscaler):
+            image, how = how.enlarge(image), Image.Resampling.LANCZOS
         image = image.resize(size, how)
         if self.resize_mode and self.upscaling_crop and size != wanted:
             left, top = ((mine - theirs) // 2 for mine, theirs in zip(size, wanted, strict=True))
@@ -137,7 +146,9 @@ def add_server_routes(router: APIRouter, core: Core, reading: Rates) -> None:
     async def extra_single_image(body: UpscaleOne, request: Request) -> dict[str, Any]:
         """A picture made larger."""
         reading.take(caller(request))
-        made = await asyncio.to_thread(lambda: encoded(body.of(decoded(body.image, "image"), core.limits)))
+        made = await asyncio.to_thread(
+            lambda: encoded(body.of(decoded(body.image, "image"), core.limits, core.upscalers))
+        )
         return {"html_info": "", "image": made}
 
     @router.post("/extra-batch-images")
@@ -146,7 +157,10 @@ def add_server_routes(router: APIRouter, core: Core, reading: Rates) -> None:
         for _ in body.imageList:
             reading.take(caller(request))
         made = await asyncio.to_thread(
-            lambda: [encoded(body.of(decoded(one.data, "imageList"), core.limits)) for one in body.imageList]
+            lambda: [
+                encoded(body.of(decoded(one.data, "imageList"), core.limits, core.upscalers))
+                for one in body.imageList
+            ]
         )
         return {"html_info": "", "images": made}
 

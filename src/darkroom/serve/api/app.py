@@ -7,8 +7,8 @@ import gc
 import html
 import logging
 from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +32,10 @@ from darkroom.serve.api.vertex import vertex_router
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
 from darkroom.serve.page import PAGE_PATHS, page_router
+
+if TYPE_CHECKING:
+    from darkroom.serve.api.agents import Agents
+
 
 LOG = logging.getLogger("darkroom.serve")
 Router = Callable[[Core], APIRouter]
@@ -62,8 +66,15 @@ def make_app(
     requests from the first moment, and has a way of its own to tell it to stop.
     """
 
+    agents = _agents(core)
+
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
+        async with agents.running() if agents is not None else nullcontext(), served():
+            yield
+
+    @asynccontextmanager
+    async def served() -> AsyncIterator[None]:
         await core.start()
         settling = asyncio.create_task(_settle(core))
         if replica:
@@ -88,6 +99,8 @@ def make_app(
     )
     for router in routers:
         app.include_router(router(core))
+    if agents is not None:
+        app.router.routes.extend(agents.routes)
     _add_errors(app, core)
     app.add_api_route("/docs", _docs(app), include_in_schema=False)
     settings = core.settings
@@ -103,6 +116,15 @@ def make_app(
         probe_paths=HEALTH_PATHS if settings.vertex is None else (*HEALTH_PATHS, settings.vertex.health),
     )
     return under(settings.prefix, answering(guard, settings.origins))
+
+
+def _agents(core: Core) -> Agents | None:
+    """The MCP server, where it is asked for."""
+    if not core.settings.mcp:
+        return None
+    from darkroom.serve.api.agents import Agents
+
+    return Agents(core)
 
 
 async def _settle(core: Core) -> None:

@@ -100,7 +100,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     row_bytes = _row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, row_bytes)
     capacity = settings.capacity or _rows_for_memory(backend, row_bytes, lanes)
-    library = _open_library(settings, model, metrics, hooks.wake, lanes)
+    library = _open_library(settings, model, backend, metrics, hooks.wake, lanes)
     nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)
     engine = Engine(
@@ -117,6 +117,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
         shares=settings.limits.shares,
         fixed_rows=fixed_rows(device.type, row_bytes) if settings.deterministic else 0,
     )
+    engine.studio.upscalers = models.Upscalers(settings.upscalers, backend.device)
     engine.studio.get_ready()
     _warm_sizes(settings, model, backend, engine)
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
@@ -189,9 +190,16 @@ def _threads_each(lanes: int) -> int:
 
 
 def _open_library(
-    settings: ServeSettings, model: Model, metrics: Metrics, wake: Callable[[], None], lanes: int
+    settings: ServeSettings,
+    model: Model,
+    backend: Backend,
+    metrics: Metrics,
+    wake: Callable[[], None],
+    lanes: int,
 ) -> Library | None:
     if settings.adapters is None:
+        if settings.adapter_memory is not None:
+            raise InputError("--adapter-memory without --adapters", mend="leave it out, or name the folder")
         return None
     from darkroom.models.adapters.bank import Bank
     from darkroom.serve.engine.adapters import Library
@@ -203,7 +211,8 @@ def _open_library(
         most_a_row=settings.limits.adapters,
         threads=lanes > 1,
     )
-    return Library(settings.adapters, bank, metrics, wake)
+    most = settings.adapter_memory or int(CONTROL_SHARE * _free_bytes(backend.device))
+    return Library(settings.adapters, bank, metrics, wake, most)
 
 
 def _open_nets(

@@ -87,6 +87,8 @@ class Engine:
         self.unet: Unet = padded(backend.unet, pad_to) if pad_to else backend.unet
         if fixed_rows:
             most = 0 if library is None else library.bank.most_a_row
+            if library is not None:
+                library.bank.take_whole_calls()
             self.unet = fixed(backend.unet, fixed_rows, most)
         if nets is not None:
             self.unet = ControlledUnet(self.unet, nets.image_prompts)
@@ -141,7 +143,7 @@ class Engine:
         if self.nets is not None and work.request.controls:
             self.nets.fetch(choice.net for choice in work.request.controls)
         if self.library is not None and work.adapters:
-            self.library.fetch(work.adapters)
+            self.library.fetch_for(work)
         with self._condition:
             if work.alone:
                 self._suspects.append(work)

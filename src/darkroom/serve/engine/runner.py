@@ -14,11 +14,13 @@ from PIL import Image
 
 from darkroom import sample
 from darkroom.errors import Stopped
+from darkroom.models.upscaler import Upscaler, Upscalers
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Condition
-from darkroom.sample.generate import checked_size, second_pass, table_for
+from darkroom.sample.generate import DEFAULT_STEPS, PLAIN_UPSCALERS, checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
+from darkroom.sample.prompt_schedule import composed, readings
 from darkroom.sample.prompts import encode_prompts, read_parts
 from darkroom.serve.engine.tickets import EngineJob, Shape, Ticket, opened, preview_steps
 from darkroom.serve.request import PictureRequest, Uploads
@@ -50,6 +52,7 @@ def settings_of(request: PictureRequest) -> sample.GenerateSettings:
         guidance_rescale=request.guidance_rescale,
         eta=request.eta,
         karras=request.karras,
+        exponential=request.exponential,
         spacing=request.spacing,
         weighting=request.weighting,
         clip_skip=request.clip_skip,
@@ -68,7 +71,8 @@ def shape_of(model: Model, request: PictureRequest, image: Image.Image | None = 
     width, height = checked_size(model, settings.size, image if settings.only_masked is None else None)
     guidance = settings.resolved(table.solver, model.guidance).guidance or 0.0
     distilled = getattr(model.unet.config, "time_cond_proj_dim", None) is not None  # type: ignore[union-attr]
-    evaluations = 2 if guidance > 1 and not distilled else 1
+    prompts = len(composed(request.prompt)) if settings.weighting == "a1111" else 1
+    evaluations = 1 + prompts if (guidance > 1 or prompts > 1) and not distilled else 1
     larger = _larger(model, settings, (width, height), evaluations, len(request.controls))
     return Shape(width, height, len(table), evaluations, larger, len(request.controls))
 
@@ -103,6 +107,8 @@ class Studio:
         """Texts are read and pictures decoded alone: what shares a call may differ in the last bits."""
         self._texts = Texts(model)
         self._glance: Glance | None = None
+        self.upscalers = Upscalers(None, backend.device)
+        """Networks that a second pass may begin with."""
         self.stopping = False
         """The process ends: what is being encoded or decoded is left at the next slice or tile."""
 
@@ -145,7 +151,14 @@ class Studio:
             image=None if uploads.image is None else opened(uploads.image),
             mask=None if uploads.mask is None else opened(uploads.mask),
             controls=None if nets is None or not work.request.controls else nets.lend(work),
+            enlarger=self._enlarger(work.request),
         )
+
+    def _enlarger(self, request: PictureRequest) -> Upscaler | None:
+        """The network that its second pass begins with."""
+        if request.hires is None or request.hires.upscaler in PLAIN_UPSCALERS:
+            return None
+        return self.upscalers.get(request.hires.upscaler)
 
     def start(self, ticket: Ticket) -> None:
         """Give a ticket its row at the first step."""
@@ -371,9 +384,12 @@ class Texts:
         """The texts of a work as `sample.Generation` asks for them."""
         request, shape = work.request, work.shape
         weighting, skip = request.weighting, request.clip_skip
-        texts = [(read_tags(request.prompt)[0], skip)]
+        read = readings(
+            read_tags(request.prompt)[0], request.negative or "", weighting, request.steps or DEFAULT_STEPS
+        )
+        texts = [(prompt, skip) for reading in read for prompt in reading.prompts]
         if shape.evaluations > 1 and (request.negative is not None or not self._model.is_sdxl):
-            texts.append((request.negative or "", skip if weighting == "a1111" else 0))
+            texts += [(reading.negative, skip if weighting == "a1111" else 0) for reading in read]
         parts = max(len(read_parts(self._model, text, weighting)[0]) for text, _ in texts)
         for text, skipped in texts:
             yield text, parts, self._way(weighting, skipped, (shape.width, shape.height))

@@ -41,6 +41,8 @@ class File:
     path: Path
     bytes: int
     stamp: tuple[int, int]
+    blocks: tuple[float, ...] = ()
+    """How much of an adapter each block takes: with other weights it is another adapter."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -50,6 +52,8 @@ class ReadAdapter:
     staged: Staged | None
     sha256: str
     notes: tuple[str, ...]
+    dense_bytes: int = 0
+    """Of differences as large as layers."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,11 +20,13 @@ from PIL import Image
 from pydantic import ValidationError
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.sample.adapters import read_tags
+from darkroom.models.adapters.blocks import by_layer
+from darkroom.models.upscaler import Upscalers
+from darkroom.sample.adapters import Tag, read_tags
 from darkroom.sample.control import MAPS
-from darkroom.sample.generate import DEFAULT_STEPS, check_parts
+from darkroom.sample.generate import DEFAULT_STEPS, PLAIN_UPSCALERS, check_parts
 from darkroom.sample.inputs import check_mask, masked_box, read_mask
-from darkroom.sample.prompt_schedule import schedule
+from darkroom.sample.prompt_schedule import readings
 from darkroom.sample.prompts import read_parts
 from darkroom.serve.api.guard import ANONYMOUS
 from darkroom.serve.engine.loop import Engine
@@ -56,8 +58,16 @@ MOST_KEYS = 10_000
 def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
     """The same for the same body: what makes sending a job twice harmless."""
     # What is not said is left out where it came later: the digests of jobs kept before stay theirs.
-    later = {name for name in ("hires", "controls", "only_masked") if getattr(request, name) in (None, ())}
+    later = {
+        name
+        for name in ("hires", "controls", "only_masked", "exponential")
+        if getattr(request, name) in (None, ())
+    }
     said = request.model_dump(mode="json", exclude=later)
+    for adapter in said["adapters"]:
+        for name in ("text_weight", "blocks"):
+            if adapter[name] in (None, []):
+                del adapter[name]
     told = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
         told.update(hashlib.sha256(part or b"").digest())
@@ -92,7 +102,7 @@ def check_limits(request: PictureRequest, limits: Limits, key: str = ANONYMOUS) 
         if given > most:
             raise Refused(422, "over_limit", f"{name}: at most {most:g} {unit}".rstrip(), param=name)
     for choice in request.adapters:
-        if abs(choice.weight) > limits.adapter_weight:
+        if max(map(abs, (choice.weight, choice.text, *choice.blocks))) > limits.adapter_weight:
             raise Refused(
                 422,
                 "over_limit",
@@ -109,12 +119,12 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
     try:
         prompt, told = read_tags(request.prompt)
         negative, against = read_tags(request.negative or "")
-        weights = {choice.name: choice.weight for choice in request.adapters}
-        if not (told or against) or len(weights) < len(request.adapters):  # named twice: refused later
+        chosen = {choice.name: choice for choice in request.adapters}
+        if not (told or against) or len(chosen) < len(request.adapters):  # named twice: refused later
             return request
-        for name, weight in told:
-            weights[name] = weights.get(name, 0.0) + (1.0 if weight is None else weight)
-        adapters = tuple(AdapterChoice(name=name, weight=weight) for name, weight in weights.items())
+        for tag in told:
+            chosen[tag.name] = _with_tag(chosen.get(tag.name), tag)
+        adapters = tuple(chosen.values())
     except InputError as error:
         raise Refused(422, "invalid_value", f"prompt: {say(error)}", param="prompt") from error
     except ValidationError as error:
@@ -124,17 +134,28 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
     return request.model_copy(update={**changed, "negative": negative or None} if against else changed)
 
 
+def _with_tag(before: AdapterChoice | None, tag: Tag) -> AdapterChoice:
+    """An adapter as a tag has it, beside what was asked of it already."""
+    text, unet = (1.0 if weight is None else weight for weight in (tag.text, tag.unet))
+    if before is not None:
+        if before.blocks != tag.blocks:
+            raise InputError(f"<lora:{tag.name}> twice with other blocks", mend="name it once")
+        text, unet = before.text + text, before.weight + unet
+    other = None if text == unet else text
+    return AdapterChoice(name=tag.name, weight=unet, text_weight=other, blocks=tag.blocks)
+
+
 def check_texts(model: Model, request: PictureRequest) -> None:
     """422 for a text of more parts than are read, or layers to skip that the encoder does not have.
 
     Tokenizes, so not for the event loop.
     """
-    for name, text in (("prompt", request.prompt), ("negative", request.negative or "")):
+    weighting, steps = request.weighting, request.steps or DEFAULT_STEPS
+    for name, texts in (("prompt", (request.prompt, "")), ("negative", ("", request.negative or ""))):
         try:
-            changing = request.weighting == "a1111"
-            texts = schedule(text, request.steps or DEFAULT_STEPS) if changing else [(0, text)]
-            for _, one in texts:
-                read_parts(model, one, request.weighting)
+            for reading in readings(*texts, weighting, steps):
+                for text in dict.fromkeys((*reading.prompts, reading.negative)):
+                    read_parts(model, text, weighting)
         except InputError as error:
             raise Refused(422, "over_limit", f"{name}: {say(error)}", param=name) from error
     encoders: list[Any] = list(model.text_encoders)
@@ -153,6 +174,8 @@ def check_load(model: Model, shape: Shape, largest: float) -> None:
         most = int(largest / one.evaluations * own**2)
         side = int(math.sqrt(most) / model.size_unit) * model.size_unit
         guided = " with guidance" if one.evaluations > 1 else ""
+        if one.evaluations > 2:
+            guided = f" with {one.evaluations - 1} prompts joined by AND"
         message = f"size: {one.width}x{one.height} is too large for this server"
         most_said = f"at most {most} pixels{guided}, such as {side}x{side}"
         raise Refused(422, "over_limit", f"{message}; {most_said}", param=param)
@@ -210,6 +233,7 @@ PARAMS = {
     "solver": "solver",
     "eta": "eta",
     "Karras": "karras",
+    "Exponential": "exponential",
     "spacing": "spacing",
     "timestep": "spacing",
     "seed": "seed",
@@ -304,8 +328,23 @@ def check_adapters(request: PictureRequest, library: Library | None) -> None:
     try:
         if library is not None:
             library.check(names)
+            for choice in request.adapters:
+                by_layer(library.bank.model, choice.blocks)
     except DarkroomError as error:
         raise Refused(422, "unusable_adapter", f"adapters: {say(error)}", param="adapters") from error
+
+
+def check_upscaler(request: PictureRequest, upscalers: Upscalers) -> None:
+    """422 for a second pass that begins with a network which is not there, or is none."""
+    if request.hires is None or request.hires.upscaler in PLAIN_UPSCALERS:
+        return
+    try:
+        network = upscalers.get(request.hires.upscaler)
+    except DarkroomError as error:
+        plain = ", ".join(PLAIN_UPSCALERS)
+        raise Refused(422, "unknown_upscaler", f"hires: {say(error)}; or {plain}", param="hires") from error
+    if network.name != request.hires.upscaler:
+        raise Refused(422, "unknown_upscaler", f"hires: it is called {network.name}", param="hires")
 
 
 def check_controls(

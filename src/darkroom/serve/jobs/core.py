@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 import darkroom
 from darkroom.errors import DarkroomError, InputError, is_system_failure
+from darkroom.models.upscaler import Upscalers
 from darkroom.serve import logs
 from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
@@ -360,6 +361,7 @@ class Core:
             image, mask = admission.opened_images(request, uploads, self.limits)
             shape = admission.check_shape(model, request, self.limits, image, mask=mask)
             admission.check_controls(request, uploads, self.limits, engine.nets, shape)
+            admission.check_upscaler(request, engine.studio.upscalers)
             admission.check_load(model, shape, engine.largest_load)
             admission.check_texts(model, request)
             return shape
@@ -551,6 +553,12 @@ class Core:
     def embeddings(self) -> opening.Embeddings:
         """The textual inversions that prompts may name, and those that are for other models."""
         return opening.Embeddings() if self._opened is None else self._opened.embeddings
+
+    @property
+    def upscalers(self) -> Upscalers:
+        """The networks that make pictures larger."""
+        engine = self.engine
+        return Upscalers(None, torch.device("cpu")) if engine is None else engine.studio.upscalers
 
     def status(self) -> cards.Status:
         """The server as it is now."""

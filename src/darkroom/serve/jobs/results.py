@@ -251,9 +251,10 @@ class ResultWriter:
 
     def check(self, work: EngineJob, index: int) -> None:
         """Have the hooks see a finished picture, while others of its work may still be drawn."""
-        # Not those of controls: nothing of them is in the picture.
-        given = () if work.uploads is None else (work.uploads.image, work.uploads.mask)
-        origin = Origin(int(work.uid[:8], 16), tuple(one for one in given if one is not None))
+        uploads = work.uploads or Uploads()
+        given = tuple(one for one in (uploads.image, uploads.mask) if one is not None)
+        steering = tuple(one for pair in uploads.controls for one in pair if one is not None)
+        origin = Origin(int(work.uid[:8], 16), given, steering)
         work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index], origin)
         work.files[index].add_done_callback(lambda file: self._checked(work, file))
 
