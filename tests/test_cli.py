@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from PIL import Image
 
 from darkroom import cli, errors
 from darkroom.cli import door
@@ -56,6 +57,12 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["train", "nowhere.yaml"], "no such recipe file"),
         (["train", "recipes:emojy"], "recipes:emojy: no such recipe; allowed: autoencoder, "),
         (["import", "nowhere", "store.lance"], "nowhere"),
+        (["report", "folder"], "'folder': neither a run, a CSV nor pictures; allowed: run folders, CSVs"),
+        (["report", "a.png", "--out", "folder"], "Invalid value for '--out': File 'folder' is a directory."),
+        (["report", "a.png", "--out", "a.png/report.html"], "'a.png' is there already; choose another name"),
+        (["inspect", "folder"], "'folder' is no model folder; it should hold unet, vae"),
+        (["runs", "compare", "folder", "folder"], "no run at 'folder'"),
+        (["train", "folder"], "folder: no such recipe file"),
         (["inspect", "nowhere"], "no model at 'nowhere'"),
         (["inspect", "nowhere.lance"], "nowhere.lance"),
         (["prepare", "nowhere.lance", "--model", "tiny"], "nowhere.lance"),
@@ -66,8 +73,11 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Image.new("RGB", (8, 8)).save("a.png")
     code, out, err = run(capsys, *arguments)
     assert code == 2
+    assert list(Path().glob(".*")) == []
     assert message in err
     assert err.startswith("darkroom: ")
     assert err.count("\n") == 1

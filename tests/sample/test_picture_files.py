@@ -119,6 +119,21 @@ def test_a_hostile_line_of_pairs_takes_no_time(line: str) -> None:
     assert told["prompt"].startswith("a cat")
 
 
+@pytest.mark.parametrize(
+    ("resize", "scale", "size"),
+    [("1024x1536", 2.0, (1024, 1536)), ("0x1152", 1.5, (768, 1152)), ("1024x1024", 2.0, (1024, 1024))],
+)
+def test_a_second_pass_by_its_size_is_read(resize: str, scale: float, size: tuple[int, int]) -> None:
+    """A1111 says one or the other."""
+    line = "Steps: 20, Seed: 1, Size: 512x768, Denoising strength: 0.3, Hires upscaler: Lanczos"
+    told = parse_a1111(f"a\n{line}, Hires resize: {resize}")
+    assert told["hires"] == {"scale": scale, "strength": 0.3, "steps": None, "upscaler": "lanczos"}
+    assert (told["first_size"], (told["width"], told["height"])) == ("512x768", size)
+    assert {"strength", "Hires resize"}.isdisjoint(told)
+    plain = parse_a1111(f"a\n{line}, Hires resize: 0x0")
+    assert (plain["width"], plain["height"], "hires" in plain) == (512, 768, False)
+
+
 def test_values_in_quotes_hold_commas_and_what_has_no_key_is_passed_over() -> None:
     text = 'a cat\njunk, Steps: 3, "odd": 1, Model: 6" sensor, Lora hashes: "a: 1, b: \\"2\\"", Seed: 4,'
     told = parse_a1111(text)

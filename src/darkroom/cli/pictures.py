@@ -140,6 +140,7 @@ def generate(
     # From here on torch is needed.
     from darkroom import models, sample
     from darkroom.sample import provenance as proving
+    from darkroom.sample import watermark
 
     marks = None
     if provenance:
@@ -199,6 +200,8 @@ def generate(
                 explain=_silent if number > 1 else _note if verbose else _short,
                 **call.settings,
             )
+    if marks is not None and any(not watermark.fits(picture.image.size) for picture in pictures):
+        _note(f"pictures with a side below {watermark.LEAST_SIDE} px carry no watermark")
     shown = [Path(one.image) for one in controls if isinstance(one.image, (str, Path))]
     inputs = [Path(one).read_bytes() for one in (image, mask, *shown) if one is not None]
     files = proving.save_pictures(pictures, out, marks, inputs, kind=kind, grid=not axes)

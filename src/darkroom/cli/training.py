@@ -360,7 +360,7 @@ def push(
 @app.command()
 def report(
     sources: Annotated[list[Path] | None, typer.Argument(help="run folders and measurement CSVs")] = None,
-    out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(dir_okay=False, help="the HTML file")] = Path("report.html"),
     five_systems: Annotated[
         bool,
         typer.Option("--five-systems", help="five published systems next to darkroom's figures, with a CSV"),

@@ -387,7 +387,7 @@ def write_report(
     now = datetime.now(UTC)
     content = html.page(
         title or _title(given),
-        f"{_what(runs, tables, pictures)}, {now:%-d %B %Y}",
+        f"{_what(runs, tables, pictures)}, {now.day} {now:%B %Y}",
         "\n".join(part for part in body if part),
         f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. "
         "One file; nothing is loaded from elsewhere.",

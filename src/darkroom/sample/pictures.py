@@ -68,7 +68,9 @@ def check_wanted() -> None:
 
 
 def free_on_card(device: torch.device) -> int | None:
-    """Memory that a card has free now; None of other devices, where a limit is for the user to say."""
+    """Memory that a card has free now; None where it does not say, and of other devices, where a limit is for
+    the user to say.
+    """
     return accelerator.free_bytes(device) if accelerator.kind_of(device).own_memory else None
 
 
@@ -426,13 +428,17 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
 def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
     """A1111's pairs of a second pass put together; the denoising strength is then that pass's."""
     told = {key: parameters.pop(f"Hires {key}", None) for key in ("steps", "upscaler")}
-    scale = parameters.pop("Hires upscale", None)
+    scale, sides = parameters.pop("Hires upscale", None), None
+    has_size = {"width", "height"} <= set(parameters)  # A1111 says the size of the first pass
+    first = (parameters["width"], parameters["height"]) if has_size else None
+    if scale is None and first is not None:
+        scale, sides = _resized(first, str(parameters.get("Hires resize")))
     if scale is None:
         return parameters
-    if {"width", "height"} <= set(parameters):  # A1111 says the size of the first pass
-        first = (parameters["width"], parameters["height"])
+    parameters.pop("Hires resize", None)
+    if first is not None:
         parameters["first_size"] = "x".join(map(str, first))
-        parameters["width"], parameters["height"] = (int(side * scale) for side in first)
+        parameters["width"], parameters["height"] = sides or (int(side * scale) for side in first)
     upscalers = {name: ours for ours, name in A1111_UPSCALERS.items()}
     steps = told["steps"]
     hires = {
@@ -442,6 +448,15 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
         "upscaler": upscalers.get(told["upscaler"] or "", told["upscaler"]),
     }
     return {**parameters, "hires": hires}
+
+
+def _resized(first: tuple[int, int], text: str) -> tuple[float | None, tuple[int, int] | None]:
+    """A1111's `Hires resize`: a side of 0 follows the other; of another ratio, what is over is cut off."""
+    told = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
+    if told is None or not min(first) or not (wanted := (int(told[1]), int(told[2]))) > (0, 0):
+        return None, None
+    scale = max(side / before for side, before in zip(wanted, first, strict=True))
+    return scale, (wanted[0] or int(first[0] * scale), wanted[1] or int(first[1] * scale))
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:

@@ -361,10 +361,39 @@ def _check_control(nets: Nets, choice: ControlChoice, pictures: ControlUpload, s
             )
 
 
+UPLOADS = "uploads"
+"""In the result of a row that is not over: SHA-256 of each picture that came with the job, by file name."""
+
+
+def check_uploads(record: Record, uploads: Uploads | None) -> None:
+    """422 where pictures that came with a job are gone or changed: nothing else is drawn in its stead."""
+    came = record.result.get(UPLOADS)
+    if came is None:  # of a server that did not note them
+        return
+    there = _hashes(uploads)
+    for name, was in came.items():
+        if there.get(name) != was:
+            state = "changed" if name in there else "gone"
+            message = f"{name.removesuffix('.upload')}: the picture that came with the job is {state}"
+            raise Refused(422, "upload_lost", message)
+
+
+def _hashes(uploads: Uploads | None) -> dict[str, str]:
+    files = {} if uploads is None else uploads.files()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
 def new_record(
-    uid: str, server: str, key: str, job_id: str, digest: str, request: PictureRequest, shape: Shape
+    uid: str,
+    server: str,
+    key: str,
+    job_id: str,
+    digest: str,
+    request: PictureRequest,
+    shape: Shape,
+    uploads: Uploads | None = None,
 ) -> Record:
-    """The row of a job that is accepted now."""
+    """The row of a job that is accepted now. Hashes its uploads, so not for the event loop."""
     now_s = time.time()
     return Record(
         uid=uid,
@@ -375,6 +404,7 @@ def new_record(
         state="queued",
         request=request.model_dump_json(),
         created_s=now_s,
+        result={} if uploads is None else {UPLOADS: _hashes(uploads)},
         num=request.num,
         priority=PRIORITIES[request.priority],
         work=shape.whole_cost * request.num,
