@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ WEIGHTS = {
 }
 SCHEDULER = "scheduler/scheduler_config.json"
 Damage = Callable[[Path], object]
+PIPES = {"a pipe": os.mkfifo} if hasattr(os, "mkfifo") else {}
+PIPES["a device without end"] = lambda path: Path(path).symlink_to("/dev/zero")
+"""What is no plain file: reading it waits for ever, or takes all memory. Windows has neither."""
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +96,14 @@ def shards(part: str, index: Callable[[dict[str, str]], Any]) -> Damage:
         places = dict.fromkeys(load_file(file), shard.name)
         file.rename(shard)
         file.with_name(f"{file.name}.index.json").write_text(json.dumps(index(places)))
+
+    return damage
+
+
+def instead(file: str, make: Callable[[Path], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / file).unlink()
+        make(folder / file)
 
     return damage
 
@@ -193,6 +206,14 @@ CASES |= {
         ("rescale_betas_zero_snr", "x"),
     ]
 }
+
+
+if sys.platform != "win32":
+    CASES |= {
+        f"{part}: {name}": (instead(file, make), rf"{file}' cannot be read: it is no plain file")
+        for name, make in PIPES.items()
+        for part, file in (("unet", "unet/config.json"), ("vae", WEIGHTS["vae"]), ("scheduler", SCHEDULER))
+    }
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -227,7 +227,7 @@ def _memory_info(device: torch.device | str) -> tuple[int, int] | None:
     except RuntimeError as error:  # torch has no class of its own for either
         if where.type in KINDS or not (isinstance(error, NotImplementedError) or NO_ALLOCATOR in str(error)):
             raise
-        module = getattr(torch, where.type, None)
+        module: Any = getattr(torch, where.type, None)
         if not hasattr(module, "mem_get_info"):
             return None
         free, total = module.mem_get_info(where)

@@ -17,6 +17,7 @@ from darkroom.errors import ModelError, is_system_failure
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MAX_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 2**28
 MAX_TIMESTEPS = 100_000
 PREDICTIONS = ("epsilon", "sample", "v_prediction", "flow_prediction")
 _NUMBERS = {
@@ -31,6 +32,7 @@ _NUMBERS = {
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; ModelError for a file that is missing, no JSON, or something else."""
+    _check_plain(file)
     try:
         content = json.loads(file.read_bytes())
     except OSError as error:
@@ -43,6 +45,14 @@ def read_json(file: Path) -> dict[str, Any]:
         kind = "null" if content is None else f"a {type(content).__name__}"
         raise ModelError(f"'{file}' holds {kind}", allowed="a JSON object")
     return content
+
+
+def _check_plain(file: Path) -> None:
+    """ModelError for a pipe, a device or the like: reading it would wait for ever, or never end."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise ModelError(f"'{file}' cannot be read: it is no plain file")
+    if file.is_file() and file.suffix == ".json" and (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ModelError(f"'{file}' has {size:,} bytes", allowed=f"at most {MAX_JSON_BYTES:,}")
 
 
 # ---- weights
@@ -84,6 +94,7 @@ def tensor_types(files: Iterable[Path]) -> dict[str, str]:
 
     types: dict[str, str] = {}
     for file in files:
+        _check_plain(file)
         try:
             with safe_open(str(file), "pt"):
                 pass

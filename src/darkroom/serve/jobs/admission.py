@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 from pydantic import ValidationError
 
+from darkroom.bill import format_number
 from darkroom.errors import DarkroomError, InputError
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.control import MAPS
@@ -470,8 +471,9 @@ class Intake:
             too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
             after_s = self._work_gone_s(engine, too_much, whose)
             self._promise(Line(time.monotonic() + after_s, key, num, cost))
-            whole = f"work of {waiting_s:.3g} s waits already{owner(key) if whose else ''}"
-            told = f"{whole}, and this is {own_s:.3g} s; at most {most_s:.4g} s may wait"
+            whole = f"work of {format_number(waiting_s)} s waits already{owner(key) if whose else ''}"
+            told = f"{whole}, and this is {format_number(own_s)} s; "
+            told += f"at most {format_number(most_s, 4)} s may wait"
             raise Refused(429, "queue_full", told, retry_after_s=after_s)
 
     def _queue_of(self, key: str) -> int:
