@@ -58,7 +58,7 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["train", "recipes:emojy"], "recipes:emojy: no such recipe; allowed: autoencoder, "),
         (["import", "nowhere", "store.lance"], "nowhere"),
         (["report", "folder"], "'folder': neither a run, a CSV nor pictures; allowed: run folders, CSVs"),
-        (["report", "a.png", "--out", "folder"], "Invalid value for '--out': File 'folder' is a directory."),
+        (["report", "a.png", "--out", "folder"], "Invalid value for '--out': file 'folder' is a directory."),
         (["report", "a.png", "--out", "a.png/report.html"], "'a.png' is there already; choose another name"),
         (["inspect", "folder"], "'folder' is no model folder; it should hold unet, vae"),
         (["runs", "compare", "folder", "folder"], "no run at 'folder'"),

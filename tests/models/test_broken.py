@@ -173,6 +173,19 @@ CASES |= {
         "/unet' could not be opened",
     ),
     "unet: no such block": (setting("unet/config.json", down_block_types=["No"] * 2), "No does not exist"),
+    "unet: layers without end": (
+        setting("unet/config.json", layers_per_block=10**400),
+        r"unet/config.json': layers_per_block is '10000.*; allowed: at most 1000",
+    ),
+    "unet: a width without end": (
+        setting("unet/config.json", block_out_channels=[8, 10**30]),
+        r"/unet' could not be opened",
+    ),
+    "vae: layers without end": (setting("vae/config.json", layers_per_block=10**6), "at most 1000"),
+    "text_encoder: layers without end": (
+        setting("text_encoder/config.json", num_hidden_layers=10**6),
+        r"text_encoder/config.json': num_hidden_layers is '1000000'",
+    ),
     "vae: one width": (setting("vae/config.json", block_out_channels=5), "/vae' could not be opened"),
     "text_encoder: odd heads": (
         setting("text_encoder/config.json", num_attention_heads=3),

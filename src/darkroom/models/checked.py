@@ -19,6 +19,8 @@ FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 2**28
 MAX_TIMESTEPS = 100_000
+COUNTS = ("layers_per_block", "num_hidden_layers", "num_layers", "transformer_layers_per_block")
+MAX_LAYERS = 1000
 PREDICTIONS = ("epsilon", "sample", "v_prediction", "flow_prediction")
 _NUMBERS = {
     "num_train_timesteps": (1, MAX_TIMESTEPS),
@@ -156,6 +158,15 @@ def check_complete(
 def _named(names: Sequence[str]) -> str:
     first = sorted(names)
     return f"the tensor '{first[0]}'" + (f" and {len(first) - 1} more" if len(first) > 1 else "")
+
+
+def check_counts(file: Path, config: Mapping[str, Any]) -> None:
+    """ModelError for more layers than any model has: to make them would take all memory, or for ever."""
+    for key in COUNTS:
+        told = config.get(key)
+        for number in told if isinstance(told, list) else [told]:
+            if isinstance(number, (int, float)) and number > MAX_LAYERS:
+                raise _wrong(file, key, str(number)[:40], f"at most {MAX_LAYERS}")
 
 
 # ---- schedulers
