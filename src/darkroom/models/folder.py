@@ -23,7 +23,7 @@ from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
-    check_counts,
+    check_numbers,
     read_json,
     read_scheduler,
     tensor_types,
@@ -68,6 +68,7 @@ BAD_SETTINGS = (
     ZeroDivisionError,
     OverflowError,
     AssertionError,
+    ImportError,
 )
 """What diffusers and transformers raise for a configuration that no module can be built by."""
 HUB_VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema_only*", "*openvino*"]
@@ -337,7 +338,7 @@ def _check_kind(cls: Any, folder: Path, of_transformers: bool) -> None:
     kind = config.get("_class_name", cls.__name__)
     if not of_transformers and kind != cls.__name__:
         raise ModelError(f"'{folder}' is a {kind}", allowed=cls.__name__)
-    check_counts(folder / "config.json", config)
+    check_numbers(folder / "config.json", config)
 
 
 def _stored_type(folder: Path, variant: str | None) -> torch.dtype:

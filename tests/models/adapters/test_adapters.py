@@ -381,7 +381,9 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [640, 19280, 640 + 2**16])
-def test_a_header_as_long_as_a_pickles_first_bytes_say_is_read(tiny: Model, tmp_path: Path, length: int) -> None:
+def test_a_header_as_long_as_a_pickles_first_bytes_say_is_read(
+    tiny: Model, tmp_path: Path, length: int
+) -> None:
     """Its length, which comes first in the file, is then written as a pickle or a zip begins."""
     tensors = {f"{stem}.lora_{role}.weight": torch.ones(shape) for stem, role, shape in (
         ("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q", "down", (2, 64)),
