@@ -63,6 +63,11 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["inspect", "folder"], "'folder' is no model folder; it should hold unet, vae"),
         (["runs", "compare", "folder", "folder"], "no run at 'folder'"),
         (["train", "folder"], "folder: no such recipe file"),
+        (["inspect", "mine"], "'mine/recipe.yaml' is no recipe of a run; a run's recipe has every key"),
+        (["runs", "--root", "mine"], "'mine/recipe.yaml' is no recipe of a run"),
+        (["export", "mine", "--to", "out"], "model: missing; and 1 more in the recipe of 'mine'"),
+        (["push", "mine", "me/x"], "model: missing; and 1 more in the recipe of 'mine'"),
+        (["inspect", "broken"], "'broken/recipe.yaml' is no recipe of a run"),
         (["inspect", "nowhere"], "no model at 'nowhere'"),
         (["inspect", "nowhere.lance"], "nowhere.lance"),
         (["prepare", "nowhere.lance", "--model", "tiny"], "nowhere.lance"),
@@ -73,7 +78,10 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
+    for folder, text in {"folder": None, "mine": "task: pretrain\n", "broken": "task: [\xe9"}.items():
+        Path(folder).mkdir()
+        if text is not None:
+            Path(folder, "recipe.yaml").write_text(text, encoding="latin-1")
     Image.new("RGB", (8, 8)).save("a.png")
     code, out, err = run(capsys, *arguments)
     assert code == 2

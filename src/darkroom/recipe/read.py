@@ -10,7 +10,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,14 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     check_together(recipe)
     recipe._derived = (*notes, *_derivations(content))
     return recipe
+
+
+def recipe_of(content: Mapping[str, Any], run: Path) -> Recipe:
+    """The recipe that a run's folder holds; RecipeError where it is not one that training wrote."""
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise _told(error.errors(), f"the recipe of '{run}'") from error
 
 
 def _check_values(content: Any, key: str = "") -> None:

@@ -19,6 +19,7 @@ from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
+from darkroom.recipe.read import recipe_of
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
 from darkroom.recipe.sections import DataSettings, PhaseSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
@@ -212,7 +213,7 @@ def _places(run: Run, *recipes: Recipe) -> list[Place]:
 
 
 def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks) -> TrainResult:
-    before = type(recipe).model_validate(ranks.tell(lambda: run.recipe))
+    before = recipe_of(ranks.tell(lambda: run.recipe), run.path)
     place, checkpoint = newest(_places(run, recipe, before), say, ranks)
     step = checkpoint.step if checkpoint else 0
     notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
@@ -286,12 +287,10 @@ def export(
     `.safetensors` file for the adapter itself (with `kohya` in the keys of ComfyUI and A1111). With `ema` the
     averaged weights, else the trained ones. InputError names the checkpoints there are.
     """
-    from darkroom.recipe.sections import Recipe
-
     source, target = Run.open(run), Path(to)
     if target.exists():
         raise InputError(f"'{target}' is there already", mend="choose another folder")
-    recipe = Recipe.model_validate(source.recipe)
+    recipe = recipe_of(source.recipe, source.path)
     as_file = target.suffix == ".safetensors"
     if kohya and not as_file:
         raise InputError(f"--kohya with the folder '{to}'", allowed="--to FILE.safetensors")
