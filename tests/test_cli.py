@@ -58,6 +58,9 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["train", "recipes:emojy"], "recipes:emojy: no such recipe; allowed: autoencoder, "),
         (["import", "nowhere", "store.lance"], "nowhere"),
         (["report", "folder"], "'folder': neither a run, a CSV nor pictures; allowed: run folders, CSVs"),
+        (["report", "spoiled"], "'spoiled/a.png' is no picture that can be read"),
+        (["verify", "spoiled/a.png"], "'spoiled/a.png': no picture that can be read"),
+        (["bench", "likeness", "spoiled", "spoiled"], "picture 0 of spoiled cannot be read"),
         (["report", "a.png", "--out", "folder"], "Invalid value for '--out': file 'folder' is a directory."),
         (["report", "a.png", "--out", "a.png/report.html"], "'a.png' is there already; choose another name"),
         (["inspect", "folder"], "'folder' is no model folder; it should hold unet, vae"),
@@ -83,6 +86,9 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys,
         if text is not None:
             Path(folder, "recipe.yaml").write_text(text, encoding="latin-1")
     Image.new("RGB", (8, 8)).save("a.png")
+    Path("spoiled").mkdir()
+    # Pillow reads this by running Ghostscript, were it allowed to.
+    Path("spoiled/a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
     code, out, err = run(capsys, *arguments)
     assert code == 2
     assert list(Path().glob(".*")) == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +154,22 @@ def test_numbers_and_texts_that_nothing_can_hold_are_left_out() -> None:
     assert (told["hires"]["steps"], told["model"]) == (None, '"\\ud800"')
 
 
-@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n broken"])
+def bomb() -> bytes:
+    """The head of a PNG of 60,000 pixels squared."""
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + head
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+"""Pillow reads it by running Ghostscript, whatever the file is called."""
+GIMP = struct.pack(">IIIII", 28, 2, 13, 1_229_472_850, 4) + b"GIMP" + struct.pack(">I", 10) + b"x" * 40
+"""A brush of more pixels than Pillow allows."""
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n broken", bomb(), POSTSCRIPT, GIMP]
+)
 def test_files_that_say_nothing_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.png").write_bytes(content)
     with pytest.raises(InputError, match="no picture that can be read"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import Image, PngImagePlugin
 
 from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
 from darkroom.hardware import accelerator
@@ -366,15 +366,17 @@ def prompt_in(picture: str | Path) -> str | None:
 
 
 def _parameters_in(png: str | Path) -> dict[str, Any] | None:
+    from darkroom.data.images import PictureError, open_picture
+
     try:
-        with Image.open(png) as image:
-            image.load()
-            return parameters_in(image)
+        return parameters_in(open_picture(Path(png).read_bytes()))
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+    except OSError as error:
         if is_system_failure(error):
             raise
+        raise InputError(f"'{png}' cannot be read: {error.strerror}") from error
+    except PictureError as error:
         raise InputError(f"'{png}' is no picture that can be read: {error}") from error
 
 

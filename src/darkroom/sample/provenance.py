@@ -417,7 +417,7 @@ def verify_picture(path: Path, *, trust: Path | None = None, mark_key: str | Non
     except OSError as error:
         told = error.strerror or "no picture that can be read"
         raise InputError(f"'{path}': {told}", allowed="PNG, JPEG or WebP") from error
-    except (ValueError, SyntaxError) as error:
+    except (ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise InputError(f"'{path}' is no picture that can be read: {error}") from error
     proof = PictureProof(str(path), sha256=hashlib.sha256(content).hexdigest())
     proof.declared = b"trainedAlgorithmicMedia" in _metadata(image)
