@@ -108,7 +108,7 @@ def colour(name: str) -> tuple[int, int, int]:
 
 
 def open_picture(data: bytes) -> Image.Image:
-    """A picture as it is in its file, read to the end by Pillow's readers in `FORMATS` alone; PictureError."""
+    """A picture as its file has it, read to the end by the readers of `FORMATS` alone; PictureError."""
     return _loaded(_opened(data, PILLOW_MAX_PIXELS))
 
 
