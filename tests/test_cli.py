@@ -61,6 +61,7 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["report", "spoiled"], "'spoiled/a.png' is no picture that can be read"),
         (["verify", "spoiled/a.png"], "'spoiled/a.png': no picture that can be read"),
         (["bench", "likeness", "spoiled", "spoiled"], "picture 0 of spoiled cannot be read"),
+        (["report", "a.png", "--out", "a.png"], "'a.png' is there already, and is no report"),
         (["report", "a.png", "--out", "folder"], "Invalid value for '--out': file 'folder' is a directory."),
         (["report", "a.png", "--out", "a.png/report.html"], "'a.png' is there already; choose another name"),
         (["inspect", "folder"], "'folder' is no model folder; it should hold unet, vae"),

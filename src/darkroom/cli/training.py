@@ -224,7 +224,8 @@ def runs(
 
     if not compare:
         found = run.list_runs(root)
-        show(found, as_json, lambda: columns([one.to_dict() for one in found]))
+        none = [f"no runs in '{root}'"]
+        show(found, as_json, lambda: columns([one.to_dict() for one in found]) if found else none)
         return
     if compare[0] != "compare" or len(compare) < 3:
         raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN ...")
