@@ -68,7 +68,7 @@ def choose_micro_batch(
         return settings.micro_batch, "asked for"
     batch = share or settings.global_batch
     row_bytes = activation_bytes(task, next(micro_batches(inputs, 1))) * MARGIN * task.rows_a_picture
-    free = free_memory_bytes(device)
+    free = _free_memory_bytes(device)
     if free is None:
         return 1, f"{device.type} does not say how much memory is free: give train.micro_batch"
     free_bytes = free * SHARE
@@ -145,7 +145,7 @@ def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
     return sum(kept.values())
 
 
-def free_memory_bytes(device: torch.device) -> int | None:
+def _free_memory_bytes(device: torch.device) -> int | None:
     """Memory that is free now; None where a device does not say."""
     if accelerator.kind_of(device).own_memory:
         return accelerator.free_bytes(device)
