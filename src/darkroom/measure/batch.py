@@ -9,7 +9,7 @@ from darkroom import options
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import has_statistics
-from darkroom.measure.drawing import Metered
+from darkroom.measure.drawing import Metered, StepTimer, Workload
 from darkroom.measure.ladder import DEVICE_LOST, let_go, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample.backends.backend import Backend

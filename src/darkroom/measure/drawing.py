@@ -178,4 +178,4 @@ class Metered:
         return self._meter.source
 
 
-__all__ = ["PROMPTS", "Drawing", "Metered", "Watch", "parse_bytes"]
+__all__ = ["PROMPTS", "Metered", "StepTimer", "Workload", "parse_bytes"]

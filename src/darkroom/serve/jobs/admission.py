@@ -470,7 +470,7 @@ class Intake:
                 continue
             too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
             after_s = self._work_gone_s(engine, too_much, whose)
-            self._promise(Line(time.monotonic() + after_s, key, num, cost))
+            self._promise(Reservation(time.monotonic() + after_s, key, num, cost))
             whole = f"work of {format_number(waiting_s)} s waits already{owner(key) if whose else ''}"
             told = f"{whole}, and this is {format_number(own_s)} s; "
             told += f"at most {format_number(most_s, 4)} s may wait"
