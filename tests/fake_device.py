@@ -26,8 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from darkroom.hardware import accelerator
-
 REFUSED = (torch.float64, torch.complex128)
 OTHER = "other"
 """The accelerator that is registered from Python."""
@@ -94,9 +92,7 @@ def watched(kind: str) -> Iterator[Watch]:
         watch.put(module, device=device or next(module.parameters()).device, dtype=dtype)
         return module
 
-    # An allocator cannot be registered from Python, so none can be asked.
-    free = patch.object(accelerator, "free_bytes", lambda device: 2**34)
-    with mode, watch, free, patch.object(nn.Module, "to", put):
+    with mode, watch, patch.object(nn.Module, "to", put):
         yield watch
 
 

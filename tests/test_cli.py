@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from PIL import Image
 from typer.testing import CliRunner
 
 from darkroom import cli, errors
@@ -59,6 +60,21 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
         (["train", "nowhere.yaml"], "no such recipe file"),
         (["train", "recipes:emojy"], "recipes:emojy: no such recipe; allowed: autoencoder, "),
         (["import", "nowhere", "store.lance"], "nowhere"),
+        (["report", "folder"], "'folder': neither a run, a CSV nor pictures; allowed: run folders, CSVs"),
+        (["report", "spoiled"], "'spoiled/a.png' is no picture that can be read"),
+        (["verify", "spoiled/a.png"], "'spoiled/a.png': no picture that can be read"),
+        (["bench", "likeness", "spoiled", "spoiled"], "picture 0 of spoiled cannot be read"),
+        (["report", "a.png", "--out", "a.png"], "'a.png' is there already, and is no report"),
+        (["report", "a.png", "--out", "folder"], "Invalid value for '--out': file 'folder' is a directory."),
+        (["report", "a.png", "--out", "a.png/report.html"], "'a.png' is there already; choose another name"),
+        (["inspect", "folder"], "'folder' is no model folder; it should hold unet, vae"),
+        (["runs", "compare", "folder", "folder"], "no run at 'folder'"),
+        (["train", "folder"], "folder: no such recipe file"),
+        (["inspect", "mine"], "'mine/recipe.yaml' is no recipe of a run; a run's recipe has every key"),
+        (["runs", "--root", "mine"], "'mine/recipe.yaml' is no recipe of a run"),
+        (["export", "mine", "--to", "out"], "model: missing; and 1 more in the recipe of 'mine'"),
+        (["push", "mine", "me/x"], "model: missing; and 1 more in the recipe of 'mine'"),
+        (["inspect", "broken"], "'broken/recipe.yaml' is no recipe of a run"),
         (["inspect", "nowhere"], "no model at 'nowhere'"),
         (["inspect", "nowhere.lance"], "nowhere.lance"),
         (["prepare", "nowhere.lance", "--model", "tiny"], "nowhere.lance"),
@@ -69,8 +85,17 @@ def test_every_benchmark_has_help_with_an_example(verb, capsys):
 )
 def test_a_users_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for folder, text in {"folder": None, "mine": "task: pretrain\n", "broken": "task: [\xe9"}.items():
+        Path(folder).mkdir()
+        if text is not None:
+            Path(folder, "recipe.yaml").write_text(text, encoding="latin-1")
+    Image.new("RGB", (8, 8)).save("a.png")
+    Path("spoiled").mkdir()
+    # Pillow reads this by running Ghostscript, were it allowed to.
+    Path("spoiled/a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
     code, out, err = run(capsys, *arguments)
     assert code == 2
+    assert list(Path().glob(".*")) == []
     assert message in err
     assert err.startswith("darkroom: ")
     assert err.count("\n") == 1

@@ -129,6 +129,15 @@ def test_runs_side_by_side_are_flat_and_show_what_differs(tmp_path: Path) -> Non
     ]
 
 
+def test_a_folder_without_runs_is_told_and_somebodys_own_recipe_hides_none(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.yaml").write_text("task: pretrain\n")
+    shown = CliRunner().invoke(app, ["runs", "--root", str(tmp_path)])
+    assert (shown.exit_code, shown.output) == (0, f"no runs in '{tmp_path}'\n")
+    make_run(tmp_path / "a")
+    assert [one.path for one in list_runs(tmp_path)] == [str(tmp_path / "a")]
+
+
 def test_differences_are_told_by_dotted_key() -> None:
     told = differences({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "e": {"f": None, "g": 1}})
     assert told == {"a.c": (2, 5), "d": (3, None), "e.g": (None, 1)}

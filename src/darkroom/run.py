@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -80,7 +80,12 @@ class Run:
     @property
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe."""
-        content: dict[str, Any] = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
+        try:
+            content = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise _no_run(self.path) from error
+        if not isinstance(content, dict):
+            raise _no_run(self.path)
         return content
 
     @property
@@ -194,6 +199,14 @@ class Run:
             os.close(descriptor)
 
 
+class NoRun(InputError):
+    """A folder with a `recipe.yaml` that no training wrote."""
+
+
+def _no_run(path: Path) -> NoRun:
+    return NoRun(f"'{path / RECIPE}' is no recipe of a run", mend="a run's recipe has every key")
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """One line of `darkroom runs`. Losses and rates are of the newest step."""
@@ -220,20 +233,30 @@ def list_runs(root: Path | str) -> list[RunSummary]:
     root = Path(root)
     if not root.is_dir():
         raise InputError(f"no folder '{root}'")
-    return [summarise(Run(path)) for path in _run_folders(root)]
+    folders = _run_folders(root)
+    if folders == [root]:
+        return [summarise(Run(root))]
+    found = []
+    for path in folders:
+        with suppress(NoRun):  # somebody's own recipe.yaml
+            found.append(summarise(Run(path)))
+    return found
 
 
 def summarise(run: Run) -> RunSummary:
     """How far a run is."""
     recipe, rows, bill = run.recipe, run.metrics(), run.bill()
     step = rows[-1]["step"] if rows else 0
-    steps = int(recipe["train"]["steps"])
+    try:
+        task, base, steps = str(recipe["task"]), str(recipe["model"]["base"]), int(recipe["train"]["steps"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _no_run(run.path) from error
     finished = bool(run.outputs) and (step >= steps or run.ended_early)
     state = "running" if run.is_running() else "finished" if finished else "stopped"
     return RunSummary(
         path=str(run.path),
-        task=str(recipe["task"]),
-        base=str(recipe["model"]["base"]),
+        task=task,
+        base=base,
         state=state,
         step=step,
         steps=steps,

@@ -98,3 +98,13 @@ def test_a_sheet_of_nothing_is_told(filled, tmp_path):
     with pytest.raises(StoreError, match="no pictures to show"):
         contact_sheet(filled, tmp_path / "a.png", filter="width > 5000")
     assert not (tmp_path / "a.png").exists()
+
+
+def test_a_contact_sheet_is_written_over_no_file_of_another_kind(tmp_path):
+    store = Store.create(tmp_path / "s.lance")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError, match="notes.txt' is there already, and is no PNG"):
+        contact_sheet(store, tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with pytest.raises(StoreError, match="has no pictures to show"):
+        contact_sheet(store, tmp_path / "sheet.png")

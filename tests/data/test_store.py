@@ -237,6 +237,20 @@ def test_a_pinned_version_keeps_what_was_deleted(store):
         Store.open(store.path, version=version)
 
 
+def test_a_pin_leaves_no_folder_beside_a_store_of_any_name(tmp_path):
+    """Lance makes one of the percent-encoded name when it writes a tag."""
+    root = tmp_path / "Bücher #1 [~]"
+    store = Store.create(root / "100 %" / "日本.lance")
+    assert store.pin("run") == store.version
+    assert [path.name for path in tmp_path.iterdir()] == [root.name]
+    twin = tmp_path / "B%C3%BCcher %231 %5B%7E%5D"
+    twin.mkdir()
+    (twin / "mine.txt").write_text("kept")
+    store.pin("another")
+    assert [path.name for path in twin.iterdir()] == ["mine.txt"]
+    assert store.pins() == {"run": store.version, "another": store.version}
+
+
 def test_pins_that_look_alike_stay_apart(store):
     first = store.pin("runs/a")
     store.append(rows(1, 50))

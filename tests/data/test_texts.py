@@ -226,6 +226,20 @@ def test_texts_one_by_one():
     assert counted == Counter()
     assert decode_text(b"\x93quoted\x94", counted) == "“quoted”"
     assert counted == Counter({"cp1252": 1})
+    assert decode_text("«MENÜ» »Spaß«".encode("cp1252"), counted) == "«MENÜ» »Spaß«"
+    # Read as the fallback says, the part that is UTF-8 would be spoiled.
+    for spoiled in (
+        "café ".encode() + b"caf\xe9",
+        "a ‘b’".encode() + b"\xe9",
+        "写真\xe9".encode()[:-1] + b"x",
+    ):
+        with pytest.raises(TextError, match="UTF-8 with bytes of another encoding in it"):
+            decode_text(spoiled, counted)
+    with pytest.raises(TextError, match="another encoding"):
+        decode_text(
+            b"a\xed\xa0\xbd\xed\xb8\x80", counted
+        )  # surrogate pairs, as Java's and MySQL's exports have
+    assert counted["cp1252"] == 2
     assert readable("plain ü") == "plain ü"
     assert readable(os.fsdecode(b"a\xff")) == "a\\xff"
     assert readable("\ud83d") == "\\ud83d"

@@ -38,6 +38,7 @@ from darkroom.models.adapters.read import read_adapter, write_adapter
 from darkroom.recipe import read_recipe
 from darkroom.sample.adapters import read_tags
 from darkroom.sample.pictures import parse_a1111, read_parameters
+from darkroom.sample.prompt_schedule import schedule
 from darkroom.sample.prompts import a1111_pieces, compel_pieces
 from darkroom.sample.provenance import verify_picture
 
@@ -102,7 +103,7 @@ def _text(content: bytes) -> str:
 
 def _prompt(content: bytes, _: Path) -> object:
     text = _text(content)
-    for read in (a1111_pieces, compel_pieces, read_tags):
+    for read in (a1111_pieces, compel_pieces, read_tags, lambda text: schedule(text, 20)):
         with contextlib.suppress(DarkroomError):
             read(text)
     return None
@@ -206,7 +207,9 @@ TARGETS = {
     "adapter": Target(_adapter, _adapters),
     "png": Target(_png, _pngs),
     "a1111": Target(lambda content, _: parse_a1111(_text(content)), lambda: [INFOTEXT.encode()], ()),
-    "prompt": Target(_prompt, lambda: [b"a (cat:1.2) [dog] <lora:x:0.5> (a AND b)++ BREAK (((x)))-"], ()),
+    "prompt": Target(
+        _prompt, lambda: [b"a (cat:1.2) [dog] <lora:x:0.5> (a AND b)++ BREAK [a:b:1e9] (((x)))-"], ()
+    ),
     "recipe": Target(_recipe, lambda: [RECIPE, b"<<: *x\n", b"a: &a [*a]\n"]),
     "override": Target(_override, lambda: [b"train.steps=60\noptim.lr=1e-4", b"data.folder=x"]),
     "zip": Target(_zip, _zips),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,41 @@ def test_apples_memory_is_asked_by_its_own_calls(card: Callable[[str], list[tupl
         "mps.empty_cache",
     }
     assert models.model.choose_precision("auto", torch.device("mps"))[0] == "float32"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("INTERNAL ASSERT FAILED. Allocator for other is not a DeviceAllocator."),
+        NotImplementedError("getMemoryInfo is not implemented for this allocator yet."),
+    ],
+)
+def test_a_backend_from_outside_may_not_tell_its_memory(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch answers for one that is registered from Python; its own module may know better."""
+
+    def not_told(device: object) -> tuple[int, int]:
+        raise error
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", not_told)
+    place = torch.device("privateuseone", 0)
+    assert (accelerator.free_bytes(place), accelerator.total_bytes(place)) == (None, None)
+    told = SimpleNamespace(mem_get_info=lambda device: (3, 8))
+    monkeypatch.setattr(torch, "privateuseone", told, raising=False)
+    assert (accelerator.free_bytes(place), accelerator.total_bytes(place)) == (3, 8)
+
+
+def test_an_error_of_a_card_is_no_silence(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    card("cuda")
+
+    def lost(device: object) -> tuple[int, int]:
+        raise RuntimeError("error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lost)
+    for place in ("cuda:0", "privateuseone:0"):
+        with pytest.raises(RuntimeError, match="launch failure"):
+            accelerator.free_bytes(place)
 
 
 def test_without_one_nothing_is_asked() -> None:

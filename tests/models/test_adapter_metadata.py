@@ -85,6 +85,35 @@ def test_patterns_in_diffusers_header_are_read_alike(part: str, tmp_path: Path) 
     assert furthest(part, tmp_path / "b.safetensors", expected) > 0.05
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_goes_with_a_changed_base_is_refused_until_it_is_converted(
+    start: str, tmp_path: Path
+) -> None:
+    """Added to the base as it is, it would draw something else than PEFT does, without a word."""
+    torch.manual_seed(2)
+    unet = models.create("tiny", seed=1).unet
+    config = peft.LoraConfig(r=4, lora_alpha=4, init_lora_weights=start, target_modules=["attn1.to_q"])
+    theirs = peft.get_peft_model(unet, config)
+    theirs.peft_config["default"].init_lora_weights = True  # as PEFT's guide has it
+    theirs.save_pretrained(str(tmp_path / "begun"))
+    theirs.peft_config["default"].init_lora_weights = start
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.1 * torch.randn_like(weight))
+    theirs.save_pretrained(str(tmp_path / "plain"))
+    with pytest.raises(ModelError, match=f"init_lora_weights '{start}'"):
+        read_adapter(tmp_path / "plain")
+    theirs.save_pretrained(
+        str(tmp_path / "converted"), path_initial_model_for_weight_conversion=str(tmp_path / "begun")
+    )
+    expected = theirs.merge_and_unload().state_dict()
+    assert furthest("unet", tmp_path / "converted", expected) < 1e-4
+    file = tmp_path / "plain" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": True}))
+    assert furthest("unet", tmp_path / "plain", expected) > 0.05
+
+
 def test_an_alpha_that_is_not_said_is_pefts_own(tmp_path: Path) -> None:
     folder, expected = trained("unet", tmp_path, lora_alpha=8)
     file = folder / "adapter_config.json"
@@ -109,6 +138,12 @@ def test_an_alpha_that_is_not_said_is_pefts_own(tmp_path: Path) -> None:
         ({"alpha_pattern": {"to_q": "9"}}, r"alpha_pattern\['to_q'\] is 9; allowed: a number"),
         ({"alpha_pattern": [1]}, "alpha_pattern is no table"),
         ({"lora_alpha": "two"}, "lora_alpha is two; allowed: a number"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "'pissa_niter_4': such an adapter goes with changed weights",
+        ),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights 'OLoRA'"),
+        ({"kasa_config": {"beta": 1.0}}, "configuration has kasa_config; allowed: layers that are added"),
         ({"r": 8}, "has rank 4, and by the adapter's configuration 8"),
         ({"rank_pattern": {".*attn1.*": 3}}, "has rank 4, and by the adapter's configuration 3"),
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ WEIGHTS = {
 }
 SCHEDULER = "scheduler/scheduler_config.json"
 Damage = Callable[[Path], object]
+PIPES = {"a pipe": os.mkfifo} if hasattr(os, "mkfifo") else {}
+PIPES["a device without end"] = lambda path: Path(path).symlink_to("/dev/zero")
+"""What is no plain file: reading it waits for ever, or takes all memory. Windows has neither."""
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,14 @@ def shards(part: str, index: Callable[[dict[str, str]], Any]) -> Damage:
     return damage
 
 
+def instead(file: str, make: Callable[[Path], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / file).unlink()
+        make(folder / file)
+
+    return damage
+
+
 def first(held: dict[str, torch.Tensor]) -> str:
     return min(name for name in held if held[name].dim() == 1)
 
@@ -154,12 +167,42 @@ CASES |= {
         setting("unet/config.json", cross_attention_dim=24),
         r"/unet' could not be .*24",
     ),
-    "unet: no groups": (setting("unet/config.json", norm_num_groups=0), "/unet' could not be opened"),
+    "unet: no groups": (setting("unet/config.json", norm_num_groups=0), "norm_num_groups is 0; allowed: 1"),
     "unet: a text of widths": (
         setting("unet/config.json", block_out_channels="ab"),
         "/unet' could not be opened",
     ),
     "unet: no such block": (setting("unet/config.json", down_block_types=["No"] * 2), "No does not exist"),
+    "unet: layers without end": (
+        setting("unet/config.json", layers_per_block=10**400),
+        r"unet/config.json': layers_per_block is 10000.*; allowed: 1 to 1,000",
+    ),
+    "unet: a width without end": (
+        setting("unet/config.json", block_out_channels=[8, 10**30]),
+        r"unet/config.json': block_out_channels is 1000",
+    ),
+    "vae: layers without end": (setting("vae/config.json", layers_per_block=10**6), "1 to 1,000"),
+    "text_encoder: layers without end": (
+        setting("text_encoder/config.json", num_hidden_layers=10**6),
+        r"text_encoder/config.json': num_hidden_layers is 1000000;",
+    ),
+    "text_encoder: no end": (
+        setting("text_encoder/config.json", eos_token_id=None),
+        "eos_token_id is None; allowed: 0 to 10,000,000",
+    ),
+    "text_encoder: an attention that is not installed": (
+        setting("text_encoder/config.json", attn_implementation="flash_attention_2"),
+        "/text_encoder' could not be opened: FlashAttention2",
+    ),
+    "tokenizer: another kind": (
+        content("tokenizer/tokenizer.json", lambda raw: raw.replace(b'"BPE"', b'"WordPiece"')),
+        "model.type is 'WordPiece'; allowed: BPE",
+    ),
+    "tokenizer: a text as length": (
+        setting("tokenizer/tokenizer_config.json", model_max_length="x"),
+        "model_max_length is 'x'; allowed: a number above 0",
+    ),
+    "vae: groups below none": (setting("vae/config.json", norm_num_groups=-1), "norm_num_groups is -1"),
     "vae: one width": (setting("vae/config.json", block_out_channels=5), "/vae' could not be opened"),
     "text_encoder: odd heads": (
         setting("text_encoder/config.json", num_attention_heads=3),
@@ -182,17 +225,36 @@ CASES |= {
     "tokenizer: no model": (content("tokenizer/tokenizer.json", b"{}"), "has no model of vocabulary"),
 }
 CASES |= {
+    f"unet: {key} {value}": (
+        setting("unet/config.json", **{key: value}),
+        rf"unet/config.json': {key} is .*; allowed: ",
+    )
+    for key, value in [
+        *(("sample_size", n) for n in (None, 0, -8, "8", 10**6, [8, 8])),
+        *(("norm_eps", n) for n in (None, "x", -1)),
+        *(("layers_per_block", -1), ("in_channels", 10**9), ("conv_in_kernel", 10**5)),
+    ]
+}
+CASES |= {
     f"scheduler: {key} {value}": (
         setting(SCHEDULER, **{key: value}),
         rf"{SCHEDULER}': {key} is .*; allowed: ",
     )
     for key, value in [
-        *(("num_train_timesteps", n) for n in ("x", 0, 10**9)),
+        *(("num_train_timesteps", n) for n in ("x", 0, 10**9, None)),
         *(("beta_start", "x"), ("beta_start", float("nan")), ("beta_end", [1]), ("prediction_type", "no")),
         *(("prediction_type", 3), ("_class_name", 5), ("trained_betas", "x"), ("steps_offset", "x")),
         ("rescale_betas_zero_snr", "x"),
     ]
 }
+
+
+if sys.platform != "win32":
+    CASES |= {
+        f"{part}: {name}": (instead(file, make), rf"{file}' cannot be read: it is no plain file")
+        for name, make in PIPES.items()
+        for part, file in (("unet", "unet/config.json"), ("vae", WEIGHTS["vae"]), ("scheduler", SCHEDULER))
+    }
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -68,6 +68,7 @@ def test_an_interval_is_told_in_the_unit_of_its_figure():
     assert hours(91.2, (76.8, 110.4)) == "3.8 days (3.2 to 4.6)"
     assert hours(1.5, (0.9, 2.0)) == "1.5 h (0.9 to 2)"
     assert hours(1.5) == "1.5 h"
+    assert hours(73_123 * 24.0) == "73,123 days"
     assert usd(1234.0, (1010.0, 1500.0)) == "USD 1,234 (1,000 to 1,500)"
 
 

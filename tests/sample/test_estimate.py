@@ -47,6 +47,8 @@ def test_what_cannot_fit_by_its_settings_alone_is_refused_at_once(monkeypatch, f
     monkeypatch.setattr(estimate, "memory_of", lambda device: 24 * 10**9)
     with pytest.raises(InputError, match="8192x8192 needs at least 68.7 GB in decoding"):
         estimate.check_at_once("sd15", (8192, 8192), **asked)
+    with pytest.raises(InputError, match="65536x65536 needs at least 4,398 GB in decoding"):
+        estimate.check_at_once("sd15", (65536, 65536), **asked)
     estimate.check_at_once("sd15", (8192, 8192), **{**asked, "tiled": True})
     estimate.check_at_once("sd15", (2048, 2048), **asked)
     with pytest.raises(InputError, match="needs at least"):

@@ -122,6 +122,21 @@ def test_a_hostile_line_of_pairs_takes_no_time(line: str) -> None:
     assert told["prompt"].startswith("a cat")
 
 
+@pytest.mark.parametrize(
+    ("resize", "scale", "size"),
+    [("1024x1536", 2.0, (1024, 1536)), ("0x1152", 1.5, (768, 1152)), ("1024x1024", 2.0, (1024, 1024))],
+)
+def test_a_second_pass_by_its_size_is_read(resize: str, scale: float, size: tuple[int, int]) -> None:
+    """A1111 says one or the other."""
+    line = "Steps: 20, Seed: 1, Size: 512x768, Denoising strength: 0.3, Hires upscaler: Lanczos"
+    told = parse_a1111(f"a\n{line}, Hires resize: {resize}")
+    assert told["hires"] == {"scale": scale, "strength": 0.3, "steps": None, "upscaler": "lanczos"}
+    assert (told["first_size"], (told["width"], told["height"])) == ("512x768", size)
+    assert {"strength", "Hires resize"}.isdisjoint(told)
+    plain = parse_a1111(f"a\n{line}, Hires resize: 0x0")
+    assert (plain["width"], plain["height"], "hires" in plain) == (512, 768, False)
+
+
 def test_values_in_quotes_hold_commas_and_what_has_no_key_is_passed_over() -> None:
     text = 'a cat\njunk, Steps: 3, "odd": 1, Model: 6" sensor, Lora hashes: "a: 1, b: \\"2\\"", Seed: 4,'
     told = parse_a1111(text)
@@ -140,7 +155,22 @@ def test_numbers_and_texts_that_nothing_can_hold_are_left_out() -> None:
     assert (told["hires"]["steps"], told["model"]) == (None, '"\\ud800"')
 
 
-@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n broken"])
+def bomb() -> bytes:
+    """The head of a PNG of 60,000 pixels squared."""
+    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + head
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+"""Pillow reads it by running Ghostscript, whatever the file is called."""
+GIMP = struct.pack(">IIIII", 28, 2, 13, 1_229_472_850, 4) + b"GIMP" + struct.pack(">I", 10) + b"x" * 40
+"""A brush of more pixels than Pillow allows."""
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n broken", bomb(), POSTSCRIPT, GIMP]
+)
 def test_files_that_say_nothing_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.png").write_bytes(content)
     with pytest.raises(InputError, match="no picture that can be read"):

@@ -34,6 +34,10 @@ TURNS = [(i, "female" if i % 2 else "male") for i in range(1, 11)]
         ("[less] (more:1.2)", [(10, "[less] (more:1.2)")]),
         ("[a:b:0]", [(10, "b")]),
         ("[a:b:99]", [(10, "a")]),
+        ("[a:b:1e999]", [(10, "a")]),
+        ("[a:b:1.0e999]", [(10, "a")]),
+        ("[a:b:-1e999]", [(10, "b")]),
+        ("[a:b:-1.5e999]", [(10, "b")]),
     ],
 )
 def test_texts_and_their_last_steps_are_a1111s(prompt: str, texts: list[tuple[int, str]]) -> None:

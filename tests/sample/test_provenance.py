@@ -205,6 +205,19 @@ def test_generate_signs_marks_and_verify_tells_by_the_command_line(tmp_path, cer
     assert isinstance(refused.exception, InputError)
 
 
+def test_a_picture_too_small_for_a_mark_is_told_by_the_command_line(tmp_path):
+    told = ["generate", "tiny", "a cat", "--steps", "1", "--solver", "euler"]
+    note = "note: pictures with a side below 256 px carry no watermark"
+    small, large = (
+        CliRunner().invoke(
+            app, [*told, "--size", size, "--out", str(tmp_path / size)], env={"DARKROOM_PROVENANCE": "1"}
+        )
+        for size in ("32", "256")
+    )
+    assert (small.exit_code, note in small.stderr.splitlines()) == (0, True)
+    assert (large.exit_code, note in large.stderr.splitlines()) == (0, False)
+
+
 def test_a_test_certificate_is_made_once_by_the_command_line(tmp_path):
     run, path = CliRunner(), tmp_path / "c.pem"
     assert run.invoke(app, ["keys", "make-test-certificate", "--out", str(path)]).exit_code == 0

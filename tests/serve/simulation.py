@@ -724,8 +724,6 @@ async def _schedule(of: World) -> None:
     of.faulty, of.strength = False, 0.0
     for server in of.servers.values():
         server.cut_off_until = 0.0
-    if of.shared:  # a clock set back by an hour keeps a dead server's leases for so long
-        of.offset = of.furthest
     for number in range(servers):
         if number not in of.servers:
             await of.start(number)

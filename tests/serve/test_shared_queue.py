@@ -83,6 +83,21 @@ def test_a_job_has_one_owner_until_its_lease_runs_out(two_stores):
     assert other.renew({job.uid: (1, 9)}).result() == {job.uid}
 
 
+def test_a_lease_lasts_no_longer_where_the_databases_clock_is_set_back(two_stores, monkeypatch):
+    offset_s = [0.0]
+    monkeypatch.setattr("darkroom.serve.shared_queue._time_of", lambda connection: time.time() + offset_s[0])
+    dead, other = (Leases(store, name, 1.0) for store, name in zip(two_stores, "ab", strict=True))
+    job = dead.accept(record(two_stores[0].server, 0), take=True).result()
+    styled = other.accept(record(two_stores[0].server, 0, ("style0",)), take=False).result()
+    dead.renew({job.uid: (1, 9)}, {"style0"}).result()
+    offset_s[0] = -3600.0
+    other.renew({}).result()
+    assert other.claim((), 10, 60.0).result() == []  # it may be there still
+    time.sleep(1.1)
+    other.renew({}).result()
+    assert {taken.uid for taken in other.claim((), 10, 60.0).result()} == {job.uid, styled.uid}
+
+
 def test_servers_that_claim_at_once_share_the_jobs_out(two_stores):
     leases = [Leases(store, name, 30.0) for store, name in zip(two_stores, "ab", strict=True)]
     made = [leases[0].accept(record(two_stores[0].server, i), take=False).result() for i in range(40)]

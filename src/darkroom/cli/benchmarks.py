@@ -57,7 +57,8 @@ def bench_train(
     device: Annotated[str, typer.Option(help="with --model: auto, cpu, cuda, ...")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="steps, or chunks of steps, measured")] = 7,
     profile: Annotated[
-        Path | None, typer.Option(help="PNG of one iteration: where its time goes, and its memory")
+        Path | None,
+        typer.Option(dir_okay=False, help="PNG of one iteration: where its time goes, and its memory"),
     ] = None,
     out: Out = None,
     as_json: Json = False,
@@ -297,7 +298,9 @@ def bench_precision(
     guidance: Guidance = 7.5,
     device: Device = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="runs timed of each, in turns")] = 3,
-    page: Annotated[Path | None, typer.Option(help="one HTML file with pictures and plots")] = None,
+    page: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="one HTML file with pictures and plots")
+    ] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -433,7 +436,7 @@ def bench_serve(
     threads: Annotated[int, typer.Option(min=0, help="of every server; 0 leaves it to torch")] = 0,
     device: Device = "auto",
     option: Annotated[list[str] | None, typer.Option(help="a further word for darkroom serve")] = None,
-    page: Annotated[Path | None, typer.Option(help="one HTML file with plots")] = None,
+    page: Annotated[Path | None, typer.Option(dir_okay=False, help="one HTML file with plots")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:

@@ -63,7 +63,9 @@ def import_(
 @app.command()
 def inspect(
     what: Annotated[Path, typer.Argument(help="a store, a model, an adapter file or a run folder")],
-    out: Annotated[Path | None, typer.Option(help="the contact sheet of a store, a PNG")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="the contact sheet of a store, a PNG")
+    ] = None,
     mark_doubles: Annotated[
         bool, typer.Option("--mark-doubles", help="note near-doubles of a store in its column double_of")
     ] = False,

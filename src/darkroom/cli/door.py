@@ -64,6 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         _leave(_failed(str(error), error.exit_code))
     except KeyboardInterrupt:
         _leave(_failed("stopped", 1))
+    except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+        _leave(_failed(_other_kind(error), 2))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(1)
@@ -73,6 +75,16 @@ def main(arguments: list[str] | None = None) -> None:
         _leave(_failed(told, 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
     _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
+
+
+def _other_kind(error: OSError) -> str:
+    """That a folder was given in a file's place, or a file in a folder's or in a new one's."""
+    path = error.filename2 or error.filename  # the latter of a rename may be a name of ours
+    if isinstance(error, IsADirectoryError):
+        return f"'{path}' is a folder; give a file"
+    if isinstance(error, FileExistsError):
+        return f"'{path}' is there already; choose another name"
+    return f"'{path}': a part of this path is a file; give a folder"
 
 
 def _failure_of_machine(error: Exception) -> str | None:
@@ -112,7 +124,8 @@ def _failed(message: str, code: int) -> int:
     """Tell an error; of several ranks that found the same mistake the first tells it."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and code == 2:
-        time.sleep(FIRST_TELLS_S)  # its end ends the others: what only this one finds is printed after
+        time.sleep(FIRST_TELLS_S)  # its end ends the others: a mistake that only this one finds is told after
+    message = "".join(sign if sign.isprintable() else " " for sign in message)  # names may hold anything
     if message:
         print(f"darkroom: {message}" if rank == "0" else f"darkroom: rank {rank}: {message}", file=sys.stderr)
     return code

@@ -263,16 +263,12 @@ def likeness(
 
     Example: darkroom bench likeness photos/dog photos/dog2 --drawn runs/dog/pictures
     """
-    from PIL import Image
-
-    from darkroom.data.importers.source import pictures_below
     from darkroom.evaluate.controls import likeness_controls
     from darkroom.evaluate.extractors import open_extractor
+    from darkroom.evaluate.pictures import FolderPictures, images
 
-    def opened(folder: Path | None) -> list[Image.Image]:
-        if folder is not None and not folder.is_dir():
-            raise InputError(f"no folder '{folder}'")
-        return [] if folder is None else [Image.open(path).convert("RGB") for path in pictures_below(folder)]
+    def opened(folder: Path | None) -> list[Any]:
+        return [] if folder is None else list(images(FolderPictures.of(folder)))
 
     photographs, others = opened(subject), opened(other)
     found = likeness_controls(

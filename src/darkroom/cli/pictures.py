@@ -28,7 +28,8 @@ from darkroom.hardware import cpu
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
-    from darkroom.sample import Control
+    from darkroom.models.upscaler import Upscaler
+    from darkroom.sample import Control, Hires, Picture
     from darkroom.sample.provenance import Provenance
 
 ONLY_MASKED_HELP = "with a mask: draw only its part and so many pixels around, at --size, and put it back"
@@ -68,6 +69,29 @@ class PromptOptions:
     axes: Annotated[
         list[str] | None, typer.Option("--grid", help="NAME=A,B,C, given once or twice: a sheet of all pairs")
     ] = None
+
+
+@dataclass(frozen=True)
+class LargerOptions:
+    """What makes pictures larger: a second pass, a network between both passes, a network at the end."""
+
+    hires: Annotated[
+        str | None, typer.Option(help="a second, larger pass: SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6")
+    ] = None
+    hires_upscaler: Annotated[str, typer.Option(help="latent, lanczos, or an ESRGAN file")] = "latent"
+    upscale: Annotated[
+        Path | None, typer.Option(help="an ESRGAN file (.safetensors) that makes finished pictures larger")
+    ] = None
+
+    def opened(self) -> tuple[Hires | None, Upscaler | None, Upscaler | None]:
+        """The second pass, the network between both, and the one at the end."""
+        from darkroom import models, sample
+
+        last = models.read_upscaler(self.upscale) if self.upscale is not None else None
+        is_file = self.hires_upscaler.endswith(".safetensors")
+        between = models.read_upscaler(self.hires_upscaler) if is_file else None
+        name = self.hires_upscaler if between is None else between.name
+        return None if self.hires is None else sample.Hires.parsed(self.hires, name), between, last
 
 
 @dataclass(frozen=True)
@@ -170,13 +194,7 @@ def generate(
     *,
     elsewhere: PromptOptions,
     drawing: DrawingOptions,
-    hires: Annotated[
-        str | None, typer.Option(help="a second, larger pass: SCALE[:STRENGTH[:STEPS]], such as 1.5:0.6")
-    ] = None,
-    hires_upscaler: Annotated[str, typer.Option(help="latent, lanczos, or an ESRGAN file")] = "latent",
-    upscale: Annotated[
-        Path | None, typer.Option(help="an ESRGAN file (.safetensors) that makes finished pictures larger")
-    ] = None,
+    larger: LargerOptions,
     given: InputOptions,
     compute: ComputeOptions,
     files: FileOptions,
@@ -196,17 +214,13 @@ def generate(
     limit = None if compute.memory is None else options.parse_bytes(compute.memory)
     # From here on torch is needed.
     from darkroom import models, sample
-    from darkroom.sample import provenance as proving
 
     marks, place = files.marks(), models.device(compute.device)
     name = _precision(compute.precision, place, compute.backend)
     cast, lies_on = sample.ladder.loading(compute.optimise, place, limited=limit is not None)
     dtype = cast or models.precision(name)
     options.check_pair(compute.backend, models.NAMES[dtype], place.type)
-    network = models.read_upscaler(upscale) if upscale is not None else None
-    between = models.read_upscaler(hires_upscaler) if hires_upscaler.endswith(".safetensors") else None
-    begun = hires_upscaler if between is None else between.name
-    asked["hires"] = None if hires is None else sample.Hires.parsed(hires, begun)
+    asked["hires"], between, last = larger.opened()
     named = [sample.Named.parsed(one) for one in given.adapter or []]
     in_files = limit is not None and place.type == "cpu" and not named and model not in models.FAMILIES
     sample.pictures.check_kind(files.kind)
@@ -232,7 +246,7 @@ def generate(
                 mask=given.mask,
                 adapters=named,
                 controls=controls,
-                upscale=network,
+                upscale=last,
                 hires_network=between,
                 backend=compute.backend,
                 optimise=compute.optimise,
@@ -244,11 +258,27 @@ def generate(
                 explain=_silent if number > 1 else _note if verbose else _short,
                 **call.settings,
             )
-    (inputs, steering), axes = given.ingredients(controls), elsewhere.axes
-    made = proving.save_pictures(pictures, files.out, marks, inputs, steering, kind=files.kind, grid=not axes)
+    made = _saved(pictures, marks, files, given.ingredients(controls), elsewhere.axes)
+    show({"pictures": made}, as_json, lambda: made)
+
+
+def _saved(
+    pictures: list[Picture],
+    marks: Provenance | None,
+    files: FileOptions,
+    ingredients: tuple[list[bytes], list[bytes]],
+    axes: list[str] | None,
+) -> list[Path]:
+    """Write the pictures, and a sheet of them all where they are a grid's."""
+    from darkroom import sample
+    from darkroom.sample import provenance, watermark
+
+    if marks is not None and any(not watermark.fits(picture.image.size) for picture in pictures):
+        _note(f"pictures with a side below {watermark.LEAST_SIDE} px carry no watermark")
+    made = provenance.save_pictures(pictures, files.out, marks, *ingredients, kind=files.kind, grid=not axes)
     if axes:
         made.append(sample.save_sheet([picture.image for picture in pictures], axes, files.out))
-    show({"pictures": made}, as_json, lambda: made)
+    return made
 
 
 class _GenerateCall(NamedTuple):

@@ -161,7 +161,9 @@ def plan(
         str | None, typer.Option(help="the comment a recipe quotes its plan in, on 'A10G, 8 x A100-80'")
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="put that comment into the recipe")] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw the comparison or the curve, a PNG")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="draw the comparison or the curve, a PNG")
+    ] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine, once")] = False,
     rows: Annotated[
         list[Path] | None, typer.Option(help="--calibrate: a table of bench batch, measured on this machine")

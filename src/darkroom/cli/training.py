@@ -243,7 +243,8 @@ def runs(
 
     if not compare:
         found = run.list_runs(root)
-        show(found, as_json, lambda: columns([one.to_dict() for one in found]))
+        none = [f"no runs in '{root}'"]
+        show(found, as_json, lambda: columns([one.to_dict() for one in found]) if found else none)
         return
     if compare[0] != "compare" or len(compare) < 3:
         raise InputError(f"runs {' '.join(compare)}", allowed="runs, or runs compare RUN RUN ...")
@@ -379,7 +380,7 @@ def push(
 @app.command()
 def report(
     sources: Annotated[list[Path] | None, typer.Argument(help="run folders and measurement CSVs")] = None,
-    out: Annotated[Path, typer.Option(help="the HTML file")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(dir_okay=False, help="the HTML file")] = Path("report.html"),
     five_systems: Annotated[
         bool,
         typer.Option("--five-systems", help="five published systems next to darkroom's figures, with a CSV"),

@@ -107,6 +107,11 @@ def colour(name: str) -> tuple[int, int, int]:
         raise InputError(f"no colour '{name}'", allowed="a name such as white, or #rrggbb") from None
 
 
+def open_picture(data: bytes) -> Image.Image:
+    """A picture as its file has it, read to the end by the readers of `FORMATS` alone; PictureError."""
+    return _loaded(_opened(data, PILLOW_MAX_PIXELS))
+
+
 def _opened(data: bytes, max_pixels: int) -> Image.Image:
     if max_pixels > PILLOW_MAX_PIXELS:
         raise InputError(

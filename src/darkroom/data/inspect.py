@@ -176,6 +176,8 @@ def contact_sheet(store: Store, path: str | Path, *, pictures: int = 64, filter:
     The pictures are evenly spread over the positions (of the rows that a filter lets through), so the same
     store gives the same sheet. StoreError where there is none to show.
     """
+    if Path(path).exists() and Path(path).suffix.lower() != ".png":
+        raise StoreError(f"'{path}' is there already, and is no PNG", mend="choose another name")
     positions = store.select(filter)
     if not len(positions):
         raise StoreError(f"{store.path} has no pictures to show")

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import lance
 
@@ -24,6 +25,38 @@ from darkroom.hardware.system import lock_file, remove_file
 PURGE = "_purge"
 LANCE_FOLDERS = ("data", "_deletions", "_transactions", "_versions")
 HINT = "latest_version_hint.json"
+
+
+PERCENT_ENCODED = frozenset('\\{^}%`]">[~<#|*?')
+"""What Lance writes as %XX in the path of a folder that it makes for its tags, besides what is not ASCII."""
+
+
+@contextmanager
+def no_stray_folder(path: Path) -> Iterator[None]:
+    """Within, tags may be made: Lance 14 leaves an empty folder at the percent-encoded twin of a store's path
+    that is removed. Folders that were there before stay.
+    """
+    whole = path.absolute()
+    stray = Path(whole.anchor).joinpath(*map(_percent_encoded, whole.relative_to(whole.anchor).parts))
+    if stray == whole:
+        yield
+        return
+    made = [folder for folder in (stray, *stray.parents) if not folder.exists()]
+    try:
+        yield
+    finally:
+        for folder in (stray / "_refs" / "tags", stray / "_refs", *made):
+            with suppress(OSError):  # it holds something, or is not there
+                folder.rmdir()
+
+
+def _percent_encoded(name: str) -> str:
+    return "".join(
+        quote(sign, safe="")
+        if sign in PERCENT_ENCODED or not (sign.isascii() and sign.isprintable())
+        else sign
+        for sign in name
+    ).replace("~", "%7E")  # which `quote` never encodes
 
 
 @dataclass

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -43,6 +44,7 @@ from darkroom.data.purging import (
     Purged,
     affected,
     files_of,
+    no_stray_folder,
     remove_counts,
     remove_files,
     with_deletions,
@@ -568,8 +570,8 @@ class Store:
 
     def pin(self, name: str) -> int:
         """Keep this version for good under a name, such as a run's; returns the version."""
-        tag = _tag(name)
-        with committing(self.sidecars.root):
+        tag, root = _tag(name), self.sidecars.root
+        with committing(root), nullcontext() if root is None else no_stray_folder(root):
             if tag in self.dataset.tags.list():
                 self.dataset.tags.update(tag, self.version)
             else:

@@ -6,6 +6,7 @@ What is none of these is no text and is set aside: a letter that was replaced is
 from __future__ import annotations
 
 import codecs
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -21,6 +22,13 @@ MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
+
+
+MIXED = re.compile(
+    rb"[\xc2\xc3][\x80-\xbf]|\xe2\x80[\x80-\xbf]|\xf0\x9f[\x80-\xbf]{2}|(?:[\xe3-\xed][\x80-\xbf]{2}){2}"
+)
+"""Letters, quotes, pictograms and East Asian signs in UTF-8, which no text in the fallback spells. Read as
+the fallback, they would be spoiled."""
 
 
 class TextError(ValueError):
@@ -49,6 +57,8 @@ def decode_text(data: bytes, recoded: Counter[str] | None = None) -> str:
     except UnicodeDecodeError as error:
         if encoding != "utf-8":
             raise TextError(f"no whole {encoding.upper()} ({error.reason})") from None
+        if MIXED.search(data):
+            raise TextError("UTF-8 with bytes of another encoding in it") from None
         encoding = FALLBACK
         try:
             text = data.decode(encoding)

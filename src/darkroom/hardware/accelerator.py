@@ -179,6 +179,9 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 # ---- memory
 
+NO_ALLOCATOR = "is not a DeviceAllocator"
+"""What torch says of a backend whose allocator keeps no books."""
+
 
 def allocated_bytes(device: torch.device | str) -> int:
     """Memory that tensors hold on an accelerator."""
@@ -204,24 +207,39 @@ def reset_peak(device: torch.device | str) -> None:
     torch.accelerator.reset_peak_memory_stats(torch.device(device))
 
 
-def free_bytes(device: torch.device | str) -> int:
-    """Memory of an accelerator that nobody holds; of Apple's what is left of what Metal recommends."""
+def free_bytes(device: torch.device | str) -> int | None:
+    """Memory of an accelerator that nobody holds; of Apple's what is left of what Metal recommends.
+
+    None where a backend from outside of torch does not say.
+    """
+    info = _memory_info(device)
+    return None if info is None else info[0]
+
+
+def total_bytes(device: torch.device | str) -> int | None:
+    """All the memory that a job can have on an accelerator; None where a backend does not say."""
+    info = _memory_info(device)
+    return None if info is None else info[1]
+
+
+def _memory_info(device: torch.device | str) -> tuple[int, int] | None:
+    """Free and all."""
     import torch
 
     where = torch.device(device)
     if where.type == "mps":
-        return max(0, total_bytes(where) - int(torch.mps.driver_allocated_memory()))
-    return int(torch.accelerator.get_memory_info(where)[0])
-
-
-def total_bytes(device: torch.device | str) -> int:
-    """All the memory that a job can have on an accelerator."""
-    import torch
-
-    where = torch.device(device)
-    if where.type == "mps":
-        return int(torch.mps.recommended_max_memory())
-    return int(torch.accelerator.get_memory_info(where)[1])
+        total = int(torch.mps.recommended_max_memory())
+        return max(0, total - int(torch.mps.driver_allocated_memory())), total
+    try:
+        free, total = torch.accelerator.get_memory_info(where)
+    except RuntimeError as error:  # torch has no class of its own for either
+        if where.type in KINDS or not (isinstance(error, NotImplementedError) or NO_ALLOCATOR in str(error)):
+            raise
+        module: Any = getattr(torch, where.type, None)
+        if not hasattr(module, "mem_get_info"):
+            return None
+        free, total = module.mem_get_info(where)
+    return int(free), int(total)
 
 
 def empty_cache() -> None:

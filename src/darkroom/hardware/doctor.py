@@ -89,7 +89,8 @@ def _torch(here: Machine) -> Check:
 def _devices(here: Machine) -> Iterator[Check]:
     for device in here.devices:
         proof = accelerator.kind_of(device.torch_name).proof
-        detail = f"{device.name}, {device.memory_bytes / GIB:.0f} GiB; {device.kind}: {proof}"
+        memory = "" if device.memory_bytes is None else f", {device.memory_bytes / GIB:.0f} GiB"
+        detail = f"{device.name}{memory}; {device.kind}: {proof}"
         yield Check(f"device {device.torch_name}", True, detail)
     if not here.devices:
         cuda = NVIDIA_DRIVER.exists()

@@ -41,7 +41,7 @@ class Device:
     kind: str  # as in accelerator.KINDS, or what torch calls another
     index: int
     name: str
-    memory_bytes: int
+    memory_bytes: int | None  # None: its backend does not say
 
     @property
     def torch_name(self) -> str:

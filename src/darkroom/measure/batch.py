@@ -9,7 +9,7 @@ from darkroom import options
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import has_statistics
-from darkroom.measure.drawing import Metered, StepTimer, Workload, memory_available
+from darkroom.measure.drawing import Metered, StepTimer, Workload
 from darkroom.measure.ladder import DEVICE_LOST, let_go, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample.backends.backend import Backend
@@ -112,8 +112,7 @@ def _lack(drawing: Workload, kind: PrecisionCase, backend: Backend, needs: Needs
     """Why a batch does not fit; empty where it does. Running it once is also its warm-up."""
     device = drawing.device
     wanted = int(needs.unet((2 if drawing.guidance > 1 else 1) * batch) * CPU_MARGIN)
-    free = memory_available(device)
-    if device == "cpu" and wanted > free:
+    if device == "cpu" and wanted > (free := machine().memory_available_bytes):
         return f"out of memory: {wanted / 1e9:.1f} GB predicted, {free / 1e9:.1f} GB free; not run"
     try:
         drawing.run(backend, num=batch)

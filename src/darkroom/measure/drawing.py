@@ -12,7 +12,6 @@ import torch
 from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware import machine
-from darkroom.hardware.accelerator import free_bytes, kind_of
 from darkroom.hardware.cards import find_card
 from darkroom.hardware.energy import EnergyMeter
 from darkroom.measure.timing import synchronise
@@ -179,11 +178,4 @@ class Metered:
         return self._meter.source
 
 
-def memory_available(device: str) -> int:
-    """What may still be taken: on a card what its driver has free, elsewhere what the system says."""
-    if kind_of(device).own_memory:
-        return free_bytes(device)
-    return machine().memory_available_bytes
-
-
-__all__ = ["PROMPTS", "Metered", "StepTimer", "Workload", "memory_available", "parse_bytes"]
+__all__ = ["PROMPTS", "Metered", "StepTimer", "Workload", "parse_bytes"]

@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from darkroom.bill import format_number
 from darkroom.errors import is_out_of_memory
 from darkroom.hardware.memory import PeakMemory, give_back, resident_bytes
 from darkroom.hardware.system import load_average
@@ -44,7 +45,7 @@ def _told(one: Measurement) -> str:
     if one.images_per_s is None:
         return f"{one.case}: {one.note}"
     peak = (one.peak_memory_bytes or 0) / 1e6
-    return f"{one.case}: {one.images_per_s:.3g} images/s, peak {peak:.0f} MB"
+    return f"{one.case}: {format_number(one.images_per_s)} images/s, peak {peak:.0f} MB"
 
 
 def _failed_row(bench: Finetuning, case: Case, failure: str) -> Measurement:

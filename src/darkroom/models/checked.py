@@ -17,6 +17,7 @@ from darkroom.errors import ModelError, is_system_failure
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 MAX_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 2**28
 MAX_TIMESTEPS = 100_000
 PREDICTIONS = ("epsilon", "sample", "v_prediction", "flow_prediction")
 _NUMBERS = {
@@ -27,10 +28,30 @@ _NUMBERS = {
     "shift": (0.0, 1000.0),
 }
 """Of a scheduler's configuration, what is counted with, and from where to where."""
+DENOISERS = ("unet", "transformer")
+_LAYERS, _CHANNELS = (1, 1000), (1, 100_000)
+_SIZES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("layers_per_block", "num_hidden_layers", "num_layers"), _LAYERS),
+    "transformer_layers_per_block": (0, 1000),
+    **dict.fromkeys(("in_channels", "out_channels", "block_out_channels", "latent_channels"), _CHANNELS),
+    **dict.fromkeys(("cross_attention_dim", "hidden_size", "intermediate_size"), _CHANNELS),
+    "norm_num_groups": _CHANNELS,
+    "conv_in_kernel": (1, 99),
+    "conv_out_kernel": (1, 99),
+    "norm_eps": (0.0, 1.0),
+    "layer_norm_eps": (0.0, 1.0),
+    "vocab_size": (1, 10_000_000),
+    "max_position_embeddings": (1, 1_000_000),
+    "eos_token_id": (0, 10_000_000),
+    "sample_size": (1, 8192),
+}
+"""The same of the configurations of a model's parts; `sample_size` is that of what denoises."""
+_NEEDED = ("norm_eps", "layer_norm_eps", "eos_token_id", "sample_size")
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; ModelError for a file that is missing, no JSON, or something else."""
+    _check_plain(file)
     try:
         content = json.loads(file.read_bytes())
     except OSError as error:
@@ -43,6 +64,14 @@ def read_json(file: Path) -> dict[str, Any]:
         kind = "null" if content is None else f"a {type(content).__name__}"
         raise ModelError(f"'{file}' holds {kind}", allowed="a JSON object")
     return content
+
+
+def _check_plain(file: Path) -> None:
+    """ModelError for a pipe, a device or the like: reading it would wait for ever, or never end."""
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise ModelError(f"'{file}' cannot be read: it is no plain file")
+    if file.is_file() and file.suffix == ".json" and (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ModelError(f"'{file}' has {size:,} bytes", allowed=f"at most {MAX_JSON_BYTES:,}")
 
 
 # ---- weights
@@ -84,6 +113,7 @@ def tensor_types(files: Iterable[Path]) -> dict[str, str]:
 
     types: dict[str, str] = {}
     for file in files:
+        _check_plain(file)
         try:
             with safe_open(str(file), "pt"):
                 pass
@@ -147,6 +177,25 @@ def _named(names: Sequence[str]) -> str:
     return f"the tensor '{first[0]}'" + (f" and {len(first) - 1} more" if len(first) > 1 else "")
 
 
+def check_numbers(file: Path, config: Mapping[str, Any]) -> None:
+    """ModelError for numbers that no model has: to build it would take all memory or for ever, or drawing
+    ends in an error far from here. What is no number at all, the libraries refuse, but for `_NEEDED`.
+    """
+    for key, (low, high) in _SIZES.items():
+        if key not in config or (key == "sample_size" and file.parent.name not in DENOISERS):
+            continue
+        for number in _numbers_in(config[key]):
+            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+            if (is_number and not low <= number <= high) or (not is_number and key in _NEEDED):
+                raise _wrong(file, key, number, f"{low:g} to {high:,.0f}")
+        if key == "sample_size" and isinstance(config[key], list):
+            raise _wrong(file, key, config[key], "one number")
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    return [one for inner in value for one in _numbers_in(inner)] if isinstance(value, list) else [value]
+
+
 # ---- schedulers
 
 
@@ -154,9 +203,9 @@ def read_scheduler(file: Path) -> dict[str, Any]:
     """A scheduler's configuration; ModelError for what nobody could draw or train with."""
     config = read_json(file)
     for key, (low, high) in _NUMBERS.items():
-        value = config.get(key)
-        if value is None:
+        if key not in config:
             continue
+        value = config[key]
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not low <= value <= high:
             raise _wrong(file, key, value, f"a number from {low:g} to {high:g}")
@@ -190,12 +239,16 @@ def check_tokenizer(folder: Path) -> None:
     """ModelError for a tokenizer folder whose files are no vocabulary that words can be looked up in."""
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
-            read_json(folder / name)
+            most = read_json(folder / name).get("model_max_length", 1)
+            if not isinstance(most, (int, float)) or not most > 0:
+                raise _wrong(folder / name, "model_max_length", most, "a number above 0")
     whole, vocabulary, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     if whole.is_file():
         model = read_json(whole).get("model")
         if not isinstance(model, dict) or not isinstance(model.get("merges"), list):
             raise ModelError(f"'{whole}' has no model of vocabulary and merges")
+        if model.get("type", "BPE") != "BPE":
+            raise _wrong(whole, "model.type", model["type"], "BPE")
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
         _check_words(whole, model.get("vocab"), pairs)
     elif vocabulary.is_file() and merges.is_file():

@@ -23,6 +23,7 @@ from darkroom.hardware.system import atomic_replace, remove_tree
 from darkroom.models.checked import (
     FLOATS,
     check_complete,
+    check_numbers,
     read_json,
     read_scheduler,
     tensor_types,
@@ -65,7 +66,9 @@ BAD_SETTINGS = (
     AttributeError,
     IndexError,
     ZeroDivisionError,
+    OverflowError,
     AssertionError,
+    ImportError,
 )
 """What diffusers and transformers raise for a configuration that no module can be built by."""
 HUB_VARIANTS = ["*.fp16*", "*.bf16*", "*.non_ema*", "*.ema_only*", "*openvino*"]
@@ -331,9 +334,11 @@ def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: boo
 
 def _check_kind(cls: Any, folder: Path, of_transformers: bool) -> None:
     """ModelError for a configuration of another class: its weights would be looked for in vain."""
-    kind = read_json(folder / "config.json").get("_class_name", cls.__name__)
+    config = read_json(folder / "config.json")
+    kind = config.get("_class_name", cls.__name__)
     if not of_transformers and kind != cls.__name__:
         raise ModelError(f"'{folder}' is a {kind}", allowed=cls.__name__)
+    check_numbers(folder / "config.json", config)
 
 
 def _stored_type(folder: Path, variant: str | None) -> torch.dtype:
@@ -348,7 +353,7 @@ def _stored_type(folder: Path, variant: str | None) -> torch.dtype:
 
 def _scheduler(path: Path) -> dict[str, Any]:
     file = path / "scheduler" / "scheduler_config.json"
-    return read_scheduler(file) if file.is_file() else {}
+    return read_scheduler(file) if os.path.lexists(file) else {}
 
 
 def _guidance(path: Path) -> float | None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from darkroom.bill import format_number
 from darkroom.hardware.cards import read_rows
 from darkroom.plan.roofline import HERE
 
@@ -100,9 +101,9 @@ def _close(plan: Plan, where: Where, peak: Interval) -> Iterator[str]:
     if usable is None or not peak[0] < usable < peak[1]:
         return
     if plan.fits and plan.peak_bytes <= usable:
-        yield f"close: it may take more than the {usable / 1e9:.3g} GB there are"
+        yield f"close: it may take more than the {format_number(usable / 1e9)} GB there are"
     elif not plan.fits and plan.peak_bytes > usable:
-        yield f"close: it may fit into the {usable / 1e9:.3g} GB after all"
+        yield f"close: it may fit into the {format_number(usable / 1e9)} GB after all"
 
 
 def to_dict(found: Mapping[str, Interval]) -> dict[str, Any]:

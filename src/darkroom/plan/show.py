@@ -87,13 +87,13 @@ def _room(plan: Plan) -> str:
 
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
     told = {
-        "data_hidden_s": "reading beside it, hidden: {:.2g} s a step",
-        "latency_s": "{:.3g}{} s for a batch",
-        "steps_per_s": "{:.3g}{} denoising steps/s",
-        "latency_p50_s": "half within {:.3g}{} s",
-        "latency_p95_s": "95 of 100 within {:.3g}{} s",
-        "latency_p99_s": "99 of 100 within {:.3g}{} s",
-        "capacity_images_per_s": "room for {:.3g}{} images/s",
+        "data_hidden_s": "reading beside it, hidden: {} s a step",
+        "latency_s": "{}{} s for a batch",
+        "steps_per_s": "{}{} denoising steps/s",
+        "latency_p50_s": "half within {}{} s",
+        "latency_p95_s": "95 of 100 within {}{} s",
+        "latency_p99_s": "99 of 100 within {}{} s",
+        "capacity_images_per_s": "room for {}{} images/s",
         "busy": "{:.0%}{} busy",
         "usd_per_image": "USD {:.2g}{} an image",
         "usd_per_month": "USD {:,.0f}{} a month",
@@ -101,7 +101,9 @@ def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
         "batch": "batches of {}{}",
     }
     found = [
-        told[key].format(value, between(plan.intervals.get(key)))
+        told[key].format(
+            value if ":" in told[key] else format_number(value), between(plan.intervals.get(key))
+        )
         for key, value in plan.extra.items()
         if key in told and value is not None
     ]
@@ -194,12 +196,12 @@ def seconds(number: float, interval: Interval | None = None) -> str:
 
 
 def hours(number: float, interval: Interval | None = None) -> str:
-    """'35 s', '12 min', '3.5 h', '3.8 days (3.2 to 4.6)'."""
+    """'35 s', '12 min', '3.5 h', '3.8 days (3.2 to 4.6)', '73,000 days'."""
     divisor, unit = (
         (1 / 3600, "s") if number < 1 / 60 else (1 / 60, "min") if number < 1
         else (1.0, "h") if number < 72 else (24.0, "days")
     )  # fmt: skip
-    return f"{number / divisor:,.3g} {unit}{between(interval, divisor)}"
+    return f"{format_number(number / divisor)} {unit}{between(interval, divisor)}"
 
 
 def usd(number: float, interval: Interval | None = None) -> str:

@@ -212,9 +212,10 @@ def here(target: Target) -> Where:
     from darkroom.hardware.machine import machine
 
     found = target.machine or machine()
+    memory: float | None
     if found.devices:
-        name = found.devices[0].name
-        card, memory = find_card(name), float(found.devices[0].memory_bytes)
+        name, memory = found.devices[0].name, found.devices[0].memory_bytes
+        card = find_card(name)
         if card is None:
             raise InputError(f"this machine's {name} is not in hardware.csv", mend="say --gpu NAME")
     else:
@@ -225,7 +226,8 @@ def here(target: Target) -> Where:
     # Processes on one CPU share its cores and its memory.
     sharers = 1 if found.devices else min(target.count, target.node_devices or 1)
     cores = max(1, round(found.cores / sharers))
-    return Where(card, _cluster(card, target), cores, known, memory / sharers, calibrated=bool(measured))
+    share = None if memory is None else memory / sharers
+    return Where(card, _cluster(card, target), cores, known, share, calibrated=bool(measured))
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def _page(proof: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], paths: S
     ]
     return html.page(
         "Five published systems, and darkroom",
-        f"{len(proof['tables'])} tables, {len(cells)} cells, {now:%-d %B %Y}",
+        f"{len(proof['tables'])} tables, {len(cells)} cells, {now.day} {now:%B %Y}",
         "\n".join(body),
         f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. "
         "One file; nothing is loaded from elsewhere.",

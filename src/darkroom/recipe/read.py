@@ -10,7 +10,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,14 @@ def make_recipe(content: dict[str, Any], overrides: Sequence[str] = (), *, sourc
     return recipe
 
 
+def recipe_of(content: Mapping[str, Any], run: Path) -> Recipe:
+    """The recipe that a run's folder holds; RecipeError where it is not one that training wrote."""
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise _told(error.errors(), f"the recipe of '{run}'") from error
+
+
 def _check_values(content: Any, key: str = "") -> None:
     """RecipeError for what no key means: infinity, not-a-number, half a surrogate pair."""
     if isinstance(content, dict):
@@ -122,9 +130,25 @@ def _validated(content: dict[str, Any], source: str) -> Recipe:
     if filled.get("task") in ADAPTER_TASKS and filled.get("adapter") is None:
         filled["adapter"] = {}
     try:
-        return Recipe.model_validate(filled)
+        recipe = Recipe.model_validate(filled)
     except ValidationError as error:
         raise _told(error.errors(), source) from error
+    _check_kinds(content, recipe.model_dump(by_alias=True))
+    return recipe
+
+
+def _check_kinds(given: Any, taken: Any, key: str = "") -> None:
+    """RecipeError for what pydantic takes for something else: yes for the number 1, bytes for text."""
+    if isinstance(given, dict) and isinstance(taken, dict):
+        for name in given.keys() & taken.keys():
+            _check_kinds(given[name], taken[name], f"{key}.{name}" if key else str(name))
+    elif isinstance(given, list) and isinstance(taken, (list, tuple)):
+        for i, (one, other) in enumerate(zip(given, taken, strict=False)):
+            _check_kinds(one, other, f"{key}.{i}")
+    elif isinstance(given, bool) and isinstance(taken, (int, float)) and not isinstance(taken, bool):
+        raise RecipeError(key, f"{given} was given", allowed="a number")
+    elif isinstance(given, bytes):
+        raise RecipeError(key, f"{_shown(given)} was given", allowed="text")
 
 
 def _replace_sources(content: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -193,10 +217,18 @@ def _derivations(content: dict[str, Any]) -> list[str]:
     return [f"{key} {json.dumps(value)}" + (f": {why}" if why else "") for key, value, why in found]
 
 
+AMBIGUOUS = re.compile(r"[-+]?0[0-7_]+|.*:.*")
+"""Numbers that YAML 1.1 takes as octal, or to the base of 60, and YAML 1.2 as decimal, or as text."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, which PyYAML would silently let the last one win."""
+    """YAML that refuses what PyYAML takes in silence: a key given twice (the last one would win), and numbers
+    that are others in other versions of YAML.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise _wrong(f"{_shown(node.value)} is no mapping", node.start_mark)
         seen: set[Any] = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -211,6 +243,8 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep)
+        if node.tag.endswith((":int", ":float")) and AMBIGUOUS.fullmatch(node.value):
+            raise _wrong(f"{_shown(node.value)} is another number in other versions of YAML", node.start_mark)
         try:
             return super().construct_object(node, deep)
         except (ValueError, KeyError, AttributeError, OverflowError) as error:  # 2026-13-45, or !!bool maybe
@@ -229,7 +263,7 @@ def _check_size(text: str) -> None:
     open_: list[tuple[str | None, int]] = []  # anchors of the collections around, and nodes before them
     sizes: dict[str, int] = {}
     nodes = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in _events(text):
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_.pop()
             if anchor is not None:
@@ -247,6 +281,13 @@ def _check_size(text: str) -> None:
                 raise _wrong(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
             if nodes > MAX_NODES:
                 raise _wrong(f"more than {MAX_NODES:,} values, aliases written out", event.start_mark)
+
+
+def _events(text: str) -> Iterator[yaml.Event]:
+    try:
+        yield from yaml.parse(text, Loader=yaml.SafeLoader)
+    except (ValueError, OverflowError) as error:  # of PyYAML's scanner: "\\U00110000" is no character
+        raise yaml.YAMLError(str(error)) from error
 
 
 def _wrong(problem: str, mark: Any) -> yaml.YAMLError:
@@ -276,7 +317,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _override(content: dict[str, Any], override: str) -> None:
     path, given, value = override.partition("=")
     if not given or not path:
-        raise RecipeError(override, "not an override", allowed="key=value, such as train.steps=1000")
+        raise RecipeError(
+            _shown(override)[1:-1], "not an override", allowed="key=value, such as train.steps=1000"
+        )
     *parents, last = path.split(".")
     if len(parents) > MAX_DEPTH:
         raise RecipeError(
@@ -303,7 +346,7 @@ def _is_literal(path: str, value: str) -> bool:
 def _told(errors: Sequence[ErrorDetails], source: str) -> RecipeError:
     """The first mistake as one line: its path, what was given, what is allowed, the nearest right name."""
     first = errors[0]
-    key = ".".join(str(part) for part in first["loc"] if not _is_branch(part)) or source
+    key = ".".join(str(part)[:MAX_SHOWN] for part in first["loc"] if not _is_branch(part)) or source
     more = f"and {len(errors) - 1} more in {source}" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
         names = _names_beside(first["loc"])

@@ -9,7 +9,8 @@ from html import escape as escape
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from darkroom.data.images import PictureError, open_picture
+from darkroom.errors import InputError
 
 _MOST_BYTES = 400_000  # a picture larger than this is embedded as WebP
 
@@ -59,14 +60,16 @@ def frame(path: Path, caption: str, *, first: bool = False) -> str:
 def embed(path: Path) -> tuple[str, tuple[int, int]]:
     """A picture file as a data URL and its size; large ones are compressed."""
     data = path.read_bytes()
-    with Image.open(io.BytesIO(data)) as image:
-        size = image.size
-        kind = (image.format or "png").lower()
-        if len(data) > _MOST_BYTES or kind not in ("png", "jpeg", "webp", "gif"):
-            buffer = io.BytesIO()
-            image.convert("RGB").save(buffer, "WEBP", quality=88, method=4)
-            data, kind = buffer.getvalue(), "webp"
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}", size
+    try:
+        image = open_picture(data)
+    except PictureError as error:
+        raise InputError(f"'{path}' is no picture that can be read: {error}") from error
+    kind = (image.format or "png").lower()
+    if len(data) > _MOST_BYTES or kind not in ("png", "jpeg", "webp", "gif"):
+        buffer = io.BytesIO()
+        image.convert("RGB").save(buffer, "WEBP", quality=88, method=4)
+        data, kind = buffer.getvalue(), "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}", image.size
 
 
 def pairs(rows: Mapping[str, str], title: str = "") -> str:

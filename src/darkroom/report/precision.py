@@ -58,7 +58,7 @@ def write_precision_page(found: Precisions, out: Path | str) -> Path:
     now = datetime.now(UTC)
     page = html.page(
         f"{first} and {second}",
-        f"the same noise, prompt and solver through two precisions, {now:%-d %B %Y}",
+        f"the same noise, prompt and solver through two precisions, {now.day} {now:%B %Y}",
         "\n".join(body),
         f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. One file; nothing is "
         f"loaded from elsewhere. Differences are drawn {GAIN:g} times as bright.",

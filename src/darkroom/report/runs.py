@@ -371,6 +371,8 @@ def write_report(
     What a run has not is left out. Raises InputError for a path that is none of these.
     """
     given = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    if Path(out).exists() and Path(out).suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"'{out}' is there already, and is no report", mend="choose another name")
     if not given:
         raise InputError("nothing to report on", mend="give run folders, CSVs of measurements or pictures")
     runs = [Run.open(path) for path in given if (path / "recipe.yaml").is_file()]
@@ -387,7 +389,7 @@ def write_report(
     now = datetime.now(UTC)
     content = html.page(
         title or _title(given),
-        f"{_what(runs, tables, pictures)}, {now:%-d %B %Y}",
+        f"{_what(runs, tables, pictures)}, {now.day} {now:%B %Y}",
         "\n".join(part for part in body if part),
         f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. "
         "One file; nothing is loaded from elsewhere.",

@@ -48,7 +48,8 @@ def write_serving_page(rows: Sequence[Measurement], out: Path | str) -> Path:
     told = rows[0].settings
     page = html.page(
         "Servers under load",
-        f"{told['model']}, {told['adapters']} adapters, mixed sizes, steps and guidance, {now:%-d %B %Y}",
+        f"{told['model']}, {told['adapters']} adapters, mixed sizes, steps and guidance, "
+        f"{now.day} {now:%B %Y}",
         "\n".join([*body, html.section("The trace", html.pairs(_trace(rows[0])))]),
         f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. One file; nothing is "
         "loaded from elsewhere.",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware import accelerator
 from darkroom.hardware.cards import peak_flops
@@ -124,7 +125,7 @@ def check_before(
     if seconds > LONG_S:
         notice(
             f"{largest.size[0]}x{largest.size[1]} takes at least {_hours(seconds)} and "
-            f"{found.peak_bytes / 1e9:.3g} GB here"
+            f"{format_number(found.peak_bytes / 1e9)} GB here"
         )
 
 
@@ -193,7 +194,7 @@ def _refuse_too_much(
         return
     tiles = " or --optimise auto,vae_tiling" if found.phase == "decoding" else ""
     raise InputError(
-        f"size {size[0]}x{size[1]} needs {how} {found.peak_bytes / 1e9:.3g} GB in {found.phase}",
+        f"size {size[0]}x{size[1]} needs {how} {format_number(found.peak_bytes / 1e9)} GB in {found.phase}",
         allowed=f"what fits into the {has / GIB:.3g} GiB of this {device.type}",
         mend=f"a smaller size{tiles}",
     )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from darkroom.bill import format_number
 from darkroom.counting import counting
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import kind_of
@@ -96,7 +97,11 @@ class MemoryPlan:
         most = max(self.phases, key=lambda name: self.phases[name])
         peak = f"{self.peak_bytes / 1e9:.2f} GB at most, in {most}"
         seconds = self.price_s
-        read = "" if seconds is None else f"; reading weights adds about {seconds:.2g} s a U-Net call"
+        read = (
+            ""
+            if seconds is None
+            else f"; reading weights adds about {format_number(seconds, 2)} s a U-Net call"
+        )
         return f"memory: {how}; {self.pictures_a_call} pictures a U-Net call{apart}; {peak}{read}"
 
 

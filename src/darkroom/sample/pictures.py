@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import Image, PngImagePlugin
 
 from darkroom.errors import DarkroomError, InputError, Stopped, is_system_failure
 from darkroom.hardware import accelerator
@@ -68,7 +68,9 @@ def check_wanted() -> None:
 
 
 def free_on_card(device: torch.device) -> int | None:
-    """Memory that a card has free now; None of other devices, where a limit is for the user to say."""
+    """Memory that a card has free now; None where it does not say, and of other devices, where a limit is for
+    the user to say.
+    """
     return accelerator.free_bytes(device) if accelerator.kind_of(device).own_memory else None
 
 
@@ -367,15 +369,17 @@ def prompt_in(picture: str | Path) -> str | None:
 
 
 def _parameters_in(png: str | Path) -> dict[str, Any] | None:
+    from darkroom.data.images import PictureError, open_picture
+
     try:
-        with Image.open(png, formats=("PNG", "JPEG", "WEBP")) as image:
-            image.load()
-            return parameters_in(image)
+        return parameters_in(open_picture(Path(png).read_bytes()))
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
+    except OSError as error:
         if is_system_failure(error):
             raise
+        raise InputError(f"'{png}' cannot be read: {error.strerror}") from error
+    except PictureError as error:
         raise InputError(f"'{png}' is no picture that can be read: {error}") from error
 
 
@@ -429,13 +433,17 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
 def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
     """A1111's pairs of a second pass put together; the denoising strength is then that pass's."""
     told = {key: parameters.pop(f"Hires {key}", None) for key in ("steps", "upscaler")}
-    scale = parameters.pop("Hires upscale", None)
+    scale, sides = parameters.pop("Hires upscale", None), None
+    has_size = {"width", "height"} <= set(parameters)  # A1111 says the size of the first pass
+    first = (parameters["width"], parameters["height"]) if has_size else None
+    if scale is None and first is not None:
+        scale, sides = _resized(first, str(parameters.get("Hires resize")))
     if scale is None:
         return parameters
-    if {"width", "height"} <= set(parameters):  # A1111 says the size of the first pass
-        first = (parameters["width"], parameters["height"])
+    parameters.pop("Hires resize", None)
+    if first is not None:
         parameters["first_size"] = "x".join(map(str, first))
-        parameters["width"], parameters["height"] = (int(side * scale) for side in first)
+        parameters["width"], parameters["height"] = sides or (int(side * scale) for side in first)
     upscalers = {name: ours for ours, name in A1111_UPSCALERS.items()}
     steps = told["steps"]
     hires = {
@@ -445,6 +453,15 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
         "upscaler": upscalers.get(told["upscaler"] or "", told["upscaler"]),
     }
     return {**parameters, "hires": hires}
+
+
+def _resized(first: tuple[int, int], text: str) -> tuple[float | None, tuple[int, int] | None]:
+    """A1111's `Hires resize`: a side of 0 follows the other; of another ratio, what is over is cut off."""
+    told = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
+    if told is None or not min(first) or not (wanted := (int(told[1]), int(told[2]))) > (0, 0):
+        return None, None
+    scale = max(side / before for side, before in zip(wanted, first, strict=True))
+    return scale, (wanted[0] or int(first[0] * scale), wanted[1] or int(first[1] * scale))
 
 
 def _named(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any]]:

@@ -140,9 +140,11 @@ def _bracket(inner: str, steps: int, second_pass: bool, ends: set[int], depth: i
 
 
 def _when(number: str, steps: int, second_pass: bool) -> int:
+    """After which step; a number may be as large as it likes."""
+    when = max(-2.0 * steps, min(float(number), 2.0 * steps))
     if "." in number:
-        return min(steps, int((float(number) - (1.0 if second_pass else 0.0)) * steps))
-    return min(steps, int(float(number)) - (steps if second_pass else 0))
+        return min(steps, int((when - (1.0 if second_pass else 0.0)) * steps))
+    return min(steps, int(when) - (steps if second_pass else 0))
 
 
 def _closings(text: str) -> dict[int, int]:

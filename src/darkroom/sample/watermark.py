@@ -92,11 +92,16 @@ def _code(key: str) -> _Code:
     return _Code(kx, ky, phase, order[::3], np.concatenate([order[1::3], order[2::3]]))
 
 
+def fits(size: tuple[int, int]) -> bool:
+    """Whether a picture of so many pixels is large enough to be marked."""
+    return min(size) >= LEAST_SIDE
+
+
 def embed(
     image: Image.Image, payload: int, key: str = "darkroom", psnr_db: float | None = None
 ) -> Image.Image:
     """The picture with the mark of a key and a payload of 32 bits; as it was where it is too small."""
-    if min(image.size) < LEAST_SIDE:
+    if not fits(image.size):
         return image
     if psnr_db is None:
         doublings = np.log2(min(image.size) / LEAST_SIDE)

@@ -342,8 +342,9 @@ class Leases:
 
         def action(connection: sql.Connection) -> set[str]:
             until_s = self._now(connection) + self._lease_s
+            self._shorten(connection, until_s)
             self._be_there(connection, until_s, holds)
-            for uid, (done, total) in steps.items():
+            for uid, (done, total) in sorted(steps.items()):
                 connection.execute(
                     sql.update(LEASES)
                     .where(LEASES.c.uid == uid, LEASES.c.owner == self.owner)
@@ -354,6 +355,16 @@ class Leases:
             return {row[0] for row in connection.execute(query)}
 
         return self._store.do(action)
+
+    def _shorten(self, connection: sql.Connection, until_s: float) -> None:
+        """No lease, and no server's word that it is there, lasts longer than one that begins now.
+
+        It would where the database's clock was set back. Whoever is there says a new time before that.
+        """
+        for table, key in ((LEASES, LEASES.c.uid), (SERVERS, SERVERS.c.owner)):
+            longer = sql.select(key).where(table.c.until_s > until_s).order_by(key)
+            for (one,) in connection.execute(longer).all():
+                connection.execute(sql.update(table).where(key == one).values(until_s=until_s))
 
     def release(self, uids: Collection[str] | None = None) -> Future[Any]:
         """Let others take these jobs, or all of this server's, at once."""

@@ -20,6 +20,7 @@ from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
 from darkroom.recipe.phases import phase_recipes, sweep_recipe
+from darkroom.recipe.read import recipe_of
 from darkroom.recipe.rules import SUBJECT_TASKS
 from darkroom.recipe.sections import BudgetSettings, CheckpointSettings, DataSettings, Recipe
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
@@ -207,7 +208,7 @@ def _places(run: Run, *settings: CheckpointSettings) -> list[CheckpointStorage]:
 
 
 def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ranks: Ranks) -> TrainResult:
-    before = Recipe.model_validate(ranks.tell(lambda: run.recipe))
+    before = recipe_of(ranks.tell(lambda: run.recipe), run.path)
     place, checkpoint = newest(_places(run, recipe.checkpoint, before.checkpoint), say, ranks)
     step = checkpoint.step if checkpoint else 0
     notes = check_changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"), step)
@@ -284,7 +285,7 @@ def export(
     source, target = Run.open(run), Path(to)
     if target.exists():
         raise InputError(f"'{target}' is there already", mend="choose another folder")
-    recipe = Recipe.model_validate(source.recipe)
+    recipe = recipe_of(source.recipe, source.path)
     as_file = target.suffix == ".safetensors"
     if kohya and not as_file:
         raise InputError(f"--kohya with the folder '{to}'", allowed="--to FILE.safetensors")

@@ -195,10 +195,10 @@ def push(
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    from darkroom.recipe.sections import Recipe
+    from darkroom.recipe.read import recipe_of
 
     opened = Run.open(run)
-    recipe = Recipe.model_validate(opened.recipe)
+    recipe = recipe_of(opened.recipe, opened.path)
     if repo.count("/") != 1:
         raise InputError(f"the repository '{repo}'", allowed="OWNER/NAME")
     with TemporaryDirectory(prefix="darkroom-push-") as place:

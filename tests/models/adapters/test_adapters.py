@@ -380,6 +380,24 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
         read_adapter(tmp_path / "missing.safetensors")
 
 
+@pytest.mark.parametrize("length", [640, 19280, 640 + 2**16])
+def test_a_header_as_long_as_a_pickles_first_bytes_say_is_read(
+    tiny: Model, tmp_path: Path, length: int
+) -> None:
+    """Its length, which comes first in the file, is then written as a pickle or a zip begins."""
+    tensors = {f"{stem}.lora_{role}.weight": torch.ones(shape) for stem, role, shape in (
+        ("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q", "down", (2, 64)),
+        ("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q", "up", (64, 2)),
+    )}  # fmt: skip
+    file = saved(tensors, tmp_path / "a.safetensors")
+    raw = file.read_bytes()
+    before = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + before].rstrip().ljust(length)
+    file.write_bytes(length.to_bytes(8, "little") + header + raw[8 + before :])
+    assert file.read_bytes()[:2] in (b"\x80\x02", b"PK")
+    assert len(read_adapter(file).layers) == 1
+
+
 # ---- merging
 
 

@@ -784,6 +784,33 @@ def test_a_kept_job_beyond_a_new_bound_ends_with_the_reason(run_core):
     )
 
 
+@pytest.mark.parametrize("lost", ["image", "mask", "both", "changed", "nothing"])
+def test_a_kept_job_whose_upload_is_lost_fails_and_draws_nothing_else(run_core, lost):
+    image, mask = io.BytesIO(), io.BytesIO()
+    Image.linear_gradient("L").resize((32, 32)).convert("RGB").save(image, "PNG")
+    Image.linear_gradient("L").resize((32, 32)).save(mask, "PNG")
+    uploads = Uploads(image.getvalue(), mask.getvalue())
+
+    async def accept(core):
+        await core.submit(KEPT, key="a", job_id="x", uploads=uploads)
+        core._set_all_aside()
+        return core.results.folder
+
+    folder = run_core(accept)
+    [image_file] = folder.glob("*/*/image.upload")
+    for name in {"image": ["image"], "mask": ["mask"], "both": ["image", "mask"]}.get(lost, []):
+        image_file.with_name(f"{name}.upload").unlink()
+    if lost == "changed":
+        image_file.write_bytes(mask.getvalue())
+    job = run_core(lambda core: looked_at(core, 30.0))
+    if lost == "nothing":
+        assert (job.state, job.error) == ("done", None)
+        return
+    name, state = {"both": ("image", "gone"), "changed": ("image", "changed")}.get(lost, (lost, "gone"))
+    message = f"{name}: the picture that came with the job is {state}"
+    assert (job.state, job.error) == ("failed", {"code": "not_possible_any_more", "message": message})
+
+
 def test_a_job_says_what_it_cost(run_core):
     async def scenario(core):
         job = await core.submit(QUICK, key="a")

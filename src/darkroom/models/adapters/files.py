@@ -76,10 +76,13 @@ def read_header(path: Path) -> dict[str, Any]:
         raise ModelError(f"{told} has {size:,} bytes", allowed=f"at most {MAX_FILE_BYTES:,}")
     with path.open("rb") as file:
         start = file.read(8)
-        if start[:2] in (b"PK", b"\x80\x02") or path.suffix in (".pt", ".bin", ".ckpt", ".pkl", ".pth"):
-            raise ModelError(f"{told} is a pickle, which can run code", mend="give it as .safetensors")
         length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        is_whole = len(start) == 8 and 2 <= length <= min(MAX_HEADER_BYTES, size - 8)
+        # A header of 640 or 19,280 bytes begins as a pickle does.
+        pickled = not is_whole and start[:2] in (b"PK", b"\x80\x02")
+        if pickled or path.suffix in (".pt", ".bin", ".ckpt", ".pkl", ".pth"):
+            raise ModelError(f"{told} is a pickle, which can run code", mend="give it as .safetensors")
+        if not is_whole:
             raise ModelError(f"{told} is no safetensors file: its header claims {length:,} of {size:,} bytes")
         try:
             header = json.loads(file.read(length))

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 DIFFUSERS = "lora_adapter_metadata"
 PEFT_ALPHA = 8
 """LoraConfig's own, where a configuration says none."""
+PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
+"""Values of PEFT's `init_lora_weights` that leave the base's weights alone; PiSSA, OLoRA, CorDA, LoftQ and
+LoRA-GA change them."""
+OTHER_FORMS = ("kasa_config", "arrow_config", "alora_invocation_tokens", "use_qalora", "use_bdlora")
+"""What in PEFT's LoraConfig makes layers that are no plain sums."""
 MAX_PATTERNS, MAX_PATTERN, MATCH_SECONDS = 20_000, 512, 0.2
 RESOLUTIONS = {"sd15": "512x512", "sd2": "512x512", "sd2-v": "768x768", "sdxl": "1024x1024"}
 PREDICTIONS = {"sd2-v": "v", "dit": "flow", "tiny-dit": "flow"}
@@ -177,7 +182,24 @@ def read_alphas(metadata: Mapping[str, str], config: Mapping[str, Any]) -> Alpha
     for key, value in diffusers.items():
         part, _, what = str(key).rpartition(".")
         by_part.setdefault(part, {})[what] = value
+    for told in by_part.values():
+        _check_added(told)
     return Alphas({part: Scaling.of(told, part) for part, told in by_part.items()})
+
+
+def _check_added(config: Mapping[str, Any]) -> None:
+    """ModelError unless the layers are added to the base's weights as they are: nothing else is done here."""
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
+        raise ModelError(
+            f"init_lora_weights '{shown(start)}': such an adapter goes with changed weights of its base",
+            allowed=", ".join(PLAIN_STARTS),
+            mend="save it with PEFT's path_initial_model_for_weight_conversion",
+        )
+    if other := next((name for name in OTHER_FORMS if config.get(name)), None):
+        raise ModelError(
+            f"the adapter's configuration has {other}", allowed="layers that are added as they are"
+        )
 
 
 def _number(value: Any, where: str) -> float:

@@ -179,5 +179,8 @@ def _device_memory(core: Core) -> dict[str, Any]:
     device = core.device
     if device is None or not accelerator.kind_of(device).own_memory:
         return {"error": "no device with memory of its own"}
-    free, used = accelerator.free_bytes(device), accelerator.allocated_bytes(device)
+    free = accelerator.free_bytes(device)
+    if free is None:
+        return {"error": "the device does not say"}
+    used = accelerator.allocated_bytes(device)
     return {"system": {"free": free, "used": used, "total": free + used}}

@@ -21,6 +21,7 @@ from darkroom.hardware.machine import usable_cores
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.generate import repaints
+from darkroom.sample.watermark import LEAST_SIDE
 from darkroom.serve.engine.executors import places_for
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.metrics import Metrics
@@ -120,6 +121,8 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     engine.studio.upscalers = models.Upscalers(settings.upscalers, backend.device)
     engine.studio.get_ready()
     _warm_sizes(settings, model, backend, engine)
+    if settings.provenance and model.sample_size < LEAST_SIDE:
+        LOG.info("pictures with a side below %d px carry no watermark", LEAST_SIDE)
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
@@ -211,7 +214,7 @@ def _open_library(
         most_a_row=settings.limits.adapters,
         threads=lanes > 1,
     )
-    most = settings.adapter_memory or int(CONTROL_SHARE * _free_bytes(backend.device))
+    most = settings.adapter_memory or int(CONTROL_SHARE * (_free_bytes(backend.device) or 0))
     return Library(settings.adapters, bank, metrics, wake, most)
 
 
@@ -230,7 +233,11 @@ def _open_nets(
         raise InputError("--controls with --deterministic", mend="leave one of them out")
     model.needs_unet("--controls")
     check_backend(backend)
-    most = settings.control_memory or int(CONTROL_SHARE * _free_bytes(backend.device))
+    most = settings.control_memory or int(CONTROL_SHARE * (_free_bytes(backend.device) or 0))
+    if not most:
+        raise InputError(
+            f"{backend.device.type} does not say how much memory is free", mend="give --control-memory"
+        )
     nets = Nets(settings.controls, model, backend.device, backend.dtype, most, wake)
     LOG.info("nets: %d in the folder, at most %d MiB in memory", len(nets.names()), most // 2**20)
     return nets
@@ -287,7 +294,8 @@ def _rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) ->
         return most
     if backend.device.type == "cpu" and row_bytes <= SMALL_ROW_BYTES:
         most *= 2
-    return max(2, min(most, int(SHARE * _free_bytes(backend.device)) // (row_bytes * lanes)))
+    free = _free_bytes(backend.device)
+    return 2 if free is None else max(2, min(most, int(SHARE * free) // (row_bytes * lanes)))
 
 
 def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
@@ -304,15 +312,15 @@ def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory in use on a device: allocated on CUDA, resident on a CPU."""
-    if accelerator.kind_of(device).own_memory:
+    """Memory in use on a device: allocated on a card that tells it, else resident."""
+    if accelerator.kind_of(device).own_memory and accelerator.free_bytes(device) is not None:
         return accelerator.allocated_bytes(device)
     from darkroom.hardware.memory import resident_bytes
 
     return resident_bytes()
 
 
-def _free_bytes(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int | None:
     if accelerator.kind_of(device).own_memory:
         return accelerator.free_bytes(device)
     from darkroom.hardware.machine import cgroup_memory_limit

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from PIL import Image
 from pydantic import ValidationError
 
+from darkroom.bill import format_number
 from darkroom.errors import DarkroomError, InputError
 from darkroom.models.adapters.blocks import by_layer
 from darkroom.models.upscaler import Upscalers
@@ -400,10 +401,39 @@ def _check_control(nets: Nets, choice: ControlChoice, pictures: ControlUpload, s
             )
 
 
+UPLOADS = "uploads"
+"""In the result of a row that is not over: SHA-256 of each picture that came with the job, by file name."""
+
+
+def check_uploads(record: Record, uploads: Uploads | None) -> None:
+    """422 where pictures that came with a job are gone or changed: nothing else is drawn in its stead."""
+    came = record.result.get(UPLOADS)
+    if came is None:  # of a server that did not note them
+        return
+    there = _hashes(uploads)
+    for name, was in came.items():
+        if there.get(name) != was:
+            state = "changed" if name in there else "gone"
+            message = f"{name.removesuffix('.upload')}: the picture that came with the job is {state}"
+            raise Refused(422, "upload_lost", message)
+
+
+def _hashes(uploads: Uploads | None) -> dict[str, str]:
+    files = {} if uploads is None else uploads.files()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
 def new_record(
-    uid: str, server: str, key: str, job_id: str, digest: str, request: PictureRequest, shape: Shape
+    uid: str,
+    server: str,
+    key: str,
+    job_id: str,
+    digest: str,
+    request: PictureRequest,
+    shape: Shape,
+    uploads: Uploads | None = None,
 ) -> Record:
-    """The row of a job that is accepted now."""
+    """The row of a job that is accepted now. Hashes its uploads, so not for the event loop."""
     now_s = time.time()
     return Record(
         uid=uid,
@@ -414,6 +444,7 @@ def new_record(
         state="queued",
         request=request.model_dump_json(),
         created_s=now_s,
+        result={} if uploads is None else {UPLOADS: _hashes(uploads)},
         num=request.num,
         priority=PRIORITIES[request.priority],
         work=shape.whole_cost * request.num,
@@ -479,8 +510,9 @@ class Intake:
             too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
             after_s = self._work_gone_s(engine, too_much, whose)
             self._promise(Reservation(time.monotonic() + after_s, key, num, cost))
-            whole = f"work of {waiting_s:.3g} s waits already{owner(key) if whose else ''}"
-            told = f"{whole}, and this is {own_s:.3g} s; at most {most_s:.4g} s may wait"
+            whole = f"work of {format_number(waiting_s)} s waits already{owner(key) if whose else ''}"
+            told = f"{whole}, and this is {format_number(own_s)} s; "
+            told += f"at most {format_number(most_s, 4)} s may wait"
             raise Refused(429, "queue_full", told, retry_after_s=after_s)
 
     def _queue_of(self, key: str) -> int:

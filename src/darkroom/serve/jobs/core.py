@@ -171,6 +171,7 @@ class Core:
             request = PictureRequest.model_validate_json(record.request)
             request = admission.with_tags_read(request)
             uploads = await self._loop.in_thread(self._keeper.read_uploads, record.uid)
+            await self._loop.in_thread(admission.check_uploads, record, uploads)
             shape = await self._shape(request, uploads)
         except (Refused, ValidationError) as error:
             await self._end_record(record, "not_possible_any_more", str(error).splitlines()[0])
@@ -274,7 +275,8 @@ class Core:
             request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
             if self.settings.hooks:  # they see finished pictures only: a preview would get past them
                 request = request.model_copy(update={"previews": 0})
-            record = new_record(uid, self.settings.name, key, job_id or uid, digest, request, shape)
+            told = (uid, self.settings.name, key, job_id or uid, digest, request, shape, uploads)
+            record = await self._loop.in_thread(new_record, *told)
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:

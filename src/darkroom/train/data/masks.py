@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
-from darkroom.errors import StoreError, is_system_failure
+from darkroom.errors import StoreError
 
 COLUMN = "mask"
 
@@ -49,13 +49,11 @@ class Masks:
     ) -> Tensor:
         if picture is None:
             return torch.ones(1, height, width)
-        from darkroom.data.images import resize_crop
+        from darkroom.data.images import PictureError, open_picture, resize_crop
 
         try:
-            image = Image.open(io.BytesIO(picture)).convert("L").convert("RGB")
-        except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as error:
-            if is_system_failure(error):
-                raise
+            image = open_picture(picture).convert("L").convert("RGB")
+        except PictureError as error:
             raise StoreError(f"column {self.column} holds what is no picture: {error}") from error
         # Cut as the picture is, then a latent pixel's mean.
         whole = resize_crop(image, (width * self._factor, height * self._factor), crop=at)
@@ -65,7 +63,9 @@ class Masks:
 
 def alpha_of(picture: bytes) -> bytes | None:
     """A picture's transparency as a mask: what is seen is white; None where it has none."""
-    image = Image.open(io.BytesIO(picture))
+    from darkroom.data.images import FORMATS
+
+    image = Image.open(io.BytesIO(picture), formats=FORMATS)
     if not image.has_transparency_data:
         return None
     return png_of(image.convert("RGBA").getchannel("A"))
