@@ -73,7 +73,7 @@ Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told t
 LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
 LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
-DETERMINISTIC_HELP = "calls of one fixed shape: a picture has the same bits whoever shares them"
+DETERMINISTIC_HELP = "calls of few shapes: a picture has the same bits whoever shares them"
 Deterministic = Annotated[bool, typer.Option(help=DETERMINISTIC_HELP)]
 WarmSize = Annotated[
     list[str] | None,

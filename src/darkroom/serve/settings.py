@@ -144,9 +144,7 @@ class ServeSettings(BaseModel):
         description="sizes (512x768) that are compiled or captured before the first job; with `pad` all "
         "of their batches that fit the capacity, else single pictures",
     )
-    deterministic: bool = Field(
-        False, description="calls of one fixed shape: the same bits whoever shares them"
-    )
+    deterministic: bool = Field(False, description="calls of few shapes: the same bits whoever shares them")
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"
