@@ -51,6 +51,8 @@ Prefix = Annotated[str, typer.Option("--path-prefix", help=PREFIX_HELP)]
 METRICS_HELP = "metrics alone on a port of their own, without a key; 0 takes a free one"
 MetricsPort = Annotated[int | None, typer.Option(min=0, max=65535, help=METRICS_HELP)]
 MetricsHost = Annotated[str, typer.Option(help="the address of --metrics-port")]
+TRACES_HELP = "an OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318"
+Traces = Annotated[str | None, typer.Option(help=TRACES_HELP)]
 LogFormat = Annotated[str, typer.Option(help="text or json")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
 OWN_OPTIONS = {
@@ -156,6 +158,7 @@ def serve(
     path_prefix: Prefix = "",
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "0.0.0.0",
+    traces: Traces = None,
     log_format: LogFormat = "text",
     log_level: LogLevel = "info",
     vertex: Vertex = False,

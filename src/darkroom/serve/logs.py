@@ -34,6 +34,8 @@ class RequestNotes:
     jobs: list[str] = field(default_factory=list)
     refused: str | None = None
     reason: str | None = None
+    trace: Any = None
+    """Its OpenTelemetry span, where there are traces."""
 
 
 NOTES: contextvars.ContextVar[RequestNotes | None] = contextvars.ContextVar("darkroom_request", default=None)

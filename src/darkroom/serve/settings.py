@@ -171,6 +171,9 @@ class ServeSettings(BaseModel):
         None, ge=0, le=65535, description="metrics alone, without a key, on a port of their own"
     )
     metrics_host: str = "0.0.0.0"
+    traces: str | None = Field(
+        None, description="an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318"
+    )
     prefix: str = Field("", description="the path under which a proxy has the server, such as /pictures")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")
     limits: Limits = Limits()

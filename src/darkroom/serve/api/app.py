@@ -100,6 +100,7 @@ def make_app(
         hosts=settings.hosts,
         open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
+        traces=core.traces,
         probe_paths=HEALTH_PATHS if settings.vertex is None else (*HEALTH_PATHS, settings.vertex.health),
     )
     return under(settings.prefix, answering(guard, settings.origins))
