@@ -6,9 +6,9 @@
 The targets of tests/fuzz/targets.py take turns of `SLICE_S` seconds, each turn in a process of its own with
 another seed, at most `MOST_BYTES` of memory and `MOST_S` seconds an input. Counts are added to the rows of
 `--rows`, benchmarks/fuzz.csv. An input that crashes, hangs or takes too much is written to `--found`, and its
-target rests; put it into tests/fuzz/corpus/TARGET once it is mended, where it stays a test.
+target rests until the file is moved to tests/fuzz/corpus/TARGET, where it stays a test once it is mended.
 
-Exit codes: 0 nothing found so far, 1 something was.
+Exit codes: 0 nothing that is not mended, 1 something is.
 """
 
 from __future__ import annotations
@@ -113,10 +113,11 @@ def _turn(name: str, seed: int, slice_s: float, count: mmap.mmap) -> NoReturn:
 
 
 def go(rows: Path, found: Path, minutes: float, only: list[str], slice_s: float = SLICE_S) -> int:
-    """Turns until the time is over or every target rests; inputs found so far."""
+    """Turns until the time is over or every target rests; how many inputs wait to be mended."""
     all_rows, end = read(rows), time.monotonic() + 60 * minutes
     while time.monotonic() < end:
-        awake = [row for row in all_rows.values() if row.target in (only or TARGETS) and not row.found]
+        chosen = [row for row in all_rows.values() if row.target in (only or TARGETS)]
+        awake = [row for row in chosen if not list(found.glob(f"{row.target}-*"))]
         if not awake:
             break
         row = min(awake, key=lambda row: row.seconds)
@@ -136,7 +137,7 @@ def go(rows: Path, found: Path, minutes: float, only: list[str], slice_s: float 
         print(f"{row.target:12} {row.executions:11,} inputs  {row.seconds:8.0f} s  {rate:7.0f} a second")
     whole = sum(row.executions for row in all_rows.values())
     print(f"{'all':12} {whole:11,} inputs, {whole / GOAL:.1%} of {GOAL:,}")
-    return sum(row.found for row in all_rows.values())
+    return len(list(found.glob("*")))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,13 @@ def test_the_seeds_are_whole(name, tmp_path):
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_was_found_before_stays_mended(name, tmp_path):
     for content in corpus(name):
-        check(name, content, tmp_path)
+        tracemalloc.start()
+        try:
+            check(name, content, tmp_path)
+            _, most_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most_bytes < 2**28
 
 
 def test_a_reader_that_crashes_is_found(tmp_path, monkeypatch):
@@ -68,16 +75,20 @@ def test_a_long_run_keeps_the_input_that_was_too_much(fuzz, tmp_path, monkeypatc
     def read(content: bytes, _: object) -> object:
         if b"cat" in content:
             return None
-        return {"raises": lambda: 1 / 0, "dies": os.abort, "hangs": lambda: time.sleep(60)}[ends]()
+        return {
+            "raises": lambda: 1 / 0,
+            "dies": lambda: os.kill(os.getpid(), 9),
+            "hangs": lambda: time.sleep(60),
+        }[ends]()
 
     monkeypatch.setitem(TARGETS, "a1111", Target(read, lambda: [b"a cat"], ()))
     monkeypatch.setattr(fuzz, "MOST_S", 0.3)
     assert fuzz.go(tmp_path / "fuzz.csv", tmp_path / "found", 1, ["a1111"]) == 1
     [file] = (tmp_path / "found").iterdir()
     assert b"cat" not in file.read_bytes()
-    assert fuzz.go(tmp_path / "fuzz.csv", tmp_path / "found", 1, ["a1111"]) == 1, (
-        "it rests until it is mended"
-    )
+    before = fuzz.read(tmp_path / "fuzz.csv")["a1111"]
+    assert fuzz.go(tmp_path / "fuzz.csv", tmp_path / "found", 1, ["a1111"]) == 1
+    assert fuzz.read(tmp_path / "fuzz.csv")["a1111"] == before, "it rests until it is mended"
 
 
 @pytest.mark.nightly

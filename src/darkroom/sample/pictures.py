@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import mmap
 import os
 import re
 import uuid
@@ -365,7 +366,13 @@ def prompt_in(picture: str | Path) -> str | None:
 
 def _parameters_in(png: str | Path) -> dict[str, Any] | None:
     try:
-        with Image.open(png) as image:
+        # Of a file that claims more than it has, a mapping gives what is there; a file's own `read` would ask
+        # for the memory first.
+        with (
+            Path(png).open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            Image.open(mapped) as image,  # type: ignore[arg-type]
+        ):
             image.load()
             return parameters_in(image)
     except FileNotFoundError as error:

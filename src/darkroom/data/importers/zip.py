@@ -56,7 +56,7 @@ class ZipReader:
         try:
             self._start, self._length, self._shift = self._find_contents()
             self._index()
-        except (struct.error, IndexError, ValueError) as error:
+        except (struct.error, IndexError, ValueError, OverflowError) as error:
             self._file.close()
             raise InputError(f"{path} is no whole zip archive: {error}") from error
 
@@ -129,7 +129,7 @@ class ZipReader:
         for member in self.members():
             numbers = (
                 short_id(member.name), member.offset, member.packed, member.size, member.crc,
-                member.method if not member.encrypted else 255,
+                255 if member.encrypted else min(member.method, 254),
             )  # fmt: skip
             for column, number in zip(columns, numbers, strict=True):
                 column.append(number)
