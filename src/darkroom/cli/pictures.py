@@ -140,6 +140,7 @@ def generate(
     # From here on torch is needed.
     from darkroom import models, sample
     from darkroom.sample import provenance as proving
+    from darkroom.sample import watermark
 
     marks = None
     if provenance:
@@ -201,6 +202,8 @@ def generate(
             )
     shown = [Path(one.image) for one in controls if isinstance(one.image, (str, Path))]
     inputs = [Path(one).read_bytes() for one in (image, mask, *shown) if one is not None]
+    if marks is not None and (line := watermark.too_small(picture.image.size for picture in pictures)):
+        _note(line)
     files = proving.save_pictures(pictures, out, marks, inputs, kind=kind, grid=not axes)
     if axes:
         files.append(sample.save_sheet([picture.image for picture in pictures], axes, out))

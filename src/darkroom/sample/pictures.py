@@ -377,7 +377,7 @@ def _parameters_in(png: str | Path) -> dict[str, Any] | None:
             return parameters_in(image)
     except FileNotFoundError as error:
         raise InputError(f"no file '{png}'") from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         if is_system_failure(error):
             raise
         raise InputError(f"'{png}' is no picture that can be read: {error}") from error

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,13 @@ def embed(
     if "A" in image.getbands():
         marked.putalpha(image.getchannel("A"))
     return marked
+
+
+def too_small(sizes: Iterable[tuple[int, int]]) -> str:
+    """One line where pictures of these sizes (width, height) carry no mark; else nothing."""
+    small = sorted({size for size in sizes if min(size) < LEAST_SIDE})
+    told = ", ".join(f"{width}x{height}" for width, height in small)
+    return f"no watermark in pictures of {told}: it needs {LEAST_SIDE} pixels a side" if small else ""
 
 
 def find(image: Image.Image, key: str = "darkroom") -> Found | None:
