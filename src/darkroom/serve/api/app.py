@@ -173,7 +173,7 @@ def _add_errors(app: FastAPI, core: Core) -> None:
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        LOG.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return told(Refused(500, "internal", "the server failed at this request; its log says more"))
 
 
