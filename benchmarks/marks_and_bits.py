@@ -33,7 +33,7 @@ from darkroom.serve.engine.executors import places_for
 from darkroom.serve.engine.loader import fixed_rows, row_bytes, rows_for_memory
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import PictureRequest
 
@@ -80,12 +80,12 @@ class Ended:
     def __init__(self) -> None:
         self.over = 0
 
-    def began(self, work: Work) -> None: ...
-    def drawn(self, work: Work, index: int) -> None: ...
-    def made(self, work: Work) -> None:
+    def began(self, work: EngineJob) -> None: ...
+    def drawn(self, work: EngineJob, index: int) -> None: ...
+    def made(self, work: EngineJob) -> None:
         self.over += 1
 
-    def failed(self, work: Work, error: BaseException) -> None:
+    def failed(self, work: EngineJob, error: BaseException) -> None:
         raise error
 
 

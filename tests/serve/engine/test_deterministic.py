@@ -20,7 +20,7 @@ ROWS = FixedRows(8, 64 * 64, tries=True)
 """As a small model is served."""
 
 
-def drawn_alone(running: Running, requests) -> list[Work]:
+def drawn_alone(running: Running, requests) -> list[EngineJob]:
     """Their works, one after the other."""
     works = []
     for i, request in enumerate(requests):
@@ -29,7 +29,7 @@ def drawn_alone(running: Running, requests) -> list[Work]:
     return works
 
 
-def apart(one: Work, other: Work) -> tuple[int, bool]:
+def apart(one: EngineJob, other: EngineJob) -> tuple[int, bool]:
     """Their pictures' largest difference, and whether their latents have the same bits."""
     pair = one.pictures[0], other.pictures[0]
     return difference(pair[0].image, pair[1].image), torch.equal(pair[0].latents, pair[1].latents)
