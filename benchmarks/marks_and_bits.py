@@ -110,7 +110,9 @@ class Running:
     def drawn(self, requests: list[PictureRequest]) -> tuple[float, list[Picture]]:
         """Seconds from the first request to the last picture, and the pictures."""
         ended = Ended()
-        works = [Work(str(i), "key", one, shape_of(self.model, one), ended) for i, one in enumerate(requests)]
+        works = [
+            EngineJob(str(i), "key", one, shape_of(self.model, one), ended) for i, one in enumerate(requests)
+        ]
         at = time.perf_counter()
         for work in works:
             self.engine.submit(work)

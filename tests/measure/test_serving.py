@@ -105,7 +105,7 @@ def test_who_is_refused_waits_as_told_and_asks_again(small: Path, tmp_path: Path
         with ServerProcess(str(small), tmp_path / "state", "--queue", "1", threads=1) as server:
             client = Client(server.port)
             await server.ready(client)
-            asked = [Asked(5 * i, 0.0, "a", 32, 32, 20, 1.0, i) for i in range(60)]
+            asked = [TraceRequest(5 * i, 0.0, "a", 32, 32, 20, 1.0, i) for i in range(60)]
             return await asyncio.gather(*(_ask(client, f"j{one.number}", one, 0.0) for one in asked))
 
     found = asyncio.run(scenario())

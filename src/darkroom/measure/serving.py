@@ -335,7 +335,7 @@ async def _wait_out(client: Client, name: str, refused: Outcome, after_s: float)
     return replace(refused, tried_again_s=time.time(), taken_again=status == 202)
 
 
-def body_of(asked: Asked) -> dict[str, Any]:
+def body_of(asked: TraceRequest) -> dict[str, Any]:
     """A request as the jobs door takes it."""
     chosen = [] if asked.adapter is None else [{"name": asked.adapter}]
     return {

@@ -120,7 +120,7 @@ def too_small(sizes: Iterable[tuple[int, int]]) -> str:
     return f"no watermark in pictures of {told}: it needs {LEAST_SIDE} pixels a side" if small else ""
 
 
-def find(image: Image.Image, key: str = "darkroom") -> Found | None:
+def find(image: Image.Image, key: str = "darkroom") -> WatermarkReading | None:
     """The mark of a key in a picture, scaled by 0.5 to 1.5, cropped, or turned by up to 2 degrees."""
     if min(image.size) < LEAST_SIDE * SCALES[0]:
         return None

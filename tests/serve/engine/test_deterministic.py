@@ -11,7 +11,7 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.serve.engine.fixed_shapes import FixedRows, FixedShapes, parts_of, steady
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob, Work
 from serve.conftest import SMALL, difference
 from serve.engine.test_engine import Running, mixed_request
 

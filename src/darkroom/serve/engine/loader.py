@@ -101,7 +101,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     first_job(model, backend)  # refuses what cannot be
     per_row = row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, per_row)
-    capacity = settings.capacity or rows_for_memory(backend, per_row, lanes)
+    capacity = settings.capacity or _rows_for_memory(backend, per_row, lanes)
     library = _open_library(settings, model, metrics, hooks.wake, lanes)
     nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)

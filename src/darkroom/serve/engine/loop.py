@@ -26,7 +26,7 @@ from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet
 from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
-from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, admitted_after
+from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, admitted_after
 from darkroom.serve.engine.fixed_shapes import FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio
 from darkroom.serve.engine.tickets import GLANCE, EngineJob, Preview, Shape, Ticket, png_of
