@@ -1,11 +1,12 @@
 """What marks, credentials and bit-identical serving cost: one JSON line a finding.
 
     python benchmarks/marks_and_bits.py provenance --side 512 --pictures 20
-    python benchmarks/marks_and_bits.py deterministic MODEL --requests 64 --rounds 3
+    python benchmarks/marks_and_bits.py deterministic MODEL --requests 64 --rounds 5 --precision float32
 
 `provenance`: seconds and bytes a picture that the watermark and the credentials add, and seconds to find the
-mark. `deterministic`: pictures a second of the engine with and without calls of one fixed shape, on the same
-requests in turns, and whether pictures of both runs with fixed shapes have the same bits.
+mark. `deterministic`: pictures a second of the engine with and without `--deterministic`, on the same
+requests in turns (a round of each, the first one untimed), and whether the pictures of all rounds with it
+have the same bits; each round has the requests in another order. Its ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from darkroom.sample import provenance, watermark
 from darkroom.sample.backends import open_backend
 from darkroom.sample.pictures import Picture
 from darkroom.serve.engine.executors import places_for
-from darkroom.serve.engine.loader import FIXED_ROWS
+from darkroom.serve.engine.loader import fixed_rows, row_bytes, rows_for_memory
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of
 from darkroom.serve.engine.tickets import EngineJob
@@ -88,28 +89,41 @@ class Ended:
         raise error
 
 
-def drawn(model: Any, requests: list[PictureRequest], fixed_rows: int) -> tuple[float, list[Picture]]:
-    """Seconds from the first request to the last picture, and the pictures."""
-    backend, ended = open_backend("torch", model, optimise="fused_attention,lean"), Ended()
-    places = places_for(backend.device, 1, torch.get_num_threads())
-    engine = Engine(
-        backend.model or model, backend, capacity=16, metrics=Metrics(), places=places, fixed_rows=fixed_rows
-    )
-    works = [EngineJob(str(i), "key", one, shape_of(model, one), ended) for i, one in enumerate(requests)]
-    engine.start()
-    at = time.perf_counter()
-    for work in works:
-        engine.submit(work)
-    while ended.over < len(works):
-        time.sleep(0.005)
-    spent = time.perf_counter() - at
-    engine.stop()
-    return spent, [work.pictures[0] for work in works]
+class Running:
+    """An engine of its own, with a model of its own, as a server has it."""
+
+    def __init__(self, name: str, precision: str, fixed: bool) -> None:
+        model = models.load(name, dtype=models.precision(precision))
+        backend = open_backend("torch", model, optimise="fused_attention,lean")
+        self.model = model = backend.model or model
+        per_row = row_bytes(model, backend)
+        self.engine = Engine(
+            model,
+            backend,
+            capacity=rows_for_memory(backend, per_row),
+            metrics=Metrics(),
+            places=places_for(backend.device, 1, torch.get_num_threads()),
+            fixed_rows=fixed_rows(model, backend, per_row) if fixed else None,
+        )
+        self.engine.start()
+
+    def drawn(self, requests: list[PictureRequest]) -> tuple[float, list[Picture]]:
+        """Seconds from the first request to the last picture, and the pictures."""
+        ended = Ended()
+        works = [
+            EngineJob(str(i), "key", one, shape_of(self.model, one), ended) for i, one in enumerate(requests)
+        ]
+        at = time.perf_counter()
+        for work in works:
+            self.engine.submit(work)
+        while ended.over < len(works):
+            time.sleep(0.002)
+        return time.perf_counter() - at, [work.pictures[0] for work in works]
 
 
-def cost_of_bits(name: str, count: int, rounds: int, rows: int) -> dict[str, Any]:
+def cost_of_bits(name: str, count: int, rounds: int, precision: str) -> dict[str, Any]:
     """Medians over rounds in turns."""
-    model, draw = models.load(name), random.Random(3)
+    running, draw = {fixed: Running(name, precision, fixed) for fixed in (False, True)}, random.Random(3)
     requests = [
         PictureRequest(
             prompt=draw.choice(["a red circle", "a horse"]),
@@ -120,27 +134,34 @@ def cost_of_bits(name: str, count: int, rounds: int, rows: int) -> dict[str, Any
         )
         for i in range(count)
     ]
-    spent: dict[int, list[float]] = {0: [], rows: []}
-    seen: list[list[Picture]] = []
-    for turn in range(rounds):
-        for fixed in (0, rows):
-            shuffled = requests if turn % 2 == 0 else requests[::-1]
-            seconds, pictures = drawn(model, shuffled, fixed)
-            spent[fixed].append(seconds)
-            if fixed:
-                seen.append(pictures if turn % 2 == 0 else pictures[::-1])
-    same = all(
-        torch.equal(one.latents, other.latents)
-        for run in seen[1:]
-        for one, other in zip(seen[0], run, strict=True)
-    )
-    free, bound = (count / median(spent[fixed]) for fixed in (0, rows))
-    told = {
-        "images_per_s": round(free, 4),
-        "images_per_s_fixed": round(bound, 4),
-        "ratio": round(bound / free, 4),
+    spent: dict[bool, list[float]] = {False: [], True: []}
+    seen: dict[int, torch.Tensor] = {}
+    same = True
+    for turn in range(rounds + 1):
+        order = random.Random(turn).sample(range(count), count)
+        for fixed in (turn % 2 == 0, turn % 2 == 1):
+            seconds, pictures = running[fixed].drawn([requests[i] for i in order])
+            spent[fixed] += [seconds] if turn else []
+            for i, picture in zip(order, pictures, strict=True):
+                if fixed:
+                    same &= torch.equal(picture.latents, seen.setdefault(i, picture.latents))
+    for one in running.values():
+        one.engine.stop()
+    ratios = sorted(free / bound for free, bound in zip(spent[False], spent[True], strict=True))
+    return {
+        "benchmark": "deterministic",
+        "model": name,
+        "precision": precision,
+        "requests": count,
+        "rounds": rounds,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "same_bits": same,
+        "images_per_s": round(count / median(spent[False]), 4),
+        "images_per_s_fixed": round(count / median(spent[True]), 4),
+        "ratio": round(median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
     }
-    return {"benchmark": "deterministic", "model": name, "rows": rows, "same_bits": same, **told}
 
 
 def main() -> None:
@@ -155,13 +176,13 @@ def main() -> None:
     other = which.add_parser("deterministic")
     other.add_argument("model")
     other.add_argument("--requests", type=int, default=64)
-    other.add_argument("--rounds", type=int, default=3)
-    other.add_argument("--rows", type=int, default=FIXED_ROWS["cpu"], help="of every call")
+    other.add_argument("--rounds", type=int, default=5)
+    other.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     told = parser.parse_args()
     if told.which == "provenance":
         print(json.dumps(cost_of_provenance(told.side, told.pictures)))
     else:
-        print(json.dumps(cost_of_bits(told.model, told.requests, told.rounds, told.rows)))
+        print(json.dumps(cost_of_bits(told.model, told.requests, told.rounds, told.precision)))
 
 
 if __name__ == "__main__":

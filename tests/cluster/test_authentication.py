@@ -11,10 +11,12 @@ from typing import Any
 
 TOKEN, OTHER = "ab" * 32, "cd" * 32
 SCRIPT = """
-import json, os, sys
+import json, os, socket, sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import grpc
+from darkroom.cluster import authentication
 from darkroom.cluster.authentication import admitted, local_token, refuses
 from darkroom.cluster.private_ray import token
 from darkroom.errors import InputError
@@ -60,6 +62,15 @@ told["home"] = joining()
 told["local with home"] = local()
 server.stop(None).wait()
 told["gone"] = refuses(address)
+authentication.STRANGER_S = 0.5
+silent = socket.create_server(("127.0.0.1", 0))
+address = f"127.0.0.1:{silent.getsockname()[1]}"
+told["silent"] = joining()[0]
+told["tls"] = joining(RAY_USE_TLS="1")[0]
+web = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+threading.Thread(target=web.serve_forever, daemon=True).start()
+address = f"127.0.0.1:{web.server_port}"
+told["web"] = joining()[0]
 print(json.dumps(told))
 """
 
@@ -76,6 +87,9 @@ def test_a_cluster_that_wants_a_token_gets_the_users_or_says_so(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     assert (told["stranger"], told["bearer"], told["gone"]) == (True, False, None)
+    assert told["silent"].startswith("something listens at HERE and does not answer within 0.5 s: no Ray")
+    assert told["web"].startswith("something listens at HERE and does not answer")
+    assert told["tls"][1] == TOKEN, "asked without TLS, which it may want"
     mend = "put the cluster's token into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     assert told["none"] == [f"the Ray cluster at HERE wants a token, and there is none here; {mend}", {}]
     assert told["variable"] == [["token", TOKEN], {"RAY_AUTH_TOKEN": TOKEN}]

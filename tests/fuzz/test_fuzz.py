@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,13 @@ def test_the_seeds_are_whole(name, tmp_path):
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_was_found_before_stays_mended(name, tmp_path):
     for content in corpus(name):
-        check(name, content, tmp_path)
+        tracemalloc.start()
+        try:
+            check(name, content, tmp_path)
+            _, most_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most_bytes < 2**28
 
 
 def test_a_reader_that_crashes_is_found(tmp_path, monkeypatch):
@@ -42,6 +51,44 @@ def test_a_reader_that_crashes_is_found(tmp_path, monkeypatch):
     monkeypatch.setitem(TARGETS, "a1111", Target(read, lambda: [b"a cat"], ()))
     with pytest.raises(ValueError, match="not found"):
         check_some("a1111", 0, 200, tmp_path)
+
+
+@pytest.fixture
+def fuzz(monkeypatch):
+    pytest.importorskip("resource", reason="bounds of memory and fork are POSIX's")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("fuzz")
+
+
+def test_long_runs_go_on_with_new_inputs_and_count_them(fuzz, tmp_path):
+    rows = tmp_path / "fuzz.csv"
+    for turns in (1, 2):
+        assert fuzz.go(rows, tmp_path / "found", 0.2 / 60, ["prompt"], 0.2) == 0
+        row = fuzz.read(rows)["prompt"]
+        assert row.seeds >= turns
+        assert row.executions > row.seeds
+    assert fuzz.read(rows)["zip"].executions == 0
+
+
+@pytest.mark.parametrize("ends", ["raises", "dies", "hangs"])
+def test_a_long_run_keeps_the_input_that_was_too_much(fuzz, tmp_path, monkeypatch, ends):
+    def read(content: bytes, _: object) -> object:
+        if b"cat" in content:
+            return None
+        return {
+            "raises": lambda: 1 / 0,
+            "dies": lambda: os.kill(os.getpid(), 9),
+            "hangs": lambda: time.sleep(60),
+        }[ends]()
+
+    monkeypatch.setitem(TARGETS, "a1111", Target(read, lambda: [b"a cat"], ()))
+    monkeypatch.setattr(fuzz, "MOST_S", 0.3)
+    assert fuzz.go(tmp_path / "fuzz.csv", tmp_path / "found", 1, ["a1111"]) == 1
+    [file] = (tmp_path / "found").iterdir()
+    assert b"cat" not in file.read_bytes()
+    before = fuzz.read(tmp_path / "fuzz.csv")["a1111"]
+    assert fuzz.go(tmp_path / "fuzz.csv", tmp_path / "found", 1, ["a1111"]) == 1
+    assert fuzz.read(tmp_path / "fuzz.csv")["a1111"] == before, "it rests until it is mended"
 
 
 @pytest.mark.nightly

@@ -23,6 +23,7 @@ from darkroom.measure.serving import (
     ServeBench,
     ServerProcess,
     Trial,
+    _ask,
     bench_serve,
     figures,
     most_between,
@@ -86,6 +87,32 @@ def test_figures_count_and_goodput_leaves_the_start_out() -> None:
     assert told["latency_p99_s"] == pytest.approx(1.49, abs=0.011)
     assert told["refusal_p99_s"] == 0.02
     assert Trial(outcomes, 0.0, 101.5).goodput() == pytest.approx(1, rel=0.03)
+
+
+def test_retry_after_is_held_against_what_came_of_it_while_requests_came() -> None:
+    outcomes = [outcome(i, "done", i, i + 0.5) for i in range(11)]
+    assert Trial(outcomes, 0.0, 11.0).retry_true() is None
+    for number, tried_s, taken in ((2, 5.0, True), (3, 6.0, False), (4, 12.0, True)):
+        outcomes[number] = outcome(number, "refused", number, None, tried_again_s=tried_s, taken_again=taken)
+    trial = Trial(outcomes, 0.0, 11.0)
+    assert trial.retry_true() == 0.5, "the third one asked when nobody else did"
+    assert figures(trial)["retry_after_true"] == 0.5
+
+
+@pytest.mark.nightly
+def test_who_is_refused_waits_as_told_and_asks_again(small: Path, tmp_path: Path) -> None:
+    async def scenario() -> list[Outcome]:
+        with ServerProcess(str(small), tmp_path / "state", "--queue", "1", threads=1) as server:
+            client = Client(server.port)
+            await server.ready(client)
+            asked = [TraceRequest(5 * i, 0.0, "a", 32, 32, 20, 1.0, i) for i in range(60)]
+            return await asyncio.gather(*(_ask(client, f"j{one.number}", one, 0.0) for one in asked))
+
+    found = asyncio.run(scenario())
+    refused = [one for one in found if one.state == "refused"]
+    assert refused
+    assert all(one.tried_again_s for one in refused)
+    assert any(one.taken_again for one in refused)
 
 
 def test_the_highest_bucket_that_something_fell_into() -> None:

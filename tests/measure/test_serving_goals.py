@@ -12,7 +12,12 @@ FINE: dict[str, Any] = {"http_5xx": 0, "lost": 0, "failed": 0, "steps_to_free_mo
 
 
 def rows(
-    *, mine: float = 6.0, at_four: float = 5.8, admission_s: float = 0.03, lost: int = 0
+    *,
+    mine: float = 6.0,
+    at_four: float = 5.8,
+    admission_s: float = 0.03,
+    lost: int = 0,
+    retry_true: float = 1.0,
 ) -> list[Measurement]:
     told = {"model": "tiny", "adapters": 2, **FINE}
     load = {**told, "step_s": 0.02, "admission_p99_s": admission_s}
@@ -30,7 +35,8 @@ def rows(
             benchmark="serve-load",
             case="darkroom at 4x",
             images_per_s=at_four,
-            settings={**load, "load": 4.0, "admission_p99_s": 9.0, "refusal_p99_s": 0.01, "lost": lost},
+            settings={**load, "load": 4.0, "admission_p99_s": 9.0, "refusal_p99_s": 0.01, "lost": lost}
+            | {"retry_after_true": retry_true},
         ),
     ]
 
@@ -49,6 +55,7 @@ def test_each_promise_is_held_against_its_figure():
     assert missed(*rows(at_four=5.6)) == ["goodput at 4x capacity, to that at 1x"]
     assert missed(*rows(admission_s=0.05)) == ["admission p99 at 0.5x capacity"]
     assert missed(*rows(lost=1)) == ["lost jobs"]
+    assert missed(*rows(retry_true=0.8)) == ["Retry-After true, of those who waited it out at 4x"]
 
 
 def test_the_console_and_the_page_say_so(tmp_path):

@@ -151,6 +151,19 @@ def test_a_stranger_s_picture_says_nothing_and_is_not_wrong(tmp_path):
     assert (proof.ok, proof.credentials, proof.watermark, proof.declared) == (True, "none", None, False)
 
 
+def test_of_pictures_too_small_for_a_mark_log_and_verify_say_so(certificate, tmp_path, caplog):
+    marks = Provenance.opened(certificate, tmp_path / "own.pem")
+    with caplog.at_level("INFO", "darkroom.sample"):
+        for _ in range(2):
+            marks.marked(photo(64), Origin(7)).save(tmp_path / "a.png")
+    [record] = caplog.records
+    assert record.getMessage() == "no watermark in pictures of 64x64: it needs 256 pixels a side"
+    said = "\n".join(verify_picture(tmp_path / "a.png").lines())
+    assert "watermark    the picture is too small to carry one" in said
+    photo(256).save(tmp_path / "b.png")
+    assert "watermark    none found" in "\n".join(verify_picture(tmp_path / "b.png").lines())
+
+
 def test_a_stripped_and_recoded_picture_still_has_its_mark(certificate, tmp_path):
     marks = Provenance.opened(certificate, tmp_path / "own.pem")
     jpeg(marks.marked(photo(512), Origin(0xABCDEF01)), 60).save(tmp_path / "a.jpg", quality=60)
@@ -207,7 +220,7 @@ def test_generate_signs_marks_and_verify_tells_by_the_command_line(tmp_path, cer
 
 def test_a_picture_too_small_for_a_mark_is_told_by_the_command_line(tmp_path):
     told = ["generate", "tiny", "a cat", "--steps", "1", "--solver", "euler"]
-    note = "note: pictures with a side below 256 px carry no watermark"
+    note = "note: no watermark in pictures of 32x32: it needs 256 pixels a side"
     small, large = (
         CliRunner().invoke(
             app, [*told, "--size", size, "--out", str(tmp_path / size)], env={"DARKROOM_PROVENANCE": "1"}

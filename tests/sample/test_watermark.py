@@ -98,6 +98,12 @@ def test_small_pictures_are_left_as_they_are_and_alpha_stays():
     assert watermark.embed(image, 1).getextrema()[3] == (77, 77)
 
 
+def test_what_is_too_small_is_named_in_one_line():
+    assert watermark.too_small([(256, 512), (1024, 1024)]) == ""
+    told = watermark.too_small([(64, 64), (512, 512), (64, 64), (512, 255)])
+    assert told == "no watermark in pictures of 64x64, 512x255: it needs 256 pixels a side"
+
+
 def test_a_payload_has_32_bits():
     with pytest.raises(ValueError, match="32 bits"):
         watermark.embed(photo(256), 2**32)
@@ -141,6 +147,7 @@ def test_99_of_100_photographs_keep_their_payload(shared_data):
 def test_no_mark_is_found_in_10_000_unmarked_pictures(shared_data):
     draw = np.random.default_rng(1)
     images = list(attacked_photographs(shared_data, 1024))
+    images += [photo(1024, seed) for seed in range(12)]  # and what resembles none of them
     for i in range(10_000):
         image = images[i % len(images)]
         side = int(draw.integers(256, 1025))

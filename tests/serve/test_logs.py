@@ -68,9 +68,11 @@ def test_a_request_and_its_job_have_a_line_each_and_the_picture_is_found_by_its_
 def test_text_lines_have_the_same_fields_and_levels_and_formats_are_checked(run_http):
     async def scenario(core, http):
         await http.post("/jobs", json={**BODY, "steps": 999})
+        await http.get("/%1b[2Jnothing")
 
     lines = lines_of(lambda: run_http(scenario), "text")
-    [line] = [line for line in lines if " request " in line]
+    assert [line for line in lines if r'path="/\u001b[2Jnothing"' in line], "no path steers a terminal"
+    [line] = [line for line in lines if " request " in line and "/jobs" in line]
     assert "route=/jobs status=422" in line
     assert 'why="steps: at most 150 steps"' in line
     with pytest.raises(InputError, match="text, json"):

@@ -429,9 +429,9 @@ def bench_finetune(
 def bench_serve(
     model: Model,
     adapters: Annotated[int, typer.Option(min=0, help="LoRA files made for the trace")] = 20,
-    seconds: Annotated[float, typer.Option(min=0.1, help="of each trial")] = 30.0,
-    rounds: Annotated[int, typer.Option(min=1, help="of saturation, the servers in turns")] = 3,
-    loads: Annotated[str, typer.Option(help="multiples of the capacity, with commas")] = "0.25,0.5,1,2,4",
+    seconds: Annotated[float, typer.Option(min=0.1, help="of each trial")] = 15.0,
+    rounds: Annotated[int, typer.Option(min=1, help="of saturation, the servers in turns")] = 2,
+    loads: Annotated[str, typer.Option(help="multiples of the capacity, with commas")] = "0.5,1,4",
     seed: Annotated[int, typer.Option(min=0, help="of the trace and the adapters")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="of every server; 0 leaves it to torch")] = 0,
     device: Device = "auto",
@@ -442,7 +442,7 @@ def bench_serve(
 ) -> None:
     """Darkroom's server against diffusers.
 
-    One request at a time, and batches of one key.
+    One request at a time, and batches of one key. About 5 minutes; --seconds 60 for figures to rely on.
 
     Example: darkroom bench serve model/ --out rows.csv --page serve.html
     """

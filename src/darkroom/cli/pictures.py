@@ -273,8 +273,8 @@ def _saved(
     from darkroom import sample
     from darkroom.sample import provenance, watermark
 
-    if marks is not None and any(not watermark.fits(picture.image.size) for picture in pictures):
-        _note(f"pictures with a side below {watermark.LEAST_SIDE} px carry no watermark")
+    if marks is not None and (line := watermark.too_small(picture.image.size for picture in pictures)):
+        _note(line)
     made = provenance.save_pictures(pictures, files.out, marks, *ingredients, kind=files.kind, grid=not axes)
     if axes:
         made.append(sample.save_sheet([picture.image for picture in pictures], axes, files.out))

@@ -57,6 +57,8 @@ Prefix = Annotated[str, typer.Option("--path-prefix", help=PREFIX_HELP)]
 METRICS_HELP = "metrics alone on a port of their own, without a key; 0 takes a free one"
 MetricsPort = Annotated[int | None, typer.Option(min=0, max=65535, help=METRICS_HELP)]
 MetricsHost = Annotated[str, typer.Option(help="the address of --metrics-port")]
+TRACES_HELP = "an OpenTelemetry collector that gets traces, such as http://127.0.0.1:4318"
+Traces = Annotated[str | None, typer.Option(help=TRACES_HELP)]
 LogFormat = Annotated[str, typer.Option(help="text or json")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error")]
 OWN_OPTIONS = {
@@ -79,7 +81,7 @@ Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told t
 LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
 LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
-DETERMINISTIC_HELP = "calls of one fixed shape: a picture has the same bits whoever shares them"
+DETERMINISTIC_HELP = "calls of few shapes: a picture has the same bits whoever shares them"
 Deterministic = Annotated[bool, typer.Option(help=DETERMINISTIC_HELP)]
 WarmSize = Annotated[
     list[str] | None,
@@ -166,6 +168,7 @@ class ServeOptions:
     path_prefix: Prefix = ""
     metrics_port: MetricsPort = None
     metrics_host: MetricsHost = "0.0.0.0"
+    traces: Traces = None
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
     mcp: Mcp = False

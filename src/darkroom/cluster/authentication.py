@@ -11,25 +11,43 @@ from darkroom.cluster.private_ray import read_settings_anew, token
 from darkroom.errors import InputError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-STRANGER_S = 5.0
+STRANGER_S = 8.0
+"""So long a cluster may take to answer; `ray.init` would wait for most of a minute."""
 MEND = f"put the cluster's token into ~/.ray/auth_token, or set {TOKEN} or {TOKEN_PATH}"
 
 
 def refuses(address: str, bearer: str = "") -> bool | None:
     """Whether a cluster refuses a call that brings this token, or none; None where it cannot be asked."""
+    answer = _answer_to(address, bearer)
+    return answer == "UNAUTHENTICATED" if answer in ("OK", "UNAUTHENTICATED") else None
+
+
+def _answer_to(address: str, bearer: str) -> str:
+    """The name of gRPC's status; empty where there is no gRPC."""
     try:
         import grpc  # type: ignore[import-untyped]
     except ImportError:
-        return None
+        return ""
     call = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
     metadata = [("authorization", f"Bearer {bearer}")] if bearer else None
     with grpc.insecure_channel(address) as channel:
         try:
             channel.unary_unary(call)(b"", timeout=STRANGER_S, metadata=metadata)
         except grpc.RpcError as error:
-            refused: bool = error.code() is grpc.StatusCode.UNAUTHENTICATED
-            return refused or None
-    return False
+            return str(error.code().name)
+    return "OK"
+
+
+def _check_answers(address: str, answer: str) -> None:
+    """InputError where something listens that is no cluster, or one that hangs. One that wants TLS cannot be
+    asked in this way."""
+    tls = os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
+    if answer in ("DEADLINE_EXCEEDED", "UNAVAILABLE") and not tls:
+        why = f"within {STRANGER_S:g} s" if answer == "DEADLINE_EXCEEDED" else "as one"
+        raise InputError(
+            f"something listens at {address} and does not answer {why}: no Ray cluster, or one that hangs",
+            mend="look at it with 'ray status', or give another --ray-address",
+        )
 
 
 @contextmanager
@@ -49,7 +67,9 @@ def local_token() -> Iterator[None]:
 def admitted(address: str) -> Iterator[None]:
     """Within, this process may call the cluster at HOST:PORT. InputError where that wants another token."""
     told, mode = f"the Ray cluster at {address}", os.environ.get(MODE, "").lower()
-    if not refuses(address):
+    answer = _answer_to(address, "")
+    _check_answers(address, answer)
+    if answer != "UNAUTHENTICATED":
         if mode == "token" and not _users_token():
             raise InputError(f"{MODE}=token, and there is no token here", mend=f"{MEND}, or unset {MODE}")
         with _settings():

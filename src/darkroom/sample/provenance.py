@@ -14,6 +14,7 @@ import datetime
 import hashlib
 import io
 import json
+import logging
 import os
 import threading
 import zlib
@@ -33,6 +34,7 @@ from darkroom.sample import watermark
 from darkroom.sample.pictures import XMP, Picture, parameters_in, png_text
 from darkroom.sample.pictures import save_pictures as plain_save
 
+LOG = logging.getLogger("darkroom.sample")
 EXTRA = "provenance"
 MARK_VARIABLE = "DARKROOM_MARK"
 """Environment variable with the watermark's key; whoever has the key can find the mark."""
@@ -204,6 +206,7 @@ class Provenance:
         self._mark_key = mark_key or os.environ.get(MARK_VARIABLE, "darkroom")
         self._lock = threading.Lock()
         self._signer: Any = None
+        self._told_small = False
 
     @property
     def signs(self) -> bool:
@@ -227,7 +230,10 @@ class Provenance:
             return cls(None, say=say)
 
     def marked(self, image: Image.Image, origin: Origin) -> Image.Image:
-        """The image with the watermark; as it was where it is too small for one."""
+        """The image with the watermark; as it was where it is too small for one, which the log says once."""
+        if (line := watermark.too_small([image.size])) and not self._told_small:
+            self._told_small = True
+            LOG.info("%s", line)
         return watermark.embed(image, origin.payload, self._mark_key)
 
     def png(self, picture: Picture, origin: Origin, compress_level: int = 6) -> bytes:
@@ -402,6 +408,8 @@ class PictureProof:
     watermark: str | None = None
     """Eight hexadecimal digits; `there` where the mark is too faint to be read; None where none was found."""
     watermark_score: float | None = None
+    marked_size: bool = True
+    """Whether it is large enough for a watermark to be found."""
     declared: bool = False
     """Whether unsigned metadata (IPTC) says that a model made it."""
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -421,7 +429,8 @@ class PictureProof:
     def lines(self) -> list[str]:
         """For a reader."""
         who = f", signed by {self.signer}" if self.signer else ""
-        mark = {None: "none found", "there": "found, too faint to be read"}.get(self.watermark)
+        none = "none found" if self.marked_size else "the picture is too small to carry one"
+        mark = {None: none, "there": "found, too faint to be read"}.get(self.watermark)
         if mark is None:
             mark = f"{self.watermark} (score {self.watermark_score:.1f})"
         lines = [self.file, f"  sha256       {self.sha256}", f"  credentials  {self.credentials}{who}"]
@@ -453,6 +462,7 @@ def verify_picture(path: Path, *, trust: Path | None = None, mark_key: str | Non
     proof = PictureProof(str(path), sha256=hashlib.sha256(content).hexdigest())
     proof.declared = b"trainedAlgorithmicMedia" in _metadata(image)
     proof.parameters = parameters_in(image) or {}
+    proof.marked_size = min(image.size) >= watermark.LEAST_SIDE * watermark.SCALES[0]
     found = watermark.find(image, mark_key or os.environ.get(MARK_VARIABLE, "darkroom"))
     if found is not None:
         proof.watermark = "there" if found.payload is None else f"{found.payload:08x}"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,16 +93,11 @@ def _code(key: str) -> _Code:
     return _Code(kx, ky, phase, order[::3], np.concatenate([order[1::3], order[2::3]]))
 
 
-def fits(size: tuple[int, int]) -> bool:
-    """Whether a picture of so many pixels is large enough to be marked."""
-    return min(size) >= LEAST_SIDE
-
-
 def embed(
     image: Image.Image, payload: int, key: str = "darkroom", psnr_db: float | None = None
 ) -> Image.Image:
     """The picture with the mark of a key and a payload of 32 bits; as it was where it is too small."""
-    if not fits(image.size):
+    if min(image.size) < LEAST_SIDE:
         return image
     if psnr_db is None:
         doublings = np.log2(min(image.size) / LEAST_SIDE)
@@ -115,6 +111,13 @@ def embed(
     if "A" in image.getbands():
         marked.putalpha(image.getchannel("A"))
     return marked
+
+
+def too_small(sizes: Iterable[tuple[int, int]]) -> str:
+    """One line where pictures of these sizes (width, height) carry no mark; else nothing."""
+    small = sorted({size for size in sizes if min(size) < LEAST_SIDE})
+    told = ", ".join(f"{width}x{height}" for width, height in small)
+    return f"no watermark in pictures of {told}: it needs {LEAST_SIDE} pixels a side" if small else ""
 
 
 def find(image: Image.Image, key: str = "darkroom") -> WatermarkReading | None:

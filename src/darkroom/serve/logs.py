@@ -34,6 +34,8 @@ class RequestNotes:
     jobs: list[str] = field(default_factory=list)
     refused: str | None = None
     reason: str | None = None
+    trace: Any = None
+    """Its OpenTelemetry span, where there are traces."""
 
 
 NOTES: contextvars.ContextVar[RequestNotes | None] = contextvars.ContextVar("darkroom_request", default=None)
@@ -95,7 +97,8 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ",".join(f"{name}:{_plain(one)}" for name, one in value.items())
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return json.dumps(text) if re.search(r'[\s"=]', text) or not text else text
+    plain = text and text.isprintable() and not re.search(r'[\s"=]', text)
+    return text if plain else json.dumps(text)  # which also escapes what would steer a terminal
 
 
 def set_up(form: str = "text", level: str = "info", stream: TextIO | None = None) -> None:

@@ -151,9 +151,7 @@ class ServeSettings(BaseModel):
         description="sizes (512x768) that are compiled or captured before the first job; with `pad` all "
         "of their batches that fit the capacity, else single pictures",
     )
-    deterministic: bool = Field(
-        False, description="calls of one fixed shape: the same bits whoever shares them"
-    )
+    deterministic: bool = Field(False, description="calls of few shapes: the same bits whoever shares them")
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"
@@ -180,6 +178,9 @@ class ServeSettings(BaseModel):
         None, ge=0, le=65535, description="metrics alone, without a key, on a port of their own"
     )
     metrics_host: str = "0.0.0.0"
+    traces: str | None = Field(
+        None, description="an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318"
+    )
     prefix: str = Field("", description="the path under which a proxy has the server, such as /pictures")
     mcp: bool = Field(False, description="an MCP server at /mcp, for agents that draw")
     vertex: VertexRoutes | None = Field(None, description="on Vertex AI, which lets in only who may")

@@ -1,21 +1,23 @@
-"""With calls of one fixed shape a picture has the same bits whoever shares them."""
+"""With calls of few shapes a picture has the same bits whoever shares them."""
 
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
 
 from darkroom import models
 from darkroom.errors import InputError
-from darkroom.serve.engine.batch import fixed
-from darkroom.serve.engine.tickets import EngineJob
+from darkroom.serve.engine.fixed_shapes import FixedRows, FixedShapes, parts_of, steady
+from darkroom.serve.engine.tickets import EngineJob, Work
 from serve.conftest import SMALL, difference
-from serve.engine.test_engine import Running, drawn_together, mixed_request
+from serve.engine.test_engine import Running, mixed_request
 
-MOST = 32
-ROWS = 4
+MOST = 20
+ROWS = FixedRows(8, 64 * 64, tries=True)
+"""As a small model is served."""
 
 
 def drawn_alone(running: Running, requests) -> list[EngineJob]:
@@ -33,11 +35,26 @@ def apart(one: EngineJob, other: EngineJob) -> tuple[int, bool]:
     return difference(pair[0].image, pair[1].image), torch.equal(pair[0].latents, pair[1].latents)
 
 
+def drawn_with_some_given_up(running: Running, requests, draw: random.Random) -> list[Work]:
+    """Their works, done; meanwhile others come and are given up at random times."""
+    works, given_up = [], []
+    for i, request in enumerate(requests):
+        works.append(running.work(str(i), request, key=f"key{i % 3}"))
+        if draw.random() < 0.2:
+            given_up.append(running.work(f"given up {i}", mixed_request(draw, i)))
+        time.sleep(draw.choice([0, 0, 0.004, 0.02]))
+        if given_up and draw.random() < 0.5:
+            running.engine.drop(given_up.pop(0))
+    running.waiting.wait_for({work.uid for work in works})
+    assert all(running.waiting.over[work.uid] is None for work in works)
+    return works
+
+
 def in_company_and_alone(model, folder, count: int, seed: int, **more) -> list[tuple[int, bool]]:
     draw = random.Random(seed)
     requests = [mixed_request(draw, i) for i in range(count)]
     with Running(model, folder=folder, **more) as running:
-        together = drawn_together(running, requests, draw)
+        together = drawn_with_some_given_up(running, requests, draw)
     with Running(model, folder=folder, **more) as running:
         single = drawn_alone(running, requests)
     return [apart(one, other) for one, other in zip(together, single, strict=True)]
@@ -57,17 +74,103 @@ def test_without_fixed_shapes_some_bits_differ(adapter_folder):
     assert (0, False) in found or any(apart_by for apart_by, _ in found)
 
 
-def test_each_call_has_the_same_shape_and_rows_keep_their_places():
-    seen = []
+def a_unet(seen: list[int], apart: tuple[int, ...] = ()):
+    """A U-Net that notes the rows of its calls; with some numbers of rows it sums otherwise."""
 
     def unet(x, t, text, added):
-        seen.append((len(x), len(t), len(text), *(tuple(value.shape) for value in added.values())))
-        return x * 2
+        assert len(x) == len(t) == len(text) == len(added.get("adapter_slots", x))
+        seen.append(len(x))
+        return x * 2 + (1e-6 if len(x) in apart else 0)
 
-    x = torch.arange(5.0)[:, None, None, None]
-    out = fixed(unet, 4, 2)(x, torch.zeros(5), torch.zeros(5, 1, 1), {})
-    assert out.flatten().tolist() == [0, 2, 4, 6, 8]
-    assert seen == [(4, 4, 4, (4, 2), (4, 2))] * 2
+    return unet
+
+
+def called(unet, count: int, **added):
+    x = torch.arange(float(count))[:, None, None, None]
+    out = unet(x, torch.zeros(count), torch.zeros(count, 1, 1), added)
+    return out.flatten().tolist()
+
+
+def test_calls_have_the_defined_number_of_rows():
+    seen = []
+    unet = FixedShapes(a_unet(seen), FixedRows(4))
+    assert called(unet, 5) == [0, 2, 4, 6, 8]
+    assert seen == [4, 4]
+
+
+def test_numbers_of_rows_with_the_same_bits_are_used_and_no_others():
+    seen = []
+    unet = FixedShapes(a_unet(seen, apart=(1, 2, 3, 12)), FixedRows(8, 8, tries=True))
+    called(unet, 1)
+    seen.clear()
+    assert called(unet, 3) == [0, 2, 4]
+    assert called(unet, 12) == [2.0 * i for i in range(12)]
+    assert called(unet, 16) == [2.0 * i for i in range(16)]
+    assert seen == [4, 14, 16]
+
+
+def test_rows_with_adapters_come_in_the_defined_number_with_places_for_as_many_as_a_row_may_have():
+    seen, widths = [], []
+
+    def unet(x, t, text, added):
+        widths.append([value.shape[1] for value in added.values()])
+        return a_unet(seen)(x, t, text, added)
+
+    told = {"adapter_slots": torch.ones(3, 1, dtype=torch.int64), "adapter_weights": torch.ones(3, 1)}
+    called(FixedShapes(unet, FixedRows(8, 8, tries=True), 2), 3, **told)
+    assert seen == [8]
+    assert widths == [[2, 2]]
+
+
+def test_a_batch_is_laid_out_once_for_all_its_steps():
+    texts = []
+
+    def unet(x, t, text, added):
+        texts.append(text)
+        return x
+
+    call, text = FixedShapes(unet, FixedRows(4)), torch.zeros(5, 1, 1)
+    x = torch.zeros(5, 1, 1, 1)
+    for _ in range(2):
+        call(x, torch.zeros(5), text, {})
+    assert [one is other for one, other in zip(texts[:2], texts[2:], strict=True)] == [True, True]
+    call(x, torch.zeros(5), text + 1, {})
+    assert texts[4][0, 0, 0] == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "allowed", "parts"),
+    [
+        (16, {8}, (8, 8)),
+        (3, {8}, (8,)),
+        (13, {4, 6, 8, 12}, (8, 6)),
+        (20, {4, 8, 12}, (12, 8)),
+        (2, {1}, (1, 1)),
+    ],
+)
+def test_rows_are_made_in_the_cheapest_calls(count, allowed, parts):
+    assert parts_of(count, frozenset(allowed)) == parts
+
+
+def test_steady_layers_do_the_same_for_few_rows_as_for_many():
+    draw = torch.Generator().manual_seed(0)
+    layers = torch.nn.ModuleList([torch.nn.Linear(32, 128), torch.nn.Conv2d(32, 32, 3, padding=1)])
+    lines, pictures = torch.randn(20, 32, generator=draw), torch.randn(20, 32, 8, 8, generator=draw)
+    plain = [layer(x) for layer, x in zip(layers, (lines, pictures), strict=True)]
+    names = list(layers.state_dict())
+    steady(layers)
+    assert list(layers.state_dict()) == names
+    linear, conv = layers
+    assert torch.allclose(linear(lines), plain[0], atol=1e-5)
+    assert torch.allclose(conv(pictures), plain[1], atol=1e-5)
+    assert torch.equal(linear(lines[:2]), linear(lines)[:2])
+    assert torch.equal(linear(lines[:2, None]), linear(lines)[:2, None])
+    assert torch.equal(conv(pictures[:8]), conv(pictures)[:8])
+
+
+def test_large_pictures_have_calls_of_one_row():
+    rows = FixedRows(8, 32 * 32)
+    assert [rows.of(side * side) for side in (8, 16, 24, 32, 64)] == [8, 4, 2, 1, 1]
 
 
 def test_what_keeps_work_between_steps_is_refused():
@@ -76,7 +179,7 @@ def test_what_keeps_work_between_steps_is_refused():
 
     unet.of_rows = lambda owners: unet
     with pytest.raises(InputError, match="--deterministic"):
-        fixed(unet, 4)
+        FixedShapes(unet, FixedRows(4))
 
 
 @pytest.mark.nightly

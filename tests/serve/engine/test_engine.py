@@ -16,6 +16,7 @@ from darkroom.models.adapters.bank import Bank
 from darkroom.sample.backends import open_backend
 from darkroom.serve.engine.adapters import Library
 from darkroom.serve.engine.executors import places_for
+from darkroom.serve.engine.fixed_shapes import steady
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import Glance, Studio, Texts, settings_of, shape_of
 from darkroom.serve.engine.tickets import EngineJob
@@ -50,6 +51,12 @@ class Waiting:
             assert time.monotonic() - start < timeout_s, f"{len(self.over)} of {count}"
             time.sleep(0.005)
 
+    def wait_for(self, names: set[str], timeout_s: float = 600) -> None:
+        start = time.monotonic()
+        while missing := names - self.over.keys():
+            assert time.monotonic() - start < timeout_s, missing
+            time.sleep(0.005)
+
 
 def released_by(steps: threading.Semaphore):
     """What makes of a U-Net one whose calls wait to be let go one by one."""
@@ -71,6 +78,8 @@ class Running:
         rungs = "fused_attention" if model.is_dit else "fused_attention,lean"  # as served beside adapters
         backend = open_backend("torch", model, optimise=rungs)
         self.model = model = backend.model
+        if more.get("fixed_rows") is not None:
+            steady(model.unet)
         if unet is not None:
             backend.unet = unet(backend.unet)
         self.waiting, metrics = Waiting(), Metrics()

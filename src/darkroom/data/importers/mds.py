@@ -250,8 +250,10 @@ def _read(file: BinaryIO, shard: _Shard) -> Iterator[dict[str, bytes]]:
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     (samples,) = struct.unpack("<I", file.read(4))
+    if 4 * (samples + 2) > size:  # before memory is asked for as many
+        raise ValueError(f"{samples} samples in {size} bytes")
     offsets = np.frombuffer(file.read(4 * (samples + 1)), "<u4").astype(np.int64)
-    if len(offsets) != samples + 1 or (np.diff(offsets) < 0).any() or offsets[-1] > size:
+    if (np.diff(offsets) < 0).any() or offsets[-1] > size:
         raise ValueError("its offsets lead nowhere")
     file.seek(int(offsets[0]))
     for length in np.diff(offsets).tolist():

@@ -57,7 +57,7 @@ class ZipReader:
         try:
             self._start, self._length, self._shift = self._find_contents()
             self._index()
-        except (struct.error, IndexError, ValueError) as error:
+        except (struct.error, IndexError, ValueError, OverflowError) as error:
             self._file.close()
             raise InputError(f"{path} is no whole zip archive: {error}") from error
 
@@ -172,7 +172,9 @@ class ZipReader:
 
     def _pieces(self, start: int, length: int) -> Iterator[bytes]:
         for at in range(0, length, READ_BYTES):
-            yield self._read_at(start + at, min(READ_BYTES, length - at))
+            if not (piece := self._read_at(start + at, min(READ_BYTES, length - at))):
+                return  # the entry claims more than there is
+            yield piece
 
 
 def _name(raw: bytes, is_utf8: bool) -> str:
@@ -197,7 +199,7 @@ def _inflated(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
             yield unpacked
             piece = unpacker.unconsumed_tail
     if left:
-        yield unpacker.flush(left)
+        yield unpacker.flush()[:left]
 
 
 def _wide(extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:

@@ -113,6 +113,7 @@ def make_app(
         hosts=settings.hosts,
         open_paths=HEALTH_PATHS if keys is None else OPEN_PATHS,
         platform_paths=() if settings.vertex is None else (settings.vertex.health, settings.vertex.predict),
+        traces=core.traces,
         probe_paths=HEALTH_PATHS if settings.vertex is None else (*HEALTH_PATHS, settings.vertex.health),
     )
     return under(settings.prefix, answering(guard, settings.origins))
@@ -194,7 +195,7 @@ def _add_errors(app: FastAPI, core: Core) -> None:
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        LOG.error("%s %r failed", request.method, request.url.path, exc_info=error)
         return told(Refused(500, "internal", "the server failed at this request; its log says more"))
 
 

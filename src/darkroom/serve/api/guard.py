@@ -36,6 +36,7 @@ from darkroom.serve import logs
 from darkroom.serve.errors import Refused
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import Limits
+from darkroom.serve.traces import Traces, trace_id
 
 LOG = logging.getLogger("darkroom.serve")
 
@@ -92,7 +93,9 @@ class Guard:
         open_paths: Iterable[str] = (),
         platform_paths: Iterable[str] = (),
         probe_paths: Iterable[str] = (),
+        traces: Traces | None = None,
     ) -> None:
+        self._traces = traces
         self.app, self.metrics, self.keys, self.limits = app, metrics, keys, limits
         self.origins = {origin.lower().rstrip("/") for origin in origins}
         self.hosts = {"localhost", *(host.lower() for host in hosts)}
@@ -112,6 +115,8 @@ class Guard:
             return
         headers = _headers(scope)
         notes = logs.RequestNotes(logs.request_id(headers.get("x-request-id")))
+        if self._traces is not None and scope["path"] not in (*self.probe_paths, "/metrics"):
+            notes.trace = self._traces.request(_method(scope), headers)
         sent = _Sent(notes.id)
         token = logs.NOTES.set(notes)
         self._under_way += 1
@@ -133,22 +138,24 @@ class Guard:
             if notes.refused is not None:
                 self.metrics.refused.labels(notes.refused).inc()
         quiet = probe or (route == "/metrics" and sent.status < 400)
-        logs.event(
-            "request",
-            logging.DEBUG if quiet else logging.INFO,
-            request_id=notes.id,
-            method=scope["method"],
-            path=scope["path"][:500],
-            route=route,
-            status=sent.status or 499,
-            key=scope.get("state", {}).get("key") or None,
-            client=(scope.get("client") or (None,))[0],
-            seconds=round(seconds, 6),
-            bytes=sent.bytes,
-            jobs=notes.jobs or None,
-            refused=notes.refused,
-            why=notes.reason,
-        )
+        fields = {
+            "request_id": notes.id,
+            "method": scope["method"],
+            "path": scope["path"][:500],
+            "route": route,
+            "status": sent.status or 499,
+            "key": scope.get("state", {}).get("key") or None,
+            "client": (scope.get("client") or (None,))[0],
+            "seconds": round(seconds, 6),
+            "bytes": sent.bytes,
+            "jobs": notes.jobs or None,
+            "refused": notes.refused,
+            "why": notes.reason,
+        }
+        if self._traces is not None and notes.trace is not None:
+            self._traces.answered(notes.trace, _method(scope), fields)
+            fields["trace_id"] = trace_id(notes.trace)
+        logs.event("request", logging.DEBUG if quiet else logging.INFO, **fields)
 
     async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         with self._bodies.place() as body:
@@ -240,7 +247,7 @@ class Guard:
 
     def _noting(self, scope: MutableMapping[str, Any], send: Send, sent: _Sent) -> Send:
         """Count answers, and add the request's id and the headers that keep browsers from guessing."""
-        method = scope["method"] if scope["method"] in ("GET", "PUT", "POST", "DELETE", "HEAD") else "other"
+        method = _method(scope)
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -267,6 +274,11 @@ class Guard:
         ]
         await send({"type": "http.response.start", "status": refused.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _method(scope: MutableMapping[str, Any]) -> str:
+    """A request's method, of those that there are: strangers' own would fill the metrics."""
+    return scope["method"] if scope["method"] in ("GET", "PUT", "POST", "DELETE", "HEAD") else "other"
 
 
 def error_object(refused: Refused) -> dict[str, Any]:

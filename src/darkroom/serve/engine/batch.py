@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from darkroom import sample
-from darkroom.errors import InputError, is_out_of_memory
-from darkroom.models.adapters.bank import SLOTS, WEIGHTS
+from darkroom.errors import is_out_of_memory
 from darkroom.sample.denoise import Unet
 from darkroom.serve.engine.tickets import GLANCE, Ticket
 
@@ -144,50 +143,3 @@ def padded(unet: Unet, sizes: Sequence[int]) -> Unet:
         return unet(x_BCHW[index], t_B[index], text_BLD[index], more)[:count]
 
     return call
-
-
-def fixed(unet: Unet, rows: int, adapters: int = 0) -> Unet:
-    """A U-Net that is called with `rows` rows, never more or fewer, whoever they are of.
-
-    Kernels choose how to sum by the shapes of a call: with one shape a row's result has the same bits whether
-    it is alone or shares its call. More rows are several calls; missing ones repeat the first. `adapters` is
-    how many a row may have: room for so many is laid out in each call.
-    """
-    if getattr(unet, "of_rows", None) is not None:
-        raise InputError(
-            "--deterministic with optimisations that reuse work of earlier steps", mend=LEAVE_OUT
-        )
-
-    def call(
-        x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, added: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        added = _with_room(added, len(x_BCHW), adapters, x_BCHW.device)
-        parts = []
-        for start in range(0, len(x_BCHW), rows):
-            count = min(rows, len(x_BCHW) - start)
-            index = torch.full((rows,), start, dtype=torch.int64, device=x_BCHW.device)
-            index[:count] += torch.arange(count, device=x_BCHW.device)
-            more = {name: value[index] for name, value in added.items()}
-            parts.append(unet(x_BCHW[index], t_B[index], text_BLD[index], more)[:count])
-        return torch.cat(parts)
-
-    return call
-
-
-LEAVE_OUT = "leave --deterministic out, or those of --optimise"
-
-
-def _with_room(
-    added: dict[str, torch.Tensor], count: int, most: int, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Rows' adapters as wide as they may be, with those of no weight in the places left over."""
-    if not most:
-        return added
-    empty = {
-        SLOTS: torch.zeros(count, 0, dtype=torch.int64, device=device),
-        WEIGHTS: torch.zeros(count, 0, dtype=torch.float32, device=device),
-    }
-    told = {**empty, **added}
-    for name in empty:
-        told[name] = torch.nn.functional.pad(told[name], (0, most - told[name].shape[1]))
-    return told

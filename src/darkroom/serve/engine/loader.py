@@ -21,8 +21,8 @@ from darkroom.hardware.machine import usable_cores
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.generate import repaints
-from darkroom.sample.watermark import LEAST_SIDE
 from darkroom.serve.engine.executors import places_for
+from darkroom.serve.engine.fixed_shapes import FixedRows, steady
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.settings import ServeSettings
@@ -45,9 +45,10 @@ SHARE = 0.6
 CONTROL_SHARE = 0.25
 # Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
 PLAIN = {"none", "auto", "lean", "fused_attention"}
-# Of each call where pictures are to have the same bits whoever shares it: as many as fill the device, few
-# enough that what is added to the last call is little.
-FIXED_ROWS, FIXED_SMALL_ROWS = {"cpu": 4, "cuda": 8}, 8
+# With bits that do not depend on who shares a call: the most rows of one, and the latent pixels that fill one
+# on a CPU. A small model's call costs more than its rows. A large one's row of 32 x 32 latent pixels takes
+# far longer than reading the weights: it has a call of its own, and nothing is filled up.
+FIXED_ROWS, FIXED_PIXELS, FIXED_SMALL_PIXELS = 8, 32 * 32, 64 * 64
 PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -98,9 +99,9 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     model = backend.model or model  # where optimisations changed it, a look-alike does the work
     _name_hash(model)
     first_job(model, backend)  # refuses what cannot be
-    row_bytes = _row_bytes(model, backend)
-    lanes = _lanes(settings, backend, optimise, row_bytes)
-    capacity = settings.capacity or _rows_for_memory(backend, row_bytes, lanes)
+    per_row = row_bytes(model, backend)
+    lanes = _lanes(settings, backend, optimise, per_row)
+    capacity = settings.capacity or _rows_for_memory(backend, per_row, lanes)
     library = _open_library(settings, model, backend, metrics, hooks.wake, lanes)
     nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)
@@ -116,13 +117,13 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
         pad_to=PAD_TO if settings.pad else (),
         places=places_for(backend.device, lanes, _threads_each(lanes)),
         shares=settings.limits.shares,
-        fixed_rows=fixed_rows(device.type, row_bytes) if settings.deterministic else 0,
+        fixed_rows=fixed_rows(model, backend, per_row) if settings.deterministic else None,
     )
     engine.studio.upscalers = models.Upscalers(settings.upscalers, backend.device)
     engine.studio.get_ready()
+    if settings.deterministic:
+        sample.advance(engine.unet, [first_job(model, backend, guidance=2.0).row(0)])  # finds its shapes
     _warm_sizes(settings, model, backend, engine)
-    if settings.provenance and model.sample_size < LEAST_SIDE:
-        LOG.info("pictures with a side below %d px carry no watermark", LEAST_SIDE)
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
@@ -156,11 +157,16 @@ def _name_hash(model: Model) -> None:
     threading.Thread(target=hash_file, name="model-hash", daemon=True).start()
 
 
-def fixed_rows(kind: str, row_bytes: int | None) -> int:
-    """The rows of every call where bits are not to depend on who shares it: of the machine and the model
-    alone, so that every start and every replica has the same."""
+def fixed_rows(model: Model, backend: Backend, row_bytes: int | None) -> FixedRows:
+    """The rows of calls where bits are not to depend on who shares them; a small model's layers are made
+    steady."""
+    if backend.device.type != "cpu":
+        return FixedRows(FIXED_ROWS)
     small = row_bytes is not None and row_bytes <= SMALL_ROW_BYTES
-    return FIXED_SMALL_ROWS if small else FIXED_ROWS.get(kind, FIXED_ROWS["cpu"])
+    if small and backend.name == "torch" and model.unet is not None:
+        steady(model.unet)
+    pixels = FIXED_SMALL_PIXELS if small else FIXED_PIXELS
+    return FixedRows(FIXED_ROWS, pixels, tries=backend.name == "torch")
 
 
 def _optimisations(settings: ServeSettings, model: Model) -> str:
@@ -277,7 +283,7 @@ def _warm_sizes(settings: ServeSettings, model: Model, backend: Backend, engine:
             LOG.info("ready for %s, %d rows: %.1f s", text, rows, time.perf_counter() - start)
 
 
-def _row_bytes(model: Model, backend: Backend) -> int | None:
+def row_bytes(model: Model, backend: Backend) -> int | None:
     """What one more U-Net evaluation takes at the model's own size, counted on fake tensors."""
     try:
         one, three = (_peak_bytes(model, backend, rows) for rows in (1, 3))

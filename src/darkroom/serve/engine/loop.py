@@ -24,9 +24,10 @@ from darkroom.errors import DarkroomError
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet
-from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, fixed, padded
+from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
 from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, admitted_after
+from darkroom.serve.engine.fixed_shapes import FixedRows, FixedShapes
 from darkroom.serve.engine.runner import Studio
 from darkroom.serve.engine.tickets import GLANCE, EngineJob, Preview, Shape, Ticket, png_of
 from darkroom.serve.metrics import Metrics
@@ -76,20 +77,20 @@ class Engine:
         pad_to: Sequence[int] = (),
         places: tuple[Steps, Aside] | None = None,
         shares: Mapping[str, int] | None = None,
-        fixed_rows: int = 0,
+        fixed_rows: FixedRows | None = None,
         nets: Nets | None = None,
     ) -> None:
         self.capacity = float(capacity)
         self.metrics, self.on_tick, self.on_stop = metrics, on_tick, on_stop
         self.library, self.nets = library, nets
         self.own_pixels = model.sample_size**2
-        self.studio = Studio(model, backend, one_by_one=bool(fixed_rows))
+        self.studio = Studio(model, backend, one_by_one=fixed_rows is not None)
         self.unet: Unet = padded(backend.unet, pad_to) if pad_to else backend.unet
-        if fixed_rows:
+        if fixed_rows is not None:
             most = 0 if library is None else library.bank.most_a_row
             if library is not None:
                 library.bank.take_whole_calls()
-            self.unet = fixed(backend.unet, fixed_rows, most)
+            self.unet = FixedShapes(backend.unet, fixed_rows, most)
         if nets is not None:
             self.unet = ControlledUnet(self.unet, nets.image_prompts)
         self.steps, self.aside = places or (Between(), Between())

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
@@ -228,6 +228,8 @@ class EngineJob:
     decoded_s: float | None = None
     request_id: str | None = None
     """Of the request that brought it to this process."""
+    trace: Any = None
+    """Its span, where there are traces."""
     hashes: list[str] = field(default_factory=list)
     """SHA-256 of its pictures' files, once they are written."""
     prepared: sample.Generation | None = None

@@ -24,6 +24,7 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, EventKind, Job, too_late
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.shared_queue import Sharing
+from darkroom.serve.traces import Traces
 
 if TYPE_CHECKING:
     from darkroom.serve.engine.loop import Engine
@@ -56,7 +57,9 @@ class Endings:
         results: PictureFiles,
         metrics: Metrics,
         settings: ServeSettings,
+        traces: Traces | None = None,
     ) -> None:
+        self._traces = traces
         self._loop, self._lives, self._store, self._results = loop, lives, store, results
         self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
         self.provenance = _opened_provenance(settings)
@@ -136,7 +139,14 @@ class Endings:
         self._metrics.over.labels(state).inc()
         if state == "done":
             self._count_done(work)
-        _tell_over(live)
+        self._tell_over(live)
+
+    def _tell_over(self, live: Live) -> None:
+        """A job's line in the log, and its spans."""
+        fields = _fields_of(live)
+        trace = None if self._traces is None else self._traces.job(live.work, live.state, fields)
+        phases = {phase: round(seconds, 6) for phase, seconds in live.work.phases().items()}
+        logs.event("job", **fields, phases=phases, trace_id=trace)
 
     def _count_done(self, work: EngineJob) -> None:
         num, metrics = len(work.tickets), self._metrics
@@ -151,27 +161,25 @@ class Endings:
         metrics.usd.inc(work.device_s * self._usd_per_hour / 3600)
 
 
-def _tell_over(live: Live) -> None:
-    """A job's line in the log."""
+def _fields_of(live: Live) -> dict[str, Any]:
+    """What is said of a job that is over, besides its phases."""
     work, shape, error = live.work, live.work.shape, live.result.get("error", {})
-    logs.event(
-        "job",
-        job=work.uid,
-        id=live.record.id if live.record.id != work.uid else None,
-        request_id=work.request_id,
-        key=work.key,
-        state=live.state,
-        pictures=len(work.tickets),
-        size=f"{shape.width}x{shape.height}",
-        steps=shape.steps,
-        adapters=list(work.adapters) or None,
-        controls=[choice.net for choice in work.request.controls] or None,
-        phases={phase: round(seconds, 6) for phase, seconds in work.phases().items()},
-        device_s=round(work.device_s, 6),
-        sha256=work.hashes or None,
-        error=error.get("code"),
-        why=error.get("message"),
-    )
+    return {
+        "job": work.uid,
+        "id": live.record.id if live.record.id != work.uid else None,
+        "request_id": work.request_id,
+        "key": work.key,
+        "state": live.state,
+        "pictures": len(work.tickets),
+        "size": f"{shape.width}x{shape.height}",
+        "steps": shape.steps,
+        "adapters": list(work.adapters) or None,
+        "controls": [choice.net for choice in work.request.controls] or None,
+        "device_s": round(work.device_s, 6),
+        "sha256": work.hashes or None,
+        "error": error.get("code"),
+        "why": error.get("message"),
+    }
 
 
 def _code(error: BaseException) -> str:

@@ -36,6 +36,7 @@ from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, Job, PictureRequest, StoredPicture, Uploads
 from darkroom.serve.settings import ServeSettings
 from darkroom.serve.shared_queue import Sharing, open_sharing, open_stores
+from darkroom.serve.traces import Traces
 
 if TYPE_CHECKING:
     from darkroom.serve.engine.adapters import Library
@@ -74,7 +75,10 @@ class Core:
         self._loop = Loop()
         self._lives = Lives(self._loop, self.metrics)
         self._intake = Intake(self.limits)
-        self._endings = Endings(self._loop, self._lives, self.store, self.results, self.metrics, settings)
+        self.traces = None if settings.traces is None else Traces(settings.traces)
+        self._endings = Endings(
+            self._loop, self._lives, self.store, self.results, self.metrics, settings, self.traces
+        )
         self._keeper, self.provenance = self._endings.keeper, self._endings.provenance
         self._house = House(self._loop, self.results, self.store, self._keeper)
         self.sharing = open_sharing(settings, self.store, self._lives)
@@ -233,6 +237,8 @@ class Core:
         self._loop.close()
         await asyncio.to_thread(self.store.close)
         self.results.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
 
     # ---- what doors call
 
@@ -376,7 +382,7 @@ class Core:
         work = EngineJob(record.uid, record.key, request, shape, self._endings, uploads)
         work.alone = record.attempts >= SUSPECT
         if (notes := logs.NOTES.get()) is not None:
-            work.request_id = notes.id
+            work.request_id, work.trace = notes.id, notes.trace
         live = Live(record, work)
         if self.state == "draining":
             self._set_aside(live)
