@@ -32,6 +32,7 @@ NO_KERNEL = {
 }  # fmt: skip
 """Of what is no view, what launches nothing."""
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::to"}
+PINS = {"aten::_pin_memory", "aten::pin_memory"}
 READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave.Tensor", "aten::item",
@@ -120,7 +121,7 @@ class _Pinned(TorchDispatchMode):
     """Memory that a card reads by itself: fake memory is any kind."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func._schema.name == "aten::_pin_memory" else func(*args, **(kwargs or {}))
+        return args[0] if func._schema.name in PINS else func(*args, **(kwargs or {}))
 
 
 class _Made(TorchFunctionMode):

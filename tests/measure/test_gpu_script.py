@@ -130,17 +130,22 @@ def test_what_lacks_is_named(gpu, monkeypatch):
 
 def test_a_case_writes_its_rows_and_is_not_made_again(gpu, cases, tmp_path):
     lab = cases.Lab("cpu", True, tmp_path / "far" / "rows.csv")
-    assert cases.make("card", lab).startswith("done; 5 rows")
+    assert cases.make("card", lab).startswith("done; 21 rows")
     rows = read_csv(lab.out)
-    assert [row.case for row in rows] == [
+    assert [row.case for row in rows[:5]] == [
         "product",
-        "convolution",
-        "attention",
         "bandwidth",
         "launch",
-        "card",
+        "convolution",
+        "convolution, channels last",
     ]
-    assert all(row.settings["rate"] > 0 for row in rows[:5])
+    assert [row.case for row in rows[5:9]] == [
+        f"attention 8 x 64 x 40, {kernel}" for kernel in ("as PyTorch chooses", "flash", "cudnn", "efficient")
+    ]
+    measured = [row for row in rows[:-1] if not row.note]
+    assert all(row.settings["rate"] > 0 for row in measured)
+    refused = {row.case.rpartition(", ")[2] for row in rows[:-1] if row.note}
+    assert refused == {"cudnn", "efficient"}  # kernels that no CPU has
     assert gpu.done_in([lab.out]).keys() == {"card"}
     assert gpu.done_in([tmp_path / "none.csv"]) == {}
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from darkroom.plan.training import _columns, _NoStore, _without_store
 from darkroom.recipe import make_recipe
 from darkroom.train import model as build
 from darkroom.train import setup
-from darkroom.train.distributed.ranks import ALONE
+from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.memory import rest
 from fake_card import CARD, Watched, elsewhere, fake_card
 
 ROWS = 4
@@ -42,9 +44,10 @@ XL_TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
 class Made:
     """A job's step on the device, and what it is called with."""
 
-    def __init__(self, content: dict[str, Any], ranks: Any = ALONE) -> None:
+    def __init__(self, content: dict[str, Any]) -> None:
         content = {"data": {"store": "x", "resolution": 32}, **content}
-        train = {"global_batch": ROWS, "micro_batch": ROWS, "precision": "bf16", "steps": 10}
+        ranks = Ranks(0, 2, 0, 2) if "parallel" in content else ALONE
+        train = {"global_batch": ROWS * ranks.size, "micro_batch": ROWS, "precision": "bf16", "steps": 10}
         content["train"] = {**train, **content.get("train", {})}
         self.recipe = recipe = make_recipe(content)
         self.dtype = models.precision(str(recipe.train.precision))
@@ -59,10 +62,13 @@ class Made:
         setup._move(self.model, torch.device(CARD))
         self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), torch.device(CARD))
         setup.halve_text(recipe, self.model, self.dtype)
+        # Weights that seldom run are laid into a file on a CPU alone.
+        assert rest(setup._seldom_run(self.model, self.task), Path("/nowhere")) == 0
         self.step = setup.bare_step(self.task, recipe, recipe.train.micro_batch, self.dtype, ranks)
 
     def columns(self) -> dict[str, Any]:
-        given = _columns(self.recipe, self.model, self.task)(ROWS)
+        share = self.recipe.train.global_batch // (2 if self.recipe.parallel.mode == "ddp" else 1)
+        given = _columns(self.recipe, self.model, self.task)(share)
         return {
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
             for name, value in given.items()
@@ -106,6 +112,24 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": {"folder": "x", "resolution": 32},
     },
     "routing": {"task": "pretrain", "model": TINY_DIT, "train": {"routing": {"keep": 0.5, "before": 1}}},
+    "dreambooth sdxl": {
+        "task": "dreambooth", "model": TINY_XL,
+        "data": {"instance": "x", "resolution": 32, "prompt": "a", "class_prompt": "b"},
+    },
+    "dpo": {
+        "task": "dpo", "model": TINY, "adapter": {"rank": 2},
+        "data": {"folder": "x", "resolution": 32, "prompt": "a"},
+    },
+    "distill": {"task": "distill", "model": TINY},
+    "distill lora": {"task": "distill", "model": TINY, "adapter": {"rank": 2}},
+    **{
+        f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}
+        for kind in ("loha", "lokr", "oft", "full")
+    },
+    "long captions": {
+        "task": "finetune", "model": TINY,
+        "data": {"store": "x", "resolution": 32, "text": "inline", "max_token_length": 150},
+    },
     "inline": {
         "task": "pretrain", "model": TINY, "data": {"store": "x", "resolution": 32, "encode": "inline"},
     },
@@ -124,6 +148,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
     **{name: {"optim": {"name": name}} for name in ("adafactor", "schedule-free", "muon", "adamw8bit")},
     "prodigy": {"optim": {"name": "prodigy"}},
+    "huber": {"objective": {"loss": {"type": "huber"}}},
+    "multires, perturbation": {"objective": {"noise": {"multires_iterations": 4, "perturbation": 0.1}}},
+    "logit-normal": {"objective": {"timesteps": {"distribution": "logit-normal"}}},
+    "ema every fourth": {"train": {"ema": {"every": 4}}},
+    "no clipping": {"optim": {"clip_norm": None}},
+    "ddp": {"parallel": {"mode": "ddp"}},
+    "ddp float32": {"parallel": {"mode": "ddp"}, "train": {"precision": "float32"}},
+    "ddp summed in bf16": {"parallel": {"mode": "ddp", "reduce": "bf16"}},
+    "ddp two micro-batches": {
+        "parallel": {"mode": "ddp"}, "train": {"global_batch": 4 * ROWS, "micro_batch": ROWS},
+    },
 }  # fmt: skip
 
 
@@ -161,8 +196,19 @@ def _spoilt(how: str) -> Any:
     return made
 
 
+def join_a_group() -> None:
+    """Of two processes, of whom the other answers at once; one import is for what that does to fakes."""
+    import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives  # noqa: F401
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(f"cpu:fake,{CARD}:fake", rank=0, world_size=2, store=FakeStore())
+
+
 def main() -> None:
     with fake_card():
+        if any("parallel" in CASES.get(name, {}) for name in sys.argv[1:]):
+            join_a_group()
         for name in sys.argv[1:] or CASES:
             try:
                 found = seen(CASES[name]) if name in CASES else seen(_spoilt(name))
