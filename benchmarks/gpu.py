@@ -332,7 +332,7 @@ def main() -> None:
     if not left:
         say(f"nothing is left: {len(over)} cases are in the rows")
         return
-    sys.path[:0] = environ["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = environ.get("PYTHONPATH", "").split(os.pathsep)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     end_s = begun + asked.minutes * 60 - SPARE_S
     out = asked.out.resolve()

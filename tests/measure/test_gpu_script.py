@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import warm
 from darkroom.measure.timing import read_csv
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -168,18 +170,49 @@ def test_resuming_is_bit_exact_and_proves_it(cases, tmp_path):
     assert all(row.settings["bit_exact"] and row.settings["moved"] for row in rows)
 
 
+def test_two_cases_of_the_script_on_a_cpu(gpu, tmp_path, monkeypatch, capsys):
+    """From its command line to rows, with a worker of its own; what is done is not made again."""
+    processes = SimpleNamespace(Popen=warm.Popen, PIPE=warm.PIPE)
+    monkeypatch.setattr(gpu, "subprocess", processes)
+    monkeypatch.setattr(gpu, "lacks", lambda *_: {})
+    monkeypatch.setattr(gpu, "environment", lambda wheels: dict(os.environ))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    out = tmp_path / "rows.csv"
+    command = ["gpu.py", "--device", "cpu", "--tiny", "--case", "card", "--case", "sd2-train"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
+    gpu.main()
+    assert {how.split(";")[0] for how in gpu.done_in([out]).values()} == {"done"}
+    rows = read_csv(out)
+    assert [row.case for row in rows if row.benchmark == gpu.BENCHMARK] == ["card", "sd2-train"]
+    [train] = [row for row in rows if row.benchmark == "pretrain"]
+    assert train.images_per_s > 0
+    assert "2 of 2 cases are over" in capsys.readouterr().err
+    gpu.main()
+    assert "nothing is left" in capsys.readouterr().err
+    assert len(read_csv(out)) == len(rows)
+
+
 @pytest.mark.nightly
 def test_the_whole_script_on_a_cpu(gpu, tmp_path):
-    """As it is called on a card, at tiny sizes: every case but the ones with a server or a compiler."""
+    """As it is called on a card, at tiny sizes, every case; what stores are read with is not there."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in ("lance", "pyarrow", "zstandard"):
+        (packages / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)\n")
     out = tmp_path / "rows.csv"
-    left_out = {"serve", "smoke-compile", "sd15-b1-compile", "sd2-train-compile", "sdxl-compile"}
-    names = [case.name for case in gpu.CASES if case.name not in left_out]
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "20"]
-    command += ["--out", str(out), *(word for name in names for word in ("--case", name))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1300, check=False)
+    names = [case.name for case in gpu.CASES]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "30"]
+    command += ["--out", str(out), "--wheels", str(packages)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1900, check=False)
     assert done.returncode == 0, done.stderr
     over = gpu.done_in([out])
     assert over.keys() == set(names)
     assert {how.split(";")[0] for how in over.values()} == {"done"}, over
+    made = [row for row in read_csv(out) if row.benchmark != gpu.BENCHMARK]
+    failed = {row.case: row.note for row in made if row.note.startswith("failed")}
+    assert {name for name in failed if not name.startswith("attention ")} == set(), failed
+    counted = [row.settings for row in made if "graph_breaks" in row.settings]
+    assert [told["graph_breaks"] for told in counted] == [0] * len(counted)
+    assert len(counted) == 4
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "nothing is left" in again.stderr

@@ -201,7 +201,7 @@ def test_nets_of_single_rows_are_not_waited_for(model):
         pytest.param("channels_last,fused_qkv,lean", marks=pytest.mark.nightly),
         pytest.param("attention_slicing:1", marks=pytest.mark.nightly),
         pytest.param("unfused_attention", marks=pytest.mark.nightly),
-        pytest.param("guidance_interval,vae_slicing,vae_tiling:32", marks=pytest.mark.nightly),
+        pytest.param("guidance_interval,vae_slicing,vae_tiling:64", marks=pytest.mark.nightly),
     ],
 )
 def test_no_step_with_an_optimisation_is_waited_for(model, names):
@@ -303,8 +303,16 @@ def test_what_reads_back_is_seen_and_mixed_devices_are_refused(unet):
     def mixes(x: Any, t: Any, text: Any, added: Any) -> torch.Tensor:
         return unet(x, t, text, added) + torch.zeros(4, 8, 8)
 
-    [wait] = steady(copies, rows_of([table])).waits
-    assert "cpu to cuda" in wait
+    def pages(x: Any, t: Any, text: Any, added: Any) -> torch.Tensor:
+        return unet(x, t, text, added) + torch.zeros(1).to(CUDA, non_blocking=True)
+
+    def sends(x: Any, t: Any, text: Any, added: Any) -> torch.Tensor:
+        return unet(x, t, text, added) + accelerator.to_device(torch.zeros(1), CUDA)
+
+    for spoilt in (copies, pages):
+        [wait] = steady(spoilt, rows_of([table])).waits
+        assert "cpu to cuda" in wait
+    assert steady(sends, rows_of([table])).waits == []
     with pytest.raises(DataDependentOutputException):
         steady(reads, rows_of([table]))
     with pytest.raises(RuntimeError, match="cuda:0 and cpu"):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import darkroom
 from darkroom.errors import InputError
+from darkroom.hardware.accelerator import to_device
 from darkroom.models.image_prompt import installed
 from darkroom.options import MAX_SIDE, parse_solver
 from darkroom.sample import inputs
@@ -484,13 +485,13 @@ class Job:
         negative = self.negatives[prompt]
         if known is not None:
             known = Known(
-                known.latents_CHW.to(self.device),
-                known.noise_CHW.to(self.device),
-                known.mask_1HW.to(self.device),
+                to_device(known.latents_CHW, self.device),
+                to_device(known.noise_CHW, self.device),
+                to_device(known.mask_1HW, self.device),
             )
         return Row(
             taken.table,
-            latents_CHW.to(self.device),
+            to_device(latents_CHW, self.device),
             sized(self.positives[prompt], taken.size),
             None if negative is None else sized(negative, taken.size),
             guidance=self.guidance,
@@ -498,7 +499,7 @@ class Job:
             guidance_interval=self._guided_steps(taken.table),
             generator=generator,
             known=known,
-            extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
+            extra_CHW=None if extra_CHW is None else to_device(extra_CHW, self.device),
             adapters=self.adapted.choice(prompt),
             stages=self._stages_of(prompt, taken),
             controls=self.controls.at(taken.size, taken.latent_shape),
