@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ def image_prompt(model: models.Model) -> ImagePrompt:
     """An IP-Adapter of the model's shape without its encoder, on the device."""
     wide = [(a.to_k.out_features, a.to_k.in_features) for _, a in cross_attentions(model.unet)]
     layers = [tuple(torch.zeros(*w, device=CUDA, dtype=torch.bfloat16) for _ in "kv") for w in wide]
-    return ImagePrompt("prompt", None, layers, None, "0")
+    return ImagePrompt("prompt", SimpleNamespace(num_image_text_embeds=4), layers, None, "0")
 
 
 def test_nets_of_single_rows_are_not_waited_for(model):
