@@ -120,6 +120,7 @@ def fake_card() -> Iterator[FakeTensorMode]:
 
     _setup_privateuseone_for_python_backend(CARD)
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     with FakeTensorMode() as mode, _Made():
         yield mode
 
@@ -147,6 +148,8 @@ class _Made(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.tensor and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        if func is Tensor.__bool__ and args[0].device.type == "cpu":
+            return True  # drawn on the host, as PEFT does: nobody waits for the card
         return func(*args, **kwargs)
 
 

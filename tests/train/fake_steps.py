@@ -213,7 +213,7 @@ def main() -> None:
             try:
                 found = seen(CASES[name]) if name in CASES else seen(_spoilt(name))
             except Exception:
-                found = {"error": traceback.format_exc(limit=-7)}
+                found = {"error": traceback.format_exc(limit=-20)}
             print(json.dumps({"name": name, **found}), flush=True)
         os._exit(0)  # for the same reason
 
