@@ -146,8 +146,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},
     "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
-    **{name: {"optim": {"name": name}} for name in ("adafactor", "schedule-free", "muon", "adamw8bit")},
-    "prodigy": {"optim": {"name": "prodigy"}},
+    **{name: {"optim": {"name": name}} for name in ("schedule-free", "muon")},
     "huber": {"objective": {"loss": {"type": "huber"}}},
     "multires, perturbation": {"objective": {"noise": {"multires_iterations": 4, "perturbation": 0.1}}},
     "logit-normal": {"objective": {"timesteps": {"distribution": "logit-normal"}}},
@@ -162,9 +161,13 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+WAITING: dict[str, dict[str, Any]] = {name: {"optim": {"name": name}} for name in ("adafactor", "prodigy")}
+"""Optimisers of PyTorch and prodigyopt that ask the device for numbers: a step with them is waited for."""
+
+
 KEPT: list[Made] = []
 """All that were made: torch may crash where tensors of a device from Python are let go."""
-CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in WAYS.items()}}
+CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in {**WAYS, **WAITING}.items()}}
 
 
 def seen(content: dict[str, Any] | Made) -> dict[str, Any]:
