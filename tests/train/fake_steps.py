@@ -137,7 +137,6 @@ TASKS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"train": {"precision": "float32"}},
     "fp16": {"train": {"precision": "fp16"}},
-    "checkpointing": {"train": {"gradient_checkpointing": True}},
     "two micro-batches": {"train": {"micro_batch": 2}},
     "two micro-batches, fp16": {"train": {"micro_batch": 2, "precision": "fp16"}},
     "channels last": {"train": {"channels_last": True}},
