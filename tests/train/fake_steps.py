@@ -124,7 +124,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "distill lora": {"task": "distill", "model": TINY, "adapter": {"rank": 2}},
     **{
         f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}
-        for kind in ("loha", "lokr", "oft", "full")
+        for kind in ("loha", "lokr", "full")
     },
     "long captions": {
         "task": "finetune", "model": TINY,
