@@ -85,7 +85,7 @@ def first(unet: Any, rows: list[Row]) -> Watched:
 
 def steady(unet: Any, rows: list[Row], after: int = 2) -> Watched:
     """One step of a batch that has taken some, watched."""
-    batch = Batch(rows)
+    batch = RunningBatch(rows)
     for _ in range(after):
         batch.advance(unet)
     with Watched() as watched:
@@ -285,7 +285,7 @@ def test_a_server_s_rounds_wait_for_nothing_but_finished_pictures(model):
 
 def test_a_prompt_s_states_are_made_on_the_device(model):
     settings = sample.GenerateSettings(steps=3, size=(32, 32))
-    job = sample.Job(model, ["a red circle"], settings, open_backend("torch", model, optimise="none"))
+    job = sample.Generation(model, ["a red circle"], settings, open_backend("torch", model, optimise="none"))
     row = job.row(0)
     assert row.negative is not None
     assert not elsewhere([row.latents_CHW, row.positive.text_LD, row.negative.text_LD], "cuda")

@@ -80,7 +80,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelColumns:
     """The kernels of one stage as columns: `flops` and `bytes` of one call are (fixed, a row)."""
 
     names: tuple[str, ...]  # classes of kernels
@@ -128,12 +128,12 @@ class Profile:
         """FLOPs of the stages' kernels (of all unless said), 2 a multiply-add, attention included."""
         return sum(k.calls * k.flops.at(rows) for k in self.kernels if not stages or k.stage in stages)
 
-    def work(self, stage: str) -> Work:
+    def work(self, stage: str) -> KernelColumns:
         """The kernels of a stage as columns, made once."""
         if stage not in self._work:
             found = [kernel for kernel in self.kernels if kernel.stage == stage]
             names = tuple(dict.fromkeys(kernel.kind for kernel in found))
-            self._work[stage] = Work(
+            self._work[stage] = KernelColumns(
                 names,
                 np.array([names.index(kernel.kind) for kernel in found], dtype=np.intp),
                 np.array([float(kernel.calls) for kernel in found]),
@@ -143,7 +143,7 @@ class Profile:
         return self._work[stage]
 
     @cached_property
-    def _work(self) -> dict[str, Work]:
+    def _work(self) -> dict[str, KernelColumns]:
         return {}
 
     def of_pictures(self, number: int) -> Profile:
@@ -318,7 +318,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
 _CLASSES = [(kind, re.compile(rf"^aten.*{pattern}")) for kind, pattern in CLASSES]
 
 
-def kernel_class(op: str) -> str:
+def _kernel_class(op: str) -> str:
     """Matmul, conv, attention, norm, optimiser or elementwise (copies too), by an operation's name."""
     return next((kind for kind, pattern in _CLASSES if pattern.search(op)), "elementwise")
 
@@ -337,7 +337,7 @@ def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
     found: Tally[tuple[str, str, int, int, int, int]] = Tally()
     for one, other in zip(a.kernels, b.kernels, strict=True):
         stage = "update" if one.op.endswith("_foreach_norm") else one.stage  # clipping, once a step
-        found[stage, kernel_class(one.op), one.flops, other.flops, one.bytes, other.bytes] += 1
+        found[stage, _kernel_class(one.op), one.flops, other.flops, one.bytes, other.bytes] += 1
     return tuple(
         Kernels(
             stage, kind, calls, Line.through(rows, (flops_a, flops_b)), Line.through(rows, (bytes_a, bytes_b))
@@ -357,7 +357,7 @@ def moments_of(
     moments = []
     for kernel, other, held_a, held_b in zip(a.kernels, b.kernels, _alive(a), _alive(b), strict=True):
         lines = {kind: Line.through(rows, (held_a[i], held_b[i])) for i, kind in enumerate(KINDS)}
-        if cpu and kernel_class(kernel.op) == "conv":
+        if cpu and _kernel_class(kernel.op) == "conv":
             copy, held = Line.through(rows, (kernel.largest, other.largest)), lines["temporary"]
             lines["temporary"] = Line(held.fixed + copy.fixed, held.row + copy.row)
         moments.append(Moment(kernel.stage, lines))

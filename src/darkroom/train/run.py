@@ -24,7 +24,7 @@ from darkroom.recipe.sections import DataSettings, PhaseSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
-from darkroom.train.checkpoint.storage import Place, RemotePlace, newest, place_of, take_records
+from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
 from darkroom.train.data.feed import Feed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
 from darkroom.train.data.online import OpenFeed
@@ -32,7 +32,7 @@ from darkroom.train.data.precomputed import let_go, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.exports import described_base, write_adapter_file, write_whole_model
-from darkroom.train.jobs import Job, Pinned, Say
+from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
 from darkroom.train.setup import check_settings, make_job
@@ -76,7 +76,7 @@ def train(
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             one = partial(_phase, feed=feed, estimate=estimate, console=console)
-            return train_phases(recipe, Path(out), one, say)
+            return _train_phases(recipe, Path(out), one, say)
         place = _place(ranks, Path(out), resume, recipe, say)
         if place.run is None:
             return _begin(recipe, place, feed, estimate, say, ranks)
@@ -198,14 +198,14 @@ def _undone(recipe: Recipe, run: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _keep_plan(run: Run, job: Job, estimate: Estimate | None, say: Say) -> None:
+def _keep_plan(run: Run, job: TrainingSetup, estimate: Estimate | None, say: Say) -> None:
     found = None if estimate is None else estimate(job.recipe, job.num_devices)
     if found is not None:
         run.set_plan(found)
         say(found["line"])
 
 
-def _places(run: Run, *recipes: Recipe) -> list[Place]:
+def _places(run: Run, *recipes: Recipe) -> list[CheckpointStorage]:
     """Where a run's checkpoints may be, now and before: the first is where they are now."""
     urls = dict.fromkeys([*(recipe.checkpoint.url for recipe in recipes), None])
     return [place_of(url, run.path) for url in urls]
@@ -257,13 +257,13 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
     return trainer.train()
 
 
-def _environment(job: Job) -> dict[str, Any]:
+def _environment(job: TrainingSetup) -> dict[str, Any]:
     """Where a session runs, the store it reads, and of an adapter what it is trained on."""
     told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
     return told | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
 
 
-def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
+def _trainer(job: TrainingSetup, run: Run, say: Say, first_step: int) -> Trainer:
     for note in job.notes:
         say(note)
     tracker = make_tracker(job.recipe.track, run.path, first_step + 1) if job.ranks.first else NoTracker()
@@ -377,11 +377,11 @@ def phase_recipes(recipe: Recipe, out: Path) -> Iterator[tuple[Path, Recipe]]:
     for i, phase in enumerate(recipe.phases):
         folder = out / f"phase-{i + 1}-{phase.resolution}px"
         one = _recipe_of(recipe, i, phase, before)
-        yield folder, with_address(one, folder.name)
+        yield folder, _with_address(one, folder.name)
         before = folder
 
 
-def with_address(recipe: Recipe, name: str) -> Recipe:
+def _with_address(recipe: Recipe, name: str) -> Recipe:
     """A recipe of several that share an address for checkpoints: with a place of its own there."""
     if recipe.checkpoint.url is None:
         return recipe
@@ -421,7 +421,7 @@ def _kept(routing: dict[str, Any], keep: float) -> dict[str, Any]:
     return {**routing, "keep": keep} if keep < 1 else {}
 
 
-def train_phases(
+def _train_phases(
     recipe: Recipe, out: Path, one: Callable[[Recipe, Path], TrainResult], say: Callable[[str], None]
 ) -> TrainResult:
     """Train all phases with `one`; the same call again goes on in the phase where it stopped.
@@ -493,7 +493,7 @@ def sweep(
         told = ", ".join(f"{key}={value}" for key, value in settings.items())
         console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {told}")
         others = [one for one in folders if one != folder]
-        one = with_address(_within(recipe, out, others), folder.name)
+        one = _with_address(_within(recipe, out, others), folder.name)
         made, failure = attempted(
             partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
         )

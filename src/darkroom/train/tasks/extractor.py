@@ -41,7 +41,7 @@ class ExtractorModel(Model):
     """An extractor in the place where the training loop expects a model."""
 
     network: SmallExtractor | None = None
-    seen: Callable[[], Seen] | None = None
+    seen: Callable[[], TrainingHashes] | None = None
     """The pictures that it is trained on, read when the folder is written."""
 
     @property
@@ -59,7 +59,7 @@ class ExtractorModel(Model):
 def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
     """The extractor before training: random weights for base 'extractor', else those of a folder."""
     settings, base, side = recipe.objective.extractor, recipe.model.base, recipe.data.resolution
-    labels = labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
+    labels = _labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
     text = settings.loss == "contrastive" and _reads_captions(settings, store, rows)
     before = None
     if base == "extractor":
@@ -68,7 +68,7 @@ def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
             torch.manual_seed(recipe.model.seed)
             network = SmallExtractor(settings.network, resolution=side, text=text, labels=labels)
     elif Path(base).is_dir():
-        network, before = open_small(Path(base)), Seen.read(Path(base))
+        network, before = open_small(Path(base)), TrainingHashes.read(Path(base))
         if network.resolution != side:
             raise RecipeError("data.resolution", f"{side}", allowed=f"{network.resolution}, as '{base}' has")
         follows = settings.loss == "contrastive" and settings.caption_weight is None
@@ -79,7 +79,7 @@ def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
         raise RecipeError(
             "model.base", f"'{base}' with the task extractor", allowed="extractor, or an extractor's folder"
         )
-    return ExtractorModel("extractor", path=base, network=network, seen=lambda: seen_of(store, rows, before))
+    return ExtractorModel("extractor", path=base, network=network, seen=lambda: _seen_of(store, rows, before))
 
 
 def _reads_captions(settings: ExtractorSettings, store: Store, rows: Rows) -> bool:
@@ -116,7 +116,7 @@ def check_extractor(recipe: Recipe) -> None:
         )
 
 
-def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
+def _labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     """The classes that a column of these rows has, sorted; RecipeError where they are no classes."""
     key = "objective.extractor.label"
     if column is None:
@@ -133,10 +133,10 @@ def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     return sorted(found)
 
 
-def seen_of(store: Store, rows: Rows, before: Seen | None = None) -> Seen:
+def _seen_of(store: Store, rows: Rows, before: TrainingHashes | None = None) -> TrainingHashes:
     """What is kept of the pictures that an extractor was trained on, and of those its base had seen."""
     columns = ["picture", "phash"]
-    found = Seen.of(
+    found = TrainingHashes.of(
         pair
         for values in _read(store, rows, columns)
         for pair in zip(values["picture"], values["phash"], strict=True)
