@@ -21,7 +21,7 @@ from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
-from darkroom.sample.denoise import Batch, Condition, Row
+from darkroom.sample.denoise import Batch, Condition, Row, RunningBatch
 from darkroom.sample.ladder.vae import VaeFront
 from darkroom.serve.engine.batch import padded
 from darkroom.serve.engine.loop import Engine

@@ -486,7 +486,7 @@ class Generation:
         prompt = i // self.settings.num
         negative = self.negatives[prompt]
         if known is not None:
-            known = Known(
+            known = KnownPart(
                 to_device(known.latents_CHW, self.device),
                 to_device(known.noise_CHW, self.device),
                 to_device(known.mask_1HW, self.device),

@@ -22,7 +22,14 @@ from darkroom.data.loader import ReadSettings
 from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.evaluate.small import SmallExtractor, normalised, open_small, save_small, word_ids
+from darkroom.evaluate.small import (
+    SmallExtractor,
+    TrainingHashes,
+    normalised,
+    open_small,
+    save_small,
+    word_ids,
+)
 from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
 from darkroom.recipe.sections import ExtractorSettings
