@@ -6,6 +6,7 @@ Says BEGIN NAME and END HOW on its standard output, and FULL where the time left
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import os
@@ -14,10 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -130,7 +132,12 @@ def tried(lab: Lab, benchmark: str, paths: dict[str, Callable[[], object]]) -> R
 
 def smoke(lab: Lab) -> Rows:
     """On a tiny model whatever the device: what breaks, in seconds."""
-    yield from tried(lab, "gpu-smoke", {**_training_paths(lab), **_drawing_paths(lab)})
+    paths = {**_training_paths(lab), **_drawing_paths(lab)}
+    yield from tried(lab, "gpu-smoke", {name: path for name, path in paths.items() if name != COMPILES})
+
+
+COMPILES = "train bf16 adamw8bit"
+"""torchao compiles its step on a card."""
 
 
 def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
@@ -292,38 +299,83 @@ def smoke_compile(lab: Lab) -> Rows:
     paths: dict[str, Callable[[], object]] = {f"draw {n}": lambda n=n: draw(n) for n in names}  # type: ignore[misc]
     for case in (f"{FAST},compile", f"{FAST},compile_regional"):
         paths[f"train {case}"] = lambda case=case: train(case)  # type: ignore[misc]
-    yield from tried(lab, "gpu-smoke", paths)
+    yield from tried(lab, "gpu-smoke", paths | {COMPILES: _training_paths(lab)[COMPILES]})
 
 
 # ---- the device by itself
 
 
 def card(lab: Lab) -> Rows:
-    """What it reaches in the operations that U-Nets are made of; a share of the peak where that is known."""
+    """What it reaches in the operations that U-Nets are made of; a share of the peak where that is known.
+
+    Convolutions in both layouts and attention by each kernel are what decides `channels_last` and whether
+    PyTorch's own choice of a kernel stands.
+    """
     dtype = HALF["cuda" if lab.on_cuda else "cpu"][1]
-    side, rows = (256, 1) if lab.tiny else (8192, 16)
-    attend, convolve = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.conv2d
+    side = 256 if lab.tiny else 8192
     a = torch.randn(side, side, device=lab.device, dtype=dtype)
-    x = torch.randn(rows, 64 if lab.tiny else 640, 32, 32, device=lab.device, dtype=dtype)
-    w = torch.randn(x.shape[1], x.shape[1], 3, 3, device=lab.device, dtype=dtype)
-    x, w = (one.to(memory_format=torch.channels_last) for one in (x, w))
-    q = torch.randn(rows, 8, 1024, 64, device=lab.device, dtype=dtype)
     big = torch.randn(2**20 if lab.tiny else 2**28, device=lab.device)
     calls: dict[str, tuple[Callable[[], object], float, str]] = {
         "product": (lambda: a @ a, 2.0 * side**3, "FLOP/s"),
-        "convolution": (
-            lambda: convolve(x, w, padding=1), 2.0 * rows * x.shape[1] ** 2 * 9 * 32 * 32, "FLOP/s",
-        ),
-        "attention": (
-            lambda: attend(q, q, q), 4.0 * rows * 8 * 1024**2 * 64, "FLOP/s",
-        ),
         "bandwidth": (lambda: big.mul_(1.0), 8.0 * big.numel(), "bytes/s"),
         "launch": (lambda: [a[:1, :1].mul_(1.0) for _ in range(1000)], 1000.0, "kernels/s"),
-    }  # fmt: skip
+        **_convolutions(lab, dtype),
+    }
     for name, (call, work, unit) in calls.items():
         seconds = timed(lab, call)
         rate = {"rate": work / min(seconds), "unit": unit, "dtype": str(dtype)}
         yield lab.row("gpu-card", name, seconds, settings=rate)
+    yield from _attentions(lab, dtype)
+
+
+def _convolutions(lab: Lab, dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], float, str]]:
+    """Forward and backward in both layouts, as in a training step."""
+    rows, channels = (1, 64) if lab.tiny else (16, 640)
+    work, found = 6.0 * rows * channels**2 * 9 * 32 * 32, {}
+    for layout in (torch.contiguous_format, torch.channels_last):
+        module = torch.nn.Conv2d(channels, channels, 3, padding=1, device=lab.device, dtype=dtype)
+        x = torch.randn(rows, channels, 32, 32, device=lab.device, dtype=dtype)
+        x = x.to(memory_format=layout).requires_grad_()
+        module.to(memory_format=layout)  # type: ignore[call-overload]
+        name = "convolution, channels last" if layout is torch.channels_last else "convolution"
+
+        def call(module: Any = module, x: torch.Tensor = x) -> None:
+            module(x).sum().backward()
+
+        found[name] = (call, work, "FLOP/s")
+    return found
+
+
+def _attentions(lab: Lab, dtype: torch.dtype) -> Rows:
+    """PyTorch's own choice against each kernel, at SD 1.5's, SD 2's and SDXL's heads and places."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = {
+        "as PyTorch chooses": None,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    rows = 1 if lab.tiny else 8
+    for heads, places, width in ((8, 4096, 40), (5, 4096, 64), (10, 4096, 64), (8, 1024, 80)):
+        length = 64 if lab.tiny else places
+        q = torch.randn(rows, heads, length, width, device=lab.device, dtype=dtype, requires_grad=True)
+
+        def call(q: torch.Tensor = q) -> None:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()  # type: ignore[no-untyped-call]
+
+        for name, kernel in kernels.items():
+            case = f"attention {heads} x {length} x {width}, {name}"
+            try:
+                with nullcontext() if kernel is None else sdpa_kernel(kernel):
+                    seconds = timed(lab, call)
+            except DEVICE_LOST:
+                raise
+            except Exception as error:  # a kernel that does not take this shape, or is not of this device
+                yield lab.row("gpu-card", case, note=why_not(error))
+                continue
+            rate = {"rate": 14.0 * rows * heads * length**2 * width / min(seconds), "unit": "FLOP/s"}
+            yield lab.row("gpu-card", case, seconds, settings=rate | {"dtype": str(dtype)})
 
 
 # ---- pictures
@@ -503,7 +555,20 @@ def memory(lab: Lab) -> Rows:
         yield _planned(lab, name, content, rows)
 
 
+STORES = ("lance", "lance.file", "pyarrow", "pyarrow.compute", "pyarrow.parquet", "zstandard")
+
+
+def stand_in_for_stores() -> None:
+    """A job's setup imports what stores are read with, 130 MB of wheels that no case needs."""
+    for name in STORES:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            sys.modules[name] = MagicMock()
+
+
 def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measurement:
+    stand_in_for_stores()
     from darkroom.plan.ask import ask_recipe_object, plans
     from darkroom.plan.counts import outline
     from darkroom.plan.memory import reads_text
@@ -602,7 +667,7 @@ CASES: dict[str, Callable[[Lab], Rows]] = {
         ),
         steps=20,
     ),
-    "sd2-train-256": pretrain("sd2", 256, FAST, f"{FAST},checkpointing"),
+    "sd2-train-256": pretrain("sd2", 256, FAST, "bf16,fused_adamw", f"{FAST},checkpointing"),
     "serve": serve,
 }  # fmt: skip
 

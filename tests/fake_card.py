@@ -32,6 +32,9 @@ NO_KERNEL = {
 }  # fmt: skip
 """Of what is no view, what launches nothing."""
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::to"}
+PINS = {"aten::_pin_memory", "aten::pin_memory"}
+PINNED = "_pinned"
+"""What marks a fake tensor in memory that a card reads by itself."""
 READS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave.Tensor", "aten::item",
@@ -54,13 +57,13 @@ class Watched(TorchDispatchMode):
         places = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         away = bool(places - {"cpu"})
         if name in COPIES:
-            # In inference mode `to` comes as it was called, with its arguments in their places.
-            told = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            told = _named(func, args, kwargs)
             source = told["src"] if name == "aten::copy_" else told["self"]
             target = told["self"].device if name == "aten::copy_" else told.get("device")
             target = told["other"].device if "other" in told else target
             crosses = target is not None and torch.device(target).type != source.device.type
-            if crosses and not told.get("non_blocking", False):
+            pageable = crosses and torch.device(target).type == "cuda" and not hasattr(source, PINNED)
+            if crosses and (pageable or not told.get("non_blocking", False)):
                 where = f"{source.device.type} to {torch.device(target).type}"
                 self.waits.append(f"{name} {where} at {_where()}")
         if away and (name in READS or (str(func) == "aten.index.Tensor" and _by_mask(args))):
@@ -73,6 +76,11 @@ class Watched(TorchDispatchMode):
     def launched(self) -> int:
         """Kernels in all, a foreach operation counted once."""
         return self.kernels.total()
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a call is given, by name. In inference mode `to` comes with its arguments in their places."""
+    return {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | (kwargs or {})
 
 
 def _by_mask(args: Any) -> bool:
@@ -112,15 +120,25 @@ def fake_card() -> Iterator[FakeTensorMode]:
 
     _setup_privateuseone_for_python_backend(CARD)
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    FakeTensorMode.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     with FakeTensorMode() as mode, _Made():
         yield mode
 
 
 class _Pinned(TorchDispatchMode):
-    """Memory that a card reads by itself: fake memory is any kind."""
+    """Memory that a card reads by itself: fake memory is any kind, and is marked."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func._schema.name == "aten::_pin_memory" else func(*args, **(kwargs or {}))
+        if func._schema.name in PINS:
+            setattr(args[0], PINNED, True)
+            return args[0]
+        if func._schema.name == "aten::to":  # of a constant, fake tensors would do it in earnest
+            told = _named(func, args, kwargs)
+            target = told["other"].device if "other" in told else told.get("device")
+            if target is not None and torch.device(target).type != args[0].device.type:
+                how = {name: told[name] for name in ("dtype", "non_blocking") if name in told}
+                return aten._to_copy.default(args[0], device=target, **how)
+        return func(*args, **(kwargs or {}))
 
 
 class _Made(TorchFunctionMode):
@@ -130,6 +148,8 @@ class _Made(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.tensor and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        if func is Tensor.__bool__ and args[0].device.type == "cpu":
+            return True  # drawn on the host, as PEFT does: nobody waits for the card
         return func(*args, **kwargs)
 
 

@@ -151,3 +151,12 @@ def test_without_one_nothing_is_asked() -> None:
     with accelerator.on_stream(None):
         pass
     assert str(models.device("auto")) == "cpu"
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    values = torch.zeros(3)
+    assert accelerator.to_device(values, "cpu") is values
+    assert accelerator.to_device(values, "meta").device.type == "meta"
+    made = accelerator.new_tensor([1, 2], "cpu", torch.float32)
+    assert (made.tolist(), made.dtype) == ([1.0, 2.0], torch.float32)
+    assert accelerator.new_tensor([1, 2], "cpu").dtype == torch.int64

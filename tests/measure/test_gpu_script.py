@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import warm
 from darkroom.measure.timing import read_csv
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -24,6 +26,12 @@ for name, _ in json.loads(sys.argv[1]):
     if name == "hang":
         time.sleep(60)
     print("END done", flush=True)
+"""
+
+WITHOUT_STORES = """
+from importlib.machinery import PathFinder
+absent, find = {"lance", "pyarrow", "zstandard", "matplotlib"}, PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in absent else find(name, *more)
 """
 
 
@@ -130,17 +138,22 @@ def test_what_lacks_is_named(gpu, monkeypatch):
 
 def test_a_case_writes_its_rows_and_is_not_made_again(gpu, cases, tmp_path):
     lab = cases.Lab("cpu", True, tmp_path / "far" / "rows.csv")
-    assert cases.make("card", lab).startswith("done; 5 rows")
+    assert cases.make("card", lab).startswith("done; 21 rows")
     rows = read_csv(lab.out)
-    assert [row.case for row in rows] == [
+    assert [row.case for row in rows[:5]] == [
         "product",
-        "convolution",
-        "attention",
         "bandwidth",
         "launch",
-        "card",
+        "convolution",
+        "convolution, channels last",
     ]
-    assert all(row.settings["rate"] > 0 for row in rows[:5])
+    assert [row.case for row in rows[5:9]] == [
+        f"attention 8 x 64 x 40, {kernel}" for kernel in ("as PyTorch chooses", "flash", "cudnn", "efficient")
+    ]
+    measured = [row for row in rows[:-1] if not row.note]
+    assert all(row.settings["rate"] > 0 for row in measured)
+    refused = {row.case.rpartition(", ")[2] for row in rows[:-1] if row.note}
+    assert refused == {"cudnn", "efficient"}  # kernels that no CPU has
     assert gpu.done_in([lab.out]).keys() == {"card"}
     assert gpu.done_in([tmp_path / "none.csv"]) == {}
 
@@ -163,18 +176,48 @@ def test_resuming_is_bit_exact_and_proves_it(cases, tmp_path):
     assert all(row.settings["bit_exact"] and row.settings["moved"] for row in rows)
 
 
+def test_two_cases_of_the_script_on_a_cpu(gpu, tmp_path, monkeypatch, capsys):
+    """From its command line to rows, with a worker of its own; what is done is not made again."""
+    processes = SimpleNamespace(Popen=warm.Popen, PIPE=warm.PIPE)
+    monkeypatch.setattr(gpu, "subprocess", processes)
+    monkeypatch.setattr(gpu, "lacks", lambda *_: {})
+    monkeypatch.setattr(gpu, "environment", lambda wheels: dict(os.environ))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    out = tmp_path / "rows.csv"
+    command = ["gpu.py", "--device", "cpu", "--tiny", "--case", "card", "--case", "sd2-train"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
+    gpu.main()
+    assert {how.split(";")[0] for how in gpu.done_in([out]).values()} == {"done"}
+    rows = read_csv(out)
+    assert [row.case for row in rows if row.benchmark == gpu.BENCHMARK] == ["card", "sd2-train"]
+    [train] = [row for row in rows if row.benchmark == "pretrain"]
+    assert train.images_per_s > 0
+    assert "2 of 2 cases are over" in capsys.readouterr().err
+    gpu.main()
+    assert "nothing is left" in capsys.readouterr().err
+    assert len(read_csv(out)) == len(rows)
+
+
 @pytest.mark.nightly
 def test_the_whole_script_on_a_cpu(gpu, tmp_path):
-    """As it is called on a card, at tiny sizes: every case but the ones with a server or a compiler."""
+    """As it is called on a card, at tiny sizes, every case; what stores are read with is not there."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "sitecustomize.py").write_text(WITHOUT_STORES)
     out = tmp_path / "rows.csv"
-    left_out = {"serve", "smoke-compile", "sd15-b1-compile", "sd2-train-compile", "sdxl-compile"}
-    names = [case.name for case in gpu.CASES if case.name not in left_out]
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "20"]
-    command += ["--out", str(out), *(word for name in names for word in ("--case", name))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1300, check=False)
+    names = [case.name for case in gpu.CASES]
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--minutes", "30"]
+    command += ["--out", str(out), "--wheels", str(packages)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1900, check=False)
     assert done.returncode == 0, done.stderr
     over = gpu.done_in([out])
     assert over.keys() == set(names)
     assert {how.split(";")[0] for how in over.values()} == {"done"}, over
+    made = [row for row in read_csv(out) if row.benchmark != gpu.BENCHMARK]
+    failed = {row.case: row.note for row in made if row.note.startswith("failed")}
+    assert {name for name in failed if not name.startswith("attention ")} == set(), failed
+    counted = [row.settings for row in made if "graph_breaks" in row.settings]
+    assert [told["graph_breaks"] for told in counted] == [0] * len(counted)
+    assert len(counted) == 4
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "nothing is left" in again.stderr

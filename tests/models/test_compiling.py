@@ -9,9 +9,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from darkroom import models
+from darkroom.measure.pretraining import Rung
 from darkroom.models import compiling
 from darkroom.models.adapters.bank import Bank
-from darkroom.models.compiling import Compiled, CompiledBlocks
+from darkroom.models.compiling import Compiled, CompiledBlocks, compile_blocks, compile_whole
 from darkroom.sample.backends import unet_call
 
 UNET = {"block_out_channels": [8, 16], "norm_num_groups": 4, "attention_head_dim": 2, "layers_per_block": 1}
@@ -63,13 +64,13 @@ def test_what_varied_is_open_and_nothing_else():
     assert compiling._varying({(("0", (2, 4), torch.float32),)}) == {"0": set()}
 
 
-def rounds(family: str, unet: dict) -> tuple[int, int]:
+def rounds(family: str, unet: dict, compiled: type[Compiled | CompiledBlocks]) -> tuple[int, int]:
     """Graphs after each size was met once, and after all of them again, with other adapters."""
     model = models.create(family, overrides={models.FAMILIES[family].denoiser: unet}, parts=("unet",))
     bank = Bank(model, slots=2, max_rank=2)
     bank.reserve([path for path in bank._known if path.endswith("to_q")])
     bank.seal()
-    call = unet_call(CompiledBlocks(model.unet, backend="eager"))
+    call = unet_call(compiled(model.unet, backend="eager"))
     found = []
     for slot in (1, 2):
         for rows, side, tokens in ((2, 8, 7), (2, 16, 7), (4, 8, 7), (2, 8, 14)):
@@ -83,10 +84,31 @@ def rounds(family: str, unet: dict) -> tuple[int, int]:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("compiled", [CompiledBlocks, Compiled])
 @pytest.mark.parametrize(("family", "unet"), [("tiny", UNET), ("tiny-dit", DIT)])
-def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, unet):
-    first, again = rounds(family, unet)
+def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, unet, compiled):
+    first, again = rounds(family, unet, compiled)
     assert first == again > 0
+    assert not counters["graph_break"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("compile_", [compile_blocks, compile_whole])
+def test_nor_does_a_training_step(compile_):
+    """Batches, resolutions and lengths of texts; and a size that is new compiles something, the control."""
+    rung = Rung("tiny", 32, "bf16", "cpu", UNET)
+    compile_(rung.unet, backend="eager")
+
+    def step(rows: int, resolution: int, tokens: int) -> int:
+        rung.resolution = resolution
+        inputs = rung.inputs(rows)
+        rung.step(0, {**inputs, "text": inputs["text"][:, :tokens].contiguous()})
+        return graphs()
+
+    sizes = ((2, 32, 77), (2, 64, 77), (4, 32, 77), (2, 32, 70))
+    first = [step(*size) for size in sizes]
+    assert [step(*size) for size in (*sizes, *sizes)] == [first[-1]] * 8
+    assert step(3, 32, 77) > first[-1]
     assert not counters["graph_break"]
 
 

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from darkroom import models, sample
+from darkroom.hardware import accelerator
 from darkroom.models.adapters.bank import Bank
+from darkroom.models.control import ControlNet, _controlnet
+from darkroom.models.image_prompt import ImagePrompt, cross_attentions, installed
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
-from darkroom.sample.denoise import Condition, Row, RunningBatch
+from darkroom.sample.control import ControlledUnet, RowControl
+from darkroom.sample.denoise import Batch, Condition, Row, RunningBatch
+from darkroom.sample.ladder.vae import VaeFront
 from darkroom.serve.engine.batch import padded
+from darkroom.serve.engine.loop import Engine
+from darkroom.serve.engine.runner import shape_of
+from darkroom.serve.engine.tickets import Work
+from darkroom.serve.metrics import Metrics
+from darkroom.serve.request import PictureRequest
 from fake_card import Watched, elsewhere, fake_cuda
 
 CUDA = torch.device("cuda", 0)
@@ -35,7 +47,8 @@ GOLDEN = json.loads((Path(__file__).parent / "kernels.json").read_text())
 
 @pytest.fixture(scope="module")
 def cuda():
-    with fake_cuda():
+    with fake_cuda(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(accelerator, "free_bytes", lambda device: 2**34)
         yield
 
 
@@ -61,6 +74,13 @@ def rows_of(tables: list[Any], tokens: int = 7, **more: Any) -> list[Row]:
         )
         for i, table in enumerate(tables)
     ]  # fmt: skip
+
+
+def first(unet: Any, rows: list[Row]) -> Watched:
+    """A batch packed anew and its first step, as where a row has joined or left."""
+    with Watched() as watched:
+        Batch(rows).advance(unet)
+    return watched
 
 
 def steady(unet: Any, rows: list[Row], after: int = 2) -> Watched:
@@ -119,6 +139,150 @@ def test_adapters_of_a_bank_cost_no_wait(model, unet):
         bank.detach()
 
 
+def test_packing_rows_anew_is_not_waited_for(model, unet):
+    """A server does so whenever a row joins or leaves, with steps on their way."""
+    bank = Bank(model, slots=2, max_rank=4)
+    try:
+        bank.reserve(["unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"])
+        tables = [make_table(name, DDIM, STEPS) for name in ("ddim", "euler_a", "unipc")]
+        rows = rows_of(tables, adapters=((1, 1.0), (2, 0.5)), guidance_rescale=0.5)
+        rows[1].positive = rows[1].negative = Condition(
+            torch.zeros(14, 64, device=CUDA, dtype=torch.bfloat16)
+        )
+        assert first(unet, rows).waits == []
+        batch = Batch(rows)
+        batch.advance(unet)
+        batch.unpack()
+        assert first(unet, [*rows[:2], *rows_of(tables[2:])]).waits == []
+    finally:
+        bank.detach()
+
+
+def control_net(model: models.Model) -> ControlNet:
+    """A ControlNet of the model's shape, on the device."""
+    import diffusers
+
+    module = diffusers.ControlNetModel.from_unet(model.unet, conditioning_embedding_out_channels=(16, 32))
+    torch.nn.Module.to(module, CUDA, torch.bfloat16)
+    return _controlnet("net", module, "0")
+
+
+def image_prompt(model: models.Model) -> ImagePrompt:
+    """An IP-Adapter of the model's shape without its encoder, on the device."""
+    wide = [(a.to_k.out_features, a.to_k.in_features) for _, a in cross_attentions(model.unet)]
+    layers = [tuple(torch.zeros(*w, device=CUDA, dtype=torch.bfloat16) for _ in "kv") for w in wide]
+    return ImagePrompt("prompt", SimpleNamespace(num_image_text_embeds=4), layers, None, "0")
+
+
+def test_nets_of_single_rows_are_not_waited_for(model):
+    net, prompt = control_net(model), image_prompt(model)
+    hint = torch.zeros(8, 8, 8, device=CUDA, dtype=torch.bfloat16)
+    tokens = torch.zeros(4, 64, device=CUDA, dtype=torch.bfloat16)
+    controls = (
+        RowControl(net, (hint,), 0.8, 0.0, 1.0, False),
+        RowControl(prompt, (tokens, tokens), 0.5, 0.0, 1.0, False, torch.ones(16, 16, device=CUDA)),
+    )
+    with installed(model, [prompt]):
+        unet = ControlledUnet(unet_call(model.unet), {0: prompt})
+        table = make_table("ddim", DDIM, STEPS)
+        rows = rows_of([table, table, table])
+        plain = steady(unet, rows_of([table, table, table]))
+        rows[0].controls, rows[1].controls = controls, controls[1:]
+        watched = steady(unet, rows)
+    assert watched.waits == []
+    assert watched.launched > plain.launched
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "none",
+        "auto",
+        "feature_cache:3",
+        pytest.param("channels_last,fused_qkv,lean", marks=pytest.mark.nightly),
+        pytest.param("attention_slicing:1", marks=pytest.mark.nightly),
+        pytest.param("unfused_attention", marks=pytest.mark.nightly),
+        pytest.param("guidance_interval,vae_slicing,vae_tiling:64", marks=pytest.mark.nightly),
+    ],
+)
+def test_no_step_with_an_optimisation_is_waited_for(model, names):
+    """Rows at several steps, so that kept features are of some of them."""
+    backend = open_backend("torch", model, optimise=names)
+    table = make_table("ddim", DDIM, 2 * STEPS)
+    older, younger = rows_of([table, table]), rows_of([table, table])
+    batch = Batch(older)
+    batch.advance(backend.unet)
+    batch.unpack()
+    rows = [*older, *younger]
+    found = [steady(backend.unet, rows, after) for after in (1, 2, 3)]
+    assert [watched.waits for watched in found] == [[]] * 3
+    assert not elsewhere([row.latents_CHW for row in rows], "cuda")
+
+
+@pytest.mark.parametrize("tile", [None, 16])
+def test_a_picture_is_decoded_on_the_device(model, tile):
+    front = VaeFront(model.vae, CUDA, tile)
+    with Watched() as watched, torch.no_grad():
+        pixels = front.decode(torch.zeros(2, 4, 16, 16, device=CUDA, dtype=torch.bfloat16)).sample
+    assert tuple(pixels.shape[:2]) == (2, 3)
+    assert not elsewhere([pixels], "cuda")
+    assert watched.waits == []
+    assert watched.launched > 50
+
+
+class Ends:
+    """Notes how works end."""
+
+    def __init__(self) -> None:
+        self.over: dict[str, BaseException | None] = {}
+
+    def began(self, work: Work) -> None: ...
+    def drawn(self, work: Work, index: int) -> None: ...
+    def made(self, work: Work) -> None:
+        self.over[work.uid] = None
+
+    def failed(self, work: Work, error: BaseException) -> None:
+        self.over[work.uid] = error
+
+
+def test_a_server_s_rounds_wait_for_nothing_but_finished_pictures(model):
+    """Rows of two sizes join, leave, are cancelled; the engine's own thread would do the same rounds."""
+    backend = open_backend("torch", model, optimise="auto")
+    seen = []
+
+    def decode(latents_BCHW):
+        """What is drawn is looked at by nobody: fake numbers make no picture."""
+        assert not elsewhere([latents_BCHW], "cuda")
+        seen.append(len(latents_BCHW))
+        return [Image.new("RGB", (16, 16)) for _ in latents_BCHW]
+
+    backend.decode = decode
+    ends = Ends()
+    engine = Engine(backend.model or model, backend, capacity=4, metrics=Metrics())
+    works = []
+    with Watched() as watched:
+        for i in range(8):
+            request = PictureRequest(
+                prompt="a red circle", seed=i, steps=2 + i % 3, width=16 * (1 + i % 2), height=16,
+                solver=("ddim", "euler_a", "dpmpp_2m")[i % 3], guidance=(1.0, 5.0)[i % 2],
+            )  # fmt: skip
+            works.append(Work(str(i), "key", request, shape_of(model, request), ends))
+            engine.submit(works[-1])
+            engine._round()
+        engine.drop(works[-1])
+        rounds = 0
+        while len(ends.over) < 7:
+            engine._round()
+            rounds += 1
+            assert rounds < 100
+    assert ends.over == dict.fromkeys(map(str, range(7)))
+    assert sum(seen) == 7
+    in_steps = [wait for wait in watched.waits if "denoise.py" in wait or "engine/batch.py" in wait]
+    assert in_steps == []
+    assert len(watched.waits) == 7  # each finished picture's latents are copied to the host
+    assert engine.trouble is None
+
+
 def test_a_prompt_s_states_are_made_on_the_device(model):
     settings = sample.GenerateSettings(steps=3, size=(32, 32))
     job = sample.Generation(model, ["a red circle"], settings, open_backend("torch", model, optimise="none"))
@@ -140,8 +304,16 @@ def test_what_reads_back_is_seen_and_mixed_devices_are_refused(unet):
     def mixes(x: Any, t: Any, text: Any, added: Any) -> torch.Tensor:
         return unet(x, t, text, added) + torch.zeros(4, 8, 8)
 
-    [wait] = steady(copies, rows_of([table])).waits
-    assert "cpu to cuda" in wait
+    def pages(x: Any, t: Any, text: Any, added: Any) -> torch.Tensor:
+        return unet(x, t, text, added) + torch.zeros(1).to(CUDA, non_blocking=True)
+
+    def sends(x: Any, t: Any, text: Any, added: Any) -> torch.Tensor:
+        return unet(x, t, text, added) + accelerator.to_device(torch.zeros(1), CUDA)
+
+    for spoilt in (copies, pages):
+        [wait] = steady(spoilt, rows_of([table])).waits
+        assert "cpu to cuda" in wait
+    assert steady(sends, rows_of([table])).waits == []
     with pytest.raises(DataDependentOutputException):
         steady(reads, rows_of([table]))
     with pytest.raises(RuntimeError, match="cuda:0 and cpu"):

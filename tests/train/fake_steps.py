@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from darkroom.plan.training import _columns, _NoStore, _without_store
 from darkroom.recipe import make_recipe
 from darkroom.train import model as build
 from darkroom.train import setup
-from darkroom.train.distributed.ranks import ALONE
+from darkroom.train.distributed.ranks import ALONE, Ranks
+from darkroom.train.memory import rest
 from darkroom.train.step import DTYPES
 from fake_card import CARD, Watched, elsewhere, fake_card
 
@@ -45,9 +47,10 @@ XL_TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
 class Made:
     """A job's step on the device, and what it is called with."""
 
-    def __init__(self, content: dict[str, Any], ranks: Any = ALONE) -> None:
+    def __init__(self, content: dict[str, Any]) -> None:
         content = {"data": {"store": "x", "resolution": 32}, **content}
-        train = {"global_batch": ROWS, "micro_batch": ROWS, "precision": "bf16", "steps": 10}
+        ranks = Ranks(0, 2, 0, 2) if "parallel" in content else ALONE
+        train = {"global_batch": ROWS * ranks.size, "micro_batch": ROWS, "precision": "bf16", "steps": 10}
         content["train"] = {**train, **content.get("train", {})}
         self.recipe = recipe = make_recipe(content)
         self.dtype = models.precision(str(recipe.train.precision))
@@ -63,6 +66,8 @@ class Made:
         self.task: Any = setup.make_task(_without_store(recipe), self.model, _NoStore(), torch.device(CARD))
         if recipe.frozen_text:
             setup.halve_text(self.model, self.dtype)
+        # Weights that seldom run are laid into a file on a CPU alone.
+        assert rest(setup._seldom_run(self.model, self.task), Path("/nowhere")) == 0
         self.step = setup.bare_step(
             self.task,
             train=recipe.train,
@@ -76,13 +81,14 @@ class Made:
 
     def columns(self) -> dict[str, Any]:
         data = self.recipe.data
+        share = self.recipe.train.global_batch // (2 if self.recipe.parallel.mode == "ddp" else 1)
         given = _columns(
             data.resolution,
             self.model,
             self.task,
             inline=encodes(self.recipe.task, data),
             text=reads_text(data, self.task),
-        )(ROWS)
+        )(share)
         return {
             name: torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
             for name, value in given.items()
@@ -126,6 +132,24 @@ TASKS: dict[str, dict[str, Any]] = {
         "data": {"folder": "x", "resolution": 32},
     },
     "routing": {"task": "pretrain", "model": TINY_DIT, "train": {"routing": {"keep": 0.5, "before": 1}}},
+    "dreambooth sdxl": {
+        "task": "dreambooth", "model": TINY_XL,
+        "data": {"instance": "x", "resolution": 32, "prompt": "a", "class_prompt": "b"},
+    },
+    "dpo": {
+        "task": "dpo", "model": TINY, "adapter": {"rank": 2},
+        "data": {"folder": "x", "resolution": 32, "prompt": "a"},
+    },
+    "distill": {"task": "distill", "model": TINY},
+    "distill lora": {"task": "distill", "model": TINY, "adapter": {"rank": 2}},
+    **{
+        f"lora {kind}": {"task": "lora", "model": TINY, "adapter": {"rank": 2, "kind": kind}}
+        for kind in ("loha", "lokr", "full")
+    },
+    "long captions": {
+        "task": "finetune", "model": TINY,
+        "data": {"store": "x", "resolution": 32, "text": "inline", "max_token_length": 150},
+    },
     "inline": {
         "task": "pretrain", "model": TINY, "data": {"store": "x", "resolution": 32, "encode": "inline"},
     },
@@ -133,7 +157,6 @@ TASKS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "float32": {"train": {"precision": "float32"}},
     "fp16": {"train": {"precision": "fp16"}},
-    "checkpointing": {"train": {"gradient_checkpointing": True}},
     "two micro-batches": {"train": {"micro_batch": 2}},
     "two micro-batches, fp16": {"train": {"micro_batch": 2, "precision": "fp16"}},
     "channels last": {"train": {"channels_last": True}},
@@ -142,14 +165,28 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},
     "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
-    **{name: {"optim": {"name": name}} for name in ("adafactor", "schedule-free", "muon", "adamw8bit")},
-    "prodigy": {"optim": {"name": "prodigy"}},
+    **{name: {"optim": {"name": name}} for name in ("schedule-free", "muon")},
+    "huber": {"objective": {"loss": {"type": "huber"}}},
+    "multires, perturbation": {"objective": {"noise": {"multires_iterations": 4, "perturbation": 0.1}}},
+    "logit-normal": {"objective": {"timesteps": {"distribution": "logit-normal"}}},
+    "ema every fourth": {"train": {"ema": {"every": 4}}},
+    "no clipping": {"optim": {"clip_norm": None}},
+    "ddp": {"parallel": {"mode": "ddp"}},
+    "ddp float32": {"parallel": {"mode": "ddp"}, "train": {"precision": "float32"}},
+    "ddp summed in bf16": {"parallel": {"mode": "ddp", "reduce": "bf16"}},
+    "ddp two micro-batches": {
+        "parallel": {"mode": "ddp"}, "train": {"global_batch": 4 * ROWS, "micro_batch": ROWS},
+    },
 }  # fmt: skip
+
+
+WAITING: dict[str, dict[str, Any]] = {name: {"optim": {"name": name}} for name in ("adafactor", "prodigy")}
+"""Optimisers of PyTorch and prodigyopt that ask the device for numbers: a step with them is waited for."""
 
 
 KEPT: list[Made] = []
 """All that were made: torch may crash where tensors of a device from Python are let go."""
-CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in WAYS.items()}}
+CASES = {**TASKS, **{name: {**TASKS["pretrain"], **way} for name, way in {**WAYS, **WAITING}.items()}}
 
 
 def seen(content: dict[str, Any] | Made) -> dict[str, Any]:
@@ -181,13 +218,24 @@ def _spoilt(how: str) -> Any:
     return made
 
 
+def join_a_group() -> None:
+    """Of two processes, of whom the other answers at once; one import is for what that does to fakes."""
+    import torch.distributed as dist
+    import torch.distributed._tools.fake_collectives  # noqa: F401
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(f"cpu:fake,{CARD}:fake", rank=0, world_size=2, store=FakeStore())
+
+
 def main() -> None:
     with fake_card():
+        if any("parallel" in CASES.get(name, {}) for name in sys.argv[1:]):
+            join_a_group()
         for name in sys.argv[1:] or CASES:
             try:
                 found = seen(CASES[name]) if name in CASES else seen(_spoilt(name))
             except Exception:
-                found = {"error": traceback.format_exc(limit=-7)}
+                found = {"error": traceback.format_exc(limit=-20)}
             print(json.dumps({"name": name, **found}), flush=True)
         os._exit(0)  # for the same reason
 

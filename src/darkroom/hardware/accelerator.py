@@ -177,6 +177,29 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     stream.synchronize()
 
 
+# ---- copies
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on a device. From main memory it goes by way of pinned memory, which a card reads by itself:
+    with pageable memory the host may wait for all work that the device was given before."""
+    import torch
+
+    where = torch.device(device)
+    if tensor.device.type != "cpu" or where.type == "cpu":
+        return tensor.to(where)
+    if kind_of(where).streams and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(where, non_blocking=True)
+
+
+def new_tensor(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers as a tensor on a device, without waiting for it: `torch.tensor(..., device=...)` waits."""
+    import torch
+
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
 # ---- memory
 
 NO_ALLOCATOR = "is not a DeviceAllocator"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from darkroom import models
 from darkroom.data.loader import Batch
 from darkroom.errors import InputError, ModelError
+from darkroom.hardware.accelerator import to_device
 
 
 def _compute_type(precision: str, device: torch.device) -> torch.dtype:
@@ -63,7 +64,7 @@ class VaeEncoder:
 
     def encode(self, pixels_B3HW: Tensor) -> Tensor:
         """Moments float16 [B, 2, C, h, w] of uint8 pictures: mean and standard deviation, not scaled."""
-        return encode_moments(self._vae, pixels_B3HW.to(self.device))
+        return encode_moments(self._vae, to_device(pixels_B3HW, self.device))
 
 
 @torch.no_grad()
@@ -146,7 +147,7 @@ class TextEncoder:
     @torch.no_grad()
     def encode_tokens(self, tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The same of token ids [B, L], one for each text encoder."""
-        states, pooled = text_states(self._encoders, [ids.to(self.device) for ids in tokens])
+        states, pooled = text_states(self._encoders, [to_device(ids, self.device) for ids in tokens])
         return states.to(torch.float16), None if pooled is None else pooled.to(torch.float16)
 
     def empty(self) -> str:

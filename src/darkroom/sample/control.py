@@ -20,6 +20,7 @@ import torch
 from PIL import Image, ImageFilter
 
 from darkroom.errors import InputError, MissingExtra, ModelError
+from darkroom.hardware.accelerator import new_tensor
 from darkroom.models.control import ControlNet, read_control
 from darkroom.models.image_prompt import STRENGTH, TOKENS, ImagePrompt
 from darkroom.sample.denoise import NEGATIVE, Owner, Row, Unet
@@ -377,7 +378,7 @@ def _controlled(
             continue
         # A row that has the same net twice takes two places of the net's batch.
         mine = [(place, control) for place, control, _ in at_work if control.net is net]
-        places = torch.tensor([place for place, _ in mine], device=x.device)
+        places = new_tensor([place for place, _ in mine], x.device)
         levels = [
             torch.stack([control.encoded[i] for _, control in mine]) for i in range(len(mine[0][1].encoded))
         ]
@@ -385,7 +386,7 @@ def _controlled(
             more = {name: value[places] for name, value in added.items()}
             levels = net.residuals(x[places], t[places], text[places], levels[0], more)
         names = net.names(len(levels))
-        scales = torch.tensor([control.scales(len(levels)) for _, control in mine], device=x.device)
+        scales = new_tensor([control.scales(len(levels)) for _, control in mine], x.device)
         for i, (name, level) in enumerate(zip(names, levels, strict=True)):
             weighted = level * scales[:, i, None, None, None].to(level.dtype)
             if name not in sums:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from darkroom.hardware.accelerator import new_tensor, to_device
 from darkroom.models.adapters.bank import Choice, lay_out
 from darkroom.sample.solvers import (
     CLIP_RANGE,
@@ -194,7 +195,7 @@ class RunningBatch:
         self._mask = torch.stack([one.mask_1HW for one in known]).float()
         ahead = range(1, self.steps_left + 1)
         levels = [[_level(row.table, row.step + p) for row in self.rows] for p in ahead]
-        levels_P2B = torch.tensor(levels, device=self.device).transpose(1, 2)
+        levels_P2B = new_tensor(levels, self.device).transpose(1, 2)
         self._levels = levels_P2B[..., None, None, None]
 
     def _read_tables(self) -> None:
@@ -213,7 +214,7 @@ class RunningBatch:
         self._stages = [
             tuple(row.stage_at(row.step + p) for row in self.rows) if staged else () for p in range(ahead)
         ]
-        columns_PKB = torch.tensor(values_BPK.transpose(1, 2, 0), device=self.device)
+        columns_PKB = new_tensor(values_BPK.transpose(1, 2, 0), self.device)
         self._timesteps_PB = columns_PKB[:, TIMESTEP]
         self._columns = columns_PKB[..., None, None, None]
 
@@ -289,7 +290,7 @@ class RunningBatch:
     def _gather_conditions(self, guided: tuple[int, ...]) -> None:
         """Lay out text and timesteps for the U-Net; they hold until others are guided or a prompt changes."""
         self._guided = guided
-        self._guided_index = torch.tensor(guided, device=self.device, dtype=torch.int64)
+        self._guided_index = new_tensor(guided, self.device, torch.int64)
         read = [row.conditions_at(row.step) for row in self.rows]
         told = [positive for positive, _, _ in read]
         told += [negative for i in guided if (negative := read[i][1]) is not None]
@@ -301,7 +302,7 @@ class RunningBatch:
         }
         places = [*range(len(self.rows)), *guided, *whose]
         self._added |= lay_out([self.rows[i].adapters for i in places], self.device)
-        extra = self._timesteps_PB[:, places[len(self.rows) :]]
+        extra = self._timesteps_PB[:, new_tensor(places[len(self.rows) :], self.device, torch.int64)]
         self._unet_timesteps = torch.cat([self._timesteps_PB, extra], dim=1)
         rows = [self.rows[i] for i in guided]
         self._weight = self._vector([row.guidance for row in rows])
@@ -317,8 +318,8 @@ class RunningBatch:
         assert self._guided is not None
         at = [self._guided.index(i) for i in whose]
         return (
-            torch.tensor(whose, device=self.device, dtype=torch.int64),
-            torch.tensor(at, device=self.device, dtype=torch.int64),
+            new_tensor(whose, self.device, torch.int64),
+            new_tensor(at, self.device, torch.int64),
             self._vector([weight for row in rows for weight in row.weights[1:]]),
             self._vector([row.weights[0] if row.weights else 1.0 for row in rows]),
         )
@@ -330,11 +331,11 @@ class RunningBatch:
         if len(lengths) > 1:
             members = [[i for i, text in enumerate(texts) if len(text) == length] for length in lengths]
             self._member_rows = members
-            self._members = [torch.tensor(some, device=self.device) for some in members]
+            self._members = [new_tensor(some, self.device) for some in members]
             self._places = torch.cat(self._members).argsort()
 
     def _vector(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=self.device, dtype=torch.float32)[:, None, None, None]
+        return new_tensor(values, self.device, torch.float32)[:, None, None, None]
 
     def _guide(self, out: torch.Tensor) -> torch.Tensor:
         """Classifier-free guidance (Ho & Salimans 2022), with Lin et al. 2024's rescaling where asked for."""
@@ -365,11 +366,9 @@ class RunningBatch:
         if any(one is not None and one.device.type != "cpu" for one in drawn):
             blank = torch.zeros(shape, device=self.device)
             return torch.stack([blank if one is None else one.to(self.device) for one in drawn])
-        # One copy for all rows, from memory that the card reads by itself: nobody waits for it.
         blank = torch.zeros(shape)
         noise = torch.stack([blank if one is None else one for one in drawn])
-        pinned = noise.pin_memory() if self.device.type == "cuda" else noise
-        return pinned.to(self.device, non_blocking=True)
+        return to_device(noise, self.device)  # one copy for all rows
 
     def unpack(self) -> None:
         """Give every row its latents, predicted x0 and history back."""

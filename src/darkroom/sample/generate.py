@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import darkroom
 from darkroom.errors import InputError
+from darkroom.hardware.accelerator import to_device
 from darkroom.models.image_prompt import installed
 from darkroom.models.upscaler import Upscaler, read_upscaler
 from darkroom.options import MAX_SIDE, parse_solver
@@ -492,13 +493,13 @@ class Generation:
         negative = self.negatives[prompt]
         if known is not None:
             known = KnownPart(
-                known.latents_CHW.to(self.device),
-                known.noise_CHW.to(self.device),
-                known.mask_1HW.to(self.device),
+                to_device(known.latents_CHW, self.device),
+                to_device(known.noise_CHW, self.device),
+                to_device(known.mask_1HW, self.device),
             )
         return Row(
             taken.table,
-            latents_CHW.to(self.device),
+            to_device(latents_CHW, self.device),
             sized(self.positives[prompt], taken.size),
             None if negative is None else sized(negative, taken.size),
             guidance=self.guidance,
@@ -506,7 +507,7 @@ class Generation:
             guidance_interval=self._guided_steps(taken.table),
             generator=generator,
             known=known,
-            extra_CHW=None if extra_CHW is None else extra_CHW.to(self.device),
+            extra_CHW=None if extra_CHW is None else to_device(extra_CHW, self.device),
             adapters=self.adapted.choice(prompt),
             further=tuple(sized(one, taken.size) for one in self._stages[prompt, False][0].further),
             weights=self._weights[prompt],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from darkroom.errors import InputError
+from darkroom.hardware.accelerator import new_tensor, to_device
 from darkroom.models.embeddings import with_words
 from darkroom.models.tokenizer import spelled
 from darkroom.sample.denoise import Condition
@@ -191,7 +192,7 @@ def _states(
     encoder: Any, ids_BL: torch.Tensor, is_sdxl: bool, clip_skip: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The states the U-Net takes [B, L, D], and the encoder's first output (SDXL's second: pooled text)."""
-    given = encoder(ids_BL.to(_device(encoder)), output_hidden_states=is_sdxl or bool(clip_skip))
+    given = encoder(to_device(ids_BL, _device(encoder)), output_hidden_states=is_sdxl or bool(clip_skip))
     if not is_sdxl and not clip_skip:
         return given[0], given[0]
     back = (clip_skip or 0) + (2 if is_sdxl else 1)
@@ -208,8 +209,8 @@ def _states(
 
 def _weighted(text_LD: torch.Tensor, part: PromptChunk, empty_LD: torch.Tensor | None) -> torch.Tensor:
     """States weighted by token: away from the empty prompt's (compel), or scaled, the mean kept (A1111)."""
-    weights_L1 = torch.ones_like(text_LD[:, :1])
-    weights_L1[1 : 1 + len(part.weights), 0] = torch.tensor(part.weights, dtype=text_LD.dtype)
+    after = len(text_LD) - 1 - len(part.weights)
+    weights_L1 = new_tensor([1.0, *part.weights, *[1.0] * after], text_LD.device, text_LD.dtype)[:, None]
     if empty_LD is not None:
         return empty_LD + (text_LD - empty_LD) * weights_L1
     scaled = text_LD * weights_L1
@@ -228,7 +229,7 @@ def _device(module: torch.nn.Module) -> torch.device:
 def time_ids(size: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     """SDXL's size conditioning [6]: original height and width, crop top and left, target height and width."""
     width, height = size
-    return torch.tensor([height, width, 0, 0, height, width], device=like.device, dtype=like.dtype)
+    return new_tensor([height, width, 0, 0, height, width], like.device, like.dtype)
 
 
 def silent(condition: Condition) -> Condition:

@@ -108,7 +108,7 @@ def try_micro_batches(
             "train.micro_batch",
             "auto, but not one picture's forward and backward pass finds memory",
             mend="set train.gradient_checkpointing=true, a smaller data.resolution, or in the environment "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
         )
     step.set_micro_batch(micro)
     return micro, told if micro == found else "what fits on every rank, found by trial"

@@ -635,6 +635,6 @@ def lay_out(choices: Sequence[Choice], device: torch.device | str) -> dict[str, 
         return {}
     padded = [[*choice, *[(0, 0.0)] * (width - len(choice))] for choice in kept]
     return {
-        SLOTS: torch.tensor([[s for s, _ in row] for row in padded], dtype=torch.int64, device=device),
-        WEIGHTS: torch.tensor([[w for _, w in row] for row in padded], dtype=torch.float32, device=device),
+        SLOTS: accelerator.new_tensor([[s for s, _ in row] for row in padded], device, torch.int64),
+        WEIGHTS: accelerator.new_tensor([[w for _, w in row] for row in padded], device, torch.float32),
     }

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from darkroom.hardware.accelerator import new_tensor
 from darkroom.sample.denoise import Owner, Row, Unet
 
 LAYERS = 2
@@ -144,9 +145,7 @@ class FeatureCache:
             return self._run_shallow(owners, given)
         shallow = self._run_shallow([owners[i] for i in near], _taken(given, near))
         whole = self._run_whole([owners[i] for i in far], _taken(given, far))
-        out = whole.new_empty((len(owners), *whole.shape[1:]))
-        out[near], out[far] = shallow, whole
-        return out
+        return torch.cat([shallow, whole])[new_tensor([*near, *far], whole.device).argsort()]
 
     def _reuses(self, row: Row, which: int) -> bool:
         kept = self._kept.get(row, {}).get(which)
@@ -173,4 +172,5 @@ class FeatureCache:
 
 def _taken(given: Any, places: list[int]) -> Any:
     x, t, text, added = given
-    return x[places], t[places], text[places], {name: value[places] for name, value in added.items()}
+    index = new_tensor(places, x.device)  # a list would be copied anew for each, and waited for
+    return x[index], t[index], text[index], {name: value[index] for name, value in added.items()}

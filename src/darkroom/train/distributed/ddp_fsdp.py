@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ class _Bucket:
     def __init__(self, masters: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
         self.masters, self.waiting = masters, len(masters)
         self.flat = torch.zeros(sum(m.numel() for m in masters), device=masters[0].device, dtype=dtype)
-        ends = torch.tensor([m.numel() for m in masters]).cumsum(0).tolist()
+        ends = accumulate(m.numel() for m in masters)
         pieces = [self.flat[end - m.numel() : end] for m, end in zip(masters, ends, strict=True)]
         # In each weight's own memory layout, as the optimiser's kernels want it.
         self.views = [

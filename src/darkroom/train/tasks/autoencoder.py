@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from darkroom.data.loader import ReadSettings
+from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
 from darkroom.recipe.sections import AutoencoderLossSettings
 from darkroom.train.objective import square_error
-from darkroom.train.tasks.diffusion import Columns, _to, distance, edge_distance, kl_divergence
+from darkroom.train.tasks.diffusion import Columns, distance, edge_distance, kl_divergence
 
 
 class Autoencoder:
@@ -34,8 +35,8 @@ class Autoencoder:
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
-        pixels_B3HW = _to(columns["pixels"], device).float() / 127.5 - 1.0
-        return {"pixels": pixels_B3HW, "posterior": _to(columns["posterior"], device)}
+        pixels_B3HW = to_device(columns["pixels"], device).float() / 127.5 - 1.0
+        return {"pixels": pixels_B3HW, "posterior": to_device(columns["posterior"], device)}
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row [b]: `loss`, and its parts `reconstruction` and `kl`."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from darkroom.data.loader import Draw, ReadSettings
+from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import sample_latents, text_states, tokenize
 from darkroom.recipe.sections import DataSettings, NoiseSettings
@@ -191,8 +192,8 @@ class Diffusion:
         return [name for name in names if name not in self.modules] if stored else []
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
-        drawn = {name: _to(columns[name], device) for name in self.read.draws if name != "u"}
-        moments_B2Chw = _to(self._moments(columns), device)
+        drawn = {name: to_device(columns[name], device) for name in self.read.draws if name != "u"}
+        moments_B2Chw = to_device(self._moments(columns), device)
         assert self.model.vae is not None
         latents_BChw = sample_latents(moments_B2Chw, drawn["posterior"], self.model.latent_scaling)
         noise_BChw = drawn["noise"]
@@ -204,10 +205,10 @@ class Diffusion:
         inputs = {
             "latents": latents_BChw,
             "noise": noise_BChw,
-            "t": _to(self.objective.timesteps(u_B), device),
+            "t": to_device(self.objective.timesteps(u_B), device),
         }
         if self._extras is not None and self._extras.routes:
-            inputs["draw_bits"] = _to(draw_bits(u_B), device)
+            inputs["draw_bits"] = to_device(draw_bits(u_B), device)
         if "perturbation" in drawn:
             inputs["perturbation"] = drawn["perturbation"]
         inputs |= self._text(columns, device)
@@ -216,16 +217,16 @@ class Diffusion:
                 latents_BChw.shape[-2] * self.model.vae_factor,
                 latents_BChw.shape[-1] * self.model.vae_factor,
             )
-            inputs["time_ids"] = _to(size_conditioning(columns, target), device)
+            inputs["time_ids"] = to_device(size_conditioning(columns, target), device)
         if "loss_weight" in columns:
-            inputs["loss_weight"] = _to(columns["loss_weight"], device).float()
+            inputs["loss_weight"] = to_device(columns["loss_weight"], device).float()
         if "is_prior" in columns:
-            inputs["is_prior"] = _to(columns["is_prior"], device).float()
+            inputs["is_prior"] = to_device(columns["is_prior"], device).float()
         if self._extras is not None and self._extras.extractor is not None:
-            pixels_B3HW = _to(columns["pixels"], device)
+            pixels_B3HW = to_device(columns["pixels"], device)
             inputs["features"] = self._extras.features(pixels_B3HW, self._tokens_of(latents_BChw))
         if self._masks is not None:
-            inputs["mask"] = _to(self._masks(columns, latents_BChw.shape[-2:]), device)
+            inputs["mask"] = to_device(self._masks(columns, latents_BChw.shape[-2:]), device)
         return inputs
 
     def _moments(self, columns: Columns) -> Tensor:
@@ -322,7 +323,7 @@ class Diffusion:
 
     def _text(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         if "text" in columns:
-            return {name: _to(columns[name], device) for name in ("text", "pooled") if name in columns}
+            return {name: to_device(columns[name], device) for name in ("text", "pooled") if name in columns}
         if self._caches_text:
             return self._cached(columns["caption"], device)
         rows = self._tokens(columns["caption"])
@@ -365,7 +366,9 @@ class Diffusion:
 
     def _named(self, rows: Sequence[tuple[Tensor, ...]], device: torch.device) -> dict[str, Tensor]:
         """Tokens of rows as inputs: of each encoder, and their weights where captions have some."""
-        return {f"ids_{i}": _to(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))}
+        return {
+            f"ids_{i}": to_device(torch.stack(each), device) for i, each in enumerate(zip(*rows, strict=True))
+        }
 
     def _encoded(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         encoders = self.model.text_encoders
@@ -414,7 +417,3 @@ def edge_distance(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
     across = difference.diff(dim=-1).abs().mean(dim=(1, 2, 3))
     down = difference.diff(dim=-2).abs().mean(dim=(1, 2, 3))
     return across + down
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=True)

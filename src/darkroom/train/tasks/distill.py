@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from darkroom.data.loader import ReadSettings
 from darkroom.errors import RecipeError
+from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model, is_flow
 from darkroom.prepare.encoders import text_states, tokenize
 from darkroom.recipe.sections import DistillSettings
@@ -99,7 +100,7 @@ class Distillation(Diffusion):
         # What is left of the draw is a draw of its own.
         least, most = self._guidance
         guidance_b = (least + (most - least) * (whole_b - index_b)).to(inputs["latents"].dtype)
-        return {**inputs, "index": index_b.to(device), "guidance": guidance_b.to(device)}
+        return {**inputs, "index": to_device(index_b, device), "guidance": to_device(guidance_b, device)}
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row the pseudo-Huber distance of the student's two answers."""

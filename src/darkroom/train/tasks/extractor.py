@@ -30,6 +30,7 @@ from darkroom.evaluate.small import (
     save_small,
     word_ids,
 )
+from darkroom.hardware.accelerator import to_device
 from darkroom.models.model import Model
 from darkroom.recipe.sections import DataSettings, ExtractorSettings, ModelSettings, TrainSettings
 
@@ -190,7 +191,7 @@ class LearnExtractor:
             # A row without a class has number -1, which counts in no loss.
             places = [self._places.get(str(value), -1) for value in list(columns[self._settings.label])]
             inputs["label"] = torch.tensor(places)
-        return {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
+        return {name: to_device(value, device) for name, value in inputs.items()}
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Drawn from torch's generator, which the step seeds by its number.

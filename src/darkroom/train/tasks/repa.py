@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
+from darkroom.hardware.accelerator import new_tensor
 from darkroom.models.dit import taken
 from darkroom.models.model import Model
 from darkroom.recipe.sections import AlignSettings, RoutingSettings
@@ -157,7 +158,7 @@ def seen(extractor: Extractor, pixels_B3HW: Tensor, tokens: tuple[int, int]) -> 
     x = pixels_B3HW.float() / 255
     if None not in sides and tuple(sides) != tuple(x.shape[-2:]):
         x = F.interpolate(x, size=sides, mode="bicubic", antialias=True).clamp(0, 1)  # type: ignore[arg-type]
-    mean, std = (torch.tensor(value, device=x.device).view(3, 1, 1) for value in (told.mean, told.std))
+    mean, std = (new_tensor(value, x.device).view(3, 1, 1) for value in (told.mean, told.std))
     maps = extractor.maps((x - mean) / std)
     fine = [m for m in maps if m.shape[-2] >= tokens[0] and m.shape[-1] >= tokens[1]]
     chosen = (fine or maps)[-1]

@@ -76,7 +76,7 @@ def _add(tokenizer: Any, encoder: Any, word: WordSettings) -> None:
             f"the text encoder has {len(table.weight)} words and its tokenizer {first}",
             mend="this model cannot be taught a word",
         )
-    rows_nD = table.weight.detach()[start].repeat(word.vectors, 1)
+    rows_nD = table.weight.detach()[start[0]].repeat(word.vectors, 1)
     encoder.requires_grad_(False)
     encoder.set_input_embeddings(ExtendedEmbedding(table, rows_nD))
 
