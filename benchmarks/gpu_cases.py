@@ -505,8 +505,8 @@ def memory(lab: Lab) -> Rows:
 
 def _planned(lab: Lab, name: str, content: dict[str, Any], rows: int) -> Measurement:
     from darkroom.plan.ask import ask_recipe_object, plans
-    from darkroom.plan.counts import outline
     from darkroom.plan.targets import Target
+    from darkroom.plan.tracing import outline
     from darkroom.plan.training import _columns, _NoStore, _without_store
     from darkroom.recipe import make_recipe
     from darkroom.train import model as build

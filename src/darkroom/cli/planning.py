@@ -126,7 +126,8 @@ def plan(
         raise InputError("no job", allowed=f"a recipe file, {', '.join(JOBS)}, --calibrate or --validate")
     if job not in JOBS and not Path(job).is_file():
         raise RecipeError.missing(Path(job))  # before the seconds that imports take
-    from darkroom.plan import ask, generation, targets
+    from darkroom.plan import ask, targets
+    from darkroom.plan.pictures import PictureSettings
 
     if gpu != "here":
         targets.chosen_cards(gpu)  # a card that nobody knows is said before anything is counted
@@ -148,9 +149,7 @@ def plan(
     )
     if job in JOBS and overrides:
         raise InputError(f"{job} {overrides[0]}", mend="a job takes flags, only a recipe takes KEY=VALUE")
-    pictures_asked = generation.PictureSettings(
-        model, size, steps, guidance, batch, pictures, attention, channels_last
-    )
+    pictures_asked = PictureSettings(model, size, steps, guidance, batch, pictures, attention, channels_last)
     if trace is not None and job != "serve":
         raise InputError(f"--trace with {job}", allowed="serve --trace FILE")
     if head is not None:

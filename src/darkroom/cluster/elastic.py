@@ -95,7 +95,7 @@ def _batches(recipe: Any) -> str:
 
 def _parts(recipe: Any) -> list[Any]:
     """The recipe, or those of its phases."""
-    from darkroom.train.run import phase_recipes
+    from darkroom.recipe.phases import phase_recipes
 
     return [one for _, one in phase_recipes(recipe, Path())] or [recipe]
 

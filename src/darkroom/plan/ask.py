@@ -15,7 +15,6 @@ from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
 from darkroom.plan.cost import listed, over_limits, storage
 from darkroom.plan.counts import Profile, cached, cached_profile
-from darkroom.plan.generation import PictureSettings, own_guidance, picture_profile
 from darkroom.plan.intervals import with_intervals
 from darkroom.plan.jobs import (
     GenerateJob,
@@ -27,6 +26,7 @@ from darkroom.plan.jobs import (
     plan_preparing,
     plan_training,
 )
+from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profile, preparing_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, runs_of, settings_of, text_of
 from darkroom.plan.targets import (
@@ -40,7 +40,7 @@ from darkroom.plan.targets import (
     software_notes,
     software_of,
 )
-from darkroom.train.distributed.ddp_fsdp import channels_last
+from darkroom.recipe.rules import channels_last
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -154,7 +154,7 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
     text = text_of(path)
     runs = runs_of("\n".join([text, *overrides]), path.parent)
     key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
-    settings = cached({**key, "settings": 8}, lambda: settings_of(*read_phase(path, overrides, phase)))
+    settings = cached({**key, "settings": 9}, lambda: settings_of(*read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
@@ -288,27 +288,6 @@ def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = Fals
         precision=USUAL_PRECISION,
         channels_last=layout_of(False),
     )
-
-
-def preparing_profile(
-    model: str, resolution: int, text: bool, precision: str, vae: str | None = None
-) -> Profile:
-    """The counts of encoding, kept; with another model's VAE, if that is said."""
-    key = {
-        "job": "prepare",
-        "model": configs_of(model),
-        "resolution": resolution,
-        "text": text,
-        "precision": precision,
-        "vae": None if vae is None else configs_of(vae),
-    }
-
-    def count() -> Profile:
-        from darkroom.plan.generation import PrepareSpec, profile_preparing
-
-        return profile_preparing(PrepareSpec(model, resolution, text, precision, vae))
-
-    return cached_profile(key, count)
 
 
 STATE = ("gradients", "optimiser")

@@ -12,10 +12,11 @@ import torch
 from darkroom import models
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
-from darkroom.plan.counts import (
-    Profile,
+from darkroom.plan.counts import Profile, cached
+from darkroom.plan.memory import chunks, own_latents, reads_text, rested, resting, samples
+from darkroom.plan.settings import encodes
+from darkroom.plan.tracing import (
     as_on_gpu,
-    cached,
     fakes,
     outline,
     profile_of,
@@ -24,8 +25,6 @@ from darkroom.plan.counts import (
     tensors,
     trace_training,
 )
-from darkroom.plan.memory import chunks, own_latents, reads_text, rested, resting, samples
-from darkroom.plan.settings import encodes
 from darkroom.recipe.sections import AlignSettings
 from darkroom.train import setup as job
 from darkroom.train.distributed.ddp_fsdp import blocks_of

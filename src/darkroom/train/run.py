@@ -19,12 +19,14 @@ from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
+from darkroom.recipe.phases import phase_recipes, with_address
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
-from darkroom.recipe.sections import DataSettings, PhaseSettings
+from darkroom.recipe.sections import DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
 from darkroom.train.checkpoint.storage import Place, RemotePlace, newest, place_of, take_records
+from darkroom.train.checks import check_settings
 from darkroom.train.data.feed import Feed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
 from darkroom.train.data.online import OpenFeed
@@ -35,7 +37,7 @@ from darkroom.train.exports import described_base, write_adapter_file, write_who
 from darkroom.train.jobs import Job, Pinned, Say
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
-from darkroom.train.setup import check_settings, make_job
+from darkroom.train.setup import make_job
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
@@ -369,56 +371,6 @@ def _state(run: Run, recipe: Recipe, step: int | None, say: Say) -> Checkpoint:
         if kept.step == step:
             return place.load(kept)
     raise InputError(f"no checkpoint of step {step}", allowed=", ".join(str(kept.step) for kept, _ in there))
-
-
-def phase_recipes(recipe: Recipe, out: Path) -> Iterator[tuple[Path, Recipe]]:
-    """Each phase as a recipe of its own, and its run's folder. RecipeError where one is impossible."""
-    before: Path | None = None
-    for i, phase in enumerate(recipe.phases):
-        folder = out / f"phase-{i + 1}-{phase.resolution}px"
-        one = _recipe_of(recipe, i, phase, before)
-        yield folder, with_address(one, folder.name)
-        before = folder
-
-
-def with_address(recipe: Recipe, name: str) -> Recipe:
-    """A recipe of several that share an address for checkpoints: with a place of its own there."""
-    if recipe.checkpoint.url is None:
-        return recipe
-    own = recipe.checkpoint.model_copy(update={"url": f"{recipe.checkpoint.url.rstrip('/')}/{name}"})
-    return recipe.model_copy(update={"checkpoint": own})
-
-
-def _recipe_of(recipe: Recipe, i: int, phase: PhaseSettings, before: Path | None) -> Recipe:
-    content: dict[str, Any] = recipe.model_dump(mode="json") | {"phases": []}
-    batch = phase.global_batch or recipe.train.global_batch
-    steps = -(-phase.samples // batch)
-    content["data"]["resolution"] = phase.resolution
-    content["train"] |= {"global_batch": batch, "steps": steps}
-    for key, value in (("lr", phase.lr), ("warmup_steps", phase.warmup_steps)):
-        if value is not None:
-            content["optim"][key] = value
-    if phase.ema_from is not None:
-        if phase.ema_from >= phase.samples:
-            raise RecipeError(
-                f"phases.{i}.ema_from", f"{phase.ema_from} of {phase.samples} pictures", allowed="fewer"
-            )
-        content["train"]["ema"]["start_step"] = phase.ema_from // batch
-    if phase.keep is not None:
-        content["train"]["routing"] = _kept(content["train"]["routing"], phase.keep)
-    if phase.align is not None:
-        content["train"]["align"] = (
-            {**content["train"]["align"], "weight": phase.align} if phase.align else {}
-        )
-    if before is not None:
-        trains_text = recipe.model.train_text_encoder
-        content["model"] = {"base": str(before / "model"), "train_text_encoder": trains_text}
-        content["data"]["text"] = recipe.data.text
-    return type(recipe).model_validate(content)
-
-
-def _kept(routing: dict[str, Any], keep: float) -> dict[str, Any]:
-    return {**routing, "keep": keep} if keep < 1 else {}
 
 
 def train_phases(

@@ -23,11 +23,11 @@ from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
-from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, check_batch, check_together
+from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, channels_last, check_batch
 from darkroom.recipe.sections import TrainSettings
 from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
-from darkroom.train.checkpoint.storage import check_url
+from darkroom.train.checks import check_settings
 from darkroom.train.contents import base_of, check_base, contents_of
 from darkroom.train.data.feed import (
     LOSS_WEIGHT,
@@ -48,19 +48,16 @@ from darkroom.train.data.local_dataset import (
 )
 from darkroom.train.data.online import OpenFeed
 from darkroom.train.data.precomputed import (
-    caches_latents,
     prepare_own,
     stored_latents,
     stored_masks,
     stored_text,
 )
 from darkroom.train.data.rows import select_rows
-from darkroom.train.distributed.ddp_fsdp import channels_last
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.jobs import Job, Pinned, Say
 from darkroom.train.memory import (
     ESTIMATED,
-    check_micro_batch,
     choose_micro_batch,
     forget_inputs,
     rest,
@@ -68,18 +65,17 @@ from darkroom.train.memory import (
 )
 from darkroom.train.model import build_model
 from darkroom.train.objective import Objective, make_objective
-from darkroom.train.scores import Scores, check_scores
+from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
 from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
 from darkroom.train.tasks.distill import Distillation
-from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
+from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
 from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
-from darkroom.train.tracking import check_tracker
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -196,7 +192,7 @@ def _made_ready(
 
     Of a model whose parts are not on the device yet, for latents alone the VAE goes there.
     """
-    stores, makes, column = [store], has_own_store(recipe) and caches_latents(recipe), None
+    stores, makes, column = [store], has_own_store(recipe) and recipe.data.caches_latents, None
     if recipe.data.class_prompt is not None:
         if not makes:
             column = stored_latents(recipe, model, store)
@@ -506,48 +502,3 @@ def _captions(store: Store, rows: Rows) -> Iterator[str]:
 def _checkpoint_activations(module: Any) -> None:
     enable: Sequence[str] = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
     getattr(module, next(name for name in enable if hasattr(module, name)))()
-
-
-def check_settings(recipe: Recipe) -> None:
-    """Raise RecipeError for settings that contradict each other, whatever the store and the model."""
-    train, optim, data = recipe.train, recipe.optim, recipe.data
-    check_together(recipe)
-    check_micro_batch(train)
-    check_tracker(recipe.track)
-    check_scores(recipe)
-    check_url(recipe.checkpoint.url)
-    whole = not recipe.phases  # each phase has a length of its own, and is checked as a recipe of its own
-    if whole and optim.warmup_steps > train.steps:
-        raise RecipeError(
-            "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
-        )
-    if whole and train.ema.start_step >= train.steps and train.ema.enabled:
-        raise RecipeError(
-            "train.ema.start_step",
-            f"{train.ema.start_step} is not before the end ({train.steps} steps)",
-            mend="start earlier, or set train.ema.enabled=false",
-        )
-    if recipe.task == "autoencoder":
-        _check_autoencoder(recipe)
-    elif recipe.task == "extractor":
-        check_extractor(recipe)
-    elif data.encode == "stored" and (data.flip or data.crop == "random"):
-        named = "flip" if data.flip else "crop"
-        raise RecipeError(
-            f"data.{named}",
-            f"{getattr(data, named)}, but prepared latents are of pictures as they are, cut at the centre",
-            mend="set data.encode=inline",
-        )
-
-
-def _check_autoencoder(recipe: Recipe) -> None:
-    if recipe.model.train_text_encoder:
-        raise RecipeError("model.train_text_encoder", "true, but the task autoencoder trains the VAE alone")
-    if isinstance(recipe.model.vae, str):
-        raise RecipeError(
-            "model.vae",
-            f"'{recipe.model.vae}', but the VAE is what is trained",
-            mend="give the folder as model.base to go on from it, or changes to the family's VAE here",
-        )
-    if recipe.data.buckets:
-        raise RecipeError("data.buckets", "true", allowed="false with the task autoencoder")

@@ -283,7 +283,7 @@ def test_a_u_net_has_neither(recipe_of: MakeRecipe, tmp_path: Path) -> None:
 
 
 def test_phases_set_both_anew(recipe_of: MakeRecipe, extractor: Path, tmp_path: Path) -> None:
-    from darkroom.train.run import phase_recipes
+    from darkroom.recipe.phases import phase_recipes
 
     phases = "[{resolution: 16, samples: 16, keep: 0.5}, {resolution: 32, samples: 16, keep: 1, align: 0}]"
     align = f"train.align.extractor={extractor}"

@@ -14,8 +14,8 @@ from darkroom.errors import DarkroomError, RecipeError, Stopped
 from darkroom.hardware import accelerator, machine
 from darkroom.recipe.rules import check_batch
 from darkroom.recipe.sections import ParallelSettings
+from darkroom.train.checks import check_settings
 from darkroom.train.distributed.ranks import LOST, started_together
-from darkroom.train.setup import check_settings
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
