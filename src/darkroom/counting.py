@@ -317,7 +317,7 @@ class _Results:
     ) -> Any:
         """What the operation gives; without running it, where it was run on inputs alike."""
         key = None
-        if known.alike and inputs:
+        if known.alike:
             with suppress(_NotAlike):
                 key = (func, _described(args), _described(tuple(kwargs.items())))
         if key in self._known:
@@ -382,7 +382,8 @@ def _made(out: Any, func: Any, inputs: Sequence[Tensor]) -> list[_Made]:
             raise _NotAlike
         storage = one.untyped_storage()._cdata
         of = given.index(storage) if storage in given else None
-        if (of is not None) != func.is_view or not (func.is_view or (_fills(one) and storage not in new)):
+        shares = func.is_view or func is aten._unsafe_view.default
+        if (of is not None) != shares or not (shares or (_fills(one) and storage not in new)):
             raise _NotAlike
         new.add(storage)
         found.append((of, _shape(one)))
@@ -459,7 +460,7 @@ def _is_real(leaf: object) -> bool:
 
 _BOOKKEEPING = ("prim", "profiler", "prims")
 _DEVICE = torch.ops.prim.device.default
-_DEPENDS = re.compile(r"aten\.(lift|resize|set_|_local_scalar|item|_foreach|_fused)")
+_DEPENDS = re.compile(r"aten\.(lift|resize|set_|_local_scalar|item|_foreach|_fused|scalar_tensor)")
 _UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _WRITES_NOTHING = re.compile(r"aten\.(empty|new_empty|lift_fresh|_local_scalar_dense)")
 
