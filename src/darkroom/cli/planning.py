@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,7 +86,7 @@ def plan(
         float, typer.Option(min=0, help="serve: seconds until another device serves: its machine, loading")
     ] = 120.0,
     losses: Annotated[
-        float, typer.Option(min=0, help="serve: how often an hour a (spot) device is taken away")
+        float, typer.Option(min=0, max=60, help="serve: how often an hour a (spot) device is taken away")
     ] = 0.0,
     resolution: Annotated[int, typer.Option(min=8, help="prepare: side in pixels")] = 512,
     text: Annotated[bool, typer.Option("--text", help="prepare: the captions' states too")] = False,
@@ -113,6 +114,10 @@ def plan(
 
     Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
     """
+    said = {"price": price, "budget": budget, "deadline": deadline, "storage": storage, "egress": egress}
+    for name, number in said.items():
+        if number is not None and not math.isfinite(number):
+            raise InputError(f"--{name} {number}", allowed="a number; leave it out where there is none")
     if calibrate:
         return _calibrate(rows or [], as_json)
     if validate:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.cards import storage_price, unsourced
+from darkroom.hardware.cards import Card, storage_price, unsourced
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
 from darkroom.plan.cost import listed, over_limits, storage
@@ -66,10 +66,21 @@ def plans(asked: Asked, target: Target) -> list[Plan]:
         node_devices=said.get("node_devices") or target.node_devices,
     )
     wheres = (
-        [place(card, target) for card in chosen_cards(target.gpu)] if target.gpu != "here" else [here(target)]
+        [here(target)] if target.gpu == "here" else [place(card, target) for card in _cards(asked, target)]
     )
     found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
+
+
+def _cards(asked: Asked, target: Target) -> list[Card]:
+    """The cards asked for; several of Apple's cannot train together, as torch has no collectives there."""
+    found = chosen_cards(target.gpu)
+    if target.count == 1 or not asked.settings:
+        return found
+    able = [card for card in found if card.architecture != "Apple GPU"]
+    if not able:
+        raise InputError(f"{target.count} x {found[0].name}", allowed="one: they cannot train together")
+    return able
 
 
 def own_count(asked: Asked, target: Target) -> int:
