@@ -338,7 +338,7 @@ class _Results:
         with torch._C._DisableTorchDispatch():
             found = torch.empty_strided(size, stride, dtype=dtype, device="meta")
             if of is not None:  # a view
-                found.set_(inputs[of].untyped_storage(), offset, size, stride)  # type: ignore[call-overload]
+                found.set_(inputs[of].untyped_storage(), offset, size, stride)
         return FakeTensor(self._fake_mode, found, device)
 
 

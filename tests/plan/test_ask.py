@@ -546,3 +546,25 @@ def test_what_no_source_tells_is_said(capsys):
     (known,) = plan_of(capsys, "--gpu", "RTX 4090")
     assert any(note.startswith("no data sheet confirms what programs see") for note in guessed["notes"])
     assert not any(note.startswith("no data sheet") for note in known["notes"])
+
+
+def test_what_nobody_offers_and_nothing_can_do_is_refused(capsys, recipe, tmp_path):
+    """Cards of other makes, regions of nobody, endless prices, tables with other columns, Apples in a row."""
+    drawn = ("generate", "--model", "tiny", "--size", "64x64")
+    wrong = tmp_path / "prices.csv"
+    wrong.write_text("provider,device\nme,T4\n")
+    for arguments, named in (
+        ((*drawn, "--gpu", "Gaudi 3"), "darkroom does not run on it"),
+        ((*drawn, "--gpu", "T4", "--region", "mars"), "--region mars; allowed: how a region begins"),
+        ((*drawn, "--gpu", "T4", "--price", "inf"), "--price inf"),
+        ((*drawn, "--gpu", "T4", "--prices", str(wrong)), "columns and values as in prices.csv"),
+        ((recipe, "--gpu", "Apple M1", "--count", "8"), "8 x Apple M1; allowed: one"),
+    ):
+        code, _, err = told(capsys, *arguments)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert named in err
+    assert told(capsys, *drawn, "--gpu", "T4", "--region", "us", "--price", "1")[0] == 0
+    _, out, _ = told(capsys, recipe, "--gpu", "all", "--count", "2", "--json")
+    devices = {plan["device"] for plan in json.loads(out)["plans"]}
+    assert "H100-SXM" in devices
+    assert not any(name.startswith("Apple") for name in devices)

@@ -65,9 +65,8 @@ def plans(asked: Asked, target: Target) -> list[Plan]:
         shard=said.get("shard", "grads"),
         node_devices=said.get("node_devices") or target.node_devices,
     )
-    wheres = (
-        [here(target)] if target.gpu == "here" else [place(card, target) for card in _cards(asked, target)]
-    )
+    own = target.gpu == "here"
+    wheres = [here(target)] if own else [place(card, target) for card in _cards(asked, target)]
     found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
 
