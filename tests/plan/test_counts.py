@@ -70,6 +70,22 @@ def test_a_profile_comes_back_from_plain_values(counted):
     assert again.flops(7) == counted.flops(7)
 
 
+def test_a_process_keeps_what_its_forward_pass_frees():
+    """Of activations alone, most where blocks are freed among those that live on; weights are never freed."""
+
+    def kept(stage, **facts):
+        moments = (moment(stage, 100, 10), moment(stage, 1000, 0, kind="weights"))
+        held = [Profile((), (one,), {}, 0, {"latents": 4}, facts).memory(4, keeps=True) for one in moments]
+        assert held[1]["allocator"] == 0
+        return held[0]["allocator"] / held[0]["activations"]
+
+    plain, holed = kept("forward"), kept("backward", frees_in_forward=True)
+    assert 0.1 < plain < 0.5 * holed
+    assert 0.5 < holed <= 1
+    assert kept("latents") < kept("denoise") < holed
+    assert "allocator" not in Profile((), (moment("forward", 1, 1),), {}, 0).memory(4)
+
+
 NO_EFFECT = {
     "train": {
         "steps": 7, "global_batch": 12, "micro_batch": 3, "precision": "bf16", "device": "cpu", "seed": 5,

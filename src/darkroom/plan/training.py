@@ -116,6 +116,10 @@ def _facts(recipe: Recipe, model: Model, modules: Collection[Any], step: Any) ->
     return {
         "resolution": recipe.data.resolution,
         "encodes_inline": encodes(recipe),
+        # Frozen layers and checkpointed blocks let their inputs go as soon as they have run.
+        "frees_in_forward": recipe.train.gradient_checkpointing
+        or recipe.adapts
+        or recipe.model.word is not None,
         "masters_apart": _masters_apart(step.weights),
         "computing_bytes": sum(_trained_bytes(module) for module in modules),
         "block_bytes": max(
