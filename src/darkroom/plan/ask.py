@@ -66,12 +66,12 @@ def plans(asked: Asked, target: Target) -> list[Plan]:
         node_devices=said.get("node_devices") or target.node_devices,
     )
     own = target.gpu == "here"
-    wheres = [here(target)] if own else [place(card, target) for card in _cards(asked, target)]
+    wheres = [here(target)] if own else [place(card, target) for card in able_cards(asked, target)]
     found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
 
 
-def _cards(asked: Asked, target: Target) -> list[Card]:
+def able_cards(asked: Asked, target: Target) -> list[Card]:
     """The cards asked for; several of Apple's cannot train together, as torch has no collectives there."""
     found = chosen_cards(target.gpu)
     if target.count == 1 or not asked.settings:
