@@ -16,6 +16,7 @@ from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
+DRAWING_PROCESS_BYTES = 480e6  # of `generate`, which needs no library of stores: 620 with 140 of tensors
 CPU_PROCESS_BYTES = 650e6  # libraries, threads, buffers: runs of 25 and 44 MB of tensors took 680 and 682
 MOST_ROWS = 4096
 
@@ -52,9 +53,9 @@ class Where:
             return total - CPU_PROCESS_BYTES
         return (total - CONTEXT_BYTES) / FRAGMENTATION
 
-    def held(self, tensors: dict[str, float]) -> dict[str, float]:
+    def held(self, tensors: dict[str, float], process_bytes: float = CPU_PROCESS_BYTES) -> dict[str, float]:
         """What a job holds: of a GPU its tensors; of a CPU the process too."""
-        return {**tensors, "process": CPU_PROCESS_BYTES} if self.card.kind == "cpu" else tensors
+        return {**tensors, "process": process_bytes} if self.card.kind == "cpu" else tensors
 
     def memory(self, profile: Profile, rows: int, **more: Any) -> dict[str, float]:
         """Bytes by kind of a job's tensors here, at most `rows` at once; see `Profile.memory`."""
@@ -203,7 +204,7 @@ def _plan(
     # In float32 convolutions may run as tf32: then its rate is the one that nothing can pass.
     peak = max(roofline.peak(kind)[0] for kind in ("conv", "matmul")) * where.cluster.count
     device_hours = known["hours"] * where.cluster.count
-    memory = where.held(known.pop("memory_bytes"))
+    memory = where.held(known.pop("memory_bytes"), known.pop("process_bytes", CPU_PROCESS_BYTES))
     return Plan(
         device=where.card.name,
         count=where.cluster.count,
@@ -348,6 +349,7 @@ def plan_generating(
         flops_an_image=profile.flops(1, "text", "decode") + job.steps * profile.flops(1, "denoise"),
         flops_a_step=job.batch * profile.flops(1, "denoise"),
         memory_bytes=where.memory(profile, job.batch),
+        process_bytes=DRAWING_PROCESS_BYTES,
         largest_micro_batch=largest,
         seconds=seconds,
         images_per_s=rate,
