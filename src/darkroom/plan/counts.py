@@ -34,7 +34,7 @@ MAX_ROWS = 65536
 LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"
 # What a CPU's process keeps of freed activations, as shares of those alive: glibc gives blocks from 32 MB on
 # back, others lie between ones that live on. Medians of ordinary runs (memory-cpu.csv, memory-runs.csv).
-KEPT_OF_LATENTS, KEPT_OF_PICTURES = 0.05, 0.3
+KEPT_OF_LATENTS, KEPT_OF_PICTURES = 0.05, 0.5
 KEPT_OF_STEP = 0.2  # 0.16 to 0.29: nearly all blocks live until the backward pass
 KEPT_OF_HOLED_STEP = 0.85  # 0.63 to 1.13: the forward pass frees blocks among those that live on
 

@@ -16,7 +16,7 @@ from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
-DRAWING_PROCESS_BYTES = 480e6  # of `generate`, which needs no library of stores: 620 with 140 of tensors
+DRAWING_PROCESS_BYTES = 425e6  # of `generate`, which needs no library of stores: 430 with 7 of tensors
 CPU_PROCESS_BYTES = 650e6  # libraries, threads, buffers: runs of 25 and 44 MB of tensors took 680 and 682
 MOST_ROWS = 4096
 
