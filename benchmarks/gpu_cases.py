@@ -24,9 +24,9 @@ import torch
 from darkroom import models
 from darkroom.hardware import machine
 from darkroom.hardware.memory import PeakMemory
-from darkroom.measure.drawing import Drawing
+from darkroom.measure.drawing import Workload
 from darkroom.measure.ladder import DEVICE_LOST, bench_ladder, let_go, why_not
-from darkroom.measure.pretraining import Rung, bench_pretraining
+from darkroom.measure.pretraining import SwitchedStep, bench_pretraining
 from darkroom.measure.timing import Measurement, Timing, append_csv, measurement, synchronise
 from darkroom.models.tokenizer import tokenizer_or_stand_in
 
@@ -75,11 +75,11 @@ class Lab:
             self._models[name] = model.to(self.device, models.precision(precision or self.half))
         return self._models[name]
 
-    def drawing(self, family: str, side: int, precision: str = "", **more: Any) -> Drawing:
+    def drawing(self, family: str, side: int, precision: str = "", **more: Any) -> Workload:
         """A picture job on such a model."""
         side = 32 if self.tiny else side
         told = {"steps": 3 if self.tiny else 30, "guidance": 7.5, **more}
-        return Drawing(self.model(family, precision), (side, side), **told)
+        return Workload(self.model(family, precision), (side, side), **told)
 
     def forget(self) -> None:
         """Nothing of earlier cases stays on the device."""
@@ -139,7 +139,7 @@ def _training_paths(lab: Lab) -> dict[str, Callable[[], object]]:
 
     def step(precision: str, family: str = "tiny", micro: int = 2, optim: Any = None, **train: Any) -> Any:
         unet = TINY_UNET if family == "tiny" else {"num_layers": 2}
-        rung = Rung(family, 32, "plain", lab.device, unet)
+        rung = SwitchedStep(family, 32, "plain", lab.device, unet)
         if train.pop("checkpointing", False):
             rung.unet.enable_gradient_checkpointing()
         rung.step = Step(
@@ -178,7 +178,7 @@ def _drawing_paths(lab: Lab) -> dict[str, Callable[[], object]]:
 
     def draw(names: str, precision: str = lab.half, **settings: Any) -> Any:
         model = lab.model("tiny" if lab.tiny else "sd15", precision)
-        drawing = Drawing(model, (32, 32) if lab.tiny else (128, 128), steps=3)
+        drawing = Workload(model, (32, 32) if lab.tiny else (128, 128), steps=3)
         backend = drawing.open(names)
         pictures = drawing.run(backend, num=2, **settings)
         return {"in_place": ",".join(backend.optimised), "pictures": len(pictures)}
@@ -209,19 +209,19 @@ def _rounds(lab: Lab) -> dict[str, Any]:
     from darkroom.serve.engine.executors import places_for
     from darkroom.serve.engine.loop import Engine
     from darkroom.serve.engine.runner import shape_of
-    from darkroom.serve.engine.tickets import Work
+    from darkroom.serve.engine.tickets import EngineJob
     from darkroom.serve.metrics import Metrics
     from darkroom.serve.request import PictureRequest
 
     over: dict[str, BaseException | None] = {}
 
     class Ends:
-        def began(self, work: Work) -> None: ...
-        def drawn(self, work: Work, index: int) -> None: ...
-        def made(self, work: Work) -> None:
+        def began(self, work: EngineJob) -> None: ...
+        def drawn(self, work: EngineJob, index: int) -> None: ...
+        def made(self, work: EngineJob) -> None:
             over[work.uid] = None
 
-        def failed(self, work: Work, error: BaseException) -> None:
+        def failed(self, work: EngineJob, error: BaseException) -> None:
             over[work.uid] = error
 
     drawing = lab.drawing("tiny" if lab.tiny else "sd15", 64)
@@ -240,7 +240,7 @@ def _rounds(lab: Lab) -> dict[str, Any]:
                 width=side,
                 height=unit,
             )
-            engine.submit(Work(str(i), "key", request, shape_of(model, request), Ends()))
+            engine.submit(EngineJob(str(i), "key", request, shape_of(model, request), Ends()))
         end = time.monotonic() + 60
         while len(over) < 12 and engine.trouble is None and time.monotonic() < end:
             time.sleep(0.01)
@@ -261,7 +261,7 @@ def smoke_compile(lab: Lab) -> Rows:
     def draw(names: str) -> dict[str, Any]:
         torch.compiler.reset()
         counters.clear()
-        drawing = Drawing(
+        drawing = Workload(
             lab.model("tiny" if lab.tiny else "sd15"), (32, 32) if lab.tiny else (128, 128), steps=2
         )
         backend = drawing.open(names)
@@ -278,7 +278,7 @@ def smoke_compile(lab: Lab) -> Rows:
     def train(case: str) -> dict[str, Any]:
         torch.compiler.reset()
         counters.clear()
-        rung = Rung("tiny", 32, case, lab.device, TINY_UNET)
+        rung = SwitchedStep("tiny", 32, case, lab.device, TINY_UNET)
         for k in range(3):
             rung.step(k, rung.inputs(2))
         return {
@@ -391,8 +391,8 @@ def resume(lab: Lab) -> Rows:
     family, side, rows = ("tiny", 32, 2) if lab.tiny else ("sd15", 512, 8)
     unet = TINY_UNET if lab.tiny else {}
 
-    def made() -> Rung:
-        return Rung(family, side, FAST, lab.device, unet)
+    def made() -> SwitchedStep:
+        return SwitchedStep(family, side, FAST, lab.device, unet)
 
     with deterministic():
         one = made()
@@ -421,7 +421,7 @@ def resume(lab: Lab) -> Rows:
     )  # fmt: skip
 
 
-def _state(rung: Rung) -> dict[str, dict[str, torch.Tensor]]:
+def _state(rung: SwitchedStep) -> dict[str, dict[str, torch.Tensor]]:
     from darkroom.train.optim import optimiser_tensors
 
     masters = rung.step.weights.masters
@@ -432,7 +432,7 @@ def _state(rung: Rung) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _restore(rung: Rung, kept: dict[str, dict[str, torch.Tensor]]) -> None:
+def _restore(rung: SwitchedStep, kept: dict[str, dict[str, torch.Tensor]]) -> None:
     from darkroom.train.optim import restore_optimiser
 
     rung.step.weights.load(kept["weights"])
@@ -461,7 +461,7 @@ def profile(lab: Lab) -> Rows:
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if lab.on_cuda else [])]
     family, side, rows = ("tiny", 32, 2) if lab.tiny else ("sd2", 512, 16)
-    rung = Rung(family, side, FAST, lab.device, TINY_UNET if lab.tiny else {})
+    rung = SwitchedStep(family, side, FAST, lab.device, TINY_UNET if lab.tiny else {})
     inputs = rung.inputs(rows)
     drawing = lab.drawing("sd15", 512, steps=5)
     backend = drawing.open("auto")

@@ -32,7 +32,7 @@ from darkroom.serve.engine.executors import places_for
 from darkroom.serve.engine.loader import FIXED_ROWS
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import PictureRequest
 
@@ -79,12 +79,12 @@ class Ended:
     def __init__(self) -> None:
         self.over = 0
 
-    def began(self, work: Work) -> None: ...
-    def drawn(self, work: Work, index: int) -> None: ...
-    def made(self, work: Work) -> None:
+    def began(self, work: EngineJob) -> None: ...
+    def drawn(self, work: EngineJob, index: int) -> None: ...
+    def made(self, work: EngineJob) -> None:
         self.over += 1
 
-    def failed(self, work: Work, error: BaseException) -> None:
+    def failed(self, work: EngineJob, error: BaseException) -> None:
         raise error
 
 
@@ -95,7 +95,7 @@ def drawn(model: Any, requests: list[PictureRequest], fixed_rows: int) -> tuple[
     engine = Engine(
         backend.model or model, backend, capacity=16, metrics=Metrics(), places=places, fixed_rows=fixed_rows
     )
-    works = [Work(str(i), "key", one, shape_of(model, one), ended) for i, one in enumerate(requests)]
+    works = [EngineJob(str(i), "key", one, shape_of(model, one), ended) for i, one in enumerate(requests)]
     engine.start()
     at = time.perf_counter()
     for work in works:

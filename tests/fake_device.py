@@ -112,13 +112,13 @@ def register() -> None:
 def draw(model: Any, solver: str, kind: str, **more: Any) -> int:
     """Prompt to decoded picture; how many results lay on the device."""
     from darkroom.sample.denoise import denoise
-    from darkroom.sample.generate import GenerateSettings, Job
+    from darkroom.sample.generate import GenerateSettings, Generation
 
     with watched(kind) as watch:
         watch.put(*model.modules.values())
         side = 2 * model.size_unit
         settings = GenerateSettings.of(steps=3, solver=solver, guidance=3.0, size=(side, side), **more)
-        job = Job(model, ["a red square"], settings)
+        job = Generation(model, ["a red square"], settings)
         rows = [job.row(0)]
         for state in denoise(job.backend.unet, rows):
             assert state.latents_BCHW.device == watch.place

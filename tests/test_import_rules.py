@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -384,3 +385,50 @@ def test_what_holds_tensors_has_no_repr_of_them():
     shown = shown_fields()
     assert len(shown) > 20, "the control: dataclasses are found"
     assert {name for name, words in shown.items() if words & HOLDS} == set()
+
+
+def classes_of(source: Path) -> dict[str, list[str]]:
+    """The classes under a folder, nested ones included: their names, and the files that define them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path.relative_to(source).as_posix())
+    return found
+
+
+def test_no_class_name_occurs_twice(tmp_path):
+    assert {name: files for name, files in classes_of(SOURCE).items() if len(files) > 1} == {}
+    (tmp_path / "one.py").write_text("class Job: ...\n")
+    (tmp_path / "two.py").write_text("def made():\n    class Job: ...\n")
+    assert classes_of(tmp_path) == {"Job": ["one.py", "two.py"]}
+
+
+def functions_of_one_file(source: Path, others: list[Path]) -> set[str]:
+    """Public functions of modules whose name no other file has as a word; commands are called by typer."""
+    files = {path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in others}
+    files |= {
+        path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in source.rglob("*.py")
+    }
+    counts = Counter(word for words in files.values() for word in words)
+    return {
+        node.name
+        for path in source.rglob("*.py")
+        for node in tree(path).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and not any(".command(" in ast.unparse(one) for one in node.decorator_list)
+        and counts[node.name] == 1
+    }
+
+
+def test_a_function_that_only_its_own_file_calls_is_private(tmp_path):
+    root = SOURCE.parents[1]
+    folders = [(root / folder) for folder in ("tests", "benchmarks", "docs")]
+    others = [path for folder in folders for end in ("*.py", "*.md") for path in folder.rglob(end)]
+    others.remove(Path(__file__).resolve())
+    moving = {"train_phases", "with_address"}  # of train/run.py, on their way into files of their own
+    assert functions_of_one_file(SOURCE, others) <= moving
+    (tmp_path / "one.py").write_text("def used(): ...\ndef own(): ...\ndef _private(): ...\n")
+    (tmp_path / "two.py").write_text("from one import used\n")
+    assert functions_of_one_file(tmp_path, []) == {"own"}

@@ -156,7 +156,7 @@ class Rated:
 
     def encode(self, columns: Any, ask: Any) -> Any:
         """What the encoders made of these rows once, when a device of this rate would have made it."""
-        from darkroom.cluster.usage import Seconds
+        from darkroom.cluster.usage import BlockTimes
 
         began = time.perf_counter()
         made = self._rows.build(ask.rows).columns
@@ -165,7 +165,7 @@ class Rated:
         self._free_at = max(began, self._free_at) + len(ask.rows) / self.rate
         # A sleep ends late; the next block then takes as much less.
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
-        return out, Seconds(encode_s=time.perf_counter() - began)
+        return out, BlockTimes(encode_s=time.perf_counter() - began)
 
 
 def rated(store: Path, rate: float) -> type[Rated]:

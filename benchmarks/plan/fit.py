@@ -25,7 +25,7 @@ from scipy.optimize import least_squares, minimize
 from darkroom.plan import intervals, roofline
 from darkroom.plan.roofline import Efficiency
 from darkroom.proof import published
-from darkroom.proof.rows import Row, Table
+from darkroom.proof.rows import PublishedTable, PublishedValue
 
 PULL = 0.03
 ROWS = 8  # of each table, evenly taken
@@ -36,7 +36,7 @@ GUESSES = list(csv.DictReader(Path(__file__).with_name("guesses.csv").open()))
 KEYS: list[Key] = [(row["name"], row["applies_to"]) for row in GUESSES]
 
 
-def fit(tables: Sequence[Table], start: Efficiency | None = None) -> Efficiency:
+def fit(tables: Sequence[PublishedTable], start: Efficiency | None = None) -> Efficiency:
     """The efficiencies that the tables' rows want, from the guesses to where nothing improves."""
     known = roofline.efficiency()
     guess = np.log([float(row["value"]) for row in GUESSES])
@@ -60,7 +60,7 @@ def fit(tables: Sequence[Table], start: Efficiency | None = None) -> Efficiency:
     return at(found.x)
 
 
-def rows_of(table: Table) -> list[Row]:
+def rows_of(table: PublishedTable) -> list[PublishedValue]:
     """The rows that the fit sees: as many of each table, and of the one that repeats machines one a card."""
     rows = [row for row in published.counted(table) if not row.case.startswith("CPU ")]
     if table.name.startswith("MLPerf"):
@@ -68,7 +68,7 @@ def rows_of(table: Table) -> list[Row]:
     return [rows[round(i * (len(rows) - 1) / (ROWS - 1))] for i in range(ROWS)] if len(rows) > ROWS else rows
 
 
-def log_error(row: Row, known: Efficiency) -> float:
+def log_error(row: PublishedValue, known: Efficiency) -> float:
     """The logarithm of predicted over published."""
     return math.log(row.predict(known) / row.published)
 
@@ -92,7 +92,7 @@ def main() -> None:
     write_spread(errors)
 
 
-def _told(one: Table, known: Efficiency) -> str:
+def _told(one: PublishedTable, known: Efficiency) -> str:
     verdict = "holds" if published.holds(one, known) else "does NOT hold"
     return f"{published.median_error(one, known):6.1%} of {len(published.counted(one)):3} rows  {verdict}"
 
@@ -100,7 +100,7 @@ def _told(one: Table, known: Efficiency) -> str:
 # ---- how sure
 
 
-def measured(row: Row, known: Efficiency) -> tuple[float, dict[str, float]]:
+def measured(row: PublishedValue, known: Efficiency) -> tuple[float, dict[str, float]]:
     """A row's error, and of how much of its time each kind of work is."""
     return log_error(row, known), published.shares(row, known)
 

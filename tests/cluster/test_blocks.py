@@ -18,7 +18,7 @@ from cluster_material import made_store
 from darkroom.cluster import encoders, prepare
 from darkroom.cluster.encoders import Bounds, Encoder, Pool, check_room, on_one_machine
 from darkroom.cluster.feed import share_of
-from darkroom.cluster.keeper import Keeper, SharedPool, Told
+from darkroom.cluster.keeper import Keeper, RankStatus, SharedPool
 from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_folder
 from darkroom.cluster.room import Room
 from darkroom.cluster.usage import Use
@@ -63,9 +63,9 @@ def test_lost_encoders_end_a_job_only_where_no_block_is_made_in_between(
         rank._dead = [number]
         rank.tell(0)
     assert keeper._pool.lost == 8
-    keeper.state(0, Told(made=1, dead=[8, 9, 10]))
+    keeper.state(0, RankStatus(made=1, dead=[8, 9, 10]))
     with pytest.raises(DarkroomError, match="4 encoders died one after the other"):
-        keeper.state(0, Told(dead=[11]))
+        keeper.state(0, RankStatus(dead=[11]))
 
 
 def test_all_cpu_tasks_are_shared_out() -> None:

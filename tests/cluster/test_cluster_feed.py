@@ -24,7 +24,7 @@ from cluster.conftest import NODE
 from darkroom.cluster import feed as cluster_feed
 from darkroom.cluster.encoders import QUEUE
 from darkroom.cluster.feed import online
-from darkroom.cluster.keeper import Told
+from darkroom.cluster.keeper import RankStatus
 from darkroom.cluster.train import Placement
 from darkroom.cluster.train import train as train_on_ray
 from darkroom.data.store import Store
@@ -276,7 +276,7 @@ def test_a_dead_encoders_blocks_are_asked_again(feed, store_path, tmp_path) -> N
     job = make_job(recipe, Pinned(tmp_path / "a"), feed)
     with job.feed(0) as batches:
         found = [next(batches) for _ in range(3)]
-        _, handle = ray.get(feed.keeper.state.remote(0, Told()))[0]
+        _, handle = ray.get(feed.keeper.state.remote(0, RankStatus()))[0]
         os.kill(ray.get(handle.ping.remote()), signal.SIGKILL)
         found += [next(batches) for _ in range(37)]
     inline = make_job(recipe_of(store_path, "inline", "train.steps=40"), Pinned(tmp_path / "b"))

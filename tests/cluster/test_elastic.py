@@ -19,7 +19,7 @@ import pytest
 import yaml
 from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
 
-from darkroom.cluster.elastic import WATCHER, Span, allowed_counts, job_trainer, rounded_down
+from darkroom.cluster.elastic import WATCHER, WorkerRange, allowed_counts, job_trainer, rounded_down
 from darkroom.cluster.mail import Mail
 from darkroom.cluster.room import Room
 from darkroom.cluster.train import Placement, _workers
@@ -203,39 +203,39 @@ def test_a_worker_that_is_told_to_end_saves_first(recipe, tmp_path):
 
 
 def test_a_span_is_read_and_told() -> None:
-    assert Span.parsed("4") == Span(4, 4)
-    assert Span.parsed("2:8") == Span(2, 8)
-    assert (str(Span(4, 4)), str(Span(2, 8))) == ("4", "2:8")
+    assert WorkerRange.parsed("4") == WorkerRange(4, 4)
+    assert WorkerRange.parsed("2:8") == WorkerRange(2, 8)
+    assert (str(WorkerRange(4, 4)), str(WorkerRange(2, 8))) == ("4", "2:8")
     for given in ("0", "8:2", "x", "2:", ":2", "-1", "1.5", "0:2"):
         with pytest.raises(InputError, match=r"allowed: N, or MIN:MAX, 1 or more: 4, 2:8"):
-            Span.parsed(given)
+            WorkerRange.parsed(given)
 
 
 def test_only_counts_that_divide_the_batch_are_taken() -> None:
     eight = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto"])
-    assert allowed_counts(eight, Span(1, 8)) == [1, 2, 4, 8]
-    assert allowed_counts(make_recipe(content(Path("x.lance"))), Span(1, 8)) == [
+    assert allowed_counts(eight, WorkerRange(1, 8)) == [1, 2, 4, 8]
+    assert allowed_counts(make_recipe(content(Path("x.lance"))), WorkerRange(1, 8)) == [
         1,
         2,
         4,
     ]  # micro-batches of 2
     with pytest.raises(RecipeError, match="8 .micro_batch auto. over 5:7 processes"):
-        allowed_counts(eight, Span(5, 7))
+        allowed_counts(eight, WorkerRange(5, 7))
     assert [rounded_down(n, [2, 4, 8]) for n in (1, 2, 3, 7, 100)] == [0, 2, 2, 4, 8]
     room = Room(((3, 0),))
-    assert _workers(eight, Placement(workers=Span(2, 8)), room) == [2, 4, 8]
+    assert _workers(eight, Placement(workers=WorkerRange(2, 8)), room) == [2, 4, 8]
     with pytest.raises(InputError, match="4 workers of 1 CPUs each: the cluster's nodes have room for 3"):
-        _workers(eight, Placement(workers=Span(3, 8)), room)
+        _workers(eight, Placement(workers=WorkerRange(3, 8)), room)
 
 
 def test_counts_share_the_batch_of_every_phase() -> None:
     phases = "phases=[{resolution: 16, samples: 80}, {resolution: 32, samples: 60, global_batch: 6}]"
     two = make_recipe(content(Path("x.lance")), ["train.micro_batch=auto", phases])
-    assert allowed_counts(two, Span(1, 8)) == [1, 2]  # 4 and 8 do not share 6
+    assert allowed_counts(two, WorkerRange(1, 8)) == [1, 2]  # 4 and 8 do not share 6
     with pytest.raises(RecipeError, match="6 over 4 processes"):
-        allowed_counts(two, Span(4, 4))
+        allowed_counts(two, WorkerRange(4, 4))
     with pytest.raises(RecipeError, match="train.global_batch: 8 and 6"):
-        allowed_counts(two, Span(4, 8))
+        allowed_counts(two, WorkerRange(4, 8))
 
 
 def test_a_pause_is_no_failure_and_is_over_when_the_next_begin() -> None:

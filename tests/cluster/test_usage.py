@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from darkroom.cluster.usage import ONLINE, PREPARE, Seconds, Use, Words, together
+from darkroom.cluster.usage import ONLINE, PREPARE, BlockTimes, SettingNames, Use, together
 
 
 def use_of(
@@ -14,10 +14,10 @@ def use_of(
     read_s: float = 0.0,
     write_s: float = 0.0,
     slot_s: float = 0.0,
-    words: Words = PREPARE,
+    words: SettingNames = PREPARE,
 ) -> Use:
     """Ten seconds of two encoders and four CPU tasks."""
-    busy = Seconds(read_s, cpu_s, encode_s, write_s)
+    busy = BlockTimes(read_s, cpu_s, encode_s, write_s)
     use = Use(4, 6, words, wall_s=10, busy=busy, rows=100, blocks=10, encoder_s=20, slot_s=slot_s)
     use.begun = True
     return use
@@ -55,7 +55,7 @@ def test_a_stage_whose_places_change_is_busy_by_the_time_that_each_was_there() -
     use.tick(5, 1, 0)
     use.cpu_workers = 6
     use.tick(5, 1, 0)
-    use.add(Seconds(ready_s=20))
+    use.add(BlockTimes(ready_s=20))
     assert use.shares()["cpu"] == pytest.approx(0.5)  # of 5 * 2 + 5 * 6
 
 
@@ -72,13 +72,13 @@ def test_ranks_that_share_encoders_fill_them_together() -> None:
 def test_what_starts_up_is_not_counted() -> None:
     use = Use(4)
     use.tick(100, 0, 4)
-    use.add(Seconds(ready_s=50))
+    use.add(BlockTimes(ready_s=50))
     assert use.bottleneck() == "nothing was encoded yet"
     use.made(8)
     assert "too few blocks" in use.bottleneck()
     for _ in range(3):
         use.tick(1, 1, 4)
-        use.add(Seconds(encode_s=0.95))
+        use.add(BlockTimes(encode_s=0.95))
         use.made(8)
     assert use.rows_per_s() == 8
     assert use.shares() == pytest.approx({"cpu": 0, "encode": 0.95})

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from darkroom.data.images import Facts
-from darkroom.data.importers.rows import Extras, Row, plain, type_of, widened
+from darkroom.data.importers.rows import ExtraColumns, PassedPicture, plain, type_of, widened
 from darkroom.data.store import SCHEMA
 
 
@@ -53,15 +53,15 @@ def test_odd_values_become_plain(value, told):
     assert plain(value) == told
 
 
-def row(**extras: object) -> Row:
-    return Row("0" * 32, b"", "", Facts(1, 1, "PNG", 0), "k", extras)
+def row(**extras: object) -> PassedPicture:
+    return PassedPicture("0" * 32, b"", "", Facts(1, 1, "PNG", 0), "k", extras)
 
 
 def test_a_narrower_column_of_the_store_is_widened_and_a_wider_one_is_kept():
     schema = pa.schema(
         [*SCHEMA, pa.field("f", pa.float32()), pa.field("i", pa.int32()), pa.field("s", pa.string())]
     )
-    arrays, needed = Extras(schema).columns([row(f=1, i=2, s=3, new=[])])
+    arrays, needed = ExtraColumns(schema).columns([row(f=1, i=2, s=3, new=[])])
     assert needed == {"i": pa.int64(), "new": pa.list_(pa.string())}
     assert {name: (str(a.type), a.to_pylist()) for name, a in arrays.items()} == {
         "f": ("float", [1.0]), "i": ("int64", [2]), "s": ("string", ["3"]),
@@ -70,7 +70,7 @@ def test_a_narrower_column_of_the_store_is_widened_and_a_wider_one_is_kept():
 
 
 def test_names_that_clash_stay_apart():
-    extras = Extras(SCHEMA)
+    extras = ExtraColumns(SCHEMA)
     arrays, _ = extras.columns([row(**{"a.b": 1, "a_b": 2, "id": 3, "source_id": 4, "": 5})])
     assert {name: a.to_pylist() for name, a in arrays.items()} == {
         "a_b": [1], "a_b_2": [2], "source_id": [3], "source_id_2": [4], "unnamed": [5],

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from darkroom.data import seen as module
-from darkroom.data.seen import Seen, short_id
+from darkroom.data.seen import SeenIds, short_id
 
 
 def test_it_agrees_with_a_plain_set(monkeypatch, tmp_path):
@@ -15,7 +15,7 @@ def test_it_agrees_with_a_plain_set(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "RUN", 1000)
     rng = np.random.default_rng(0)
     plain: set[int] = set()
-    seen = Seen(tmp_path)
+    seen = SeenIds(tmp_path)
     for number in rng.integers(0, 6000, 8000).tolist():
         assert seen.add(number) == (number not in plain)
         plain.add(number)
@@ -27,7 +27,7 @@ def test_it_agrees_with_a_plain_set(monkeypatch, tmp_path):
 
 
 def test_many_at_once():
-    seen = Seen()
+    seen = SeenIds()
     seen.add_all(np.array([5, 3, 5, 2**64 - 1], np.uint64))
     assert [n in seen for n in (3, 5, 2**64 - 1, 4)] == [True, True, True, False]
     assert len(seen) == 3
@@ -37,7 +37,7 @@ def test_many_at_once():
 
 def test_an_id_is_never_lost_to_another_thread(monkeypatch):
     monkeypatch.setattr(module, "PENDING", 20)
-    seen, added, lost = Seen(), [0], []
+    seen, added, lost = SeenIds(), [0], []
 
     def ask() -> None:
         while added[0] < 3_000:

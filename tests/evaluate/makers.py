@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.evaluate.small import Seen, SmallExtractor, save_small
+from darkroom.evaluate.small import SmallExtractor, TrainingHashes, save_small
 
 SMALL = SmallSettings(width=8, levels=3, embedding=32, buckets=256)
 CLIP_PREPROCESS = {
@@ -27,11 +27,13 @@ def write_preprocess(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(CLIP_PREPROCESS))
 
 
-def small_extractor(folder: Path, *, text: bool = True, seen: Seen | None = None, seed: int = 3) -> Path:
+def small_extractor(
+    folder: Path, *, text: bool = True, seen: TrainingHashes | None = None, seed: int = 3
+) -> Path:
     torch.manual_seed(seed)
     network = SmallExtractor(SMALL, resolution=32, text=text)
     empty = np.zeros(0, np.int64)
-    save_small(network, folder, (seen or Seen(empty, empty)).tensors())
+    save_small(network, folder, (seen or TrainingHashes(empty, empty)).tensors())
     return folder
 
 

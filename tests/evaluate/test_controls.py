@@ -19,7 +19,7 @@ from darkroom.evaluate.controls import (
     OTHER,
     PHOTOGRAPHS,
     SHUFFLED,
-    Controls,
+    ControlScores,
     colour_matched,
     likeness,
     likeness_controls,
@@ -82,10 +82,10 @@ def test_a_measure_of_colour_alone_is_no_likeness() -> None:
     assert found.values[COLOURED] == pytest.approx(found.values[PHOTOGRAPHS], abs=0.01)
     assert not found.holds
     assert "it is no likeness" in found.lines()[-1]
-    ranked = Controls({PHOTOGRAPHS: 0.8, OTHER: 0.4, COLOURED: 0.4, SHUFFLED: 0.5, BLURRED: 0.1}, "it")
+    ranked = ControlScores({PHOTOGRAPHS: 0.8, OTHER: 0.4, COLOURED: 0.4, SHUFFLED: 0.5, BLURRED: 0.1}, "it")
     assert ranked.holds
     for name, value in ((SHUFFLED, 0.9), (BLURRED, 0.5), (OTHER, 0.05)):
-        assert not Controls({**ranked.values, name: value}, "it").holds, name
+        assert not ControlScores({**ranked.values, name: value}, "it").holds, name
     with pytest.raises(InputError, match="1 photographs and 2 of another subject; allowed: 2 and 1"):
         likeness_controls(colour, red[:1], blue)
 

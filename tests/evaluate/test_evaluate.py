@@ -20,7 +20,7 @@ from darkroom.evaluate.job import append_scores, evaluate, evaluate_folder, read
 from darkroom.evaluate.metrics import METRICS
 from darkroom.evaluate.pictures import FolderPictures, StorePictures, images, open_pictures
 from darkroom.evaluate.prompts import Prompts
-from darkroom.evaluate.small import Seen
+from darkroom.evaluate.small import TrainingHashes
 from darkroom.evaluate.statistics import unit
 
 DRAWN = {"steps": 2, "guidance": 1.0}
@@ -261,7 +261,7 @@ def test_everything_is_checked_before_a_picture_is_drawn(tiny, small_folder, din
 
 def test_an_extractor_does_not_judge_pictures_it_was_trained_on(painted, tmp_path):
     subject = paint(tmp_path / "subject", 4, seed=5, side=64)
-    looked = Seen.of((file.read_bytes(), 7) for file in sorted(subject.iterdir())[:2])
+    looked = TrainingHashes.of((file.read_bytes(), 7) for file in sorted(subject.iterdir())[:2])
     flattering = small_extractor(tmp_path / "flattering", seen=looked)
     with pytest.raises(InputError, match=r"trained on 2 of 4 pictures \(2 the same files\)"):
         evaluate_folder(painted, ["dino"], extractors={"all": flattering}, subject=subject)
@@ -282,7 +282,7 @@ def test_an_extractor_does_not_judge_pictures_it_was_trained_on(painted, tmp_pat
 def test_a_picture_saved_anew_is_recognised_by_its_looks(painted, tmp_path):
     import_pictures(painted, tmp_path / "pictures.lance", on_missing_caption="keep")
     store = open_pictures(tmp_path / "pictures.lance")
-    seen = Seen.of(zip(store.column("picture"), store.column("phash"), strict=True))
+    seen = TrainingHashes.of(zip(store.column("picture"), store.column("phash"), strict=True))
     again = tmp_path / "again"
     again.mkdir()
     for file in sorted(painted.iterdir()):

@@ -9,8 +9,8 @@ from darkroom import models
 from darkroom.errors import InputError, is_out_of_memory
 from darkroom.measure import batch
 from darkroom.measure import ladder as ladder_bench
-from darkroom.measure.batch import Kind, bench_batch, default_kinds
-from darkroom.measure.drawing import Drawing, Watch
+from darkroom.measure.batch import PrecisionCase, bench_batch, default_kinds
+from darkroom.measure.drawing import StepTimer, Workload
 from darkroom.measure.ladder import bench_ladder, default_cases
 from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, compare_precisions, parse_steps
 from darkroom.measure.timing import append_csv, read_csv
@@ -21,7 +21,7 @@ from darkroom.sample import ladder
 
 @pytest.fixture(scope="module")
 def drawing():
-    return Drawing(models.create("tiny", seed=1), (32, 32), steps=3, guidance=5.0)
+    return Workload(models.create("tiny", seed=1), (32, 32), steps=3, guidance=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_every_rung_and_stack_is_a_case_by_itself():
 
 
 def test_batches_double_and_kinds_take_turns(drawing):
-    kinds = [Kind("float32"), Kind("bf16"), Kind("bf16", autocast=True)]
+    kinds = [PrecisionCase("float32"), PrecisionCase("bf16"), PrecisionCase("bf16", autocast=True)]
     rows = list(bench_batch(drawing, kinds=kinds, most=2, repeats=1))
     assert [row.settings["batch"] for row in rows] == [1, 1, 1, 2, 2, 2]
     assert [row.case for row in rows[:3]] == ["torch float32", "torch bf16", "torch bf16 autocast"]
@@ -85,7 +85,7 @@ def test_batches_double_and_kinds_take_turns(drawing):
 
 
 def test_out_of_memory_is_a_row_and_the_end_of_that_kind(drawing, monkeypatch):
-    kinds = [Kind("float32"), Kind("bf16")]
+    kinds = [PrecisionCase("float32"), PrecisionCase("bf16")]
     as_drawn = ladder.optimise(drawing.model).model
     one_picture = batch.count_needs(as_drawn, drawing.size).unet(2)
     monkeypatch.setattr(batch, "memory_available", lambda device: int(one_picture * 1.5))
@@ -111,8 +111,8 @@ def test_the_grid_has_no_half_precision_on_a_cpu():
     assert [kind.name for kind in default_kinds("cpu")] == [
         *("torch float32", "torch float32 autocast", "torch bf16", "torch bf16 autocast")
     ]
-    assert Kind("fp16") in default_kinds("cuda:0")
-    assert Kind("float32", backend="openvino") in default_kinds("cpu", ["torch", "openvino"])
+    assert PrecisionCase("fp16") in default_kinds("cuda:0")
+    assert PrecisionCase("float32", backend="openvino") in default_kinds("cpu", ["torch", "openvino"])
 
 
 def test_compiled_batches_are_measured_in_half_precision_too():
@@ -120,7 +120,7 @@ def test_compiled_batches_are_measured_in_half_precision_too():
     compiled = [kind for kind in kinds if kind.backend == "compile"]
     assert [kind.precision for kind in compiled] == ["float32", "fp16", "bf16"]
     assert [kind.names for kind in compiled] == ["auto", "auto,fp16", "auto,bf16"]
-    assert Kind("fp16", backend="compile") not in default_kinds("cpu", ["compile"])
+    assert PrecisionCase("fp16", backend="compile") not in default_kinds("cpu", ["compile"])
 
 
 def test_rows_come_one_by_one_and_a_failure_ends_its_case_alone(drawing, monkeypatch):
@@ -177,7 +177,7 @@ def test_steps_are_read_as_people_write_them():
 
 
 def test_a_watch_leaves_the_first_step_out():
-    watch = Watch("cpu")
+    watch = StepTimer("cpu")
     for done in (2, 4, 6):
         watch(done, 6)
     watch(1, 1)
@@ -186,8 +186,8 @@ def test_a_watch_leaves_the_first_step_out():
 
 
 def test_flops_are_those_of_all_steps_and_the_decoder(drawing):
-    half = Drawing(drawing.model, drawing.size, steps=3, guidance=1.0)
+    half = Workload(drawing.model, drawing.size, steps=3, guidance=1.0)
     once, twice = half.flops_per_image(), drawing.flops_per_image()
     assert twice > once
-    longer = Drawing(drawing.model, drawing.size, steps=6, guidance=1.0).flops_per_image()
+    longer = Workload(drawing.model, drawing.size, steps=6, guidance=1.0).flops_per_image()
     assert twice - once == longer - once  # guidance costs as much as twice the steps

@@ -27,7 +27,7 @@ from darkroom.measure.serving import (
     figures,
     most_between,
 )
-from darkroom.measure.trace import Asked, draw_trace, make_adapters, sizes_for
+from darkroom.measure.trace import TraceRequest, draw_trace, make_adapters, sizes_for
 from darkroom.models.adapters.read import read_adapter
 from darkroom.report.serving import write_serving_page
 
@@ -73,7 +73,7 @@ def test_adapters_differ_and_change_something(tmp_path: Path) -> None:
 
 
 def outcome(number: int, state: str, due_s: float, finished_s: float | None, **more: Any) -> Outcome:
-    return Outcome(Asked(number, 0, "a", 8, 8, 1, 1.0, 0), state, due_s, finished_s=finished_s, **more)
+    return Outcome(TraceRequest(number, 0, "a", 8, 8, 1, 1.0, 0), state, due_s, finished_s=finished_s, **more)
 
 
 def test_figures_count_and_goodput_leaves_the_start_out() -> None:
@@ -101,10 +101,10 @@ def test_the_highest_bucket_that_something_fell_into() -> None:
 def test_the_plain_server_draws_batches_and_stops_what_is_given_up(small: Path, tmp_path: Path) -> None:
     names = make_adapters(models.load(str(small)), tmp_path, 2, seed=0)
     alike = {"prompt": "a", "width": 32, "height": 32, "steps": 4, "guidance": 7.5, "adapter": names[0]}
-    trace = [Asked(i, 0.0, seed=i, **alike) for i in range(3)]  # type: ignore[arg-type]
+    trace = [TraceRequest(i, 0.0, seed=i, **alike) for i in range(3)]  # type: ignore[arg-type]
     trace += [
-        Asked(3, 0.0, seed=3, cancel_step=2, **{**alike, "adapter": names[1]}),  # type: ignore[arg-type]
-        Asked(4, 0.0, seed=4, cancel_step=0, **alike),  # type: ignore[arg-type]
+        TraceRequest(3, 0.0, seed=3, cancel_step=2, **{**alike, "adapter": names[1]}),  # type: ignore[arg-type]
+        TraceRequest(4, 0.0, seed=4, cancel_step=0, **alike),  # type: ignore[arg-type]
     ]
     task = {
         "model": str(small),

@@ -29,9 +29,9 @@ from darkroom.plan.jobs import (
     step_seconds,
 )
 from darkroom.plan.roofline import ARITHMETIC, Roofline, Software, efficiency, graphics, units_rate
-from darkroom.plan.scale import Cluster, all_reduce_s, default_cluster
+from darkroom.plan.scale import ClusterSpec, all_reduce_s, default_cluster
 from darkroom.plan.serving import Request
-from darkroom.plan.trace import Goal, plan_rate
+from darkroom.plan.trace import ServingTarget, plan_rate
 from darkroom.proof import peers as shipped
 from darkroom.proof.peers import OthersStep
 
@@ -135,7 +135,7 @@ def test_devices_add_up(training, mode, network):
     job = TrainJob("train", 100, 4096, None)
     found = []
     for count in (1, 2, 3, 7, 8, 9, 64, 100, 1000, 1024):
-        where = Where(cards()["A100-SXM4-80GB"], Cluster(count, network=network, mode=mode))
+        where = Where(cards()["A100-SXM4-80GB"], ClusterSpec(count, network=network, mode=mode))
         plan = plan_training(training, job, where, Software("bf16"))
         assert plan.fits
         assert 0 < plan.mfu <= 1
@@ -155,7 +155,8 @@ def test_a_sum_over_more_devices_takes_longer():
     known = efficiency()
     for name in ("V100-SXM2-16GB", "A100-SXM4-40GB", "H100-SXM", "RTX 4090"):
         taken = [
-            all_reduce_s(cards()[name], Cluster(count), 3.4e9, known) for count in (1, 2, 4, 8, 16, 64, 1024)
+            all_reduce_s(cards()[name], ClusterSpec(count), 3.4e9, known)
+            for count in (1, 2, 4, 8, 16, 64, 1024)
         ]
         assert taken[0] == 0
         assert taken == sorted(taken)
@@ -214,7 +215,7 @@ def test_a_server_needs_more_for_more_requests_and_for_less_patience(pictures):
     where, software = Where(cards()["L40S"]), Software("fp16")
 
     def needed(rate, latency):
-        goal = Goal(latency, rate)
+        goal = ServingTarget(latency, rate)
         plan = plan_rate(Request(0.0, 512, 512, 30, 1.0), goal, pictures, where, software)
         assert plan.extra["busy"] < 1
         assert plan.fits == (plan.extra["latency_p95_s"] <= latency)
@@ -225,7 +226,9 @@ def test_a_server_needs_more_for_more_requests_and_for_less_patience(pictures):
     assert by_rate[-1] > 100
     by_patience = [needed(20.0, latency) for latency in (1.5, 2, 5, 10, 60, 600)]
     assert by_patience == sorted(by_patience, reverse=True)
-    assert not plan_rate(Request(0.0, 512, 512, 30, 1.0), Goal(0.01, 1), pictures, where, software).fits
+    assert not plan_rate(
+        Request(0.0, 512, 512, 30, 1.0), ServingTarget(0.01, 1), pictures, where, software
+    ).fits
 
 
 @pytest.mark.parametrize("card", GPUS, ids=lambda card: card.name)
@@ -279,7 +282,7 @@ def test_preparing_more_takes_longer_and_more_disk():
 
 
 def test_too_many_devices_are_refused(training):
-    where = Where(cards()["A100-SXM4-80GB"], Cluster(65))
+    where = Where(cards()["A100-SXM4-80GB"], ClusterSpec(65))
     with pytest.raises(InputError, match="global batch of 64"):
         plan_training(training, TrainJob("train", 1, 64, None), where, Software("bf16"))
 

@@ -14,7 +14,7 @@ from darkroom.measure.timing import Measurement, append_csv
 from darkroom.plan import calibrate, targets
 from darkroom.plan.calibrate import host_seconds
 from darkroom.plan.roofline import Roofline, Software, efficiency, units_rate
-from darkroom.plan.scale import Cluster, all_reduce_s
+from darkroom.plan.scale import ClusterSpec, all_reduce_s
 from darkroom.plan.targets import Measured, calibration
 
 PICTURES = ("generate", "--model", "tiny", "--size", "64", "--steps", "4", "--precision", "float32")
@@ -64,7 +64,7 @@ def test_a_cpu_is_measured_in_each_precision_and_planned_with_it(capsys, own_cac
     assert again == pytest.approx(2 * planned, rel=1e-3)
     where = targets.here(targets.Target())
     rate = kept["link_bytes_s", card.name]
-    assert all_reduce_s(card, Cluster(2), 1e9, where.known) == pytest.approx(1e9 / rate, rel=0.01)
+    assert all_reduce_s(card, ClusterSpec(2), 1e9, where.known) == pytest.approx(1e9 / rate, rel=0.01)
 
 
 def test_rows_of_another_machine_are_refused(capsys, own_cache, tmp_path):

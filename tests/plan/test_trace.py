@@ -14,7 +14,7 @@ from darkroom.plan import pictures
 from darkroom.plan.jobs import Where
 from darkroom.plan.roofline import Software
 from darkroom.plan.serving import Fleet, Request, Server, draw, fewest_devices, read_trace, serve
-from darkroom.plan.trace import Goal, plan_rate, plan_trace
+from darkroom.plan.trace import ServingTarget, plan_rate, plan_trace
 
 SIZES = [(64, 64), (64, 48)]
 
@@ -72,7 +72,8 @@ def test_steps_and_guidance_are_the_requests_own(profiles, file):
     heavy = [replace(request, steps=3 * request.steps, guidance=7.5) for request in requests]
     where = Where(cards()["T4"])
     light_plan, heavy_plan = (
-        plan_trace(asked, Goal(1e3), profiles, where, Software("fp16")) for asked in (requests, heavy)
+        plan_trace(asked, ServingTarget(1e3), profiles, where, Software("fp16"))
+        for asked in (requests, heavy)
     )
     assert heavy_plan.flops_an_image > 2.5 * light_plan.flops_an_image
     assert heavy_plan.extra["busy"] > light_plan.extra["busy"]
@@ -97,10 +98,12 @@ def test_a_rate_and_its_own_trace_agree(profiles):
     request = Request(0.0, 64, 64, 30, 7.5)
     alone = serve([request], server, 1).p95_s
     for rate in (2 / alone, 100 / alone):
-        goal = Goal(3 * alone, rate)
+        goal = ServingTarget(3 * alone, rate)
         planned = plan_rate(request, goal, profiles[64, 64], where, Software("fp16"))
         needed = [
-            plan_trace(draw(request, rate, 400, seed), Goal(3 * alone), profiles, where, Software("fp16"))
+            plan_trace(
+                draw(request, rate, 400, seed), ServingTarget(3 * alone), profiles, where, Software("fp16")
+            )
             for seed in range(100, 104)
         ]
         devices = [plan.extra["devices"] for plan in needed]
@@ -110,7 +113,7 @@ def test_a_rate_and_its_own_trace_agree(profiles):
         assert planned.extra["latency_p50_s"] <= planned.extra["latency_p95_s"] <= 3 * alone
         assert planned.extra["latency_p95_s"] <= planned.extra["latency_p99_s"]
     assert planned.extra["devices"] > 1
-    again = plan_rate(request, Goal(3 * alone, rate), profiles[64, 64], where, Software("fp16"))
+    again = plan_rate(request, ServingTarget(3 * alone, rate), profiles[64, 64], where, Software("fp16"))
     assert again == planned  # seeded
 
 

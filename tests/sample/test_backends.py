@@ -27,7 +27,7 @@ from darkroom.hardware import cpu
 from darkroom.models.model import Model
 from darkroom.sample import generate
 from darkroom.sample.backends import open_backend
-from darkroom.sample.backends.cache import Key, exported
+from darkroom.sample.backends.cache import CacheKey, exported
 from darkroom.sample.pictures import Picture
 
 PROMPTS = ["a red circle on a blue background", "a photo of an astronaut"]
@@ -350,7 +350,7 @@ def test_what_was_used_longest_ago_goes(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("DARKROOM_CACHE_GB", "3.6e-6")
 
     def made(part: str) -> Path:
-        key = Key("onnx", part, "0" * 64, "{}", "float32", "x?", ())
+        key = CacheKey("onnx", part, "0" * 64, "{}", "float32", "x?", ())
         place = exported(key, lambda folder: (folder / "model.bin").write_bytes(b"0" * 1000) and None)
         os.utime(place, (now[0], now[0]))
         now[0] += 10

@@ -234,9 +234,9 @@ def wide() -> Model:
 
 def test_rows_with_and_without_nets_share_the_calls(tiny: Model, tmp_path: Path) -> None:
     """Each picture is the one it is alone; rows of a batch join and end their nets at different steps."""
-    from darkroom.sample import Batch
+    from darkroom.sample import RunningBatch
     from darkroom.sample.control import ControlledUnet, Controls
-    from darkroom.sample.generate import GenerateSettings, Job
+    from darkroom.sample.generate import GenerateSettings, Generation
 
     one, two = (models.read_control(saved(net_of(tiny, i), tmp_path / f"{i}"), tiny) for i in (1, 2))
     t2i = models.read_control(saved(adapter_of(tiny), tmp_path / "t2i"), tiny)
@@ -248,7 +248,7 @@ def test_rows_with_and_without_nets_share_the_calls(tiny: Model, tmp_path: Path)
         [Control(two, picture(0)), Control(two, picture(3), -0.5)],
     ]
     jobs = [
-        Job(
+        Generation(
             tiny,
             [PROMPT],
             GenerateSettings.of(size=SIZE, steps=5, seed=i, guidance=1.0 if i == 1 else 4.0),
@@ -261,7 +261,7 @@ def test_rows_with_and_without_nets_share_the_calls(tiny: Model, tmp_path: Path)
 
     def latents(chosen: list[int]) -> list[torch.Tensor]:
         rows = [jobs[i].row(0) for i in chosen]
-        batch = Batch(rows)
+        batch = RunningBatch(rows)
         while batch.steps_left:
             batch.advance(unet)
         batch.unpack()
@@ -271,8 +271,8 @@ def test_rows_with_and_without_nets_share_the_calls(tiny: Model, tmp_path: Path)
     for i in range(len(kinds)):
         [alone] = latents([i])
         assert (together[i] - alone).abs().max() <= 1e-4 * max(1.0, float(alone.abs().max()))
-    plain = Job(tiny, [PROMPT], GenerateSettings.of(size=SIZE, steps=5, seed=1, guidance=1.0)).row(0)
-    batch = Batch([plain])
+    plain = Generation(tiny, [PROMPT], GenerateSettings.of(size=SIZE, steps=5, seed=1, guidance=1.0)).row(0)
+    batch = RunningBatch([plain])
     while batch.steps_left:
         batch.advance(unet)
     batch.unpack()

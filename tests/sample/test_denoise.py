@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from darkroom.options import SOLVERS
 from darkroom.sample import denoise
 from darkroom.sample.choice import make_table
-from darkroom.sample.denoise import Batch, Condition, Known, Row, advance
+from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, advance
 
 CONFIG = {
     "_class_name": "DDIMScheduler",
@@ -207,7 +207,7 @@ def test_a_row_that_is_done_is_passed_over() -> None:
     assert list(denoise(CountingUnet(), [one])) == []
     assert torch.equal(one.latents_CHW, finished)
     with pytest.raises(ValueError, match="done"):
-        Batch([one])
+        RunningBatch([one])
 
 
 def test_an_error_in_the_unet_leaves_the_rows_whole() -> None:
@@ -257,7 +257,7 @@ def test_what_is_known_stays_to_the_last_step() -> None:
     picture, noise = torch.full(SHAPE, 0.7), torch.full(SHAPE, 5.0)
     mask = torch.zeros(1, *SHAPE[1:])
     mask[:, :, 5:] = 1
-    one, free = row(steps=4, known=Known(picture, noise, mask)), row(steps=4)
+    one, free = row(steps=4, known=KnownPart(picture, noise, mask)), row(steps=4)
     run([one, free])
     assert torch.equal(one.latents_CHW[:, :, :5], picture[:, :, :5])
     assert far(one.latents_CHW[:, :, 5:], picture[:, :, 5:]) > 0.1

@@ -13,7 +13,7 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.sample import denoise, generate
 from darkroom.sample.choice import make_table, solvers_of
-from darkroom.sample.denoise import Batch, Condition, Known, Row
+from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch
 from darkroom.sample.ladder.steps import interval_of
 from darkroom.sample.solvers import TIMESTEP
 
@@ -174,7 +174,7 @@ def test_what_stays_is_kept_through_heun_steps() -> None:
     mask[:, :, 4:] = 1
     start = noise()
     table = make_table("flow_heun", configured("flow_euler"), 6)
-    going = row(table, start, known=Known(picture, start, mask))
+    going = row(table, start, known=KnownPart(picture, start, mask))
     for _ in denoise(call, [going]):
         pass
     torch.testing.assert_close(going.latents_CHW[..., :4], picture[..., :4], atol=1e-5, rtol=0)
@@ -250,7 +250,7 @@ def test_a_batch_of_flow_rows_takes_one_call_a_step() -> None:
     table = make_table(None, configured("flow_euler"), 3)
     against = Condition(torch.zeros(1, 1))
     rows = [row(table, noise(i), negative=against, guidance=2.0 + i) for i in range(2)]
-    batch = Batch(rows)
+    batch = RunningBatch(rows)
     while batch.steps_left:
         batch.advance(counted)
     assert calls == [4, 4, 4]

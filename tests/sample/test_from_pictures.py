@@ -20,7 +20,7 @@ from darkroom.options import SOLVERS
 from darkroom.sample import denoise, generate
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Row
-from darkroom.sample.generate import GenerateSettings, Hires, Job
+from darkroom.sample.generate import GenerateSettings, Generation, Hires
 from darkroom.sample.inputs import read_image, read_mask
 from darkroom.sample.pictures import Picture, read_parameters
 from darkroom.sample.pictures import save_pictures as save
@@ -234,10 +234,10 @@ def test_what_is_outside_the_mask_stays_to_the_pixel(tiny: Model) -> None:
     assert np.abs(np.asarray(made.image).astype(int)[:, :16] - given[:, :16]).max() >= 10
 
 
-def job(model: Model, **options: Any) -> Job:
+def job(model: Model, **options: Any) -> Generation:
     pictures = {name: options.pop(name) for name in ("image", "mask") if name in options}
     settings = GenerateSettings.of(**{"seed": SEED, "steps": 6, "guidance": 4.0, **options})
-    return Job(model, ["a red circle"], settings, **pictures)
+    return Generation(model, ["a red circle"], settings, **pictures)
 
 
 def finished(model: Model, rows: list[Row]) -> list[torch.Tensor]:

@@ -164,9 +164,9 @@ def test_a_mask_says_where(tiny: Model, tmp_path: Path) -> None:
 
 def test_rows_with_and_without_share_the_calls(tiny: Model, tmp_path: Path) -> None:
     """Two adapters, a ControlNet, masks and plain rows in one batch: each as it is alone."""
-    from darkroom.sample import Batch
+    from darkroom.sample import RunningBatch
     from darkroom.sample.control import ControlledUnet, Controls
-    from darkroom.sample.generate import GenerateSettings, Job
+    from darkroom.sample.generate import GenerateSettings, Generation
 
     one = models.read_control(adapter_file(tiny, tmp_path / "a" / "one.safetensors"), tiny)
     two = models.read_control(adapter_file(tiny, tmp_path / "b" / "two.safetensors", "full", 5), tiny)
@@ -180,7 +180,7 @@ def test_rows_with_and_without_share_the_calls(tiny: Model, tmp_path: Path) -> N
     prompts = [net for net in (one, two) if not isinstance(net, models.ControlNet)]
     with installed(tiny, prompts):
         jobs = [
-            Job(
+            Generation(
                 tiny,
                 [PROMPT],
                 GenerateSettings.of(size=SIZE, steps=5, seed=i, guidance=4.0),
@@ -193,7 +193,7 @@ def test_rows_with_and_without_share_the_calls(tiny: Model, tmp_path: Path) -> N
 
         def latents(chosen: list[int]) -> list[torch.Tensor]:
             rows = [jobs[i].row(0) for i in chosen]
-            batch = Batch(rows)
+            batch = RunningBatch(rows)
             while batch.steps_left:
                 batch.advance(unet)
             batch.unpack()

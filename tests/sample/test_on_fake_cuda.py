@@ -15,7 +15,7 @@ from darkroom.models.adapters.bank import Bank
 from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
-from darkroom.sample.denoise import Batch, Condition, Row
+from darkroom.sample.denoise import Condition, Row, RunningBatch
 from darkroom.serve.engine.batch import padded
 from fake_card import Watched, elsewhere, fake_cuda
 
@@ -65,7 +65,7 @@ def rows_of(tables: list[Any], tokens: int = 7, **more: Any) -> list[Row]:
 
 def steady(unet: Any, rows: list[Row], after: int = 2) -> Watched:
     """One step of a batch that has taken some, watched."""
-    batch = Batch(rows)
+    batch = RunningBatch(rows)
     for _ in range(after):
         batch.advance(unet)
     with Watched() as watched:
@@ -121,7 +121,7 @@ def test_adapters_of_a_bank_cost_no_wait(model, unet):
 
 def test_a_prompt_s_states_are_made_on_the_device(model):
     settings = sample.GenerateSettings(steps=3, size=(32, 32))
-    job = sample.Job(model, ["a red circle"], settings, open_backend("torch", model, optimise="none"))
+    job = sample.Generation(model, ["a red circle"], settings, open_backend("torch", model, optimise="none"))
     row = job.row(0)
     assert row.negative is not None
     assert not elsewhere([row.latents_CHW, row.positive.text_LD, row.negative.text_LD], "cuda")

@@ -7,8 +7,8 @@ import torch
 
 from darkroom.errors import InputError
 from darkroom.models.model import Model
-from darkroom.sample import Batch
-from darkroom.sample.generate import GenerateSettings, Job
+from darkroom.sample import RunningBatch
+from darkroom.sample.generate import GenerateSettings, Generation
 from darkroom.sample.prompt_schedule import schedule
 
 TURNS = [(i, "female" if i % 2 else "male") for i in range(1, 11)]
@@ -50,14 +50,14 @@ def test_hostile_brackets_take_no_time() -> None:
         schedule("[" * 2_000 + "]" * 2_000, 10)
 
 
-def job(model: Model, prompt: str, negative: str = "") -> Job:
+def job(model: Model, prompt: str, negative: str = "") -> Generation:
     settings = GenerateSettings.of(size=(32, 32), steps=6, seed=3, weighting="a1111", negative=negative)
-    return Job(model, [prompt], settings, notice=lambda _: None)
+    return Generation(model, [prompt], settings, notice=lambda _: None)
 
 
-def latents(*jobs: Job) -> list[torch.Tensor]:
+def latents(*jobs: Generation) -> list[torch.Tensor]:
     rows = [one.row(0) for one in jobs]
-    batch = Batch(rows)
+    batch = RunningBatch(rows)
     while batch.steps_left:
         batch.advance(jobs[0].backend.unet)
     batch.unpack()
@@ -76,7 +76,7 @@ def test_the_text_changes_between_the_steps(tiny: Model) -> None:
         if step in after:
             made = job(tiny, *after[step]).row(0)
             row.positive, row.negative = made.positive, made.negative
-        batch = Batch([row])
+        batch = RunningBatch([row])
         batch.advance(plain.backend.unet)
         batch.unpack()
     assert torch.allclose(alone, row.latents_CHW, atol=1e-5)

@@ -37,7 +37,7 @@ from darkroom.serve import hooks, shared_queue
 from darkroom.serve import loop as serve_loop
 from darkroom.serve.engine import batch, tickets
 from darkroom.serve.engine import loop as engine_loop
-from darkroom.serve.engine.loader import Opened
+from darkroom.serve.engine.loader import LoadedModel
 from darkroom.serve.engine.tickets import Shape
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import active, admission, completion, core, results, retention, store
@@ -278,7 +278,7 @@ class Disk:
         """Nothing is held."""
 
 
-class Database(store.Store):
+class Database(store.JobStore):
     """The real statements and transactions; when they run, and whether their answer comes, is drawn."""
 
     def __init__(self, of: World, name: str) -> None:
@@ -479,10 +479,10 @@ class Engine(engine_loop.Engine):
             self._plan(0.01 if self._buckets else engine_loop.IDLE_S)
 
 
-def open_model(settings: Any, metrics: Any, given: Any) -> Opened:
+def open_model(settings: Any, metrics: Any, given: Any) -> LoadedModel:
     server = SERVER.get()
     model: Any = types.SimpleNamespace(name="sim")
-    return Opened(model, Engine(metrics, given, server), None)
+    return LoadedModel(model, Engine(metrics, given, server), None)
 
 
 class Loop(serve_loop.Loop):

@@ -11,7 +11,7 @@ from darkroom.errors import Stopped
 from darkroom.sample.backends import open_backend
 from darkroom.sample.denoise import Condition, Row
 from darkroom.sample.pictures import while_wanted
-from darkroom.serve.engine.tickets import Shape, Work
+from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.request import PictureRequest
 from serve.conftest import Released
 
@@ -55,7 +55,7 @@ def test_sixteen_pictures_are_cancelled_while_others_are_answered(run_http, monk
 def test_no_word_is_made_of_what_holds_tensors():
     latents = torch.zeros(4, 8, 8)
     row = Row(None, latents, Condition(latents[0]))  # type: ignore[arg-type]
-    work = Work("u", "k", PictureRequest(prompt="a", num=2), Shape(8, 8, 1, 2), None)  # type: ignore[arg-type]
+    work = EngineJob("u", "k", PictureRequest(prompt="a", num=2), Shape(8, 8, 1, 2), None)  # type: ignore[arg-type]
     work.tickets[0].row = row
     for one in (row, row.positive, work, work.tickets[0], work.tickets[0].entry):
         assert "tensor" not in repr(one)

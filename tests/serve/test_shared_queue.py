@@ -19,7 +19,7 @@ from darkroom.errors import InputError
 from darkroom.sample.generate import GenerateSettings
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs.core import Core
-from darkroom.serve.jobs.store import METADATA, Record, Store
+from darkroom.serve.jobs.store import METADATA, JobStore, Record
 from darkroom.serve.request import AdapterChoice, PictureRequest
 from darkroom.serve.settings import Limits, ServeSettings
 from darkroom.serve.shared_queue import Leases
@@ -41,9 +41,9 @@ def url(request, tmp_path) -> str:
 
 
 @pytest.fixture
-def two_stores(url) -> Iterator[tuple[Store, Store]]:
+def two_stores(url) -> Iterator[tuple[JobStore, JobStore]]:
     name = f"group-{time.monotonic_ns()}"
-    stores = Store(url, name, shared=True), Store(url, name, shared=True)
+    stores = JobStore(url, name, shared=True), JobStore(url, name, shared=True)
     yield stores
     for store in stores:
         store.close()

@@ -32,7 +32,7 @@ def test_a_seed_is_one_schedule():
 def test_a_store_that_forgets_is_found_out():
     """The control: with a fault in the server itself some schedule fails."""
     with (
-        mock.patch.object(store.Store, "start", lambda self, uid, _: self.forget([uid])),
+        mock.patch.object(store.JobStore, "start", lambda self, uid, _: self.forget([uid])),
         pytest.raises(Violation, match="unknown|waiting|are there"),
     ):
         run_all(range(20))

@@ -12,7 +12,7 @@ from subjects import recipe_for
 from torch import Tensor, nn
 
 from darkroom.counting import counting
-from darkroom.train.jobs import Job, Pinned
+from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.memory import FrozenConv2d, activation_bytes, forget_inputs
 from darkroom.train.setup import make_job
 
@@ -81,12 +81,12 @@ def test_a_weight_that_is_trained_keeps_its_convolution() -> None:
     assert type(net) is nn.Conv2d
 
 
-def lora_job(base: Path, photos: Path, where: Path, *overrides: str) -> Job:
+def lora_job(base: Path, photos: Path, where: Path, *overrides: str) -> TrainingSetup:
     recipe = recipe_for("lora", base, photos, "train.steps=2", "train.precision=float32", *overrides)
     return make_job(recipe, Pinned(where))
 
 
-def plain_again(job: Job) -> int:
+def plain_again(job: TrainingSetup) -> int:
     """Make its convolutions torch's own; how many were not."""
     frozen = [part for module in job.task.modules.values() for part in module.modules()]
     frozen = [part for part in frozen if type(part) is FrozenConv2d]
@@ -95,7 +95,7 @@ def plain_again(job: Job) -> int:
     return len(frozen)
 
 
-def learned(job: Job, steps: int = 2) -> dict[str, Tensor]:
+def learned(job: TrainingSetup, steps: int = 2) -> dict[str, Tensor]:
     with job.feed(0) as batches:
         for step in range(steps):
             job.step(step, job.task.inputs(next(batches), job.device))

@@ -17,7 +17,7 @@ from darkroom.data.importers.job import import_pictures
 from darkroom.data.store import Store
 from darkroom.prepare.job import prepare
 from darkroom.recipe import make_recipe
-from darkroom.train.jobs import Job, Pinned
+from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.setup import make_job
 from darkroom.train.tasks.diffusion import size_conditioning
 
@@ -66,7 +66,7 @@ def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job_of(base: Path, store: Path, *overrides: str) -> Job:
+def job_of(base: Path, store: Path, *overrides: str) -> TrainingSetup:
     content = {
         "task": "finetune",
         "model": {"base": str(base)},
@@ -76,7 +76,9 @@ def job_of(base: Path, store: Path, *overrides: str) -> Job:
     return make_job(make_recipe(content, overrides), Pinned(Path("nowhere")))
 
 
-def batches(job: Job, count: int = 1) -> Iterator[tuple[Mapping[str, Any], dict[str, torch.Tensor]]]:
+def batches(
+    job: TrainingSetup, count: int = 1
+) -> Iterator[tuple[Mapping[str, Any], dict[str, torch.Tensor]]]:
     """Columns as they are read, and the task's inputs of them."""
     with job.feed(0) as feed:
         for _ in range(count):

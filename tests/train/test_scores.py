@@ -16,7 +16,7 @@ from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.evaluate.job import evaluate_folder
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.evaluate.small import Seen, SmallExtractor, save_small
+from darkroom.evaluate.small import SmallExtractor, TrainingHashes, save_small
 from darkroom.models.folder import load
 from darkroom.report.runs import write_report
 from darkroom.run import Run
@@ -32,7 +32,7 @@ def extractor(tmp_path_factory) -> Path:
     torch.manual_seed(3)
     settings = SmallSettings(width=8, levels=2, embedding=8, buckets=64)
     network, none = SmallExtractor(settings, resolution=16, text=True), np.zeros(0, np.int64)
-    save_small(network, folder, Seen(none, none).tensors())
+    save_small(network, folder, TrainingHashes(none, none).tensors())
     return folder
 
 

@@ -219,12 +219,12 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps, ...")]
 def _drawing(model: str, size: str | None, steps: int, guidance: float, precision: str, device: str) -> Any:
     """The picture job that a benchmark repeats."""
     from darkroom import models
-    from darkroom.measure.drawing import Drawing
+    from darkroom.measure.drawing import Workload
 
     asked, place = size_of(size), models.device(device)
     opened = models.load(model, dtype=models.precision(precision, place), device=place)
     side = opened.sample_size
-    return Drawing(opened, asked or (side, side), steps=steps, guidance=guidance)
+    return Workload(opened, asked or (side, side), steps=steps, guidance=guidance)
 
 
 @bench.command("ladder")
@@ -365,9 +365,9 @@ def bench_finetune(
 
     Example: darkroom bench finetune model/ photos/ --class-word dog --extractor all=ext/ --out dog/
     """
-    from darkroom.cli.finetuning import Asked, report, split
+    from darkroom.cli.finetuning import finetuning_settings, report, split
 
-    asked = Asked.of(
+    asked = finetuning_settings(
         base=model,
         photos=photos,
         class_word=class_word,

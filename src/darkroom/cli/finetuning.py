@@ -24,19 +24,15 @@ def split(text: str, kind: Callable[[str], T]) -> list[T]:
         raise InputError(f"'{text}'", allowed="numbers with commas") from error
 
 
-class Asked:
-    """Flags to settings."""
+def finetuning_settings(**given: Any) -> Finetuning:
+    """From flags; InputError for a rate that is no number. The settings check every other value."""
+    from darkroom.measure.finetuning import Finetuning
 
-    @staticmethod
-    def of(**given: Any) -> Finetuning:
-        """Rates are numbers; every other value is checked by the settings themselves."""
-        from darkroom.measure.finetuning import Finetuning
-
-        try:
-            given["rates"] = {name: float(value) for name, value in given["rates"].items()}
-        except ValueError as error:
-            raise InputError("--lr", allowed="METHOD=RATE, such as lora=1e-4") from error
-        return Finetuning(**given)
+    try:
+        given["rates"] = {name: float(value) for name, value in given["rates"].items()}
+    except ValueError as error:
+        raise InputError("--lr", allowed="METHOD=RATE, such as lora=1e-4") from error
+    return Finetuning(**given)
 
 
 @dataclass(frozen=True)

@@ -207,14 +207,16 @@ def generate(
     show({"pictures": files}, as_json, lambda: files)
 
 
-class _Call(NamedTuple):
+class _GenerateCall(NamedTuple):
     """One call of `sample.generate`."""
 
     prompts: list[str]
     settings: dict[str, Any]
 
 
-def _calls(prompts: list[str], file: Path | None, axes: list[str], asked: dict[str, Any]) -> list[_Call]:
+def _calls(
+    prompts: list[str], file: Path | None, axes: list[str], asked: dict[str, Any]
+) -> list[_GenerateCall]:
     """What is asked for: all prompts in one call, a call a line of a file, or a call a cell of a grid."""
     from darkroom import sample
 
@@ -223,11 +225,11 @@ def _calls(prompts: list[str], file: Path | None, axes: list[str], asked: dict[s
         raise InputError(
             given, mend='give prompts, as in darkroom generate MODEL "a red circle", or --prompts'
         )
-    calls = [_Call(list(prompts), asked)]
+    calls = [_GenerateCall(list(prompts), asked)]
     if file is not None:
         lines = sample.read_prompts(file)
         calls = [
-            _Call([line["prompt"]], {**asked, **{k: v for k, v in line.items() if k != "prompt"}})
+            _GenerateCall([line["prompt"]], {**asked, **{k: v for k, v in line.items() if k != "prompt"}})
             for line in lines
         ]
     if not axes:
@@ -237,10 +239,10 @@ def _calls(prompts: list[str], file: Path | None, axes: list[str], asked: dict[s
             "--grid with several prompts or --num", mend="give one prompt, and prompts as an axis"
         )
     cells = sample.cells(sample.read_axes(axes))
-    return [_Call([str(cell.pop("prompt", prompts[0]))], {**asked, **cell}) for cell in cells]
+    return [_GenerateCall([str(cell.pop("prompt", prompts[0]))], {**asked, **cell}) for cell in cells]
 
 
-def _with_wildcards(call: _Call, folder: Path) -> _Call:
+def _with_wildcards(call: _GenerateCall, folder: Path) -> _GenerateCall:
     """Each picture with a prompt of its own, drawn by the picture's seed."""
     from darkroom import sample
 
@@ -248,7 +250,7 @@ def _with_wildcards(call: _Call, folder: Path) -> _Call:
     seeds = [first + i for i in range(num * len(call.prompts))]
     told = [prompt for prompt in call.prompts for _ in range(num)]
     expanded = [sample.expand(prompt, seed, folder) for prompt, seed in zip(told, seeds, strict=True)]
-    return _Call(expanded, {**call.settings, "num": 1})
+    return _GenerateCall(expanded, {**call.settings, "num": 1})
 
 
 def _silent(_: str) -> None:

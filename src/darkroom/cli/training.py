@@ -109,11 +109,11 @@ def train(
     if engine == "ray":
         if len(recipes) > 1:
             raise InputError(f"{len(recipes)} recipes with --engine ray", allowed="one value for each key")
-        from darkroom.cluster.elastic import Span
+        from darkroom.cluster.elastic import WorkerRange
         from darkroom.cluster.train import Placement
         from darkroom.cluster.train import train as train_on_ray
 
-        span = Span.parsed(workers) if workers is not None else None
+        span = WorkerRange.parsed(workers) if workers is not None else None
         placed = Placement(ray_address, span, accelerator, cpus, max_failures, grows)
         made = train_on_ray(recipes[0][1], out=place, placement=placed, resume=resume, console=said)
         return _show_run(made, as_json)

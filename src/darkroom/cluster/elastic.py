@@ -35,14 +35,14 @@ class Paused(Exception):
 
 
 @dataclass(frozen=True)
-class Span:
+class WorkerRange:
     """At least and at most so many workers."""
 
     least: int
     most: int
 
     @classmethod
-    def parsed(cls, text: str) -> Span:
+    def parsed(cls, text: str) -> WorkerRange:
         """From `N` or `MIN:MAX`; InputError for anything else."""
         low, colon, high = text.partition(":")
         numbers = [low, high] if colon else [low, low]
@@ -59,7 +59,7 @@ class Span:
         return f"{self.least}:{self.most}" if self.elastic else str(self.least)
 
 
-def allowed_counts(recipe: Any, span: Span) -> list[int]:
+def allowed_counts(recipe: Any, span: WorkerRange) -> list[int]:
     """The numbers of workers within the span that share the global batch evenly, in every phase.
 
     Raises RecipeError where there is none.
@@ -116,7 +116,7 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
     names = ("DatasetsCallback", "PlacementGroupCleanerCallback") if local else ("DatasetsCallback",)
     useless = tuple(private(name) for name in names)
 
-    class Trainer(to_extend("TorchTrainer")):  # type: ignore[misc]
+    class PausingTrainer(to_extend("TorchTrainer")):  # type: ignore[misc]
         """As TorchTrainer, but for the policies and the processes left out."""
 
         def _create_default_callbacks(self) -> list[Any]:
@@ -124,14 +124,14 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:
             if len(counts) > 1:
-                given["failure_policy"] = failure_policy(self.run_config.failure_config, mail)
+                given["failure_policy"] = _failure_policy(self.run_config.failure_config, mail)
                 given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
             elif local:
-                given["scaling_policy"] = unasking_policy(self.scaling_config)
+                given["scaling_policy"] = _unasking_policy(self.scaling_config)
             with unless_set(WATCHER, "0") if local else nullcontext():
                 return super()._initialize_and_run_controller(**given)
 
-    return Trainer(**settings)
+    return PausingTrainer(**settings)
 
 
 def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any:
@@ -140,7 +140,7 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
 
     noop, resize = private("NoopDecision"), private("ResizeDecision")
 
-    class Policy(to_extend("ElasticScalingPolicy")):  # type: ignore[misc]
+    class PausingScalingPolicy(to_extend("ElasticScalingPolicy")):  # type: ignore[misc]
         """Counts workers that fit on the nodes that live."""
 
         def _count_possible_workers(self, reserved_resources: Any) -> int:
@@ -156,13 +156,13 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
                 ray.get(mail.ask_pause.remote(f"{why} instead of {worker_group_state.num_workers}"))
             return noop()
 
-    return Policy(scaling_config)
+    return PausingScalingPolicy(scaling_config)
 
 
-def unasking_policy(scaling_config: Any) -> Any:
+def _unasking_policy(scaling_config: Any) -> Any:
     """Ray's policy of a fixed number of workers, for a machine beside which there will be no other."""
 
-    class Policy(to_extend("FixedScalingPolicy")):  # type: ignore[misc]
+    class UnaskingScalingPolicy(to_extend("FixedScalingPolicy")):  # type: ignore[misc]
         """Asks nobody for nodes."""
 
         def after_controller_start(self, train_run_context: Any) -> None:
@@ -171,22 +171,22 @@ def unasking_policy(scaling_config: Any) -> Any:
         def _maybe_send_resource_request(self) -> None:
             """The machine is there."""
 
-    return Policy(scaling_config)
+    return UnaskingScalingPolicy(scaling_config)
 
 
-def failure_policy(failure_config: Any, mail: Any) -> Any:
+def _failure_policy(failure_config: Any, mail: Any) -> Any:
     """Ray's policy, for which a pause is no failure."""
     import ray
 
     retry = private("FailureDecision.RETRY")
 
-    class Policy(to_extend("DefaultFailurePolicy")):  # type: ignore[misc]
+    class PausingFailurePolicy(to_extend("DefaultFailurePolicy")):  # type: ignore[misc]
         def make_decision(self, training_failed_error: Exception) -> Any:
             if ray.get(mail.end_pause.remote()):
                 return retry
             return super().make_decision(training_failed_error)
 
-    return Policy(failure_config)
+    return PausingFailurePolicy(failure_config)
 
 
 def listening_callback() -> Any:
@@ -194,12 +194,12 @@ def listening_callback() -> Any:
 
     class Listening(to_extend("WorkerGroupCallback")):  # type: ignore[misc]
         def after_worker_group_start(self, worker_group: Any) -> None:
-            worker_group.execute(note_sigterm)
+            worker_group.execute(_note_sigterm)
 
     return Listening()
 
 
-def note_sigterm() -> None:
+def _note_sigterm() -> None:
     """In a worker's main thread: the first SIGTERM is noted, a second one ends it."""
 
     def note(number: int, frame: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from darkroom.cluster.connect import TYPE
 from darkroom.cluster.room import WAIT_SAID_S, waiting
-from darkroom.cluster.usage import PREPARE, Words
+from darkroom.cluster.usage import PREPARE, SettingNames
 from darkroom.errors import DarkroomError, InputError
 
 QUEUE = 2  # calls that an encoder has at once: one at work, one whose data are on their way
@@ -223,7 +223,7 @@ def on_one_machine(bounds: Bounds, nodes: Sequence[dict[str, float]], reserved: 
     return replace(bounds, shares=True, most=min(bounds.most, int(cpus / bounds.fraction)))
 
 
-def check_room(bounds: Bounds, nodes: Sequence[dict[str, float]], words: Words = PREPARE) -> None:
+def check_room(bounds: Bounds, nodes: Sequence[dict[str, float]], words: SettingNames = PREPARE) -> None:
     """InputError when encoders find no room, each whole on one node, or would leave no CPU to decode with.
 
     `nodes` are their resources.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from darkroom.cluster.encoders import device_here
 from darkroom.cluster.seen import check_here
-from darkroom.cluster.usage import Seconds
+from darkroom.cluster.usage import BlockTimes
 
 if TYPE_CHECKING:
     from darkroom.data.loader import Assembler, ReadSettings
@@ -27,7 +27,7 @@ Columns = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """Where rows come from and how they are read."""
 
     store: str
@@ -39,7 +39,7 @@ class Source:
 class OnlineAsk:
     """Rows to encode; their indices are positions in the store."""
 
-    source: Source
+    source: RowSource
     rows: BatchRows
 
 
@@ -53,7 +53,7 @@ class Parts:
     tokenizers: tuple[Any, ...] = ()
 
 
-def asked(source: Source, rows: BatchRows, most: int) -> list[OnlineAsk]:
+def asked(source: RowSource, rows: BatchRows, most: int) -> list[OnlineAsk]:
     """A rank's rows of a batch in blocks of at most so many."""
     cuts = [slice(start, start + most) for start in range(0, len(rows), most)]
     return [
@@ -71,7 +71,7 @@ def asked(source: Source, rows: BatchRows, most: int) -> list[OnlineAsk]:
 
 
 @lru_cache(maxsize=4)
-def _assembler(source: Source) -> Assembler:
+def _assembler(source: RowSource) -> Assembler:
     """One a worker and source: the store is opened once."""
     from darkroom.data.loader import row_assembler
     from darkroom.data.store import Store
@@ -81,7 +81,7 @@ def _assembler(source: Source) -> Assembler:
     return row_assembler(store, source.read.model_copy(update={"draws": ()}))
 
 
-def read_rows(ask: OnlineAsk, tokenizers: tuple[Any, ...] | None) -> tuple[Columns, Seconds]:
+def read_rows(ask: OnlineAsk, tokenizers: tuple[Any, ...] | None) -> tuple[Columns, BlockTimes]:
     """The CPU stage: pixels cut as this epoch has them, and captions or, with tokenizers, their token ids."""
     import numpy as np
     import torch
@@ -96,7 +96,7 @@ def read_rows(ask: OnlineAsk, tokenizers: tuple[Any, ...] | None) -> tuple[Colum
     arrays = {
         name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in columns.items()
     }
-    return arrays, Seconds(ready_s=time.perf_counter() - began)
+    return arrays, BlockTimes(ready_s=time.perf_counter() - began)
 
 
 class OnlineEncoder:
@@ -114,7 +114,7 @@ class OnlineEncoder:
         """That it is up: its process."""
         return os.getpid()
 
-    def encode(self, columns: Columns, ask: OnlineAsk) -> tuple[Columns, Seconds]:
+    def encode(self, columns: Columns, ask: OnlineAsk) -> tuple[Columns, BlockTimes]:
         """Moments in place of pixels, states in place of token ids."""
         import torch
 
@@ -129,4 +129,4 @@ class OnlineEncoder:
             out["text"] = states.cpu().numpy()
             if pooled is not None:
                 out["pooled"] = pooled.cpu().numpy()
-        return out, Seconds(encode_s=time.perf_counter() - began)
+        return out, BlockTimes(encode_s=time.perf_counter() - began)

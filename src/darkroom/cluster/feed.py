@@ -26,7 +26,7 @@ import torch
 
 from darkroom.cluster.connect import describe
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
-from darkroom.cluster.encoding import OnlineEncoder, Parts, Source, asked, read_rows
+from darkroom.cluster.encoding import OnlineEncoder, Parts, RowSource, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
 from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_nodes, stores_here
@@ -167,9 +167,11 @@ class OnlineFeed:
         [store] = stores
         parts = _parts(recipe, task)
         ranks.in_turn(lambda: self._hold(parts))
-        source = Source(str(store.path), store.version, task.read)
+        source = RowSource(str(store.path), store.version, task.read)
         pin = accelerator.kind_of(device).streams
-        job = _Job(self.keeper, self.cpus, self.shares, recipe, source, order, ranks, parts.tokenizers, pin)
+        job = _StreamSetup(
+            self.keeper, self.cpus, self.shares, recipe, source, order, ranks, parts.tokenizers, pin
+        )
 
         @contextmanager
         def feed(k: int) -> Iterator[Iterator[Columns]]:
@@ -206,14 +208,14 @@ def _parts(recipe: Recipe, task: Task) -> Parts:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _StreamSetup:
     """What a stream needs to know."""
 
     keeper: Any
     cpus: float
     shares: bool
     recipe: Recipe
-    source: Source
+    source: RowSource
     order: SampleOrder
     ranks: Ranks
     tokenizers: tuple[Any, ...]
@@ -243,7 +245,7 @@ class _Coming:
 class Stream:
     """Batches k, k + 1, ... of one rank, asked for ahead by a thread of their own."""
 
-    def __init__(self, job: _Job, k: int) -> None:
+    def __init__(self, job: _StreamSetup, k: int) -> None:
         import ray
 
         self._job, self._next, self._end = job, k, job.recipe.train.steps

@@ -22,7 +22,7 @@ SILENT_S = 10.0  # a rank that says nothing for so long has ended
 
 
 @dataclass
-class Told:
+class RankStatus:
     """What a rank says of itself."""
 
     waiting: int = 0  # blocks that are ready and find no free encoder
@@ -40,7 +40,7 @@ class Keeper:
         self._bounds, self._encoder = bounds, encoder
         self._pool: Pool | None = None
         self._identity = ""
-        self._ranks: dict[int, Told] = {}
+        self._ranks: dict[int, RankStatus] = {}
         self._lost = 0
 
     def holds(self, identity: str) -> bool:
@@ -61,13 +61,13 @@ class Keeper:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        held = ray.remote(as_it_is).options(num_cpus=0, scheduling_strategy=here).remote(parts[0])
+        held = ray.remote(_as_it_is).options(num_cpus=0, scheduling_strategy=here).remote(parts[0])
         ray.wait([held], fetch_local=False)
         actor = ray.remote(self._encoder)
         self._pool = Pool(self._bounds, lambda options: actor.options(**options).remote(held))
         self._identity, self._ranks = identity, {}
 
-    def state(self, rank: int, told: Told) -> list[tuple[int, Any]]:
+    def state(self, rank: int, told: RankStatus) -> list[tuple[int, Any]]:
         """The encoders that are up, by number."""
         pool, now = self._pool, time.monotonic()
         if pool is None:
@@ -109,7 +109,7 @@ class Keeper:
             self._pool = None
 
 
-def as_it_is(parts: Any) -> Any:
+def _as_it_is(parts: Any) -> Any:
     """A copy of its own: what a task returns belongs to who started it."""
     return parts
 
@@ -164,7 +164,7 @@ class SharedPool(Pool):
         calls = {number: len(encoder.calls) for number, encoder in self.encoders.items()}
         dead, self._dead = self._dead, []
         made, self._made = self._made, 0
-        return self._keeper.state.remote(self._rank, Told(waiting, calls, dead, made, self._use))
+        return self._keeper.state.remote(self._rank, RankStatus(waiting, calls, dead, made, self._use))
 
     def _take(self, there: list[tuple[int, Any]]) -> None:
         dead = {*self._dead}

@@ -31,12 +31,12 @@ from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, on_
 from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_here, check_nodes
 from darkroom.cluster.stages import MOST_TRIES, Stages
-from darkroom.cluster.usage import Seconds, Use
+from darkroom.cluster.usage import BlockTimes, Use
 from darkroom.errors import DarkroomError, StoreError
 from darkroom.hardware.system import atomic_replace, remove_tree, sync_file
 from darkroom.prepare.columns import Layout
 from darkroom.prepare.fragments import Encoded, FragmentFile, encode_piece, read_pieces
-from darkroom.prepare.job import PrepareReport, Progress, Work, prepare
+from darkroom.prepare.job import EncodeTask, PrepareReport, Progress, prepare
 from darkroom.prepare.making import Column, Value
 from darkroom.prepare.notes import Note
 
@@ -165,11 +165,11 @@ class _Engine:
             shares = {name: round(share, 4) for name, share in use.shares().items()}
             self._told |= {"stages": shares, "bottleneck": use.bottleneck()}
 
-    def __call__(self, work: Work) -> Iterator[Note]:
+    def __call__(self, work: EncodeTask) -> Iterator[Note]:
         import ray
 
         column = ray.put(work.column)
-        light = ray.put(replace(work.column, encode=Elsewhere()))
+        light = ray.put(replace(work.column, encode=NoEncoder()))
         encoder: Any = ray.remote(BlockEncoder)
         pool = Pool(self._bounds, lambda options: encoder.options(**options).remote(column))
         each = 0 if self._bounds.shares else 1
@@ -178,17 +178,17 @@ class _Engine:
         stages = Stages(pool, lambda ask: tuple(cut.remote(ask, light)), use)
         fragments = _Fragments(work)
         try:
-            yield from _Run(work, fragments, stages, light, self._sized, self._say).notes()
+            yield from _EncodePass(work, fragments, stages, light, self._sized, self._say).notes()
         finally:
             self._count(use, pool.lost)
             pool.close()
 
 
-class _Run:
+class _EncodePass:
     """One pass over the fragments of a work: blocks through the stages, finished fragments joined."""
 
     def __init__(
-        self, work: Work, fragments: _Fragments, stages: Stages, column: Any, sized: _Sized, say: Say
+        self, work: EncodeTask, fragments: _Fragments, stages: Stages, column: Any, sized: _Sized, say: Say
     ) -> None:
         import ray
 
@@ -289,7 +289,7 @@ class Fragment:
 class _Fragments:
     """Cuts the fragments of a work into blocks; folders of parts that belong to none of them are dropped."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: EncodeTask) -> None:
         self._work = work
         self._version = work.store.version
         self._dataset = lance.dataset(work.store.path, version=self._version)
@@ -347,13 +347,13 @@ def block_rows(column: Column) -> int:
 # ---- on the workers
 
 
-class Elsewhere:
+class NoEncoder:
     """In place of the encoder, for tasks that need none: the weights stay out of them."""
 
     def __call__(self, ready: Sequence[Any]) -> list[Value]:
         raise DarkroomError("encoding is the encoders' work")
 
-    def on(self, device: Any) -> Elsewhere:
+    def on(self, device: Any) -> NoEncoder:
         return self
 
 
@@ -364,7 +364,7 @@ def _opened(path: str, version: int) -> lance.LanceDataset:
     return lance.dataset(path, version=version)
 
 
-def cut_block(ask: Ask, column: Column) -> tuple[list[Any], Seconds]:
+def cut_block(ask: Ask, column: Column) -> tuple[list[Any], BlockTimes]:
     """The CPU stage: read a block's rows and make them ready: pieces with their ready values."""
     began = time.perf_counter()
     fragment = _opened(ask.store, ask.version).get_fragment(ask.fragment)
@@ -373,7 +373,7 @@ def cut_block(ask: Ask, column: Column) -> tuple[list[Any], Seconds]:
     made = [
         (replace(piece, values=[]), [column.ready(piece.values[i]) for i in piece.todo]) for piece in pieces
     ]
-    return made, Seconds(read_s=read - began, ready_s=time.perf_counter() - read)
+    return made, BlockTimes(read_s=read - began, ready_s=time.perf_counter() - read)
 
 
 class BlockEncoder:
@@ -386,13 +386,13 @@ class BlockEncoder:
         """That it is up: its process."""
         return os.getpid()
 
-    def encode(self, pieces: list[Any], ask: Ask) -> tuple[int, Seconds]:
+    def encode(self, pieces: list[Any], ask: Ask) -> tuple[int, BlockTimes]:
         """Encode a block; returns the rows encoded."""
         began = time.perf_counter()
         encoded = [encode_piece(piece, ready, self._column) for piece, ready in pieces]
         done = time.perf_counter()
-        write_part(ask.part, encoded, self._column.field)
-        seconds = Seconds(encode_s=done - began, write_s=time.perf_counter() - done)
+        _write_part(ask.part, encoded, self._column.field)
+        seconds = BlockTimes(encode_s=done - began, write_s=time.perf_counter() - done)
         return sum(piece.rows for piece in encoded), seconds
 
 
@@ -408,7 +408,7 @@ def join_parts(fragment: Fragment, column: Column, folder: str) -> Note:
     return file.close()
 
 
-def write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
+def _write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
     """Write a block's values as one Arrow file, whole or not at all."""
     schema = pa.schema([pa.field("offset", pa.int64()), field])
     told = json.dumps([[one.rows, one.unreadable] for one in encoded])

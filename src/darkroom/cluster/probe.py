@@ -116,7 +116,7 @@ class Probe:
         digest = hashlib.sha256(content).hexdigest()
         filesystem, root = opened(storage)
         began = time.perf_counter()
-        if is_local(filesystem):
+        if _is_local(filesystem):
             path = Path(root) / name
             with path.open("wb") as file:
                 file.write(content)
@@ -130,7 +130,7 @@ class Probe:
         """Read what another node wrote: seconds. ValueError where it is not that."""
         filesystem, root = opened(storage)
         began = time.perf_counter()
-        if is_local(filesystem):
+        if _is_local(filesystem):
             with (Path(root) / name).open("rb") as file:
                 forget_cached(file)  # not from this one's memory
                 content = file.read()
@@ -176,7 +176,7 @@ def opened(storage: str) -> tuple[Any, str]:
     return filesystem, str(root).rstrip("/")
 
 
-def is_local(filesystem: Any) -> bool:
+def _is_local(filesystem: Any) -> bool:
     """Whether it is a folder."""
     protocol = filesystem.protocol
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)

@@ -25,7 +25,7 @@ MOST_TRIES = 8
 
 
 @dataclass
-class Block:
+class InFlightBlock:
     """A block on its way. `key` is the caller's; `ask` goes to both stages."""
 
     key: Any
@@ -47,10 +47,10 @@ class Stages:
         self.use = use
         self.look: Callable[[], None] = lambda: None
         """Called at every step, also while nothing is done."""
-        self._queue: deque[Block] = deque()
-        self._ready: deque[Block] = deque()
-        self._on_cpu: dict[Any, Block] = {}
-        self._at_encoder: dict[Any, tuple[Block, Encoder, Any]] = {}
+        self._queue: deque[InFlightBlock] = deque()
+        self._ready: deque[InFlightBlock] = deque()
+        self._on_cpu: dict[Any, InFlightBlock] = {}
+        self._at_encoder: dict[Any, tuple[InFlightBlock, Encoder, Any]] = {}
         self._ticked = time.monotonic()
 
     @property
@@ -60,7 +60,7 @@ class Stages:
 
     def submit(self, key: Any, ask: Any, rows: int) -> None:
         """Hand in a block."""
-        self._queue.append(Block(key, ask, rows))
+        self._queue.append(InFlightBlock(key, ask, rows))
 
     def run(self, blocks: Iterable[tuple[Any, Any, int]]) -> Iterator[tuple[Any, Any]]:
         """Bring all through, so many at a time as the stages take: (key, result reference) when done."""
@@ -173,7 +173,7 @@ class Stages:
             self.use.repeated += 1
             self._queue.appendleft(block)
 
-    def _again(self, block: Block, error: BaseException) -> None:
+    def _again(self, block: InFlightBlock, error: BaseException) -> None:
         block.tries += 1
         self.use.repeated += 1
         if block.tries >= MOST_TRIES:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from darkroom.cluster.connect import connected
 from darkroom.cluster.elastic import (
     MONITOR_S,
-    Span,
+    WorkerRange,
     allowed_counts,
     job_trainer,
     listening_callback,
@@ -59,7 +59,7 @@ class Placement:
     """Where the workers of a job go."""
 
     address: str | None = None  # auto, local, HOST:PORT; None: $RAY_ADDRESS, else local
-    workers: Span | int | None = None  # None: parallel.devices times parallel.nodes, or one a GPU
+    workers: WorkerRange | int | None = None  # None: parallel.devices times parallel.nodes, or one a GPU
     accelerator: str | None = None  # the type of their nodes, as Ray names it
     cpus: int = 1  # each worker's share, and its threads unless OMP_NUM_THREADS says
     max_failures: int = 3  # how often lost workers are started again
@@ -125,7 +125,7 @@ def _workers(recipe: Recipe, placement: Placement, room: Room) -> list[int]:
     gpus = int(room.gpus) if on_gpus else 0
     asked = max(1, gpus) if parallel.devices == "auto" else parallel.devices * parallel.nodes
     given = placement.workers or (1 if parallel.mode == "none" else asked)
-    span = given if isinstance(given, Span) else Span(given, given)
+    span = given if isinstance(given, WorkerRange) else WorkerRange(given, given)
     if span.least < 1 or placement.cpus < 1:
         raise InputError(f"--workers {span} of {placement.cpus} CPUs each", allowed="1 or more")
     if span.most > 1 and parallel.mode == "none":
@@ -256,11 +256,11 @@ def _known_callback(mail: Any) -> Any:
     """What has Ray Train's controller leave its handle, so that the driver can end it."""
     import ray
 
-    class Known(to_extend("ControllerCallback")):  # type: ignore[misc]
+    class HandleSender(to_extend("ControllerCallback")):  # type: ignore[misc]
         def after_controller_start(self, train_run_context: Any) -> None:
             ray.get(mail.control.remote(ray.get_runtime_context().current_actor))
 
-    return Known()
+    return HandleSender()
 
 
 def _followed(

@@ -13,7 +13,7 @@ WAITING = 3  # times as long as it works a CPU task has its place where it waits
 
 
 @dataclass
-class Seconds:
+class BlockTimes:
     """What one block took, as the worker that made it measured."""
 
     read_s: float = 0.0
@@ -21,12 +21,12 @@ class Seconds:
     encode_s: float = 0.0
     write_s: float = 0.0
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, other: BlockTimes) -> BlockTimes:
+        return BlockTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
-class Words:
+class SettingNames:
     """What the settings are called, and what is said where no stage is full."""
 
     cpu: str = "--cpu-workers"
@@ -35,8 +35,8 @@ class Words:
     idle: str = "neither is full: larger blocks, or fewer machines, would do"
 
 
-PREPARE = Words()
-ONLINE = Words(
+PREPARE = SettingNames()
+ONLINE = SettingNames(
     "data.online.cpu_workers",
     "data.online.encoders",
     "data.online.fraction",
@@ -50,9 +50,9 @@ class Use:
 
     cpu_workers: int
     cpus: float = math.inf  # that the cluster has for the CPU stage
-    words: Words = PREPARE
+    words: SettingNames = PREPARE
     wall_s: float = 0.0
-    busy: Seconds = field(default_factory=Seconds)
+    busy: BlockTimes = field(default_factory=BlockTimes)
     rows: int = 0
     blocks: int = 0
     encoder_s: float = 0.0  # summed over the encoders while they were up
@@ -70,7 +70,7 @@ class Use:
             self.place_s += seconds * self.cpu_workers
             self.slot_s += seconds * on_cpu
 
-    def add(self, part: Seconds) -> None:
+    def add(self, part: BlockTimes) -> None:
         """Count what a worker did."""
         if self.begun:
             self.busy += part

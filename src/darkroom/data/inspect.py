@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from PIL import Image, ImageDraw, ImageFont
 
 from darkroom.data.images import PictureError, decode, resize_crop
-from darkroom.data.seen import Seen, short_id
+from darkroom.data.seen import SeenIds, short_id
 from darkroom.data.sidecars import Sidecars
 from darkroom.data.store import DOUBLE_OF, Store
 from darkroom.errors import StoreError
@@ -44,8 +44,8 @@ class _Counts:
     shapes: Counter[tuple[int, int]] = field(default_factory=Counter)
     characters: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(LONGEST_CAPTION + 1, np.int64))
     words: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(LONGEST_CAPTION + 1, np.int64))
-    captions: Seen = field(default_factory=Seen)
-    hashes: Seen = field(default_factory=Seen)
+    captions: SeenIds = field(default_factory=SeenIds)
+    hashes: SeenIds = field(default_factory=SeenIds)
 
     def add(self, batch: pa.RecordBatch) -> None:
         for name, counter in (("format", self.formats), ("source", self.sources)):

@@ -155,7 +155,7 @@ class Loader:
         self._assembler = Assembler(read, self._blocks, empty=_empty_states(store, read), pin=pin_memory)
         self._cache = BlockCache(self._reader.block, self._plan.capacity_bytes)
         self._batches: dict[int, Future[Batch]] = {}
-        self._pool = _Pool(workers)
+        self._pool = _PriorityThreads(workers)
 
     @property
     def memory_bytes(self) -> int:
@@ -480,7 +480,7 @@ def _plan_memory(
 # ---- threads
 
 
-class _Pool:
+class _PriorityThreads:
     """Threads that do the task with the smallest number first; daemons, so that a hung one holds up
     nobody."""
 

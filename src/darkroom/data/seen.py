@@ -21,7 +21,7 @@ def short_id(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-class Seen:
+class SeenIds:
     """Ids of 64 bits that were seen before.
 
     Of a hash that long, one in 2**64 / n new ids is mistaken for one of n old ones. New ids go into a

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from darkroom.data.seen import Seen, short_id
+from darkroom.data.seen import SeenIds, short_id
 from darkroom.errors import StoreError
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, sync_folder
 
@@ -98,16 +98,16 @@ class Sidecars:
         """Remember ids that were deleted, so that they stay out."""
         if self.root is not None:
             new = sorted(set(ids) - self.deleted_ids())
-            append_lines(self.root / "deleted.txt", new)
+            _append_lines(self.root / "deleted.txt", new)
 
     @property
     def rejected_path(self) -> str:
         """Where `rejected.jsonl` is, or would be; empty for a store without sidecars."""
         return str(self.root / REJECTED) if self.root is not None else ""
 
-    def rejected_before(self) -> Seen:
+    def rejected_before(self) -> SeenIds:
         """What stands in `rejected.jsonl`, so that it is told once however often it is imported."""
-        seen = Seen(self.root)
+        seen = SeenIds(self.root)
         for told in self._lines(REJECTED):
             place = {"source": told.get("source"), "key": told.get("key")}
             seen.add(short_id(f"{told.get('reason')}|{told.get('id') or place}"))
@@ -120,7 +120,7 @@ class Sidecars:
     def add_rejected(self, lines: Iterable[str]) -> None:
         """Append lines of JSON to `rejected.jsonl`."""
         if self.root is not None:
-            append_lines(self.root / REJECTED, lines)
+            _append_lines(self.root / REJECTED, lines)
 
     def finished(self, source: str, settings: str) -> dict[str, Finished]:
         """The parts of a source that were read to the end with the same settings."""
@@ -137,7 +137,7 @@ class Sidecars:
             for name, part in parts.items()
         ]
         if self.root is not None:
-            append_lines(self.root / PARTS, lines)
+            _append_lines(self.root / PARTS, lines)
 
     def forget_finished(self, source: str) -> None:
         """Have a source read anew from its start."""
@@ -218,7 +218,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
         sync_folder(path.parent)
 
 
-def append_lines(path: Path, lines: Iterable[str]) -> None:
+def _append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append whole lines; a line torn by a kill is closed off first, so that it spoils no other."""
     text = "".join(line + "\n" for line in lines)
     if text:

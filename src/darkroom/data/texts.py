@@ -27,7 +27,7 @@ class TextError(ValueError):
     """Bytes that are no text, with the reason."""
 
 
-def encoding_of(start: bytes) -> tuple[str, int]:
+def _encoding_of(start: bytes) -> tuple[str, int]:
     """The encoding that a text's first bytes tell, and the length of its mark; UTF-8 where they tell none."""
     for mark, encoding in MARKS:
         if start.startswith(mark):
@@ -43,7 +43,7 @@ def encoding_of(start: bytes) -> tuple[str, int]:
 
 def decode_text(data: bytes, recoded: Counter[str] | None = None) -> str:
     """A text's bytes as text; `recoded` counts those that were not UTF-8, by encoding. Raises TextError."""
-    encoding, mark = encoding_of(data)
+    encoding, mark = _encoding_of(data)
     try:
         text = data[mark:].decode(encoding)
     except UnicodeDecodeError as error:
@@ -114,7 +114,7 @@ def _as_utf8(pieces: Iterator[bytes], recoded: Counter[str]) -> Iterator[bytes]:
     first = next(pieces, b"")
     while len(first) < 4 and (more := next(pieces, b"")):
         first += more
-    encoding, mark = encoding_of(first[:4096])
+    encoding, mark = _encoding_of(first[:4096])
     if encoding == "utf-8":
         yield first[mark:]
         yield from pieces

@@ -15,7 +15,7 @@ from lance.file import LanceFileReader
 from darkroom.data.commit_retry import dropping, sole_writer
 from darkroom.data.importers.job import picture_id, prefix
 from darkroom.data.purging import Journal, Purged, VersionFiles, stale_preparations, unnamed, with_deletions
-from darkroom.data.seen import Seen
+from darkroom.data.seen import SeenIds
 from darkroom.data.store import Store, count_shapes
 from darkroom.errors import StoreError
 
@@ -136,7 +136,7 @@ def _wrong_with(path: Path, file: lance.fragment.DataFile, num_rows: int) -> str
 
 def _check_rows(store: Store, found: Verification, progress: Progress | None) -> None:
     """Fragment by fragment, so that a damaged one hides no other."""
-    seen, changed, twice = Seen(), list[str](), list[str]()
+    seen, changed, twice = SeenIds(), list[str](), list[str]()
     done = 0
     for info in store.fragments:
         fragment = store.dataset.get_fragment(info.id)
@@ -165,7 +165,7 @@ def _check_rows(store: Store, found: Verification, progress: Progress | None) ->
     found.problems += _listed(twice, "ids come more than once")
 
 
-def _check_ids(batch: pa.RecordBatch, seen: Seen, changed: list[str], twice: list[str]) -> None:
+def _check_ids(batch: pa.RecordBatch, seen: SeenIds, changed: list[str], twice: list[str]) -> None:
     columns = (batch.column(name).to_pylist() for name in ("id", "picture", "caption"))
     for id_, picture, caption in zip(*columns, strict=True):
         if picture_id(picture, caption) != id_:

@@ -28,7 +28,7 @@ OWN = (BLURRED, SHUFFLED)
 
 
 @dataclass(frozen=True)
-class Controls:
+class ControlScores:
     """Likeness of each control by its name, and of each picture that was asked about."""
 
     values: dict[str, float]
@@ -71,7 +71,7 @@ def likeness_controls(
     base: Sequence[Image.Image] = (),
     drawn: Sequence[Image.Image] = (),
     seed: int = 0,
-) -> Controls:
+) -> ControlScores:
     """The measure on every control, on what the `base` draws, and on `drawn`, what is asked about.
 
     InputError for fewer than two photographs or none of another subject.
@@ -102,7 +102,7 @@ def likeness_controls(
             values[name] = float(np.mean(cosines))
         else:
             values[name] = likeness(features, subject_MD)
-    return Controls(values, extractor.kind)
+    return ControlScores(values, extractor.kind)
 
 
 def blurred(image: Image.Image) -> Image.Image:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from darkroom import models
 from darkroom.errors import InputError, MissingExtra, ModelError, is_system_failure
 from darkroom.evaluate.pictures import Preprocess, in_batches
-from darkroom.evaluate.small import KIND, Seen, open_small, word_ids
+from darkroom.evaluate.small import KIND, TrainingHashes, open_small, word_ids
 from darkroom.evaluate.statistics import Array
 from darkroom.models.hub import fetch, is_hub_id
 from darkroom.models.quiet import quiet
@@ -62,7 +62,7 @@ class Extractor:
     """The same to feature maps [B, C, h, w], from shallow to deep."""
     read: Callable[[Sequence[str]], Tensor] | None = None
     """Prompts to features [B, D] that compare with those of pictures."""
-    seen: Seen | None = None
+    seen: TrainingHashes | None = None
     """Which pictures it was trained on, where that is known."""
 
     @property
@@ -279,14 +279,14 @@ def _small(name: str, folder: Path, device: str | torch.device) -> Extractor:
         embed=network,
         maps=network.maps,
         read=read if with_text else None,
-        seen=Seen.read(folder),
+        seen=TrainingHashes.read(folder),
     )
 
 
 def _inception(name: str, folder: Path, device: str | torch.device) -> Extractor:
     """The Inception v3 that FID is defined over, from weights that were converted to safetensors."""
 
-    network = open_inception(folder).to(device)
+    network = _open_inception(folder).to(device)
     return Extractor(
         name,
         "FID-Inception v3 pool3, antialiased bicubic resize",
@@ -523,7 +523,7 @@ class Inception(nn.Module):
         return self.maps(x)[-1].mean(dim=(2, 3))
 
 
-def open_inception(folder: Path) -> Inception:
+def _open_inception(folder: Path) -> Inception:
     """The network with the folder's weights; the classifier in the file is not needed."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -20,7 +20,7 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.evaluate.drawing import Generate, draw
 from darkroom.evaluate.extractors import Extractor, open_extractor
-from darkroom.evaluate.metrics import METRICS, Found, Scorer, Sets, check_needs, chosen
+from darkroom.evaluate.metrics import METRICS, MetricResult, Scorer, Sets, check_needs, chosen
 from darkroom.evaluate.pictures import FolderPictures, Pictures, open_pictures
 from darkroom.evaluate.prompts import Prompts, prompts_of_pictures, without_token
 from darkroom.models.model import Model
@@ -82,7 +82,7 @@ def evaluate(
     settings = {**(settings or {})}
     if settings.get("guidance") is None and model.guidance is not None and settings.get("solver") != "lcm":
         settings["guidance"] = model.guidance  # of the base too, and kept with what was drawn
-    more: dict[str, Any] = {"seed": seed, "precision": precision_of(model), **settings}
+    more: dict[str, Any] = {"seed": seed, "precision": _precision_of(model), **settings}
     named = {}
     with _folder(keep) as folder:
         drawing = _Drawing(generate, folder, rows, seed, settings, progress, kept=keep is not None)
@@ -256,7 +256,7 @@ def evaluate_folder(
 
 def _score(
     name: str,
-    found: Found,
+    found: MetricResult,
     extractor: Extractor,
     compared: tuple[str, str] | None,
     where: Mapping[str, str],
@@ -325,7 +325,7 @@ def _check_able(name: str, extractor: Extractor) -> None:
         raise InputError(f"extractor '{extractor.name}' has no feature maps, which div needs")
 
 
-def precision_of(model: Model) -> str:
+def _precision_of(model: Model) -> str:
     """What a model's weights are held in."""
     weight = next(parameter for module in model.modules.values() for parameter in module.parameters())
     return str(weight.dtype).removeprefix("torch.")

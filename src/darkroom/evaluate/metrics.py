@@ -34,7 +34,7 @@ class Sets:
     base_pictures: Pictures | None = None
 
 
-class Found(NamedTuple):
+class MetricResult(NamedTuple):
     """What a measure came to: its interval, the pictures scored, and what they were compared with."""
 
     interval: Interval
@@ -74,7 +74,7 @@ class Scorer:
         return found
 
 
-Measure = Callable[[Scorer, Extractor], Found]
+Measure = Callable[[Scorer, Extractor], MetricResult]
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,17 @@ class Metric:
 # ---- over a reference
 
 
-def fid(scorer: Scorer, extractor: Extractor) -> Found:
+def fid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Frechet distance of two sets' features (Heusel et al. 2017), with its bias by sample size."""
     x_ND, y_MD = _both(scorer, extractor)
     interval = resample.frechet(x_ND, y_MD, seed=scorer.seed)
     settings = {"resamples": resample.frechet_resamples(x_ND, y_MD)}
-    return Found(interval, scorer.sets.pictures, scorer.sets.reference, size_note(x_ND, y_MD), settings)
+    return MetricResult(
+        interval, scorer.sets.pictures, scorer.sets.reference, _size_note(x_ND, y_MD), settings
+    )
 
 
-def fid_infinity(scorer: Scorer, extractor: Extractor) -> Found:
+def _fid_infinity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """The Frechet distance extrapolated to endless samples (Chong & Forsyth 2020)."""
     x_ND, y_MD = _both(scorer, extractor)
     interval, line = resample.frechet_infinity(x_ND, y_MD, seed=scorer.seed)
@@ -117,7 +119,7 @@ def fid_infinity(scorer: Scorer, extractor: Extractor) -> Found:
     if shared := _in_both(x_ND, y_MD):
         notes.append(f"{shared} pictures are in both sets, and extrapolating takes them to be different ones")
     settings = {"r_squared": round(line.fit, 4), "line_at_zero": round(line.value, 6)}
-    return Found(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes), settings)
+    return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, "; ".join(notes), settings)
 
 
 def _in_both(x_ND: Array, y_MD: Array) -> int:
@@ -126,22 +128,22 @@ def _in_both(x_ND: Array, y_MD: Array) -> int:
     return sum(row.tobytes() in known for row in x_ND)
 
 
-def kid(scorer: Scorer, extractor: Extractor) -> Found:
+def kid(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Kernel distance, unbiased (Binkowski et al. 2018)."""
     x_ND, y_MD = _both(scorer, extractor)
     blocks = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
     note = f"mean and spread of {statistics.BLOCKS} blocks of {statistics.BLOCK_SIZE}" if blocks else ""
     interval = resample.kid(x_ND, y_MD, seed=scorer.seed)
-    return Found(interval, scorer.sets.pictures, scorer.sets.reference, note)
+    return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, note)
 
 
-def cmmd(scorer: Scorer, extractor: Extractor) -> Found:
+def cmmd(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Maximum mean discrepancy of CLIP features (Jayasumana et al. 2024)."""
     x_ND, y_MD = _both(scorer, extractor)
     cut = max(len(x_ND), len(y_MD)) > resample.LARGEST_KERNEL
     note = f"of {resample.LARGEST_KERNEL} random pictures a set" if cut else ""
     interval = resample.cmmd(x_ND, y_MD, seed=scorer.seed)
-    return Found(interval, scorer.sets.pictures, scorer.sets.reference, note)
+    return MetricResult(interval, scorer.sets.pictures, scorer.sets.reference, note)
 
 
 def _both(scorer: Scorer, extractor: Extractor) -> tuple[Array, Array]:
@@ -149,7 +151,7 @@ def _both(scorer: Scorer, extractor: Extractor) -> tuple[Array, Array]:
     return x_ND, scorer.features(extractor, scorer.given("reference"))
 
 
-def size_note(x_ND: Array, y_MD: Array) -> str:
+def _size_note(x_ND: Array, y_MD: Array) -> str:
     """What a Frechet distance of so few pictures is worth; empty where there are enough."""
     least, width = min(len(x_ND), len(y_MD)), x_ND.shape[1]
     parts = []
@@ -165,18 +167,18 @@ def size_note(x_ND: Array, y_MD: Array) -> str:
 # ---- of prompts
 
 
-def text_fidelity(scorer: Scorer, extractor: Extractor) -> Found:
+def _text_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean cosine of each picture with its prompt."""
     values_N = _with_prompts(scorer, extractor)
     interval = resample.mean_of(values_N, scorer.sets.prompts, seed=scorer.seed)
-    return Found(interval, scorer.sets.pictures)
+    return MetricResult(interval, scorer.sets.pictures)
 
 
-def clip_score(scorer: Scorer, extractor: Extractor) -> Found:
+def _clip_score(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """A hundred times that cosine, not below zero."""
     values_N = 100 * np.clip(_with_prompts(scorer, extractor), 0, None)
     interval = resample.mean_of(values_N, scorer.sets.prompts, seed=scorer.seed)
-    return Found(interval, scorer.sets.pictures)
+    return MetricResult(interval, scorer.sets.pictures)
 
 
 def _with_prompts(scorer: Scorer, extractor: Extractor) -> Array:
@@ -188,7 +190,7 @@ def _with_prompts(scorer: Scorer, extractor: Extractor) -> Array:
     return statistics.cosine_of_pairs(pictures_ND, texts[[place[prompt] for prompt in prompts]])
 
 
-def diversity(scorer: Scorer, extractor: Extractor) -> Found:
+def _diversity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean perceptual distance between pictures of the same prompt."""
     by_prompt: dict[str, list[int]] = {}
     for i, prompt in enumerate(scorer.sets.prompts):
@@ -202,13 +204,15 @@ def diversity(scorer: Scorer, extractor: Extractor) -> Found:
         group = FolderPictures(scorer.sets.pictures.name, tuple(files[i] for i in indices))
         distances.append(extractor.distance(list(images(group))))
     note = f"1 - cosine of feature maps, over {len(several)} prompts; LPIPS without its learned weights"
-    return Found(resample.mean_of(np.array(distances), seed=scorer.seed), scorer.sets.pictures, note=note)
+    return MetricResult(
+        resample.mean_of(np.array(distances), seed=scorer.seed), scorer.sets.pictures, note=note
+    )
 
 
 # ---- of a subject
 
 
-def subject_fidelity(scorer: Scorer, extractor: Extractor) -> Found:
+def subject_fidelity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean cosine of each picture with the subject's photographs."""
     subject = scorer.given("subject")
     photographs_MD = scorer.features(extractor, subject)
@@ -216,38 +220,38 @@ def subject_fidelity(scorer: Scorer, extractor: Extractor) -> Found:
     interval = resample.mean_of(values_N, scorer.sets.prompts or None, seed=scorer.seed)
     own = statistics.mean_cosine_within(photographs_MD) if len(photographs_MD) > 1 else None
     settings = {} if own is None else {"photographs_with_each_other": round(own, 6)}
-    return Found(interval, scorer.sets.pictures, subject, settings=settings)
+    return MetricResult(interval, scorer.sets.pictures, subject, settings=settings)
 
 
-def prior_collapse(scorer: Scorer, extractor: Extractor) -> Found:
+def _prior_collapse(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """Mean cosine of pictures of the plain class with the subject's photographs."""
     pictures, subject = scorer.given("class_pictures"), scorer.given("subject")
     values_N = statistics.cosine_to_set(
         scorer.features(extractor, pictures), scorer.features(extractor, subject)
     )
-    return Found(resample.mean_of(values_N, seed=scorer.seed), pictures, subject)
+    return MetricResult(resample.mean_of(values_N, seed=scorer.seed), pictures, subject)
 
 
-def drift(scorer: Scorer, extractor: Extractor) -> Found:
+def drift(scorer: Scorer, extractor: Extractor) -> MetricResult:
     """1 - cosine between the tuned and the base model's picture of the plain class, of the same seed."""
     pictures, base = scorer.given("class_pictures"), scorer.given("base_pictures")
     cosines_N = statistics.cosine_of_pairs(
         scorer.features(extractor, pictures), scorer.features(extractor, base)
     )
     moved_N = np.clip(1 - cosines_N, 0, None)  # equal pictures may differ from 1 by rounding
-    return Found(resample.mean_of(moved_N, seed=scorer.seed), pictures, base)
+    return MetricResult(resample.mean_of(moved_N, seed=scorer.seed), pictures, base)
 
 
 METRICS: dict[str, Metric] = {
     "fid": Metric("inception", "lower", fid, "Frechet distance to the reference", ("reference",)),
     "fid-infinity": Metric(
-        "inception", "lower", fid_infinity, "the same extrapolated to endlessly many", ("reference",)
+        "inception", "lower", _fid_infinity, "the same extrapolated to endlessly many", ("reference",)
     ),
     "kid": Metric("inception", "lower", kid, "kernel distance to the reference", ("reference",)),
     "cmmd": Metric("clip", "lower", cmmd, "Gaussian kernel distance of CLIP embeddings", ("reference",)),
-    "clip": Metric("clip", "higher", clip_score, "CLIP score, 0 to 100", reads_text=True),
-    "clip-t": Metric("clip", "higher", text_fidelity, "prompt fidelity", reads_text=True),
-    "coca": Metric("coca", "higher", text_fidelity, "prompt fidelity by CoCa", reads_text=True),
+    "clip": Metric("clip", "higher", _clip_score, "CLIP score, 0 to 100", reads_text=True),
+    "clip-t": Metric("clip", "higher", _text_fidelity, "prompt fidelity", reads_text=True),
+    "coca": Metric("coca", "higher", _text_fidelity, "prompt fidelity by CoCa", reads_text=True),
     "dino": Metric("dino", "higher", subject_fidelity, "subject fidelity", ("subject",), same_pictures=True),
     "clip-i": Metric(
         "clip", "higher", subject_fidelity, "subject fidelity by CLIP", ("subject",), same_pictures=True
@@ -255,12 +259,12 @@ METRICS: dict[str, Metric] = {
     "pres": Metric(
         "dino",
         "lower",
-        prior_collapse,
+        _prior_collapse,
         "the plain class taken for the subject",
         ("subject", "class_pictures"),
         same_pictures=True,
     ),
-    "div": Metric("dino", "higher", diversity, "difference between pictures of one prompt"),
+    "div": Metric("dino", "higher", _diversity, "difference between pictures of one prompt"),
     "drift": Metric(
         "dino",
         "lower",

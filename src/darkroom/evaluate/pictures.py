@@ -84,7 +84,7 @@ class FolderPictures:
     @cached_property
     def sha256(self) -> str:
         """Of all their bytes, in any order: which pictures these are."""
-        return joint_sha256(hashlib.sha256(data).digest() for data in self.bytes())
+        return _joint_sha256(hashlib.sha256(data).digest() for data in self.bytes())
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +127,10 @@ class StorePictures:
     @cached_property
     def sha256(self) -> str:
         """Of all their ids: which pictures these are."""
-        return joint_sha256(str(id_).encode() for id_ in self.column("id"))
+        return _joint_sha256(str(id_).encode() for id_ in self.column("id"))
 
 
-def joint_sha256(parts: Iterator[bytes]) -> str:
+def _joint_sha256(parts: Iterator[bytes]) -> str:
     """One hash of many, in whatever order they come."""
     return hashlib.sha256(b"\n".join(sorted(parts))).hexdigest()
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from darkroom.errors import InputError
 from darkroom.evaluate import statistics
-from darkroom.evaluate.statistics import Array, Kernels
+from darkroom.evaluate.statistics import Array, KernelMatrices
 
 RESAMPLES = 1000
 LEVEL, NORMAL = 0.95, 1.96
@@ -116,7 +116,9 @@ def _drawn(
     return np.array([score(*(draws.integers(0, count, count) for count in counts)) for _ in range(resamples)])
 
 
-def kernel(kernels: Kernels, *, scale: float = 1.0, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def kernel(
+    kernels: KernelMatrices, *, scale: float = 1.0, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval:
     """A squared MMD; pictures of both sets are drawn anew, copies of one never paired with each other."""
     draws = np.random.default_rng(seed)
     counts = []

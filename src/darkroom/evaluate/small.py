@@ -214,21 +214,21 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class TrainingHashes:
     """Training pictures by 64 bits of their bytes' BLAKE2b, and by perceptual hash; both sorted."""
 
     bytes_N: Ids
     looks_N: Ids
 
     @classmethod
-    def of(cls, pictures: Iterable[tuple[bytes, int]]) -> Seen:
+    def of(cls, pictures: Iterable[tuple[bytes, int]]) -> TrainingHashes:
         """Of pictures with their perceptual hashes (the store's column `phash`)."""
         pairs = [(digest(data), look) for data, look in pictures]
         exact, looks = (np.unique(np.array([pair[i] for pair in pairs], np.int64)) for i in (0, 1))
         return cls(exact, looks)
 
-    def __or__(self, other: Seen) -> Seen:
-        return Seen(
+    def __or__(self, other: TrainingHashes) -> TrainingHashes:
+        return TrainingHashes(
             np.union1d(self.bytes_N, other.bytes_N).astype(np.int64),
             np.union1d(self.looks_N, other.looks_N).astype(np.int64),
         )
@@ -238,7 +238,7 @@ class Seen:
         return {"bytes": torch.from_numpy(self.bytes_N), "looks": torch.from_numpy(self.looks_N)}
 
     @classmethod
-    def read(cls, folder: Path) -> Seen | None:
+    def read(cls, folder: Path) -> TrainingHashes | None:
         """What an extractor's folder says; None where it does not say (published extractors)."""
         from safetensors.torch import load_file
 

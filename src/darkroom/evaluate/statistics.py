@@ -170,7 +170,7 @@ def _line_at_zero(at: Array, found: Array) -> Extrapolated:
 
 
 @dataclass(frozen=True, eq=False)
-class Kernels:
+class KernelMatrices:
     """The three kernel matrices between two sets: [N, N], [M, M] and [N, M]."""
 
     xx_NN: Array
@@ -211,17 +211,17 @@ def gaussian(x_ND: Array, y_MD: Array) -> Array:
     return np.asarray(np.exp(-np.clip(square_NM, 0, None) / (2 * CMMD_SIGMA**2)))
 
 
-def kernels_for_kid(x_ND: Array, y_MD: Array) -> Kernels:
+def kernels_for_kid(x_ND: Array, y_MD: Array) -> KernelMatrices:
     """The polynomial kernels between two sets of raw features."""
     _enough(x_ND, y_MD)
-    return Kernels(polynomial(x_ND, x_ND), polynomial(y_MD, y_MD), polynomial(x_ND, y_MD))
+    return KernelMatrices(polynomial(x_ND, x_ND), polynomial(y_MD, y_MD), polynomial(x_ND, y_MD))
 
 
-def kernels_for_cmmd(x_ND: Array, y_MD: Array) -> Kernels:
+def kernels_for_cmmd(x_ND: Array, y_MD: Array) -> KernelMatrices:
     """The Gaussian kernels between two sets of embeddings, each brought to length 1."""
     _enough(x_ND, y_MD)
     x_ND, y_MD = unit(x_ND), unit(y_MD)
-    return Kernels(gaussian(x_ND, x_ND), gaussian(y_MD, y_MD), gaussian(x_ND, y_MD))
+    return KernelMatrices(gaussian(x_ND, x_ND), gaussian(y_MD, y_MD), gaussian(x_ND, y_MD))
 
 
 def _enough(x_ND: Array, y_MD: Array) -> None:

@@ -19,7 +19,7 @@ RUN, SUBSTITUTED, BELIEVED = "run by us", "proven by substitution", "believed"
 
 
 @dataclass(frozen=True)
-class Kind:
+class AcceleratorKind:
     """What a kind of accelerator can do, as far as darkroom's work depends on it."""
 
     name: str
@@ -48,18 +48,24 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("cuda", "NVIDIA", SUBSTITUTED, energy="nvml", tf32=True, graphs=True, collectives="nccl"),
-        Kind("rocm", "AMD", BELIEVED, graphs=True, collectives="nccl"),
-        Kind("xpu", "Intel", SUBSTITUTED, float64=False, collectives="xccl"),
-        Kind("mps", "Apple", SUBSTITUTED, float64=False, own_memory=False, statistics=False, streams=False),
+        AcceleratorKind(
+            "cuda", "NVIDIA", SUBSTITUTED, energy="nvml", tf32=True, graphs=True, collectives="nccl"
+        ),
+        AcceleratorKind("rocm", "AMD", BELIEVED, graphs=True, collectives="nccl"),
+        AcceleratorKind("xpu", "Intel", SUBSTITUTED, float64=False, collectives="xccl"),
+        AcceleratorKind(
+            "mps", "Apple", SUBSTITUTED, float64=False, own_memory=False, statistics=False, streams=False
+        ),
     )
 }
 """ROCm's devices are called cuda in torch, and answer to the same calls."""
-CPU = Kind("cpu", "any", RUN, own_memory=False, statistics=False, streams=False, collectives="gloo")
+CPU = AcceleratorKind(
+    "cpu", "any", RUN, own_memory=False, statistics=False, streams=False, collectives="gloo"
+)
 UNPROVEN = "unproven: no one has told us of it"
 
 
-def kind_of(device: torch.device | str) -> Kind:
+def kind_of(device: torch.device | str) -> AcceleratorKind:
     """What is known of a device's kind; of one that is not in the table the least that any has."""
     import torch
 
@@ -68,7 +74,9 @@ def kind_of(device: torch.device | str) -> Kind:
         name = "rocm"
     if name in ("cpu", "meta"):
         return CPU
-    return KINDS.get(name) or Kind(name, UNPROVEN, BELIEVED, float64=False, statistics=False, streams=False)
+    return KINDS.get(name) or AcceleratorKind(
+        name, UNPROVEN, BELIEVED, float64=False, statistics=False, streams=False
+    )
 
 
 def current() -> torch.device | None:

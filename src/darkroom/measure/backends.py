@@ -27,7 +27,7 @@ from darkroom.sample import denoise, generate
 from darkroom.sample.backends import open_backend
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.denoise import Unet
-from darkroom.sample.generate import GenerateSettings, Job
+from darkroom.sample.generate import GenerateSettings, Generation
 from darkroom.sample.ladder.choose import parse
 from darkroom.sample.likeness import likeness
 
@@ -54,7 +54,7 @@ SLOW_CALL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedBackend:
     """A case ready to be called."""
 
     name: str
@@ -103,7 +103,7 @@ def _tables(
     wide, high = size or (model.sample_size, model.sample_size)
     given = _inputs(model, rows, high // model.vae_factor, wide // model.vae_factor)
     settings = {"model": model.family, "size": f"{wide}x{high}", "threads": torch.get_num_threads()}
-    ready: list[Opened] = []
+    ready: list[OpenedBackend] = []
     for name in cases:
         say(f"backends: opening {name}")
         try:
@@ -144,13 +144,15 @@ def _case(name: str) -> tuple[str, str]:
     return backend, names
 
 
-def _opened(model: Model, name: str, given: tuple[torch.Tensor, ...], say: Callable[[str], None]) -> Opened:
+def _opened(
+    model: Model, name: str, given: tuple[torch.Tensor, ...], say: Callable[[str], None]
+) -> OpenedBackend:
     backend_name, names = _case(name)
     before, peak = _resident_bytes(), PeakMemory("cpu")
     backend = open_backend(backend_name, model, optimise=names, notice=say)
     start = time.perf_counter()
     _call(backend.unet, given, backend.dtype)
-    return Opened(name, backend, max(0, peak.bytes() - before), time.perf_counter() - start)
+    return OpenedBackend(name, backend, max(0, peak.bytes() - before), time.perf_counter() - start)
 
 
 def _resident_bytes() -> int:
@@ -179,7 +181,7 @@ def _call(unet: Unet, given: tuple[torch.Tensor, ...], dtype: torch.dtype) -> to
 
 def _unet_rows(
     model: Model,
-    ready: Sequence[Opened],
+    ready: Sequence[OpenedBackend],
     given: tuple[torch.Tensor, ...],
     repeats: int,
     settings: dict[str, Any],
@@ -195,7 +197,7 @@ def _unet_rows(
     reference = plain()
     spread = reference.abs().mean()
 
-    def error(case: Opened) -> float:
+    def error(case: OpenedBackend) -> float:
         out = _call(case.backend.unet, given, case.backend.dtype)
         return float((out - reference).abs().mean() / spread)
 
@@ -219,13 +221,13 @@ def _unet_rows(
     return found
 
 
-def _turn(case: Opened, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+def _turn(case: OpenedBackend, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
     return lambda: _call(case.backend.unet, given, case.backend.dtype)
 
 
 def _picture_rows(
     model: Model,
-    ready: Sequence[Opened],
+    ready: Sequence[OpenedBackend],
     size: tuple[int, int],
     steps: int,
     pictures: int,
@@ -246,7 +248,7 @@ def _picture_rows(
         )
         drawn[DIFFUSERS] = made.images[0]
 
-    def ours(case: Opened, steps: int = steps) -> None:
+    def ours(case: OpenedBackend, steps: int = steps) -> None:
         picture = generate(model, PROMPT, backend=case.backend, steps=steps, **asked)[0]
         drawn[case.name] = picture.image
 
@@ -325,7 +327,7 @@ def _overhead_rows(
             output_type="latent",
         )
 
-    def ours(name: str, job: Job) -> None:
+    def ours(name: str, job: Generation) -> None:
         in_the_unet, start = [0.0], time.perf_counter()
         for _ in denoise(_clocked(job.backend.unet, in_the_unet), [job.row(0)]):
             pass
@@ -333,7 +335,7 @@ def _overhead_rows(
 
     turns: dict[str, Callable[[], object]] = {"diffusers loop": theirs}
     for name, rungs in (("darkroom loop", "none"), ("darkroom loop, auto", "auto")):
-        job = Job(model, [PROMPT], asked, open_backend("torch", model, optimise=rungs))
+        job = Generation(model, [PROMPT], asked, open_backend("torch", model, optimise=rungs))
         turns[name] = functools.partial(ours, name, job)
     timings = interleave(turns, repeats=repeats)
     told = {**settings, "steps": steps, "guidance": GUIDANCE, "solver": SOLVER}

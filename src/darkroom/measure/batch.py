@@ -9,7 +9,7 @@ from darkroom import options
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware import machine
 from darkroom.hardware.memory import has_statistics
-from darkroom.measure.drawing import Drawing, Metered, Watch, memory_available
+from darkroom.measure.drawing import Metered, StepTimer, Workload, memory_available
 from darkroom.measure.ladder import DEVICE_LOST, let_go, why_not
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory
 from darkroom.sample.backends.backend import Backend
@@ -20,7 +20,7 @@ MOST = 256
 
 
 @dataclass(frozen=True)
-class Kind:
+class PrecisionCase:
     """One column of the grid: what the weights are in, whether autocast is on, and what computes."""
 
     precision: str
@@ -40,13 +40,13 @@ class Kind:
         return ",".join([*parts, *(["autocast"] if self.autocast else [])]) or "none"
 
 
-def default_kinds(device: str, backends: Sequence[str] = ("torch",)) -> list[Kind]:
+def default_kinds(device: str, backends: Sequence[str] = ("torch",)) -> list[PrecisionCase]:
     """Single, half and bf16 weights, with torch with and without autocast; of each backend what it can do on
     the device: no half on a CPU, where it is refused.
     """
     kind = device.partition(":")[0]
     return [
-        Kind(name, autocast, backend)
+        PrecisionCase(name, autocast, backend)
         for backend in dict.fromkeys(("torch", *backends))
         for name in PRECISIONS
         if _can(backend, name, kind)
@@ -64,9 +64,9 @@ def _can(backend: str, precision: str, device: str) -> bool:
 
 
 def bench_batch(
-    drawing: Drawing,
+    drawing: Workload,
     *,
-    kinds: Sequence[Kind] = (),
+    kinds: Sequence[PrecisionCase] = (),
     most: int = MOST,
     repeats: int = 5,
     say: Callable[[str], None] = lambda _: None,
@@ -81,9 +81,9 @@ def bench_batch(
 
 
 def _batch_rows(
-    drawing: Drawing, kinds: Sequence[Kind], most: int, repeats: int, say: Callable[[str], None]
+    drawing: Workload, kinds: Sequence[PrecisionCase], most: int, repeats: int, say: Callable[[str], None]
 ) -> Iterator[Measurement]:
-    opened: dict[Kind, Backend] = {}
+    opened: dict[PrecisionCase, Backend] = {}
     for kind in kinds:
         try:
             opened[kind] = drawing.open(kind.names, kind.backend)
@@ -108,7 +108,7 @@ def _batch_rows(
         batch *= 2
 
 
-def _lack(drawing: Drawing, kind: Kind, backend: Backend, needs: Needs, batch: int) -> str:
+def _lack(drawing: Workload, kind: PrecisionCase, backend: Backend, needs: Needs, batch: int) -> str:
     """Why a batch does not fit; empty where it does. Running it once is also its warm-up."""
     device = drawing.device
     wanted = int(needs.unet((2 if drawing.guidance > 1 else 1) * batch) * CPU_MARGIN)
@@ -127,9 +127,11 @@ def _lack(drawing: Drawing, kind: Kind, backend: Backend, needs: Needs, batch: i
     return ""
 
 
-def _measured(drawing: Drawing, ready: dict[Kind, Backend], batch: int, repeats: int) -> list[Measurement]:
+def _measured(
+    drawing: Workload, ready: dict[PrecisionCase, Backend], batch: int, repeats: int
+) -> list[Measurement]:
     device = drawing.device
-    watches = {kind: Watch(device) for kind in ready}
+    watches = {kind: StepTimer(device) for kind in ready}
     runs = {
         kind: Metered(_job(drawing, backend, batch, watches[kind]), device) for kind, backend in ready.items()
     }
@@ -144,18 +146,18 @@ def _measured(drawing: Drawing, ready: dict[Kind, Backend], batch: int, repeats:
     ]
 
 
-def _job(drawing: Drawing, backend: Backend, batch: int, watch: Watch) -> Callable[[], object]:
+def _job(drawing: Workload, backend: Backend, batch: int, watch: StepTimer) -> Callable[[], object]:
     return lambda: drawing.run(backend, num=batch, watch=watch)
 
 
 def _row(
-    drawing: Drawing,
-    kind: Kind,
+    drawing: Workload,
+    kind: PrecisionCase,
     batch: int,
     timing: Timing,
     first: Timing,
     run: Metered,
-    watch: Watch,
+    watch: StepTimer,
     peak: int,
 ) -> Measurement:
     rates = sorted(watch.rates)
@@ -178,12 +180,12 @@ def _row(
     )
 
 
-def _settings(drawing: Drawing, kind: Kind, batch: int) -> dict[str, object]:
+def _settings(drawing: Workload, kind: PrecisionCase, batch: int) -> dict[str, object]:
     grid = {"batch": batch, "precision": kind.precision, "autocast": kind.autocast, "backend": kind.backend}
     return drawing.settings(**grid)
 
 
-def _without(drawing: Drawing, kind: Kind, batch: int, note: str) -> Measurement:
+def _without(drawing: Workload, kind: PrecisionCase, batch: int, note: str) -> Measurement:
     return Measurement(
         benchmark="batch",
         case=kind.name,

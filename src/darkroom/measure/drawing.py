@@ -30,7 +30,7 @@ PRECISIONS = {torch.float32: "float32", torch.float16: "fp16", torch.bfloat16: "
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Workload:
     """A picture job as every case of a benchmark does it. Written out in each row's settings."""
 
     model: Model
@@ -76,7 +76,7 @@ class Drawing:
         return open_backend(backend, self.model, optimise=names, notice=lambda _: None)
 
     def run(
-        self, backend: Backend, *, num: int = 1, watch: Watch | None = None, **changes: Any
+        self, backend: Backend, *, num: int = 1, watch: StepTimer | None = None, **changes: Any
     ) -> list[Picture]:
         """End to end: text, steps, pictures."""
         told: dict[str, Any] = {
@@ -129,7 +129,7 @@ def _meta_inputs(model: Model, size: tuple[int, int]) -> tuple[Any, ...]:
 
 
 @dataclass
-class Watch:
+class StepTimer:
     """Times the steps of runs, from the end of the first step to the end of the last, device synchronised."""
 
     device: str
@@ -186,4 +186,4 @@ def memory_available(device: str) -> int:
     return machine().memory_available_bytes
 
 
-__all__ = ["PROMPTS", "Drawing", "Metered", "Watch", "memory_available", "parse_bytes"]
+__all__ = ["PROMPTS", "Metered", "StepTimer", "Workload", "memory_available", "parse_bytes"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from darkroom.errors import InputError
 from darkroom.measure.timing import Measurement, interleave, measurement
-from darkroom.serve.jobs.store import JOBS, Record, Store
+from darkroom.serve.jobs.store import JOBS, JobStore, Record
 
 EMPTY = 0
 ROWS_AT_ONCE = 10_000
@@ -31,7 +31,7 @@ def bench_job_history(
     with ExitStack() as stack:
         for count in (EMPTY, jobs):
             place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-            store = Store(f"sqlite:///{place}/jobs.db", "bench")
+            store = JobStore(f"sqlite:///{place}/jobs.db", "bench")
             stack.callback(store.close)
             fill(store, count)
             cases[f"accept, {count} jobs"] = _accepting(store)
@@ -50,7 +50,7 @@ def bench_job_history(
     ]
 
 
-def fill(store: Store, count: int) -> None:
+def fill(store: JobStore, count: int) -> None:
     """Finished jobs of one key."""
     start_s = time.time() - count
     rows = (
@@ -66,6 +66,6 @@ def record(number: int, created_s: float, state: str = "queued") -> Record:
     return Record(f"{number:032x}", "bench", "key", str(number), "0" * 64, state, "{}", created_s)
 
 
-def _accepting(store: Store) -> Callable[[], object]:
+def _accepting(store: JobStore) -> Callable[[], object]:
     numbers = itertools.count(10**9)
     return lambda: store.accept(record(next(numbers), time.time())).result()

@@ -16,7 +16,7 @@ import torch
 
 from darkroom.errors import DarkroomError, InputError, is_out_of_memory
 from darkroom.hardware import accelerator
-from darkroom.measure.drawing import Drawing, Metered, Watch
+from darkroom.measure.drawing import Metered, StepTimer, Workload
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement, peak_memory, synchronise
 from darkroom.sample import ladder
 from darkroom.sample.backends.backend import Backend
@@ -61,7 +61,7 @@ def default_cases(device: str) -> tuple[str, ...]:
 
 
 def bench_ladder(
-    drawing: Drawing,
+    drawing: Workload,
     *,
     cases: Sequence[str] = (),
     repeats: int = 5,
@@ -80,7 +80,7 @@ def bench_ladder(
 
 
 def _ladder_rows(
-    drawing: Drawing, cases: Sequence[str], repeats: int, say: Callable[[str], None]
+    drawing: Workload, cases: Sequence[str], repeats: int, say: Callable[[str], None]
 ) -> Iterator[Measurement]:
     device = drawing.device
     plain = _start(drawing, "none", device)
@@ -97,7 +97,7 @@ def _ladder_rows(
         let_go(device)
 
 
-def _start(drawing: Drawing, names: str, device: str) -> Start:
+def _start(drawing: Workload, names: str, device: str) -> Start:
     """Open and draw once, from nothing."""
     synchronise(device)
     begin = time.perf_counter()
@@ -107,18 +107,18 @@ def _start(drawing: Drawing, names: str, device: str) -> Start:
     return Start(backend, pictures, time.perf_counter() - begin)
 
 
-def _plain_row(drawing: Drawing, plain: Start, repeats: int, flops: int) -> Measurement:
-    watch = Watch(drawing.device)
+def _plain_row(drawing: Workload, plain: Start, repeats: int, flops: int) -> Measurement:
+    watch = StepTimer(drawing.device)
     run = Metered(lambda: drawing.run(plain.backend, watch=watch), drawing.device)
     timing = interleave({PLAIN: run}, repeats=repeats, warmup=0, device=drawing.device)[PLAIN]
     _, peak = peak_memory(run, drawing.device)
     return _row(drawing, PLAIN, timing, None, run, watch, peak, {}, flops, plain.seconds)
 
 
-def _case(drawing: Drawing, names: str, plain: Start, repeats: int, flops: int) -> list[Measurement]:
+def _case(drawing: Workload, names: str, plain: Start, repeats: int, flops: int) -> list[Measurement]:
     device = drawing.device
     cold = _start(drawing, names, device)
-    watch = Watch(device)
+    watch = StepTimer(device)
     run = Metered(lambda: drawing.run(cold.backend, watch=watch), device)
     turns: dict[str, Callable[[], object]] = {PLAIN: lambda: drawing.run(plain.backend), names: run}
     timings = interleave(turns, repeats=repeats, warmup=0, device=device)
@@ -139,7 +139,7 @@ def _case(drawing: Drawing, names: str, plain: Start, repeats: int, flops: int) 
 
 
 @contextmanager
-def _aside(drawing: Drawing, names: str) -> Iterator[None]:
+def _aside(drawing: Workload, names: str) -> Iterator[None]:
     """The plain model off the card while the memory of one that is offloaded is measured."""
     moves, device = "offload_" in names, drawing.device
     if moves:
@@ -152,7 +152,7 @@ def _aside(drawing: Drawing, names: str) -> Iterator[None]:
             drawing.model.to(device)
 
 
-def _starts(drawing: Drawing, names: str, cold: Start) -> list[Measurement]:
+def _starts(drawing: Workload, names: str, cold: Start) -> list[Measurement]:
     """The first picture from nothing, and again with compiled code on disk but none in the process."""
     torch._dynamo.reset()
     warm = _start(drawing, names, drawing.device)
@@ -169,12 +169,12 @@ def _starts(drawing: Drawing, names: str, cold: Start) -> list[Measurement]:
 
 
 def _row(
-    drawing: Drawing,
+    drawing: Workload,
     name: str,
     timing: Timing,
     plain: Timing | None,
     run: Metered,
-    watch: Watch,
+    watch: StepTimer,
     peak: int,
     more: dict[str, Any],
     flops: int | None,
@@ -197,7 +197,7 @@ def _row(
     )
 
 
-def _without(drawing: Drawing, names: str, note: str) -> Measurement:
+def _without(drawing: Workload, names: str, note: str) -> Measurement:
     """A row for what was not measured, and why."""
     from darkroom.hardware import machine
 
@@ -232,7 +232,7 @@ def _name(choice: str) -> str:
     return choice.partition(":")[0]
 
 
-def _precision(names: str, drawing: Drawing) -> str:
+def _precision(names: str, drawing: Workload) -> str:
     parts = {_name(part) for part in names.split(",")}
     return next((name for name in ("fp16", "bf16", "tf32") if name in parts), drawing.precision)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from darkroom.hush import limit_spinning
-from darkroom.measure.trace import PROMPTS, Asked
+from darkroom.measure.trace import PROMPTS, TraceRequest
 
 
 class Pipeline:
@@ -37,7 +37,7 @@ class Pipeline:
         if adapters:
             self._pipe.disable_lora()
 
-    def draw(self, batch: Sequence[Asked]) -> list[bool]:
+    def draw(self, batch: Sequence[TraceRequest]) -> list[bool]:
         """Draw requests of one key together, to PNG bytes; which of them came to a picture."""
         first = batch[0]
         self._switch(first.adapter)
@@ -77,7 +77,7 @@ class Pipeline:
 
 def serve(
     pipeline: Pipeline,
-    trace: Sequence[Asked],
+    trace: Sequence[TraceRequest],
     rate: float | None,
     most_rows: int,
     start_s: float,
@@ -112,7 +112,7 @@ def serve(
     return told
 
 
-def _together(waiting: Sequence[Asked], due: dict[int, float], most_rows: int) -> list[Asked]:
+def _together(waiting: Sequence[TraceRequest], due: dict[int, float], most_rows: int) -> list[TraceRequest]:
     """The oldest request and those of its key that are there already, as many as fit."""
     first, now_s = waiting[0], time.time()
     same = [asked for asked in waiting if asked.key == first.key and due[asked.number] <= now_s]
@@ -128,10 +128,12 @@ def main() -> None:
     if task["threads"]:
         torch.set_num_threads(task["threads"])
     pipeline = Pipeline(task["model"], task["adapters"], task["device"])
-    trace = [Asked(**asked) for asked in task["trace"]]
+    trace = [TraceRequest(**asked) for asked in task["trace"]]
     for size in dict.fromkeys((asked.width, asked.height) for asked in trace):
         for guidance in (1.0, 7.5):
-            warm = Asked(-1, 0.0, PROMPTS[0], *size, 2, guidance, 0, next(iter(task["adapters"]), None))
+            warm = TraceRequest(
+                -1, 0.0, PROMPTS[0], *size, 2, guidance, 0, next(iter(task["adapters"]), None)
+            )
             pipeline.draw([warm])
     start_s = time.time()
     told = serve(pipeline, trace, task["rate"], task["most_rows"], start_s, task["limit_s"])

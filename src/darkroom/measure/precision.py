@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from PIL import Image
 
 from darkroom.errors import InputError
-from darkroom.measure.drawing import Drawing
+from darkroom.measure.drawing import Workload
 from darkroom.measure.ladder import told
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement
 from darkroom.sample import denoise
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.choice import MAX_STEPS
-from darkroom.sample.generate import GenerateSettings, Job
+from darkroom.sample.generate import GenerateSettings, Generation
 from darkroom.sample.likeness import likeness
 
 STEPS = (5, 10, 20, 30, 50, 75, 100)
@@ -36,7 +36,7 @@ def parse_steps(text: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PicturePair:
     """Two pictures after so many steps, and how alike they are."""
 
     series: str
@@ -51,16 +51,16 @@ class Precisions:
     """A comparison: the pairs of every series, and the rows."""
 
     names: tuple[str, str]
-    pairs: list[Pair]
+    pairs: list[PicturePair]
     rows: list[Measurement]
 
-    def series(self, name: str) -> list[Pair]:
+    def series(self, name: str) -> list[PicturePair]:
         """The pairs of one series, by steps."""
         return [pair for pair in self.pairs if pair.series == name]
 
 
 def compare_precisions(
-    drawing: Drawing,
+    drawing: Workload,
     *,
     against: str = "bf16",
     steps: Sequence[int] = STEPS,
@@ -78,7 +78,7 @@ def compare_precisions(
     backends = (drawing.open("none"), drawing.open(against))
     names = (drawing.precision, against)
     longest = [_intermediates(drawing, backend, wanted) for backend in backends]
-    pairs: list[Pair] = []
+    pairs: list[PicturePair] = []
     rows: list[Measurement] = []
     for count in wanted:
         say(f"precision: {count} steps")
@@ -98,11 +98,11 @@ def compare_precisions(
     return Precisions(names, pairs, rows)
 
 
-def _job(drawing: Drawing, backend: Backend, count: int) -> Callable[[], object]:
+def _job(drawing: Workload, backend: Backend, count: int) -> Callable[[], object]:
     return lambda: drawing.run(backend, steps=count)
 
 
-def _intermediates(drawing: Drawing, backend: Backend, steps: Sequence[int]) -> dict[int, Image.Image]:
+def _intermediates(drawing: Workload, backend: Backend, steps: Sequence[int]) -> dict[int, Image.Image]:
     """The pictures decoded from the latents of one run of the most steps, after each number of steps."""
     settings = GenerateSettings.of(
         seed=drawing.seed,
@@ -111,7 +111,7 @@ def _intermediates(drawing: Drawing, backend: Backend, steps: Sequence[int]) -> 
         guidance=drawing.guidance,
         solver=drawing.solver,
     )
-    job = Job(drawing.model, list(drawing.prompts[:1]), settings, backend)
+    job = Generation(drawing.model, list(drawing.prompts[:1]), settings, backend)
     found = {}
     for state in denoise(backend.unet, [job.row(0)]):
         if state.index + 1 in steps:
@@ -119,12 +119,16 @@ def _intermediates(drawing: Drawing, backend: Backend, steps: Sequence[int]) -> 
     return found
 
 
-def _pair(series: str, steps: int, first: Image.Image, second: Image.Image) -> Pair:
-    return Pair(series, steps, first, second, likeness([first], [second]))
+def _pair(series: str, steps: int, first: Image.Image, second: Image.Image) -> PicturePair:
+    return PicturePair(series, steps, first, second, likeness([first], [second]))
 
 
 def _rows(
-    drawing: Drawing, names: tuple[str, str], count: int, timings: dict[str, Timing], pairs: Sequence[Pair]
+    drawing: Workload,
+    names: tuple[str, str],
+    count: int,
+    timings: dict[str, Timing],
+    pairs: Sequence[PicturePair],
 ) -> list[Measurement]:
     own, other = names
     by_series = {pair.series: pair for pair in pairs}

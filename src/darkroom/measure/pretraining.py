@@ -62,7 +62,7 @@ class _Loss:
 _ADDED = {"text_embeds": "pooled", "time_ids": "time_ids"}
 
 
-class Rung:
+class SwitchedStep:
     """One rung: a fresh model and step with its switches."""
 
     def __init__(self, family: str, resolution: int, case: str, device: str, unet: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ def _pretraining_rows(asked: _Asked, cases: Sequence[str], say: Say) -> Iterator
 
 
 def _case(asked: _Asked, case: str, first: Timing | None) -> tuple[Measurement, Timing]:
-    bench = Rung(asked.family, asked.resolution, case, asked.device, asked.unet)
+    bench = SwitchedStep(asked.family, asked.resolution, case, asked.device, asked.unet)
     found, taken, peak = _time(bench, case, asked.batch, asked.repeats, asked.warmup)
     timing = Timing(case, tuple(s / taken for s in found.seconds), found.warmup_s, found.load_average)
     return _row(bench, timing, first or timing, asked.family, taken, peak), timing
@@ -212,7 +212,7 @@ def _line(row: Measurement) -> str:
 
 
 def _time(
-    bench: Rung, case: str, batch: int | Literal["auto"], repeats: int, warmup: int
+    bench: SwitchedStep, case: str, batch: int | Literal["auto"], repeats: int, warmup: int
 ) -> tuple[Timing, int, int]:
     started = time.perf_counter()
     rows = _largest(bench) if batch == "auto" else batch
@@ -225,7 +225,7 @@ def _time(
     return Timing(case, seconds, warm_s, None), rows, peak.bytes()
 
 
-def _largest(bench: Rung) -> int:
+def _largest(bench: SwitchedStep) -> int:
     """Doubled while it fits and makes a picture cheaper."""
     rows, best_s = 1, float("inf")
     while rows <= MOST_ROWS:
@@ -247,7 +247,7 @@ def _forget() -> None:
     accelerator.empty_cache()
 
 
-def flops_per_image(bench: Rung) -> int:
+def flops_per_image(bench: SwitchedStep) -> int:
     """FLOPs of one picture's forward and backward pass, attention included."""
     plainly: Any = torch.compiler.set_stance
     with plainly("force_eager"), counting(bench.unet) as counter:
@@ -256,7 +256,9 @@ def flops_per_image(bench: Rung) -> int:
         return counter.result().flops
 
 
-def _row(bench: Rung, timing: Timing, first: Timing, family: str, rows: int, peak: int) -> Measurement:
+def _row(
+    bench: SwitchedStep, timing: Timing, first: Timing, family: str, rows: int, peak: int
+) -> Measurement:
     return measurement(
         "pretrain",
         timing,

@@ -26,11 +26,11 @@ from darkroom import models
 from darkroom.errors import InputError
 from darkroom.hardware.accelerator import allocated_bytes
 from darkroom.hardware.memory import has_statistics, resident_bytes
-from darkroom.measure.pretraining import LADDER, Rung
+from darkroom.measure.pretraining import LADDER, SwitchedStep
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe.sections import Recipe
 from darkroom.train.distributed.ranks import Ranks, joined
-from darkroom.train.jobs import Job, Pinned
+from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.setup import make_job
 from darkroom.train.step import Step
 
@@ -68,7 +68,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Profile:
+class IterationProfile:
     """What was profiled, and every iteration of it."""
 
     name: str
@@ -180,7 +180,7 @@ def _watching(step: Step, enter: Callable[[str], None], ranks: Ranks) -> Iterato
         del vars(task)["losses"], vars(weights)["exchange"]
 
 
-def profile_recipe(recipe: Recipe, *, repeats: int = 7) -> Profile | None:
+def profile_recipe(recipe: Recipe, *, repeats: int = 7) -> IterationProfile | None:
     """Profile a recipe's iteration with its loader, encoders and step; nothing is kept.
 
     Of several processes that torchrun started together all take part, and rank 0 has the result. Raises what
@@ -202,13 +202,13 @@ def profile_recipe(recipe: Recipe, *, repeats: int = 7) -> Profile | None:
             "processes": ranks.size,
         }
         name = f"{recipe.task} of {recipe.model.base}"
-        return Profile(name, str(job.device), recipe.train.global_batch, *found, settings)
+        return IterationProfile(name, str(job.device), recipe.train.global_batch, *found, settings)
 
 
 Inputs = Callable[[Callable[[str], None]], Mapping[str, Tensor]]
 
 
-def _loading(job: Job, batches: Iterator[Any]) -> Inputs:
+def _loading(job: TrainingSetup, batches: Iterator[Any]) -> Inputs:
     def inputs(enter: Callable[[str], None]) -> Mapping[str, Tensor]:
         enter("load")
         columns = next(batches)
@@ -227,18 +227,18 @@ def profile_family(
     repeats: int = 7,
     device: str = "auto",
     unet: Mapping[str, Any] | None = None,
-) -> Profile:
+) -> IterationProfile:
     """Profile the bare step of a family on synthetic latents; `case` as `bench_pretraining` takes it."""
     if family not in models.FAMILIES:
         raise InputError(f"--model {family}", allowed=", ".join(models.FAMILIES))
     place = str(models.device(device))
     case = case or (LADDER[3] if place.startswith("cuda") else LADDER[0])
     side = resolution or models.FAMILIES[family].vae.get("sample_size", 512)
-    rung = Rung(family, side, case, place, unet or {})
+    rung = SwitchedStep(family, side, case, place, unet or {})
     inputs = rung.inputs(batch)
     found = _profiled(rung.step, lambda enter: inputs, Ranks(), place, repeats)
     settings = {"resolution": side, "batch": batch, "case": case, "precision": rung.precision}
-    return Profile(f"{family}, {case}", place, batch, *found, settings)
+    return IterationProfile(f"{family}, {case}", place, batch, *found, settings)
 
 
 def _profiled(
@@ -269,7 +269,7 @@ def _profiled(
     return tuple(looked), tuple(plain)
 
 
-def shares(profile: Profile) -> Sequence[tuple[str, float]]:
+def shares(profile: IterationProfile) -> Sequence[tuple[str, float]]:
     """Each part's share of the iteration, by medians."""
     whole = statistics.median(one.seconds for one in profile.iterations)
     return [

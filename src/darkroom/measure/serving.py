@@ -31,7 +31,7 @@ from darkroom import models
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.system import load_average
 from darkroom.measure.timing import Measurement, Timing, measurement
-from darkroom.measure.trace import RANK, Asked, draw_trace, make_adapters, sizes_for, told_of
+from darkroom.measure.trace import RANK, TraceRequest, draw_trace, make_adapters, sizes_for, told_of
 
 DARKROOM, ONE, SAME_KEY = "darkroom", "one at a time", "same key together"
 LOADS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -49,7 +49,7 @@ WAIT_S, LOOK_S, LOOK_QUEUED_S, GIVE_UP_S = 30.0, 0.03, 0.25, 300.0
 class Outcome:
     """What became of one request. Times are seconds since 1970."""
 
-    asked: Asked
+    asked: TraceRequest
     state: str
     """done, cancelled, failed, refused, or lost."""
     due_s: float
@@ -138,10 +138,10 @@ def bench_serve(bench: ServeBench, say: Callable[[str], None] = lambda _: None) 
     """Rows of all three tables. The model goes through a folder; adapters are made for it."""
     bench.check()
     with tempfile.TemporaryDirectory(prefix="darkroom-bench-") as work:
-        return asyncio.run(_Run(bench, Path(work), say).rows())
+        return asyncio.run(_ServingRun(bench, Path(work), say).rows())
 
 
-class _Run:
+class _ServingRun:
     def __init__(self, bench: ServeBench, work: Path, say: Callable[[str], None]) -> None:
         self.bench, self.work, self.say = bench, work, say
         model = models.load(bench.model)
@@ -183,7 +183,7 @@ class _Run:
         options += self.bench.options
         return ServerProcess(str(self.folder), state, *options, threads=self.bench.threads)
 
-    def _settings(self, trace: Sequence[Asked]) -> dict[str, Any]:
+    def _settings(self, trace: Sequence[TraceRequest]) -> dict[str, Any]:
         return {
             "model": self.family,
             "adapters": self.bench.adapters,
@@ -191,12 +191,12 @@ class _Run:
             **told_of(trace),
         }
 
-    def _cut(self, rate: float) -> list[Asked]:
+    def _cut(self, rate: float) -> list[TraceRequest]:
         """As much of the trace as comes within the time at this rate."""
         return [asked for asked in self.trace if asked.at <= rate * self.bench.seconds] or self.trace[:1]
 
     def _pipeline(
-        self, trace: Sequence[Asked], rate: float | None, most_rows: int, limit_s: float | None = None
+        self, trace: Sequence[TraceRequest], rate: float | None, most_rows: int, limit_s: float | None = None
     ) -> Trial:
         """A process of its own that does nothing but draw."""
         folder = self.work / "adapters"
@@ -230,7 +230,7 @@ class _Run:
         ]
         return Trial(outcomes, told["start_s"], told["end_s"], rate)
 
-    async def _darkroom(self, client: Client, trace: Sequence[Asked], rate: float | None) -> Trial:
+    async def _darkroom(self, client: Client, trace: Sequence[TraceRequest], rate: float | None) -> Trial:
         """The same trace over HTTP; without a rate, each of `CLIENTS` asks anew once it is served."""
         self._sent += 1
         numbered = [(f"t{self._sent}-{i}", asked) for i, asked in enumerate(trace)]
@@ -275,11 +275,11 @@ def _server_errors(client: Client) -> int:
     return sum(count for status, count in client.statuses.items() if status >= 500)
 
 
-async def _in_turn(client: Client, left: Iterator[tuple[str, Asked]]) -> list[Outcome]:
+async def _in_turn(client: Client, left: Iterator[tuple[str, TraceRequest]]) -> list[Outcome]:
     return [await _ask(client, name, asked, time.time()) for name, asked in left]
 
 
-async def _ask(client: Client, name: str, asked: Asked, due_s: float) -> Outcome:
+async def _ask(client: Client, name: str, asked: TraceRequest, due_s: float) -> Outcome:
     """One request from its due time to its end, given up on the way where the trace says so."""
     await asyncio.sleep(max(0.0, due_s - time.time()))
     sent_s = time.time()
@@ -305,7 +305,7 @@ async def _ask(client: Client, name: str, asked: Asked, due_s: float) -> Outcome
     )
 
 
-def body_of(asked: Asked) -> dict[str, Any]:
+def body_of(asked: TraceRequest) -> dict[str, Any]:
     """A request as the jobs door takes it."""
     chosen = [] if asked.adapter is None else [{"name": asked.adapter}]
     return {
@@ -378,8 +378,8 @@ def figures(trial: Trial) -> dict[str, Any]:
     told |= _spread("admission", [o.admitted_after_s for o in trial.outcomes])
     told |= _spread("refusal", [o.refused_after_s for o in trial.outcomes])
     if trial.after:
-        told["step_s"] = mean_between(trial.before, trial.after, "darkroom_step_seconds")
-        told["evaluations_a_step"] = mean_between(trial.before, trial.after, "darkroom_step_evaluations")
+        told["step_s"] = _mean_between(trial.before, trial.after, "darkroom_step_seconds")
+        told["evaluations_a_step"] = _mean_between(trial.before, trial.after, "darkroom_step_evaluations")
         told["steps_to_free_most"] = most_between(trial.before, trial.after, "darkroom_cancel_steps")
     return {key: round(value, 5) if isinstance(value, float) else value for key, value in told.items()}
 
@@ -521,7 +521,7 @@ async def _exchange(
     return status, await reader.readexactly(int(length[1]) if length else 0)
 
 
-def mean_between(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+def _mean_between(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
     """The mean of what a histogram has seen between two looks at the counters."""
     count = after[f"{name}_count"] - before[f"{name}_count"]
     return (after[f"{name}_sum"] - before[f"{name}_sum"]) / count if count else None

@@ -32,7 +32,7 @@ RANK = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceRequest:
     """One request: one picture."""
 
     number: int
@@ -65,7 +65,7 @@ class Asked:
 
 def draw_trace(
     count: int, *, seed: int, sizes: Sequence[tuple[int, int]], adapters: Sequence[str] = ()
-) -> list[Asked]:
+) -> list[TraceRequest]:
     """Requests of mixed steps, guidance, sizes and adapters (by Zipf: the n-th is asked for 1/n as often)."""
     draw = random.Random(seed)
     shares = [1 / (i + 1) for i in range(len(adapters))]
@@ -76,7 +76,7 @@ def draw_trace(
         steps = draw.choice(STEPS)
         given_up = draw.random() < CANCELLED
         trace.append(
-            Asked(
+            TraceRequest(
                 i,
                 at,
                 draw.choice(PROMPTS),
@@ -91,7 +91,7 @@ def draw_trace(
     return trace
 
 
-def told_of(trace: Sequence[Asked]) -> dict[str, Any]:
+def told_of(trace: Sequence[TraceRequest]) -> dict[str, Any]:
     """What a row of measurements says of a trace."""
     return {
         "requests": len(trace),

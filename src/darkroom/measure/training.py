@@ -24,7 +24,7 @@ from darkroom.hardware.memory import PeakMemory
 from darkroom.measure.timing import Measurement, Timing, measurement, synchronise
 from darkroom.recipe.sections import Recipe
 from darkroom.run import Run
-from darkroom.train.jobs import Job, Pinned
+from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.setup import make_job
 from darkroom.train.speed import flops_per_image
 from darkroom.train.step import Step, micro_batches, num_rows
@@ -64,7 +64,7 @@ class _Measured(Exception):
 class _Turns:
     """A feed of batches that, between two chunks of the loop's steps, runs and times the bare ones."""
 
-    def __init__(self, job: Job, chunk: int, rounds: int) -> None:
+    def __init__(self, job: TrainingSetup, chunk: int, rounds: int) -> None:
         self.seconds: dict[str, list[float]] = {BARE: [], STEP: [], LOOP: []}
         self._job, self.chunk, self._rounds = job, chunk, rounds
         self.inputs: dict[str, Tensor] = {}
@@ -130,7 +130,9 @@ def _quiet(recipe: Recipe, steps: int) -> Recipe:
     return recipe.model_copy(update=parts)
 
 
-def _rows(recipe: Recipe, job: Job, turns: _Turns, warmup: int, peak_bytes: int) -> list[Measurement]:
+def _rows(
+    recipe: Recipe, job: TrainingSetup, turns: _Turns, warmup: int, peak_bytes: int
+) -> list[Measurement]:
     timings = {
         name: Timing(name, tuple(seconds[warmup:]), sum(seconds[:warmup]), None)
         for name, seconds in turns.seconds.items()

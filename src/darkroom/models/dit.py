@@ -136,7 +136,7 @@ class DiT(ModelMixin, ConfigMixin):  # type: ignore[misc]
         for i, block in enumerate(self.blocks):
             if i == first and keep_BK is not None:
                 whole, all_turns = x_BND, turns
-                x_BND, turns = taken(whole, keep_BK), turns_of(turns, keep_BK)
+                x_BND, turns = taken(whole, keep_BK), _turns_of(turns, keep_BK)
             if i == last and keep_BK is not None:
                 x_BND, turns = put_back(whole, keep_BK, x_BND), all_turns
             if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -273,7 +273,7 @@ def turned(x_BENF: Tensor, turns: Rotation) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x_BENF.dtype)
 
 
-def turns_of(turns: Rotation, keep_BK: Tensor) -> Rotation:
+def _turns_of(turns: Rotation, keep_BK: Tensor) -> Rotation:
     """The angles of the tokens that are kept, row by row."""
     cos, sin = (turn[0, 0][keep_BK][:, None] for turn in turns)
     return cos, sin

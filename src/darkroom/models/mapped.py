@@ -25,7 +25,7 @@ def is_mapped(tensor: Tensor, files: list[tuple[int, int]] | None = None) -> boo
     return within_file(tensor.data_ptr(), tensor.nbytes, file_mappings() if files is None else files)
 
 
-def mapped_bytes(modules: Iterable[nn.Module]) -> tuple[int, int]:
+def _mapped_bytes(modules: Iterable[nn.Module]) -> tuple[int, int]:
     """Bytes of weights that lie in files, and of all."""
     files = file_mappings()
     weights = [p for module in modules for p in module.parameters()]
@@ -34,7 +34,7 @@ def mapped_bytes(modules: Iterable[nn.Module]) -> tuple[int, int]:
 
 def are_mapped(modules: Iterable[nn.Module]) -> bool:
     """Whether a model's weights lie in files, but for a few that were brought into another shape."""
-    mapped, total = mapped_bytes(modules)
+    mapped, total = _mapped_bytes(modules)
     return mapped > MOST * total
 
 

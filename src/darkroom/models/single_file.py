@@ -93,7 +93,7 @@ def _opened(path: Path) -> Any:
 def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, with_weights: bool) -> Model:
     keys = set(file.keys())
     prefixes = _prefixes(path, keys)
-    shape = _Shapes(file, keys, prefixes)
+    shape = _FileShapes(file, keys, prefixes)
     told = _told(file)
     family, overrides = (told["family"], told["configs"]) if told else _recognised(path, shape)
     there: list[str] = [part for part in ("unet", "vae", "text_encoder") if part in prefixes]
@@ -153,7 +153,7 @@ def _is_original_vae(keys: set[str]) -> bool:
     return any(key.endswith("encoder.down.0.block.0.norm1.weight") for key in keys)
 
 
-class _Shapes:
+class _FileShapes:
     """The shapes of a file's tensors, by name."""
 
     def __init__(self, file: Any, keys: set[str], prefixes: dict[str, str]) -> None:
@@ -164,7 +164,7 @@ class _Shapes:
         return list(self.file.get_slice(key).get_shape()) if key in self.keys else None
 
 
-def _recognised(path: Path, shapes: _Shapes) -> tuple[str, dict[str, Config]]:
+def _recognised(path: Path, shapes: _FileShapes) -> tuple[str, dict[str, Config]]:
     """The family of a checkpoint that does not say, by its U-Net's width of text; a lone VAE is SD 1's."""
     conv_in = shapes.of("unet", "input_blocks.0.0.weight")
     if conv_in is None:
@@ -193,7 +193,7 @@ def _recognised(path: Path, shapes: _Shapes) -> tuple[str, dict[str, Config]]:
     return family, overrides
 
 
-def _predicts_v(path: Path, shapes: _Shapes) -> bool:
+def _predicts_v(path: Path, shapes: _FileShapes) -> bool:
     said = (shapes.file.metadata() or {}).get("modelspec.prediction_type", "")
     if said:
         return bool(said.startswith("v"))
@@ -239,9 +239,9 @@ class _Unet:
 
     def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
         """Original names, each with the weights of ours that it holds."""
-        names = unet_names(module.config)
+        names = _unet_names(module.config)
         for name in module.state_dict():
-            yield self.prefix + original_unet_name(name, names), [name]
+            yield self.prefix + _original_unet_name(name, names), [name]
 
     def shaped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of ours as the original has it."""
@@ -255,12 +255,12 @@ class _Vae(_Unet):
         super().__init__(prefix)
 
     def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
-        names = vae_names(module.config)
+        names = _vae_names(module.config)
         for name in module.state_dict():
-            yield self.prefix + original_vae_name(name, names), [name]
+            yield self.prefix + _original_vae_name(name, names), [name]
 
     def shaped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:, :, None, None] if is_flat_in_vae(name) else tensor
+        return tensor[:, :, None, None] if _is_flat_in_vae(name) else tensor
 
 
 class _Text(_Unet):
@@ -273,9 +273,9 @@ class _Text(_Unet):
             yield from ((self.prefix + plain, [name]) for plain, name in inside.items())
             return
         layers = module.config.num_hidden_layers
-        for plain, theirs in openclip_names(layers).items():
+        for plain, theirs in _openclip_names(layers).items():
             yield self.prefix + theirs, [inside[plain]]
-        for theirs, three in openclip_packed(layers).items():
+        for theirs, three in _openclip_packed(layers).items():
             yield self.prefix + theirs, [inside[plain] for plain in three]
         if projection is not None:
             yield self.prefix + "text_projection", [projection]
@@ -447,7 +447,7 @@ OPENCLIP_ENDS = {
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
-def unet_names(config: Any) -> dict[str, str]:
+def _unet_names(config: Any) -> dict[str, str]:
     """Module paths of a U-Net and where they stand in the original, without its prefix."""
     names = dict(UNET_ENDS)
     depth, layers = len(config["block_out_channels"]), config["layers_per_block"]
@@ -473,7 +473,7 @@ def unet_names(config: Any) -> dict[str, str]:
     return names
 
 
-def vae_names(config: Any) -> dict[str, str]:
+def _vae_names(config: Any) -> dict[str, str]:
     """Module paths of a VAE and where they stand in the original, without its prefix."""
     depth, layers = len(config["block_out_channels"]), config["layers_per_block"]
     names = {"quant_conv": "quant_conv", "post_quant_conv": "post_quant_conv"}
@@ -496,13 +496,13 @@ def vae_names(config: Any) -> dict[str, str]:
     return names
 
 
-def original_unet_name(name: str, names: dict[str, str]) -> str:
+def _original_unet_name(name: str, names: dict[str, str]) -> str:
     """The original name of a U-Net's weight."""
     path, rest = _place(name, names)
     return names[path] + _inner(rest, UNET_RESNET if ".resnets." in f".{path}." else {})
 
 
-def original_vae_name(name: str, names: dict[str, str]) -> str:
+def _original_vae_name(name: str, names: dict[str, str]) -> str:
     """The original name of a VAE's weight."""
     path, rest = _place(name, names)
     inner = VAE_ATTENTION if ".attentions." in f".{path}." else {"conv_shortcut": "nin_shortcut"}
@@ -525,12 +525,12 @@ def _inner(rest: str, renamed: dict[str, str]) -> str:
     return f".{inner}.{kind}" if inner else f".{kind}"
 
 
-def is_flat_in_vae(name: str) -> bool:
+def _is_flat_in_vae(name: str) -> bool:
     """Whether a VAE's weight is a matrix here and a 1x1 convolution in the original."""
     return bool(re.search(r"attentions\.0\.to_(q|k|v|out\.0)\.weight$", name))
 
 
-def openclip_names(layers: int) -> dict[str, str]:
+def _openclip_names(layers: int) -> dict[str, str]:
     """Weights of a CLIP text model that stand in an OpenCLIP file under another name, as they are."""
     names = dict(OPENCLIP_ENDS)
     for i in range(layers):
@@ -540,7 +540,7 @@ def openclip_names(layers: int) -> dict[str, str]:
     return names
 
 
-def openclip_packed(layers: int) -> dict[str, list[str]]:
+def _openclip_packed(layers: int) -> dict[str, list[str]]:
     """OpenCLIP's packed tensors, and the three of ours that each holds."""
     return {
         f"transformer.resblocks.{i}.attn.in_proj_{kind}": [

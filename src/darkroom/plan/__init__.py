@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from darkroom.plan.jobs import Plan
     from darkroom.plan.pictures import PictureSettings
     from darkroom.plan.show import to_dict
-    from darkroom.plan.targets import Asked, Target
+    from darkroom.plan.targets import PlanRequest, Target
 
 __all__ = [
-    "Asked",
     "PictureSettings",
     "Plan",
+    "PlanRequest",
     "Target",
     "ask_generate",
     "ask_prepare",

@@ -18,7 +18,7 @@ from darkroom.plan.phases import without_limits
 from darkroom.plan.pictures import preparing_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.show import hours, price_lines, to_dict, usd
-from darkroom.plan.targets import Asked, Target, here, place
+from darkroom.plan.targets import PlanRequest, Target, here, place
 
 ENCODER_CARD = "A10G"  # what encodes beside the training machines, as the published online system had it
 
@@ -32,7 +32,7 @@ class Option:
     more_hours: float = 0.0  # encoding beforehand
     more_usd: float | None = 0.0  # None: no price is known of what encodes
     beside: Plan | None = None  # of the encoding
-    asked: Asked | None = None  # what was planned, to plan it again with another micro-batch
+    asked: PlanRequest | None = None  # what was planned, to plan it again with another micro-batch
     target: Target | None = None
     notes: tuple[str, ...] = ()
 
@@ -123,7 +123,7 @@ class Advice:
         for name, option in (("cheapest", self.cheapest), ("fastest", self.fastest)):
             plan = option.plan
             took = hours(option.hours, option.around(option.hours))
-            yield f"{name}: {plan.count} x {plan.device}, {took}, {price_of(option)}"
+            yield f"{name}: {plan.count} x {plan.device}, {took}, {_price_of(option)}"
             yield "  " + " ".join(f"{key}={value}" for key, value in option.settings.items())
             for reason in (*self.reasons[name], *option.notes, *plan.notes):
                 yield f"  - {reason}"
@@ -135,7 +135,7 @@ class Advice:
         yield f"{self.looked_at} combinations looked at"
 
 
-def price_of(option: Option) -> str:
+def _price_of(option: Option) -> str:
     """'USD 12.30', or the device-hours where no price is known."""
     if option.usd is None:
         return f"{option.device_hours:,.3g} device-hours, no price known (say --price)"
@@ -143,7 +143,7 @@ def price_of(option: Option) -> str:
 
 
 def advise(
-    asked: Asked,
+    asked: PlanRequest,
     recipe: Path,
     overrides: Sequence[str],
     target: Target,
@@ -163,7 +163,7 @@ def advise(
 class Search:
     """A job's combinations: those that fit and keep the limits, and how many there were."""
 
-    asked: Asked
+    asked: PlanRequest
     fitting: Sequence[Option]
     looked_at: int
 
@@ -196,7 +196,7 @@ class Search:
 
 
 def search(
-    asked: Asked,
+    asked: PlanRequest,
     recipe: Path,
     overrides: Sequence[str],
     target: Target,
@@ -278,7 +278,7 @@ def _in_float32(best: Option, asked: Asked, target: Target) -> Iterator[Option]:
 
 
 def _training_options(
-    asked: Asked,
+    asked: PlanRequest,
     recipe: Path,
     overrides: Sequence[str],
     target: Target,
@@ -314,7 +314,7 @@ def _training_options(
                         yield _with_encoding(option, asked, target)
 
 
-def _with_encoding(option: Option, asked: Asked, target: Target) -> Option:
+def _with_encoding(option: Option, asked: PlanRequest, target: Target) -> Option:
     """Add what encoding beforehand, or on other machines meanwhile, takes."""
     encode, settings = option.settings["encode"], asked.settings
     if encode not in ("stored", "online") or settings["task"] != "pretrain":
@@ -333,7 +333,7 @@ def _with_encoding(option: Option, asked: Asked, target: Target) -> Option:
     return replace(option, more_usd=spent, beside=beside, notes=(note,))
 
 
-def _encoding(asked: Asked, device: str, pictures: int, target: Target, count: int) -> Plan:
+def _encoding(asked: PlanRequest, device: str, pictures: int, target: Target, count: int) -> Plan:
     settings = asked.settings
     own = target.gpu == "here" and device != ENCODER_CARD
     where: Where = here(target) if own else place(cards()[device], replace(target, count=count))
@@ -391,7 +391,7 @@ def _micro_reason(best: Option, options: Sequence[Option], by: str) -> str:
     return f"micro_batch {chosen}: {value} against {other} with {next_best.settings['micro_batch']}"
 
 
-def _break_even(best: Option, options: Sequence[Option], asked: Asked) -> float | None:
+def _break_even(best: Option, options: Sequence[Option], asked: PlanRequest) -> float | None:
     """Epochs from which encoding once is cheaper than at each step, on the cheapest plan's device."""
     if not asked.settings:
         return None
@@ -412,7 +412,7 @@ def _break_even(best: Option, options: Sequence[Option], asked: Asked) -> float 
     return stored.more_usd / pictures / saved if saved > 0 else None
 
 
-def _samples(asked: Asked) -> tuple[int, int]:
+def _samples(asked: PlanRequest) -> tuple[int, int]:
     """Pictures trained on, and how many of them differ: all, where the store is not there yet."""
     samples = asked.settings["steps"] * asked.settings["global_batch"]
     return samples, min(asked.settings["rows"] or samples, samples)
@@ -468,13 +468,13 @@ def usd_of(way: Way) -> float | None:
     return sum(spent) if len(spent) == len(way) else None
 
 
-def device_hours_of(way: Way) -> float:
+def _device_hours_of(way: Way) -> float:
     """What ways are ranked by where some phase has no option with a price."""
     return sum(option.device_hours for option in way)
 
 
 def advise_phases(
-    asked: Sequence[Asked],
+    asked: Sequence[PlanRequest],
     recipe: Path,
     overrides: Sequence[str],
     target: Target,
@@ -489,7 +489,7 @@ def advise_phases(
         say(one.name)
         searched.append(search(one, recipe, overrides, free, numbers, say, phase=i))
     priced = all(one.ranked[0].usd is not None for one in searched)
-    cost = _dollars if priced else device_hours_of
+    cost = _dollars if priced else _device_hours_of
     ways: list[Way] = [()]
     for found in searched:
         options = _front([(option,) for option in (found.ranked if priced else found.fitting)], cost)

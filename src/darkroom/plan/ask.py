@@ -30,7 +30,7 @@ from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profil
 from darkroom.plan.roofline import Software
 from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, runs_of, settings_of, text_of
 from darkroom.plan.targets import (
-    Asked,
+    PlanRequest,
     Target,
     chosen_cards,
     here,
@@ -54,7 +54,7 @@ UNCOUNTED = "train.align is not counted: its extractor is not opened"
 Planner = Callable[[Where, Software], Plan]
 
 
-def plans(asked: Asked, target: Target) -> list[Plan]:
+def plans(asked: PlanRequest, target: Target) -> list[Plan]:
     """The plan on the card asked for; of all cards the cheapest first, those that do not fit or keep the
     deadline and the budget last.
     """
@@ -95,7 +95,7 @@ def own_count(asked: Asked, target: Target) -> int:
     return int(said["nodes"] * each)
 
 
-def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
+def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:
     software = software_of(asked, target, where)
     precision, gpu = software.precision, where.card.kind == "gpu"
     # Half precisions move and hold the same bytes: one count serves both.
@@ -115,7 +115,7 @@ def _plan_on(asked: Asked, where: Where, target: Target) -> Plan:
     return replace(plan, storage=storage(plan.sizes_bytes, price))
 
 
-def with_limits(plan: Plan, target: Target) -> Plan:
+def _with_limits(plan: Plan, target: Target) -> Plan:
     """The plan with what it breaks of the deadline and the budget."""
     return replace(
         plan, over=over_limits(plan.hours, plan.cost.usd, target.deadline_hours, target.budget_usd)
@@ -139,7 +139,7 @@ def counts(text: str) -> list[int]:
     return found if found[-1] == high else [*found, high]
 
 
-def compared(asked: Asked, target: Target, numbers: Sequence[int]) -> list[Plan]:
+def compared(asked: PlanRequest, target: Target, numbers: Sequence[int]) -> list[Plan]:
     """The plans of several numbers of devices, as far as the batch goes round: on one card in their order, on
     all cards the cheapest first.
     """
@@ -152,14 +152,14 @@ def compared(asked: Asked, target: Target, numbers: Sequence[int]) -> list[Plan]
 # ---- jobs
 
 
-def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[Asked]:
+def ask_phases(path: Path, overrides: Sequence[str] = ()) -> list[PlanRequest]:
     """A recipe's jobs: each of its phases, or the one job of a recipe without any."""
     asked = ask_recipe(path, overrides)
     number = asked.settings["phases"]
     return [ask_recipe(path, overrides, phase=i) for i in range(number)] if number else [asked]
 
 
-def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> Asked:
+def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None = None) -> PlanRequest:
     """A recipe's job, or that of one of its phases. It is read and checked once; its counts are kept."""
     text = text_of(path)
     runs = runs_of("\n".join([text, *overrides]), path.parent)
@@ -194,7 +194,7 @@ class NotCounted(DarkroomError):
     """The counts of a recipe are not kept from before, and nobody may wait for them now."""
 
 
-def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = True) -> Asked:
+def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = True) -> PlanRequest:
     """The same of a recipe that is read already. Without `count` only kept counts serve, else NotCounted."""
 
     def counted(precision: str, gpu: bool) -> Profile:
@@ -209,7 +209,9 @@ def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = Tru
     return _asked_training(name, settings, counted)
 
 
-def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, bool], Profile]) -> Asked:
+def _asked_training(
+    name: str, settings: dict[str, Any], count: Callable[[str, bool], Profile]
+) -> PlanRequest:
     folders = [configs_of(ref) for ref in (settings["base"], settings["vae"]) if ref]
     key = {"recipe": settings["recipe"], "folders": folders}
     job = TrainJob(
@@ -238,7 +240,7 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
         counted = cached_profile(known, lambda: count(precision, gpu))
         return counted if own_pictures() is None else counted.of_pictures(own_pictures() or 1)
 
-    return Asked(
+    return PlanRequest(
         name,
         profile,
         plan,
@@ -253,7 +255,7 @@ def _asked_training(name: str, settings: dict[str, Any], count: Callable[[str, b
     )
 
 
-def ask_generate(settings: PictureSettings) -> Asked:
+def ask_generate(settings: PictureSettings) -> PlanRequest:
     """Making pictures."""
     job = GenerateJob("generate", settings.pictures, settings.batch, settings.steps)
 
@@ -265,14 +267,14 @@ def ask_generate(settings: PictureSettings) -> Asked:
     return _asked_pictures("generate", settings, plan)
 
 
-def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:
+def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> PlanRequest:
     width, height = parse_size(settings.size)
     guidance = own_guidance(settings.model) if settings.guidance is None else settings.guidance
 
     def profile(precision: str, gpu: bool) -> Profile:
         return picture_profile(settings.model, width, height, guidance > 1, precision, settings.attention)
 
-    return Asked(
+    return PlanRequest(
         name,
         profile,
         plan,
@@ -282,7 +284,7 @@ def _asked_pictures(name: str, settings: PictureSettings, plan: Any) -> Asked:
     )
 
 
-def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = False) -> Asked:
+def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = False) -> PlanRequest:
     """Encoding a store once."""
     job = PrepareJob("prepare", pictures)
 
@@ -291,7 +293,7 @@ def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = Fals
     ) -> Plan:
         return plan_preparing(profile, job, where, software, usd_per_hour=usd, prices=prices)
 
-    return Asked(
+    return PlanRequest(
         "prepare",
         lambda p, _: preparing_profile(model, resolution, text, p),
         plan,

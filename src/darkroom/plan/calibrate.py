@@ -39,7 +39,7 @@ Call = Callable[[], Any]
 Say = Callable[[str], None]
 
 
-def calibrate(say: Say = lambda _: None, rows: Sequence[Row] = ()) -> list[Measured]:
+def calibrate(say: Say = lambda _: None, rows: Sequence[MeasurementLike] = ()) -> list[Measured]:
     """Measure matrix products, convolution, attention, bandwidth, launches and links, and keep what is found.
 
     `rows`: of `bench batch`, whose pictures on this machine say how fast its device is as a whole.
@@ -211,7 +211,7 @@ def host_seconds(device: torch.device) -> tuple[float, dict[str, int]]:
     return _seconds(both, device, wait=False), {name: stages.count(name) for name in ("forward", "backward")}
 
 
-def _speed(where: Where, rows: Sequence[Row], say: Say) -> Measured:
+def _speed(where: Where, rows: Sequence[MeasurementLike], say: Say) -> Measured:
     """A device's speed as a whole: the median of what `bench batch` measured by what is planned."""
     from darkroom.errors import InputError
 
@@ -268,7 +268,7 @@ def _keep(card: Card, found: Sequence[Measured]) -> None:
     file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-class Row(Protocol):
+class MeasurementLike(Protocol):
     """What is read of a measurement (`darkroom.measure.Measurement`)."""
 
     @property
@@ -285,13 +285,13 @@ class Row(Protocol):
     def device(self) -> str: ...
 
 
-def factors(where: Where, rows: Iterable[Row]) -> list[float]:
+def factors(where: Where, rows: Iterable[MeasurementLike]) -> list[float]:
     """Measured by planned images/s of every row that this machine's device measured."""
     own = [row for row in _own(where, rows) if row.images_per_s]
-    return [(row.images_per_s or 0.0) / planned_rate(where, row) for row in own]
+    return [(row.images_per_s or 0.0) / _planned_rate(where, row) for row in own]
 
 
-def _own(where: Where, rows: Iterable[Row]) -> Iterator[Row]:
+def _own(where: Where, rows: Iterable[MeasurementLike]) -> Iterator[MeasurementLike]:
     name = machine().name
     for row in rows:
         told = row.settings
@@ -301,7 +301,7 @@ def _own(where: Where, rows: Iterable[Row]) -> Iterator[Row]:
             yield row
 
 
-def planned_rate(where: Where, row: Row) -> float:
+def _planned_rate(where: Where, row: MeasurementLike) -> float:
     """Images a second that the plan gives for a row's settings."""
     told = row.settings
     width, height = parse_size(told["size"])

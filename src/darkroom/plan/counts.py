@@ -69,7 +69,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelColumns:
     """The kernels of one stage as columns: `flops` and `bytes` of one call are (fixed, a row)."""
 
     names: tuple[str, ...]  # classes of kernels
@@ -117,12 +117,12 @@ class Profile:
         """FLOPs of the stages' kernels (of all unless said), 2 a multiply-add, attention included."""
         return sum(k.calls * k.flops.at(rows) for k in self.kernels if not stages or k.stage in stages)
 
-    def work(self, stage: str) -> Work:
+    def work(self, stage: str) -> KernelColumns:
         """The kernels of a stage as columns, made once."""
         if stage not in self._work:
             found = [kernel for kernel in self.kernels if kernel.stage == stage]
             names = tuple(dict.fromkeys(kernel.kind for kernel in found))
-            self._work[stage] = Work(
+            self._work[stage] = KernelColumns(
                 names,
                 np.array([names.index(kernel.kind) for kernel in found], dtype=np.intp),
                 np.array([float(kernel.calls) for kernel in found]),
@@ -132,7 +132,7 @@ class Profile:
         return self._work[stage]
 
     @cached_property
-    def _work(self) -> dict[str, Work]:
+    def _work(self) -> dict[str, KernelColumns]:
         return {}
 
     def of_pictures(self, number: int) -> Profile:

@@ -16,7 +16,7 @@ from darkroom.plan.ask import ask_generate, ask_recipe_object, plans
 from darkroom.plan.jobs import MOST_ROWS, Plan
 from darkroom.plan.pictures import PictureSettings
 from darkroom.plan.show import gb, hours, seconds, usd
-from darkroom.plan.targets import Asked, Target, chosen_cards, fast_precision
+from darkroom.plan.targets import PlanRequest, Target, chosen_cards, fast_precision
 from darkroom.recipe.read import make_recipe
 
 RESOLUTIONS = {"sd15": (256, 512, 768), "sd2": (256, 512, 768), "sdxl": (512, 768, 1024, 1536)}
@@ -98,7 +98,7 @@ def _time(plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Card:
+class CardFits:
     """What a card can do with a model."""
 
     card: str
@@ -132,7 +132,7 @@ class Card:
         }
 
 
-def what_fits(name: str, model: str, say: Callable[[str], None] = lambda _: None) -> Card:
+def what_fits(name: str, model: str, say: Callable[[str], None] = lambda _: None) -> CardFits:
     """Every task of a model on a card. InputError for a card that nobody knows, or several."""
     (card, *more) = chosen_cards(name)
     if more:
@@ -144,7 +144,7 @@ def what_fits(name: str, model: str, say: Callable[[str], None] = lambda _: None
         say(f"{task} ...")
         found.append(_training(task, model, target, half, variants))
     first = found[0].plan
-    return Card(
+    return CardFits(
         card.name,
         model,
         first.device_memory_bytes or 0.0,
@@ -158,7 +158,7 @@ def what_fits(name: str, model: str, say: Callable[[str], None] = lambda _: None
 def _pictures(model: str, target: Target, half: str) -> Fit:
     """Making pictures in half precision."""
 
-    def ask(resolution: int) -> Asked:
+    def ask(resolution: int) -> PlanRequest:
         size = f"{resolution}x{resolution}"
         return ask_generate(PictureSettings(model, size, pictures=1))
 
@@ -170,7 +170,7 @@ def _training(task: str, model: str, target: Target, half: str, variants: Sequen
     found = None
     for settings in variants:
 
-        def ask(resolution: int, settings: Mapping[str, str] = settings) -> Asked:
+        def ask(resolution: int, settings: Mapping[str, str] = settings) -> PlanRequest:
             return _asked(task, model, resolution, settings)
 
         found = _largest(task, settings, model, ask, replace(target, precision=half))
@@ -180,7 +180,7 @@ def _training(task: str, model: str, target: Target, half: str, variants: Sequen
     return found
 
 
-def _asked(task: str, model: str, resolution: int, settings: Mapping[str, str]) -> Asked:
+def _asked(task: str, model: str, resolution: int, settings: Mapping[str, str]) -> PlanRequest:
     """A recipe of a task with one picture a step, on stored latents where the task reads any."""
     content: dict[str, Any] = {
         "task": task,
@@ -195,7 +195,7 @@ def _asked(task: str, model: str, resolution: int, settings: Mapping[str, str]) 
 
 
 def _largest(
-    task: str, settings: Mapping[str, str], model: str, ask: Callable[[int], Asked], target: Target
+    task: str, settings: Mapping[str, str], model: str, ask: Callable[[int], PlanRequest], target: Target
 ) -> Fit:
     """The plan at the model's own resolution, and the largest at which one picture fits."""
     own = OWN.get(model, SMALLER[0])

@@ -44,7 +44,7 @@ class GenerateSpec:
 def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | None = None) -> Profile:
     """Count text encoding, one denoising step and decoding; `prepare` may change the modules first."""
     model = outlined(spec.model, ("unet", "vae", "text_encoder"))
-    check_size(model, spec.width, spec.height)
+    _check_size(model, spec.width, spec.height)
     dtype = models.precision(spec.precision)
     with fakes(*model.modules.values()) as counter:
         for module in model.modules.values():
@@ -66,7 +66,7 @@ def profile_generation(spec: GenerateSpec, prepare: Callable[[Model], None] | No
     )
 
 
-def check_size(model: Model, width: int, height: int) -> None:
+def _check_size(model: Model, width: int, height: int) -> None:
     """InputError unless the model can make pictures of this size."""
     assert model.unet is not None
     unit = model.size_unit
@@ -218,4 +218,4 @@ def _trace_encoders(counter: Counter, model: Model, spec: PrepareSpec, rows: int
     return trace
 
 
-__all__ = ["GenerateSpec", "PrepareSpec", "check_size", "profile_generation", "profile_preparing"]
+__all__ = ["GenerateSpec", "PrepareSpec", "profile_generation", "profile_preparing"]

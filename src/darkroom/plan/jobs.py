@@ -11,8 +11,8 @@ from darkroom.hardware.cards import Card
 from darkroom.hardware.prices import Price
 from darkroom.plan.cost import Cost, Storage, cost, offer_for
 from darkroom.plan.counts import KINDS, Profile
-from darkroom.plan.roofline import Efficiency, Roofline, Seconds, Software, efficiency
-from darkroom.plan.scale import Cluster, all_reduce_s, exposed_s
+from darkroom.plan.roofline import Efficiency, Roofline, Software, TimeBreakdown, efficiency
+from darkroom.plan.scale import ClusterSpec, all_reduce_s, exposed_s
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
@@ -26,7 +26,7 @@ class Where:
     """The device a plan is for. `cores` of a CPU class count as one device."""
 
     card: Card
-    cluster: Cluster = field(default_factory=Cluster)
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
     cores: int = 1
     known: Efficiency = field(default_factory=efficiency)
     memory_bytes: float | None = None  # what is there; None: what the card has
@@ -160,8 +160,8 @@ def plan_training(
     largest = largest_rows(profile, where)
     micro, fits = _micro_batch(profile, job, where, rows)
     step = step_seconds(profile, where, software, micro=micro, rows=rows)
-    reading = data_seconds(profile, job, where, rows)
-    step += Seconds(data=max(0.0, reading - step.total))  # threads read ahead
+    reading = _data_seconds(profile, job, where, rows)
+    step += TimeBreakdown(data=max(0.0, reading - step.total))  # threads read ahead
     plan = _plan(
         profile,
         where,
@@ -183,7 +183,7 @@ def plan_training(
     return replace(plan, extra={"data_hidden_s": reading - step.data} if reading else {})
 
 
-def data_seconds(profile: Profile, job: TrainJob, where: Where, rows: int) -> float:
+def _data_seconds(profile: Profile, job: TrainJob, where: Where, rows: int) -> float:
     """Seconds in which a process reads a step's rows of latents and text; 0 where pictures are encoded."""
     if not job.reads:
         return 0.0
@@ -197,7 +197,13 @@ def data_seconds(profile: Profile, job: TrainJob, where: Where, rows: int) -> fl
 
 
 def _plan(
-    profile: Profile, where: Where, software: Software, offer: Price | None, *, seconds: Seconds, **known: Any
+    profile: Profile,
+    where: Where,
+    software: Software,
+    offer: Price | None,
+    *,
+    seconds: TimeBreakdown,
+    **known: Any,
 ) -> Plan:
     """What every plan says alike: the device, parameters, MFU, money; `known` is what the job says."""
     roofline = where.roofline(software)
@@ -221,7 +227,7 @@ def _plan(
     )
 
 
-def _rows_a_device(job: TrainJob, cluster: Cluster) -> int:
+def _rows_a_device(job: TrainJob, cluster: ClusterSpec) -> int:
     if cluster.count > job.global_batch:
         raise InputError(
             f"{cluster.count} devices for a global batch of {job.global_batch}",
@@ -253,7 +259,7 @@ def step_seconds(
     sync_each: bool = False,
     gradient_bytes: int = 4,
     encoders: str = "float32",
-) -> Seconds:
+) -> TimeBreakdown:
     """Seconds of an optimiser step on each device: micro-batches, update, communication.
 
     `sync_each`: gradients are summed over devices after every micro-batch, not once a step. `encoders`: the
@@ -272,11 +278,11 @@ def step_seconds(
             held = profile.facts.get("computing_bytes", 2 * profile.trained)
             whole += 0.5 * all_reduce_s(where.card, where.cluster.sharing, held, where.known)
         shown = exposed_s(whole, backward.total, where.known)
-        seconds += Seconds(communication=shown).times(times)
+        seconds += TimeBreakdown(communication=shown).times(times)
     return seconds
 
 
-def _split(step: Seconds) -> dict[str, float]:
+def _split(step: TimeBreakdown) -> dict[str, float]:
     return {
         "compute": step.compute,
         "memory_bound": step.memory_bound,
@@ -365,7 +371,9 @@ def plan_generating(
     return replace(plan, extra=told)
 
 
-def batch_seconds(profile: Profile, where: Where, software: Software, *, batch: int, steps: int) -> Seconds:
+def batch_seconds(
+    profile: Profile, where: Where, software: Software, *, batch: int, steps: int
+) -> TimeBreakdown:
     """Seconds of one call: text, every denoising step, decoding."""
     roofline = where.roofline(software)
     seconds = roofline.stage(profile, "text", batch) + roofline.stage(profile, "denoise", batch).times(steps)
@@ -418,7 +426,7 @@ def plan_preparing(
     )
 
 
-def encode_seconds(profile: Profile, where: Where, software: Software, batch: int) -> Seconds:
+def encode_seconds(profile: Profile, where: Where, software: Software, batch: int) -> TimeBreakdown:
     """Seconds of encoding a batch of pictures (and captions, where they were counted)."""
     roofline = where.roofline(software)
     return roofline.stage(profile, "encode", batch) + roofline.stage(profile, "text", batch)

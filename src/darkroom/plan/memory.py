@@ -36,7 +36,7 @@ ROWS = (2, 3)
 def chunks(recipe: Recipe) -> dict[str, int]:
     """Pictures that are encoded at once: at each step, or before the first one."""
     pixels = recipe.data.resolution**2
-    if makes_latents(recipe):
+    if _makes_latents(recipe):
         return {LATENTS: max(1, PREPARED_PIXELS // pixels)}
     return {"inputs": max(1, ENCODED_PIXELS // pixels)} if encodes(recipe) else {}
 
@@ -52,7 +52,7 @@ def reads_text(recipe: Recipe, task: Any) -> bool:
 # ---- before the first step
 
 
-def makes_latents(recipe: Recipe) -> bool:
+def _makes_latents(recipe: Recipe) -> bool:
     """Whether the run makes latents of its own pictures before it trains."""
     return recipe.task != "autoencoder" and has_own_store(recipe) and recipe.data.caches_latents
 
@@ -61,7 +61,7 @@ def own_latents(
     counter: Counter, recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool
 ) -> tuple[Moment, ...]:
     """What is alive while a run makes its own latents: nothing trains yet, and not all parts are there."""
-    if not makes_latents(recipe):
+    if not _makes_latents(recipe):
         return ()
     side, traces = recipe.data.resolution, []
     tag_weights(counter, model.modules.values())
@@ -74,7 +74,7 @@ def own_latents(
         counter.stage, counter.trace = "", None
     there = _there_early(recipe, model, dtype, gpu=gpu)
     absent = _held_bytes([module for name, module in model.modules.items() if name not in there])
-    return lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
+    return _lighter(moments_of((traces[0], traces[1]), ROWS, cpu=not gpu), absent)
 
 
 def _there_early(recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool) -> set[str]:
@@ -100,7 +100,7 @@ def _there_early(recipe: Recipe, model: Model, dtype: torch.dtype, *, gpu: bool)
 # ---- between steps
 
 
-def num_samples(recipe: Recipe) -> int:
+def _num_samples(recipe: Recipe) -> int:
     """How many pictures a sample grid has; 0 where none is drawn, as by an autoencoder."""
     if recipe.task == "autoencoder":
         return 0
@@ -110,7 +110,7 @@ def num_samples(recipe: Recipe) -> int:
 
 def samples(counter: Counter, recipe: Recipe, model: Model, *, gpu: bool) -> tuple[Moment, ...]:
     """What is alive while the grid of samples is drawn, beside the optimiser's state and the average."""
-    number, guidance = num_samples(recipe), recipe.sample.guidance
+    number, guidance = _num_samples(recipe), recipe.sample.guidance
     if not number:
         return ()
     side = recipe.data.resolution // model.vae_factor
@@ -156,7 +156,7 @@ def rested(
     moments: Collection[Moment], recipe: Recipe, model: Model, names: Collection[str]
 ) -> tuple[Moment, ...]:
     """The moments of steps while these parts rest; random weights were all in memory before."""
-    light = lighter(moments, _held_bytes([model.modules[name] for name in names]))
+    light = _lighter(moments, _held_bytes([model.modules[name] for name in names]))
     if not names or recipe.model.base not in FAMILIES:
         return light
     whole = {kind: Line(0.0, 0.0) for kind in KINDS}
@@ -164,7 +164,7 @@ def rested(
     return (*light, Moment("opened", whole))
 
 
-def lighter(moments: Collection[Moment], weights: int) -> tuple[Moment, ...]:
+def _lighter(moments: Collection[Moment], weights: int) -> tuple[Moment, ...]:
     """The moments where so many bytes of weights are not in memory."""
 
     def without(moment: Moment) -> Moment:

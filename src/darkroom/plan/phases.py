@@ -87,7 +87,7 @@ class Together:
         }
 
 
-def compared(asked: Sequence[Asked], target: Target, numbers: Sequence[int]) -> list[Together]:
+def compared(asked: Sequence[PlanRequest], target: Target, numbers: Sequence[int]) -> list[Together]:
     """All phases on each number of devices, as far as the batch of every phase goes round: on one card in
     their order, on all cards the cheapest first; what does not fit or keep the limits comes last.
     """
@@ -102,7 +102,7 @@ def compared(asked: Sequence[Asked], target: Target, numbers: Sequence[int]) -> 
     return sorted(found, key=_order) if on_all else found
 
 
-def together(asked: Sequence[Asked], target: Target) -> Together:
+def together(asked: Sequence[PlanRequest], target: Target) -> Together:
     """All phases on one card and number of devices; deadline and budget are those of all."""
     return Together(tuple(plans(one, without_limits(target))[0] for one in asked), target)
 

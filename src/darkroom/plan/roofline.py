@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from darkroom.hardware.cards import Card, read_rows
-from darkroom.plan.counts import Floats, Profile, Work
+from darkroom.plan.counts import Floats, KernelColumns, Profile
 
 HERE = Path(__file__).parent
 ARITHMETIC = ("conv", "matmul", "attention")
@@ -76,7 +76,7 @@ class Software:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class TimeBreakdown:
     """Where the time goes. They add up: what hides behind something else is not counted twice."""
 
     compute: float = 0.0
@@ -91,9 +91,9 @@ class Seconds:
         """All together."""
         return self.compute + self.memory_bound + self.launch + self.communication + self.data
 
-    def __add__(self, other: Seconds) -> Seconds:
+    def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
         kinds = {**self.by_class, **other.by_class}
-        return Seconds(
+        return TimeBreakdown(
             self.compute + other.compute,
             self.memory_bound + other.memory_bound,
             self.launch + other.launch,
@@ -102,9 +102,9 @@ class Seconds:
             {kind: self.by_class.get(kind, 0.0) + other.by_class.get(kind, 0.0) for kind in kinds},
         )
 
-    def times(self, number: float) -> Seconds:
+    def times(self, number: float) -> TimeBreakdown:
         """So many of them one after another."""
-        return Seconds(
+        return TimeBreakdown(
             self.compute * number,
             self.memory_bound * number,
             self.launch * number,
@@ -188,13 +188,13 @@ class Roofline:
             share *= own if kind == "attention" and own is not None else products
         return peak * min(share, MOST)
 
-    def stage(self, profile: Profile, stage: str, rows: float, *, share: float = 1.0) -> Seconds:
+    def stage(self, profile: Profile, stage: str, rows: float, *, share: float = 1.0) -> TimeBreakdown:
         """Seconds of one stage on `rows` pictures, launches included; `share` of the work, where others do
         the rest.
         """
         work = profile.work(stage)
         if not work.names:
-            return Seconds()
+            return TimeBreakdown()
         calls, traffic, turned = self._traffic(work, rows)
         arithmetic = np.maximum(work.flops[0] + work.flops[1] * rows, 0.0) * self._seconds_a_flop(work)
         both = (np.maximum(arithmetic, traffic) if self._cpu else arithmetic + traffic) + turned
@@ -205,13 +205,13 @@ class Roofline:
         launch = self._host_seconds(work, calls, stage == "backward") - compute - memory
         sums = np.bincount(work.kinds, seconds, len(work.names))
         by_class = dict(zip(work.names, sums.tolist(), strict=True))
-        return Seconds(compute, memory, max(0.0, launch), by_class=by_class)
+        return TimeBreakdown(compute, memory, max(0.0, launch), by_class=by_class)
 
-    def _seconds_a_flop(self, work: Work) -> Floats:
+    def _seconds_a_flop(self, work: KernelColumns) -> Floats:
         rates = [1 / self._rate(name if name in ARITHMETIC else "matmul") for name in work.names]
         return np.array(rates)[work.kinds]
 
-    def _traffic(self, work: Work, rows: float) -> tuple[Floats, Floats, Floats]:
+    def _traffic(self, work: KernelColumns, rows: float) -> tuple[Floats, Floats, Floats]:
         """Kernels that are started, seconds of what one of them moves, and of turning its tensors: tensor
         cores want channels last.
         """
@@ -227,7 +227,7 @@ class Roofline:
         turns = not self._cpu and not self.software.channels_last and self.peak("conv")[1]
         return calls, traffic, 2.0 * turns * traffic * work.holds("conv")
 
-    def _host_seconds(self, work: Work, calls: Floats, backward: bool) -> float:
+    def _host_seconds(self, work: KernelColumns, calls: Floats, backward: bool) -> float:
         """Seconds in which the host hands the kernels out. Python launches a forward pass, the autograd
         engine a backward pass, and autocast the casts of weights, whose size is not the batch's.
         """

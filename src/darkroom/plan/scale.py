@@ -16,7 +16,7 @@ NODE_DEVICES = 8
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSpec:
     """`count` devices in nodes of `node_devices`, and the wires between."""
 
     count: int = 1
@@ -55,7 +55,7 @@ class Cluster:
         return self.mode == "fsdp" and self.shard != "grads"
 
     @property
-    def sharing(self) -> Cluster:
+    def sharing(self) -> ClusterSpec:
         """The devices that hold one copy of the weights between them."""
         return replace(self, count=self.shards) if self.mode == "fsdp" else self
 
@@ -69,16 +69,16 @@ def default_cluster(
     machine: str | None = None,
     node_devices: int | None = None,
     shard: str = "grads",
-) -> Cluster:
+) -> ClusterSpec:
     """What such a card usually stands in (machines.csv), as far as nothing else is said."""
     name = machine or card.machine
     usual = machines().get(name)
     each = node_devices or (usual.devices if usual else NODE_DEVICES)
     between = network or (usual.network if usual else "TCP 100 Gbit")
-    return Cluster(count, each, between, mode, shard, name)
+    return ClusterSpec(count, each, between, mode, shard, name)
 
 
-def all_reduce_s(card: Card, cluster: Cluster, size_bytes: float, known: Efficiency) -> float:
+def all_reduce_s(card: Card, cluster: ClusterSpec, size_bytes: float, known: Efficiency) -> float:
     """Seconds in which all devices have the sum of what each holds (so many bytes)."""
     if cluster.count == 1:
         return 0.0

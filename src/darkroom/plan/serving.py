@@ -130,10 +130,10 @@ class Server:
 
 def serve(requests: Sequence[Request], server: Server, devices: int, fleet: Fleet | None = None) -> Served:
     """Serve a trace: one queue, and every device takes its share of what waits at each of its steps."""
-    return _Pool(requests, server, devices, fleet or Fleet()).run()
+    return _SimulatedFleet(requests, server, devices, fleet or Fleet()).run()
 
 
-class _Pool:
+class _SimulatedFleet:
     """The devices, the queue before them, and what is under way."""
 
     def __init__(self, requests: Sequence[Request], server: Server, devices: int, fleet: Fleet) -> None:

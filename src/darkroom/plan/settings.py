@@ -122,7 +122,7 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
     from darkroom.recipe.phases import phase_recipes
     from darkroom.recipe.read import read_recipe
 
-    recipe, notes = stood_in(read_recipe(path, overrides), path.parent)
+    recipe, notes = _stood_in(read_recipe(path, overrides), path.parent)
     if phase is None:
         return recipe, notes
     _, found = list(phase_recipes(recipe, Path()))[phase]
@@ -139,7 +139,7 @@ def runs_of(text: str, folder: Path) -> list[Any]:
     return [Path("runs", name).exists() for name in names] + said
 
 
-def stood_in(recipe: Recipe, folder: Path) -> tuple[Recipe, list[str]]:
+def _stood_in(recipe: Recipe, folder: Path) -> tuple[Recipe, list[str]]:
     """A recipe whose VAE or base an earlier run has yet to make, with what stands in for it, and notes.
 
     Of `runs/NAME/model` that is what NAME.yaml beside the recipe trains; of another VAE the family's own.
@@ -172,7 +172,7 @@ def _recipe_of(ref: str, folder: Path) -> Recipe | None:
 
     parts = Path(ref).parts
     file = folder / f"{parts[-2]}.yaml" if len(parts) > 1 and parts[-1] == "model" else None
-    return stood_in(read_recipe(file), folder)[0] if file is not None and file.is_file() else None
+    return _stood_in(read_recipe(file), folder)[0] if file is not None and file.is_file() else None
 
 
 def text_of(path: Path) -> str:

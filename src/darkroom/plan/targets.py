@@ -17,7 +17,7 @@ from darkroom.hardware.prices import Price
 from darkroom.plan.counts import Profile, cache_folder
 from darkroom.plan.jobs import Plan, Where
 from darkroom.plan.roofline import Software, efficiency
-from darkroom.plan.scale import Cluster, default_cluster
+from darkroom.plan.scale import ClusterSpec, default_cluster
 
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
@@ -81,7 +81,7 @@ def layout_of(asked: bool | None) -> Layout:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """A job that can be planned on any device."""
 
     name: str
@@ -91,21 +91,23 @@ class Asked:
     attention: str = "fused"
     channels_last: Layout = lambda precision, where: True
     settings: dict[str, Any] = field(default_factory=dict)
-    remade: Callable[[Mapping[str, Any]], Asked] | None = None  # with other settings and the same counts
+    remade: Callable[[Mapping[str, Any]], PlanRequest] | None = (
+        None  # with other settings and the same counts
+    )
 
 
-def mode_of(asked: Asked, target: Target) -> str:
+def mode_of(asked: PlanRequest, target: Target) -> str:
     """How several devices train together: as asked, else as the recipe says."""
     return target.mode if target.mode != "auto" else str(asked.settings.get("mode", "ddp"))
 
 
-def choose_precision(asked: Asked, target: Target, card: Card) -> str:
+def choose_precision(asked: PlanRequest, target: Target, card: Card) -> str:
     """The precision to compute in: as asked, else what the hardware is fast in."""
     said = target.precision if target.precision != "auto" else asked.precision
     return fast_precision(card) if said == "auto" else said
 
 
-def software_of(asked: Asked, target: Target, where: Where) -> Software:
+def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
     """The program that computes it, in which precision and layout."""
     said = target.precision if target.precision != "auto" else asked.precision
     quantised = said if said in QUANTISED else ""
@@ -195,7 +197,7 @@ def place(card: Card, target: Target) -> Where:
     return Where(card, _cluster(card, target), cores=8 if card.unit == "core" else 1)
 
 
-def _cluster(card: Card, target: Target) -> Cluster:
+def _cluster(card: Card, target: Target) -> ClusterSpec:
     return default_cluster(
         card,
         target.count,

@@ -25,7 +25,7 @@ from darkroom.plan.intervals import time_width
 from darkroom.plan.jobs import GenerateJob, Plan, Where, plan_generating
 from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profile
 from darkroom.plan.roofline import Software
-from darkroom.plan.scale import Cluster
+from darkroom.plan.scale import ClusterSpec
 from darkroom.plan.serving import (
     Drawn,
     Fleet,
@@ -37,19 +37,21 @@ from darkroom.plan.serving import (
     fewest_devices,
     serve,
 )
-from darkroom.plan.targets import Asked, layout_of
+from darkroom.plan.targets import PlanRequest, layout_of
 
 HOURS_A_MONTH = 730
 
 
-def ask_rate(settings: PictureSettings, rate: float, latency_s: float, fleet: Fleet | None = None) -> Asked:
+def ask_rate(
+    settings: PictureSettings, rate: float, latency_s: float, fleet: Fleet | None = None
+) -> PlanRequest:
     """Serving so many pictures a second that are asked for at random, each within a time."""
     if not (rate > 0 and latency_s > 0):
         raise InputError(f"--rate {rate} --latency {latency_s}", allowed="numbers above 0")
     width, height = parse_size(settings.size)
     guidance = own_guidance(settings.model) if settings.guidance is None else settings.guidance
     request = Request(0.0, width, height, settings.steps, guidance)
-    goal = Goal(latency_s, rate, fleet)
+    goal = ServingTarget(latency_s, rate, fleet)
 
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
@@ -57,7 +59,7 @@ def ask_rate(settings: PictureSettings, rate: float, latency_s: float, fleet: Fl
         return plan_rate(request, goal, profile, where, software, usd_per_hour=usd, prices=prices)
 
     # Rows with guidance and without are rows of one U-Net: the profile has one a picture.
-    return Asked(
+    return PlanRequest(
         "serve",
         lambda precision, _: picture_profile(
             settings.model, width, height, False, precision, settings.attention
@@ -70,7 +72,7 @@ def ask_rate(settings: PictureSettings, rate: float, latency_s: float, fleet: Fl
 
 
 @dataclass(frozen=True)
-class Goal:
+class ServingTarget:
     """Seconds within which 95 of 100 are done, at how many a second, and what becomes of devices
     meanwhile.
     """
@@ -82,7 +84,7 @@ class Goal:
 
 def plan_rate(
     request: Request,
-    goal: Goal,
+    goal: ServingTarget,
     profile: Profile,
     where: Where,
     software: Software,
@@ -156,7 +158,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 def ask_trace(
     settings: PictureSettings, requests: Sequence[Request], latency_s: float, fleet: Fleet | None = None
-) -> Asked:
+) -> PlanRequest:
     """Serving a trace, each picture within a time; its sizes, steps and guidance stand for the settings'."""
     if latency_s <= 0:
         raise InputError(f"--latency {latency_s}", allowed="a number above 0")
@@ -171,10 +173,10 @@ def ask_trace(
         half = where.card.kind == "gpu" and software.precision == "fp16"  # the same bytes: one count serves
         precision = "bf16" if half else software.precision
         profiles = {size: profile(size, precision) for size in sizes[:-1]} | {sizes[-1]: widest}
-        goal = Goal(latency_s, fleet=fleet)
+        goal = ServingTarget(latency_s, fleet=fleet)
         return plan_trace(requests, goal, profiles, where, software, usd_per_hour=usd, prices=prices)
 
-    return Asked(
+    return PlanRequest(
         "serve",
         lambda precision, _: profile(sizes[-1], precision),
         plan,
@@ -186,7 +188,7 @@ def ask_trace(
 
 def plan_trace(
     requests: Sequence[Request],
-    goal: Goal,
+    goal: ServingTarget,
     profiles: dict[Size, Profile],
     where: Where,
     software: Software,
@@ -257,7 +259,7 @@ def _plan_served(
     """An hour of so many devices that serve requests like these, and a month of it."""
     steps = round(sum(request.steps for request in requests) / len(requests))
     job = GenerateJob("serve", max(1, round(rate * 3600)), 2 * served.most_at_once, steps)
-    whole, widest = replace(where, cluster=Cluster(served.devices)), _widest(profiles)
+    whole, widest = replace(where, cluster=ClusterSpec(served.devices)), _widest(profiles)
     plan = plan_generating(widest, job, whole, software, usd_per_hour=usd_per_hour, prices=prices)
     flops = sum(_flops(request, profiles[request.size]) for request in requests) / len(requests)
     worth = flops * rate / (plan.flops_an_image * plan.images_per_s)

@@ -139,7 +139,7 @@ def _trained_bytes(module: Any) -> int:
 
 def _adapter_bytes(masters: Mapping[str, Any]) -> int:
     """Size of the file that an adapter's weights are written to."""
-    return safetensors_bytes(
+    return _safetensors_bytes(
         {name.replace(".default", ""): tuple(master.shape) for name, master in masters.items()}
     )
 
@@ -204,10 +204,10 @@ def _adapter_facts(base: str, rank: int, targets: str) -> dict[str, int]:
         for name, param in parts["unet"].named_parameters()
         if param.requires_grad
     }
-    return {"trained": trained, "total": total, "file_bytes": safetensors_bytes(shapes)}
+    return {"trained": trained, "total": total, "file_bytes": _safetensors_bytes(shapes)}
 
 
-def safetensors_bytes(shapes: dict[str, tuple[int, ...]], item_bytes: int = 4) -> int:
+def _safetensors_bytes(shapes: dict[str, tuple[int, ...]], item_bytes: int = 4) -> int:
     """Size of a safetensors file: eight bytes, a JSON header padded to eight, the tensors."""
     header, offset = {}, 0
     for name, shape in sorted(shapes.items()):

@@ -35,12 +35,12 @@ COUNTED_FRAGMENTS = 4096
 _MADE_ALIKE = ("kind", "encoder", "resolution", "crop", "precision")
 
 
-def latents_name(resolution: int, identity: str) -> str:
+def _latents_name(resolution: int, identity: str) -> str:
     """The column that holds the latents of one VAE at one resolution."""
     return f"latents_{resolution}_{identity[:8]}"
 
 
-def text_name(identity: str) -> str:
+def _text_name(identity: str) -> str:
     """The column that holds the states of one text encoder."""
     return f"text_{identity[:8]}"
 
@@ -58,7 +58,7 @@ def latents_field(
         "precision": precision,
         "made_by": __version__,
     }
-    return pa.field(latents_name(resolution, identity), LATENTS_TYPE, metadata=_prefixed(noted))
+    return pa.field(_latents_name(resolution, identity), LATENTS_TYPE, metadata=_prefixed(noted))
 
 
 def text_field(identity: str, *, empty: str, precision: str) -> pa.Field:
@@ -70,7 +70,7 @@ def text_field(identity: str, *, empty: str, precision: str) -> pa.Field:
         "empty": empty,
         "made_by": __version__,
     }
-    return pa.field(text_name(identity), TEXT_TYPE, metadata=_prefixed(noted))
+    return pa.field(_text_name(identity), TEXT_TYPE, metadata=_prefixed(noted))
 
 
 def _prefixed(noted: dict[str, str]) -> dict[str, str]:
@@ -155,14 +155,14 @@ def _by_identity(
 
 
 def _check_finished(store: Store, column: str, source: str, command: str) -> None:
-    missing = missing_rows(store, column, source)
+    missing = _missing_rows(store, column, source)
     if missing:
         raise ColumnError(
             f"{store.path}: {missing} of {store.num_rows} rows have no {column} yet", mend=f"run: {command}"
         )
 
 
-def missing_rows(store: Store, column: str, source: str) -> int:
+def _missing_rows(store: Store, column: str, source: str) -> int:
     """Rows that a column is null in: counted, or for a huge store told from the manifest alone.
 
     Counting reads a few hundred bytes a fragment (the heights, which compress to nothing). The manifest does

@@ -21,7 +21,7 @@ from darkroom.data.loader import Batch
 from darkroom.errors import InputError, ModelError
 
 
-def compute_type(precision: str, device: torch.device) -> torch.dtype:
+def _compute_type(precision: str, device: torch.device) -> torch.dtype:
     """The number format to encode in; InputError for float16 on a CPU, where it is five times slower."""
     if precision == "fp16" and device.type == "cpu":
         raise InputError("precision fp16 on a CPU", allowed="float32, or bf16 (faster where the CPU has it)")
@@ -46,7 +46,7 @@ class VaeEncoder:
         self, vae: nn.Module, *, precision: str = "float32", device: str | torch.device = "cpu"
     ) -> None:
         self.device = torch.device(device)
-        self.precision, self._dtype = precision, compute_type(precision, self.device)
+        self.precision, self._dtype = precision, _compute_type(precision, self.device)
         self.identity = models.identity(vae)
         config: Any = vae.config
         self.scaling = models.LatentScaling.of(vae)
@@ -57,7 +57,7 @@ class VaeEncoder:
     def to(self, device: str | torch.device) -> Self:
         """Move to a device, in place."""
         self.device = torch.device(device)
-        self._dtype = compute_type(self.precision, self.device)
+        self._dtype = _compute_type(self.precision, self.device)
         self._vae = _placed(self._vae, self.device, self._dtype)
         return self
 
@@ -127,7 +127,7 @@ class TextEncoder:
         if not encoders or len(encoders) != len(tokenizers):
             raise ModelError(f"{len(encoders)} text encoders and {len(tokenizers)} tokenizers")
         self.device = torch.device(device)
-        self.precision, dtype = precision, compute_type(precision, self.device)
+        self.precision, dtype = precision, _compute_type(precision, self.device)
         self.identity = _text_identity(encoders, tokenizers)
         self._tokenizers = list(tokenizers)
         self._encoders = [_placed(encoder, self.device, dtype) for encoder in encoders]
@@ -135,7 +135,7 @@ class TextEncoder:
     def to(self, device: str | torch.device) -> Self:
         """Move to a device, in place."""
         self.device = torch.device(device)
-        dtype = compute_type(self.precision, self.device)
+        dtype = _compute_type(self.precision, self.device)
         self._encoders = [_placed(encoder, self.device, dtype) for encoder in self._encoders]
         return self
 

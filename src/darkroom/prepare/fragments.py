@@ -25,7 +25,7 @@ READ_BUFFER_BYTES = 64 * 1024**2
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodeBatch:
     """Rows that share a batch: offsets in the fragment, ids, source values, values kept as they are."""
 
     offsets: list[int]
@@ -56,7 +56,7 @@ def read_pieces(
     keep: bool,
     first: int = 0,
     count: int | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[EncodeBatch]:
     """A fragment's live rows in pieces: all, or `count` from live row `first`, a multiple of batch_rows.
 
     With `keep`, values that are there already stay.
@@ -74,7 +74,7 @@ def read_pieces(
     )
     for batch in scanner.to_batches():
         offsets = batch.column("_rowaddr").to_numpy() & np.uint64(0xFFFFFFFF)
-        yield Piece(
+        yield EncodeBatch(
             offsets.astype(np.int64).tolist(),
             batch.column("id").to_pylist(),
             batch.column(source).to_pylist(),
@@ -82,7 +82,7 @@ def read_pieces(
         )
 
 
-def encode_piece(piece: Piece, ready: Sequence[Any], column: Column) -> Encoded:
+def encode_piece(piece: EncodeBatch, ready: Sequence[Any], column: Column) -> Encoded:
     """Encode the ready values of the rows to be encoded; the others keep what they have."""
     values, todo = list(piece.kept), piece.todo
     if todo:

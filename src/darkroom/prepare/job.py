@@ -27,7 +27,7 @@ import lance
 from darkroom import models
 from darkroom.data.store import Store
 from darkroom.prepare.columns import Layout, check_made_alike
-from darkroom.prepare.fragments import FragmentFile, Piece, encode_piece, read_pieces
+from darkroom.prepare.fragments import EncodeBatch, FragmentFile, encode_piece, read_pieces
 from darkroom.prepare.making import Column, columns_to_make
 from darkroom.prepare.notes import Note, Notes
 
@@ -64,7 +64,7 @@ class PrepareReport:
 
 
 @dataclass(frozen=True)
-class Work:
+class EncodeTask:
     """What an engine is to do: fragments of a store that lack values of a column, by number."""
 
     store: Store
@@ -78,11 +78,11 @@ class Work:
         return Layout.of(self.store.dataset, self.column.name, self.column.source)
 
 
-Engine = Callable[[Work], Iterator[Note]]
+Engine = Callable[[EncodeTask], Iterator[Note]]
 """Encodes what a work lists and hands out a note of each fragment as soon as its file is finished."""
 
 
-def encode_here(work: Work) -> Iterator[Note]:
+def _encode_here(work: EncodeTask) -> Iterator[Note]:
     """The local engine: one fragment after the other in this process, reading and cutting a piece ahead."""
     for number in work.numbers:
         fragment = work.store.dataset.get_fragment(number)
@@ -90,7 +90,7 @@ def encode_here(work: Work) -> Iterator[Note]:
             yield _encode_fragment(work, fragment)
 
 
-def _encode_fragment(work: Work, fragment: lance.LanceFragment) -> Note:
+def _encode_fragment(work: EncodeTask, fragment: lance.LanceFragment) -> Note:
     layout, column = work.layout(), work.column
     version = work.store.dataset.data_storage_version
     file = FragmentFile(work.folder, column.field, fragment.metadata, layout, version)
@@ -103,10 +103,10 @@ def _encode_fragment(work: Work, fragment: lance.LanceFragment) -> Note:
 
 
 def _ahead(
-    pieces: Iterator[Piece], column: Column, pool: ThreadPoolExecutor
-) -> Iterator[tuple[Piece, list[Future[Any]]]]:
+    pieces: Iterator[EncodeBatch], column: Column, pool: ThreadPoolExecutor
+) -> Iterator[tuple[EncodeBatch, list[Future[Any]]]]:
     """Each piece with its ready values on their way, those of the next one too."""
-    ahead: tuple[Piece, list[Future[Any]]] | None = None
+    ahead: tuple[EncodeBatch, list[Future[Any]]] | None = None
     for piece in pieces:
         coming = piece, [pool.submit(column.ready, piece.values[i]) for i in piece.todo]
         if ahead is not None:
@@ -128,7 +128,7 @@ def prepare(
     batch_rows: int = 16,
     device: str = "auto",
     progress: Progress | None = None,
-    engine: Engine = encode_here,
+    engine: Engine = _encode_here,
 ) -> PrepareReport:
     """Encode what the store's columns of this model lack; a second call encodes only what is new.
 
@@ -151,13 +151,13 @@ def prepare(
         device=place,
         batch_rows=batch_rows,
     ):
-        _Job(opened, column, report, progress or (lambda done, total: None), engine).run()
+        _ColumnJob(opened, column, report, progress or (lambda done, total: None), engine).run()
     report.wall_s = time.perf_counter() - began
     report.rows_per_s = sum(report.encoded.values()) / report.wall_s
     return report
 
 
-class _Job:
+class _ColumnJob:
     """One column of one store, until no row lacks it."""
 
     def __init__(
@@ -219,7 +219,7 @@ class _Job:
     def _encode_all(self, notes: Notes, numbers: list[int]) -> None:
         name = self._column.name
         last_commit = time.monotonic()
-        work = Work(self._store, self._column, notes.folder, numbers, self._advance)
+        work = EncodeTask(self._store, self._column, notes.folder, numbers, self._advance)
         for note in self._engine(work):
             self._finish(notes, note)
             if time.monotonic() - last_commit > COMMIT_EVERY_S:

@@ -79,13 +79,13 @@ def columns_to_make(
         if made.vae is None:
             raise StoreError("the model has no VAE to make latents with")
         vae = VaeEncoder(made.vae, precision=precision, device=device)
-        yield latents_job(vae, resolution, bucket_step=bucket_step, batch_rows=batch_rows)
+        yield _latents_job(vae, resolution, bucket_step=bucket_step, batch_rows=batch_rows)
     if text:
         encoder = TextEncoder(made.text_encoders, made.tokenizers, precision=precision, device=device)
-        yield text_job(encoder, made.tokenizers, batch_rows=batch_rows)
+        yield _text_job(encoder, made.tokenizers, batch_rows=batch_rows)
 
 
-def latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batch_rows: int = 16) -> Column:
+def _latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batch_rows: int = 16) -> Column:
     """The column of this VAE's latents at a resolution."""
     odd = next((side for side in (bucket_step, resolution) if side % vae.factor), None)
     if odd is not None:
@@ -94,11 +94,11 @@ def latents_job(vae: VaeEncoder, resolution: int, *, bucket_step: int = 0, batch
     sizes = bucket_sizes(resolution, step=bucket_step) if bucket_step else [(resolution, resolution)]
     crop = f"buckets-{bucket_step}" if bucket_step else "centre"
     made = latents_field(resolution, vae.identity, scaling=vae.scaling, crop=crop, precision=vae.precision)
-    ready = partial(cut_picture, sizes=sizes)
+    ready = partial(_cut_picture, sizes=sizes)
     return Column(made, "picture", ready, MakeLatents(vae), batch_rows, 3 * resolution**2)
 
 
-def text_job(text: TextEncoder, tokenizers: Sequence[Any], *, batch_rows: int = 16) -> Column:
+def _text_job(text: TextEncoder, tokenizers: Sequence[Any], *, batch_rows: int = 16) -> Column:
     """The column of this text encoder's states."""
     made = text_field(text.identity, empty=text.empty(), precision=text.precision)
     ready = partial(token_ids, tokenizers=list(tokenizers))
@@ -106,7 +106,7 @@ def text_job(text: TextEncoder, tokenizers: Sequence[Any], *, batch_rows: int = 
     return Column(made, "caption", ready, MakeStates(text), batch_rows, ids_bytes)
 
 
-def cut_picture(picture: bytes, *, sizes: Sequence[tuple[int, int]]) -> Array | None:
+def _cut_picture(picture: bytes, *, sizes: Sequence[tuple[int, int]]) -> Array | None:
     """A picture's bytes as uint8 [3, H, W] of the nearest size; None where it cannot be decoded."""
     try:
         image = decode(picture)

@@ -27,7 +27,7 @@ KEY = (
 
 
 @dataclass(frozen=True)
-class Drawing:
+class PlotSpec:
     """One plot of a table: its cells' cases give a bar's `name`, or a line's `name` and its place `x`."""
 
     title: str
@@ -40,16 +40,16 @@ class Drawing:
     per_s: bool = False  # a batch's seconds drawn as pictures a second
 
 
-DRAWINGS: dict[str, tuple[Drawing, ...]] = {
+DRAWINGS: dict[str, tuple[PlotSpec, ...]] = {
     "Vertex": (
-        Drawing(
+        PlotSpec(
             "Peak memory by method",
             "peak VRAM (Vertex)",
             r"(?P<name>full|LoRA 8(?: checkpointed)?), batch 4, 512 px",
             "GB",
             note="batch 4, 512 px",
         ),
-        Drawing(
+        PlotSpec(
             "Peak memory by batch",
             "peak VRAM (Vertex)",
             r"(?P<name>.+), batch (?P<x>\d+), 512 px",
@@ -57,7 +57,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "batch",
             note="GB; 39.4 is the published card's ceiling",
         ),
-        Drawing(
+        PlotSpec(
             "Peak memory by resolution",
             "peak VRAM (Vertex)",
             r"(?P<name>.+), batch 4, (?P<x>\d+) px",
@@ -65,14 +65,14 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "px",
             note="GB; 39.4 is the published card's ceiling",
         ),
-        Drawing(
+        PlotSpec(
             "Peak memory by rank",
             "peak VRAM (Vertex)",
             r"(?P<name>LoRA \d+) checkpointed, batch 4, 512 px",
             "GB",
             note="checkpointed, batch 4, 512 px",
         ),
-        Drawing(
+        PlotSpec(
             "Adapter file by rank",
             "LoRA parameters and files (Vertex)",
             r"rank (?P<x>\d+), file",
@@ -81,14 +81,14 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             note="MiB; queries and values",
             series="queries and values",
         ),
-        Drawing(
+        PlotSpec(
             "Speed by rank",
             "training speed and cost (Vertex)",
             r"(?P<name>LoRA \d+), batch 4, 512 px",
             "steps/s",
             note="checkpointed, batch 4, 512 px; darkroom on stored latents and text",
         ),
-        Drawing(
+        PlotSpec(
             "Speed by batch",
             "training speed and cost (Vertex)",
             r"batch (?P<x>\d+), 512 px",
@@ -97,7 +97,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             note="steps/s; darkroom on stored latents and text",
             series="LoRA 8 checkpointed",
         ),
-        Drawing(
+        PlotSpec(
             "Cost by steps",
             "training speed and cost (Vertex)",
             r"(?P<x>\d+) steps of batch 4, USD",
@@ -106,7 +106,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             note="USD at the published price",
             series="LoRA 8 checkpointed",
         ),
-        Drawing(
+        PlotSpec(
             "Cost of 800 pictures by batch",
             "training speed and cost (Vertex)",
             r"(?P<name>.+), 800 pictures in batches of (?P<x>\d+), USD",
@@ -114,14 +114,14 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "batch",
             note="USD at the published price",
         ),
-        Drawing(
+        PlotSpec(
             "Latency by card",
             "serving (Vertex)",
             r"(?P<name>.+), (?:plain|optimised) \(\d+ steps\)",
             "s",
             note="seconds of four pictures",
         ),
-        Drawing(
+        PlotSpec(
             "Cost of a picture by card",
             "serving (Vertex)",
             r"(?P<name>.+, (?:plain|optimised)), USD an image",
@@ -131,7 +131,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
     ),
     "Anyscale": (
         *(
-            Drawing(
+            PlotSpec(
                 f"{count} {card[:4]}, {side} px",
                 "images/s (Anyscale)",
                 rf"{count} {card}, {side} px, (?P<name>.+)",
@@ -141,14 +141,14 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             for count, card in ((16, "A100-SXM4-40GB"), (32, "A100-SXM4-80GB"))
             for side in (256, 512)
         ),
-        Drawing(
+        PlotSpec(
             "Cost of phase 1, from their rates",
             "costs from their rates (Anyscale)",
             r"phase 1 (?P<name>.+), USD, from their rate",
             "USD",
             note="USD at the published price",
         ),
-        Drawing(
+        PlotSpec(
             "Cost of phase 1, from counts",
             "phases and total from counts (Anyscale)",
             r"phase 1 (?P<name>.+), USD, from counts",
@@ -157,28 +157,28 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
         ),
     ),
     "Lambda": (
-        Drawing(
+        PlotSpec(
             "Latency by card, half",
             "latency (Lambda)",
             r"(?P<name>.+), half, batch 1",
             "s",
             note="seconds of one picture, 50 steps",
         ),
-        Drawing(
+        PlotSpec(
             "Latency by card, single",
             "latency (Lambda)",
             r"(?P<name>(?!CPU).+), single, batch 1",
             "s",
             note="seconds of one picture, 50 steps",
         ),
-        Drawing(
+        PlotSpec(
             "CPU against GPU, single",
             "latency (Lambda)",
             r"(?P<name>CPU .+|RTX 3090|RTX 8000|A100-PCIE-80GB), single, batch 1",
             "s",
             note="seconds of one picture, 50 steps; a retold CPU has all its cores at work",
         ),
-        Drawing(
+        PlotSpec(
             "Throughput by batch",
             "latency (Lambda)",
             r"A100-PCIE-80GB, (?P<name>\w+), batch (?P<x>\d+)",
@@ -187,7 +187,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             note="images/s, A100 of 80 GB",
             per_s=True,
         ),
-        Drawing(
+        PlotSpec(
             "Memory by batch",
             "memory (Lambda)",
             r"A100-PCIE-80GB, (?P<name>\w+), batch (?P<x>\d+)",
@@ -197,7 +197,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
         ),
     ),
     "MosaicML": (
-        Drawing(
+        PlotSpec(
             "Speed by GPUs, 512 px",
             "images/s (MosaicML)",
             r"(?P<x>\d+) A100, 512 px, (?P<name>.+)",
@@ -205,7 +205,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "A100",
             note="images/s",
         ),
-        Drawing(
+        PlotSpec(
             "Speed by GPUs, 256 px",
             "images/s (MosaicML)",
             r"(?P<x>\d+) A100, 256 px, (?P<name>.+)",
@@ -213,7 +213,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "A100",
             note="images/s",
         ),
-        Drawing(
+        PlotSpec(
             "Cost by GPUs",
             "costs (MosaicML)",
             r"(?P<x>\d+) A100, (?P<name>.+), USD",
@@ -221,7 +221,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             "A100",
             note="USD of the whole run at 2 an hour, from their rates",
         ),
-        Drawing(
+        PlotSpec(
             "Days by GPUs",
             "days (MosaicML)",
             r"(?P<x>\d+) A100, (?P<name>.+), days",
@@ -231,7 +231,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
         ),
     ),
     "diffusers": (
-        Drawing(
+        PlotSpec(
             "The ladder",
             "ladder and steps/s (diffusers)",
             r"(?P<name>.+)",
@@ -239,7 +239,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             note="seconds of one picture on a TITAN RTX",
         ),
         *(
-            Drawing(
+            PlotSpec(
                 f"{kind} attention by card",
                 "ladder and steps/s (diffusers)",
                 rf"(?P<name>.+), {kind.lower()} attention",
@@ -249,7 +249,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
             for kind in ("Plain", "Fused")
         ),
         *(
-            Drawing(
+            PlotSpec(
                 f"torch 2 {engine} by card",
                 "torch 2 steps/s (diffusers)",
                 rf"(?P<name>.+), batch 1, {engine}",
@@ -261,7 +261,7 @@ DRAWINGS: dict[str, tuple[Drawing, ...]] = {
     ),
     "MLPerf": (
         *(
-            Drawing(
+            PlotSpec(
                 f"8 {cards}",
                 "MLPerf SD 2, eight cards",
                 rf"(?P<name>.+): 8 (?:{pattern}), .+",
@@ -289,14 +289,14 @@ def five_plots(system: str, cells: Cells) -> Iterator[str]:
 Picked = tuple[re.Match[str], Mapping[str, Any]]
 
 
-def _picked(drawing: Drawing, cells: Cells) -> Iterator[Picked]:
+def _picked(drawing: PlotSpec, cells: Cells) -> Iterator[Picked]:
     for cell in cells:
         match = re.fullmatch(drawing.pattern, cell["case"])
         if match and cell["table"] == drawing.table and cell["unit"] == drawing.unit:
             yield match, cell
 
 
-def _bars(drawing: Drawing, found: Sequence[Picked]) -> str:
+def _bars(drawing: PlotSpec, found: Sequence[Picked]) -> str:
     rows = [
         plots.Marks(
             _name(match, cell["case"]),
@@ -317,7 +317,7 @@ def _name(match: re.Match[str], case: str) -> str:
     return case if "steps)" in case else match["name"]
 
 
-def _lines(drawing: Drawing, found: Sequence[Picked]) -> str:
+def _lines(drawing: PlotSpec, found: Sequence[Picked]) -> str:
     published, retold, own = (_curves(drawing, found, key) for key in ("published", "retold", "today"))
     svg = plots.marked_curves(
         published, retold, own, label=f"{drawing.title} {drawing.table}", xlabel=drawing.xlabel
@@ -326,7 +326,7 @@ def _lines(drawing: Drawing, found: Sequence[Picked]) -> str:
     return html.plot(drawing.title, drawing.note, svg, html.legend(names) if len(names) > 1 else "")
 
 
-def _curves(drawing: Drawing, found: Sequence[Picked], key: str) -> list[Curve]:
+def _curves(drawing: PlotSpec, found: Sequence[Picked], key: str) -> list[Curve]:
     value: Callable[[float, float], float] = (lambda x, y: x / y) if drawing.per_s else (lambda _, y: y)
     points: dict[str, list[tuple[float, float]]] = {}
     for match, cell in found:

@@ -73,7 +73,7 @@ def write_five_systems(
 def five_cells(proof: Mapping[str, Any], rows: Sequence[Measurement] = ()) -> Iterator[dict[str, Any]]:
     """Every cell of every published table with darkroom's figure, its mark and today's prices."""
     for found in proof["tables"]:
-        system = system_of(found["table"])
+        system = _system_of(found["table"])
         for row in found["rows"]:
             taken = measured(found["table"], row["case"], rows)
             planned = today.cell(found["table"], row)
@@ -91,7 +91,7 @@ def five_cells(proof: Mapping[str, Any], rows: Sequence[Measurement] = ()) -> It
             }
 
 
-def system_of(table: str) -> str:
+def _system_of(table: str) -> str:
     """Whose table it is."""
     return next(name for name in SYSTEMS if name in table)
 
@@ -128,7 +128,7 @@ def _drawn(table: str, match: re.Match[str], row: Measurement) -> float | None:
         and said.get("steps") == 50
         and said.get("batch") == int(match["batch"])
         and said.get("precision") in _PRECISIONS[match["precision"]]
-        and card_of(row) == match["card"]
+        and _card_of(row) == match["card"]
     )
     if not same:
         return None
@@ -144,12 +144,12 @@ def _trained(match: re.Match[str], row: Measurement) -> float | None:
         and said.get("model") == "sd2"
         and said.get("resolution") == int(match["side"])
         and row.num_devices == int(match["count"])
-        and card_of(row) == "A100-SXM4-40GB"
+        and _card_of(row) == "A100-SXM4-40GB"
     )
     return row.images_per_s if same else None
 
 
-def card_of(row: Measurement) -> str:
+def _card_of(row: Measurement) -> str:
     """The card a row was measured on as hardware.csv has it; what the row says where it has none."""
     for text in (row.device, *row.machine.split(", ")):
         card = find_card(re.sub(r"^\d+ ?x ", "", text)) if text else None
@@ -160,7 +160,7 @@ def card_of(row: Measurement) -> str:
 
 def where(row: Measurement) -> str:
     """'measured here', or on which card."""
-    return "measured here" if row.machine == machine().name else f"measured on {card_of(row)}"
+    return "measured here" if row.machine == machine().name else f"measured on {_card_of(row)}"
 
 
 # ---- prices
@@ -262,7 +262,7 @@ def _system(name: str, proof: Mapping[str, Any], cells: Sequence[Mapping[str, An
     own = [cell for cell in cells if cell["system"] == name]
     parts = [html.grid(five_plots(name, own))]
     for found in proof["tables"]:
-        if system_of(found["table"]) == name:
+        if _system_of(found["table"]) == name:
             parts += _table_of(found, [cell for cell in own if cell["table"] == found["table"]])
     return html.section(SYSTEMS[name], *parts)
 

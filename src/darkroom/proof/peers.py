@@ -33,10 +33,10 @@ HALF = torch.bfloat16  # fp16 moves and holds the same bytes
 
 def _count_others(step: OthersStep) -> Profile:
     """The counts of such a step, kept."""
-    return cached_profile({"job": "others", **asdict(step)}, lambda: profile_others(step))
+    return cached_profile({"job": "others", **asdict(step)}, lambda: _profile_others(step))
 
 
-def profile_others(step: OthersStep) -> Profile:
+def _profile_others(step: OthersStep) -> Profile:
     """Count such a step."""
     parts = ("unet", "vae", "text_encoder") if step.encodes else ("unet",)
     model = outlined(step.family, parts)
@@ -80,7 +80,7 @@ def _traces(counter: Counter, model: Model, step: OthersStep) -> tuple[Trace, Tr
         param.register_post_accumulate_grad_hook(lambda p: counter.tag([p.grad], "gradients"))
 
     def update() -> None:
-        adamw_of_torch_2_0(optimiser, params)
+        _adamw_of_torch_2_0(optimiser, params)
         optimiser.zero_grad()
         if average:
             torch._foreach_lerp_(average, [param.detach() for param in params], 0.001)
@@ -90,7 +90,7 @@ def _traces(counter: Counter, model: Model, step: OthersStep) -> tuple[Trace, Tr
 
 
 @torch.no_grad()
-def adamw_of_torch_2_0(optimiser: torch.optim.Optimizer, params: list[Tensor]) -> None:
+def _adamw_of_torch_2_0(optimiser: torch.optim.Optimizer, params: list[Tensor]) -> None:
     """The foreach step as torch 2.0 took it: two temporaries of the size of all parameters."""
     grads = [param.grad for param in params if param.grad is not None]
     states = [optimiser.state[param] for param in params]
@@ -124,7 +124,7 @@ def _trace(counter: Counter, model: Model, step: OthersStep, rows: int, update: 
         out = unet(noisy, torch.zeros(rows), encoder_hidden_states=text, return_dict=False)[0]
         loss = F.mse_loss(out.float(), noise.float())
     counter.stage = "backward"
-    with norms_of_cuda():
+    with _norms_of_cuda():
         loss.backward()  # type: ignore[no-untyped-call]
     del out
     counter.stage = "update"
@@ -199,12 +199,12 @@ def _scores(query: Tensor, key: Tensor, scale: float, wide: bool) -> Tensor:
 @contextmanager
 def autocast(dtype: torch.dtype = HALF) -> Iterator[None]:
     """Half precision as CUDA's autocast has it."""
-    with norms_of_cuda(), torch.autocast("cpu", dtype=dtype):
+    with _norms_of_cuda(), torch.autocast("cpu", dtype=dtype):
         yield
 
 
 @contextmanager
-def norms_of_cuda() -> Iterator[None]:
+def _norms_of_cuda() -> Iterator[None]:
     """Where autocast is on, norms and softmax take and give float32; also where checkpointing runs again."""
     plain = {name: getattr(F, name) for name in ("group_norm", "layer_norm", "softmax")}
 

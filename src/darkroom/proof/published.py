@@ -37,7 +37,7 @@ from darkroom.proof.published_vertex import (
     vertex_serving,
     vertex_speed,
 )
-from darkroom.proof.rows import Row, Table
+from darkroom.proof.rows import PublishedTable, PublishedValue
 
 B_READING = (
     "reading B for every row: prior preservation doubles the batch, VAE and text encoder in float32, AdamW "
@@ -48,7 +48,7 @@ SPEED_READING = (
     "the script's memory tracing, costs without"
 )
 
-TABLES: dict[str, tuple[float, bool, Callable[[], Iterator[Row]], str]] = {
+TABLES: dict[str, tuple[float, bool, Callable[[], Iterator[PublishedValue]], str]] = {
     "LoRA parameters and files (Vertex)": (0.03, False, vertex_lora, "queries and values of the U-Net"),
     "peak VRAM (Vertex)": (0.20, False, vertex_memory, B_READING),
     "largest batch (Vertex)": (1.0, False, vertex_largest, B_READING),
@@ -135,13 +135,13 @@ def unseen(name: str) -> Efficiency:
     return efficiency().with_values({(key, where): value for key, where, value in values})
 
 
-def table(name: str) -> Table:
+def table(name: str) -> PublishedTable:
     """One table, its rows counted."""
     limit, by_median, rows, reading = TABLES[name]
-    return Table(name, limit, tuple(rows()), by_median, reading)
+    return PublishedTable(name, limit, tuple(rows()), by_median, reading)
 
 
-def error(row: Row, known: Efficiency) -> float:
+def error(row: PublishedValue, known: Efficiency) -> float:
     """How far the prediction is off, as a share of what was published."""
     predicted = row.predict(known)
     if row.at_least is not None:
@@ -149,14 +149,14 @@ def error(row: Row, known: Efficiency) -> float:
     return predicted / row.published - 1 if row.published else float(predicted != 0)
 
 
-def counted(found: Table) -> list[Row]:
+def counted(found: PublishedTable) -> list[PublishedValue]:
     """The rows that the proof counts: what was neither read for the table's own script nor follows from
     another.
     """
     return [row for row in found.rows if not row.derived and not row.fitted]
 
 
-def holds(found: Table, known: Efficiency) -> bool:
+def holds(found: PublishedTable, known: Efficiency) -> bool:
     """Whether a table's counted rows are within its tolerance."""
     left = counted(found)
     if found.name.startswith("largest batch"):
@@ -166,16 +166,16 @@ def holds(found: Table, known: Efficiency) -> bool:
     return all(abs(error(row, known)) <= _limit(row, found) + 1e-12 for row in left)
 
 
-def median_error(found: Table, known: Efficiency) -> float:
+def median_error(found: PublishedTable, known: Efficiency) -> float:
     """The median of the counted rows' errors."""
     return median(abs(error(row, known)) for row in counted(found))
 
 
-def _limit(row: Row, found: Table) -> float:
+def _limit(row: PublishedValue, found: PublishedTable) -> float:
     return found.limit if row.limit is None else row.limit
 
 
-def _near(row: Row, known: Efficiency) -> bool:
+def _near(row: PublishedValue, known: Efficiency) -> bool:
     """The same power of two or its neighbour; none is none."""
     predicted = row.predict(known)
     if not row.published or not predicted:
@@ -183,7 +183,7 @@ def _near(row: Row, known: Efficiency) -> bool:
     return 0.5 <= predicted / row.published <= 2
 
 
-def as_dict(row: Row, known: Efficiency) -> dict[str, Any]:
+def _as_dict(row: PublishedValue, known: Efficiency) -> dict[str, Any]:
     """A row as `--json` gives it."""
     told: dict[str, Any] = {
         "case": row.case,
@@ -303,7 +303,7 @@ def validate(known: Efficiency | None = None, say: Callable[[str], None] = lambd
             "reading": one.reading,
             "median_error": median_error(one, own),
             "seen_error": median_error(one, known or efficiency()) if name in RESTS_ON else None,
-            "rows": [as_dict(row, own) for row in one.rows],
+            "rows": [_as_dict(row, own) for row in one.rows],
         }
         if name in (*RESTS_ON, *MEMORY):
             entry["inside"] = inside(one, own)
@@ -322,7 +322,7 @@ MOVED = {
 }
 
 
-def shares(row: Row, known: Efficiency) -> dict[str, float]:
+def shares(row: PublishedValue, known: Efficiency) -> dict[str, float]:
     """Of how much of a row's time each kind of work is: how far it moves with that work's constants."""
     value, found = row.predict(known), {}
     for kind, (names, factor) in MOVED.items():
@@ -332,7 +332,7 @@ def shares(row: Row, known: Efficiency) -> dict[str, float]:
     return found
 
 
-def inside(found: Table, known: Efficiency) -> float:
+def inside(found: PublishedTable, known: Efficiency) -> float:
     """Share of a table's counted rows inside their 80 % interval, of time or of memory."""
     rows = [row for row in counted(found) if row.at_least is None]
     return fmean(
@@ -340,7 +340,7 @@ def inside(found: Table, known: Efficiency) -> float:
     )
 
 
-def _half(table: str, row: Row, known: Efficiency) -> float:
+def _half(table: str, row: PublishedValue, known: Efficiency) -> float:
     if table in MEMORY:
         return spread()["memory gpu"]
     own = half_width(spread(), shares(row, known))

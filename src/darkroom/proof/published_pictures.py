@@ -9,7 +9,7 @@ from darkroom.plan.jobs import Where, batch_seconds
 from darkroom.plan.roofline import Efficiency, Software
 from darkroom.proof import tables as t
 from darkroom.proof.peers import picture_profile, pictures_of_2022
-from darkroom.proof.rows import Predict, Row, card, constant
+from darkroom.proof.rows import Predict, PublishedValue, card, constant
 
 TRACED_HOST = 0.6  # torch.jit.trace takes the Python out of a forward pass, the dispatcher stays
 
@@ -25,21 +25,21 @@ def pictures_s(profile: Profile, name: str, software: Software, batch: int, step
     return seconds
 
 
-def lambda_latency() -> Iterator[Row]:
+def lambda_latency() -> Iterator[PublishedValue]:
     """Seconds of a batch, 50 steps."""
     for (name, precision), by_batch in t.LAMBDA.items():
         single = precision == "single"
         profile = pictures_of_2022("float32") if single else pictures_of_2022("bf16", softmax="fused")
         software = Software("float32" if single else "fp16", channels_last=False, attention="plain")
         for batch, (seconds, _) in by_batch.items():
-            yield Row(
+            yield PublishedValue(
                 f"{name}, {precision}, batch {batch}",
                 seconds,
                 pictures_s(profile, name, software, batch, 50),
                 unit="s",
             )
     for name, (kind, cores, seconds) in t.LAMBDA_CPU.items():
-        yield Row(
+        yield PublishedValue(
             f"{name}, single, batch 1",
             seconds,
             _cpu_s(kind, cores),
@@ -59,26 +59,26 @@ def _cpu_s(kind: str, cores: int) -> Predict:
     return seconds
 
 
-def lambda_memory() -> Iterator[Row]:
+def lambda_memory() -> Iterator[PublishedValue]:
     """Gigabytes reserved after a batch."""
     for (name, precision), by_batch in t.LAMBDA.items():
         profile = pictures_of_2022("float32" if precision == "single" else "bf16")
         for batch, (_, held) in by_batch.items():
             predicted = sum(profile.memory(batch).values()) / 1e9
-            yield Row(f"{name}, {precision}, batch {batch}", held, constant(predicted), unit="GB")
+            yield PublishedValue(f"{name}, {precision}, batch {batch}", held, constant(predicted), unit="GB")
 
 
-def diffusers_ladder() -> Iterator[Row]:
+def diffusers_ladder() -> Iterator[PublishedValue]:
     """The TITAN RTX ladder, and steps/s before and after memory-efficient attention."""
     for rung, (seconds, precision, channels_last, attention, engine) in t.DIFFUSERS_LADDER.items():
         profile = _of_2022("float32" if precision == "float32" else "bf16", attention)
         host = TRACED_HOST if engine == "traced" else 1.0
         software = Software(precision, channels_last=channels_last, attention=attention, host_factor=host)
-        yield Row(rung, seconds, pictures_s(profile, "TITAN RTX", software, 1, 50), unit="s")
+        yield PublishedValue(rung, seconds, pictures_s(profile, "TITAN RTX", software, 1, 50), unit="s")
     for name, rates in t.DIFFUSERS_STEPS.items():
         for attention, rate in zip(("plain", "fused"), rates, strict=True):
             software = Software("fp16", channels_last=False, attention=attention)
-            yield Row(
+            yield PublishedValue(
                 f"{name}, {attention} attention",
                 rate,
                 steps_s(_of_2022("bf16", attention), name, software, 1),
@@ -93,12 +93,12 @@ def _of_2022(precision: str, attention: str) -> Profile:
     return picture_profile(precision, attention)
 
 
-def torch2() -> Iterator[Row]:
+def torch2() -> Iterator[PublishedValue]:
     """diffusers' page on torch 2: steps/s by card and batch, eager and compiled with CUDA graphs."""
     for name, by_batch in t.DIFFUSERS_TORCH2.items():
         for batch, rates in by_batch.items():
             for engine, rate in zip(("eager", "graphs"), rates, strict=True):
-                yield Row(
+                yield PublishedValue(
                     f"{name}, batch {batch}, {engine}",
                     rate,
                     steps_s(picture_profile("bf16", "fused"), name, Software("fp16", engine), batch),
@@ -118,29 +118,29 @@ def steps_s(profile: Profile, name: str, software: Software, batch: int) -> Pred
     return rate
 
 
-def engines_elsewhere() -> Iterator[Row]:
+def engines_elsewhere() -> Iterator[PublishedValue]:
     """What other projects and pages measured of plain PyTorch and of compile."""
     for (name, family, side, engine, channels_last), rate in t.ENGINE_STEPS.items():
         profile = picture_profile("bf16", "fused", family, side)
         software = Software("fp16", engine, channels_last)
         case = f"{name}, {family} {side} px, {engine}"
-        yield Row(case, rate, steps_s(profile, name, software, 1), unit="steps/s")
+        yield PublishedValue(case, rate, steps_s(profile, name, software, 1), unit="steps/s")
     for (name, family, side, engine, channels_last, steps), seconds in t.ENGINE_SECONDS.items():
         profile = picture_profile("bf16", "fused", family, side)
         software = Software("fp16", engine, channels_last)
         layout = ", channels last" if channels_last else ""
         case = f"{name}, {family} {side} px, {steps} steps, {engine}{layout}"
-        yield Row(case, seconds, pictures_s(profile, name, software, 1, steps), unit="s")
+        yield PublishedValue(case, seconds, pictures_s(profile, name, software, 1, steps), unit="s")
 
 
-def tensorrt() -> Iterator[Row]:
+def tensorrt() -> Iterator[PublishedValue]:
     """TensorRT, also with fp8: taken as CUDA graphs of fused kernels. No constant has seen these rows."""
     for (name, family, side, batch, steps, format_), seconds in t.TENSORRT.items():
         profile = picture_profile("bf16", "fused", family, side)
         software = Software("fp16", "tensorrt", quantised=format_)
         case = f"{name}, {family} {side} px, batch {batch}, {steps} steps, {format_ or 'fp16'}"
-        yield Row(case, seconds, pictures_s(profile, name, software, batch, steps), unit="s")
+        yield PublishedValue(case, seconds, pictures_s(profile, name, software, batch, steps), unit="s")
     for (name, family, side), rate in t.TENSORRT_STEPS.items():
         profile = picture_profile("bf16", "fused", family, side)
         predict = steps_s(profile, name, Software("fp16", "tensorrt"), 1)
-        yield Row(f"{name}, {family} {side} px, fp16", rate, predict, unit="steps/s")
+        yield PublishedValue(f"{name}, {family} {side} px, fp16", rate, predict, unit="steps/s")

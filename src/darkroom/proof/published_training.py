@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from darkroom.plan.jobs import Where, encode_seconds, largest_rows, step_seconds
 from darkroom.plan.roofline import Efficiency, Software
-from darkroom.plan.scale import Cluster
+from darkroom.plan.scale import ClusterSpec
 from darkroom.proof import tables as t
 from darkroom.proof.peers import OthersStep, others_profile, preparing_profile
-from darkroom.proof.rows import Row, card, constant, power_of_two
+from darkroom.proof.rows import PublishedValue, card, constant, power_of_two
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Pretraining:
 def images_s(run: Pretraining, known: Efficiency) -> float:
     """Images a second of all devices."""
     profile = others_profile(OthersStep(run.family, run.side, encodes=False, pure_half=run.pure_half))
-    cluster = Cluster(run.count, network=run.network, mode=run.mode)
+    cluster = ClusterSpec(run.count, network=run.network, mode=run.mode)
     where = Where(card(run.card), cluster, known=known)
     software = Software("fp16", run.engine, run.channels_last)
     rows = run.global_batch // run.count
@@ -64,10 +64,10 @@ def images_s(run: Pretraining, known: Efficiency) -> float:
 def micro_that_fits(name: str, side: int, mode: str, count: int) -> int:
     """The largest power of two of pictures that a card holds of SD 2's training step."""
     profile = others_profile(OthersStep("sd2", side, encodes=False))
-    return max(1, power_of_two(largest_rows(profile, Where(card(name), Cluster(count, mode=mode)))))
+    return max(1, power_of_two(largest_rows(profile, Where(card(name), ClusterSpec(count, mode=mode)))))
 
 
-def anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
+def _anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
     """A rung of Anyscale's ladder. Lightning sums gradients after every micro-batch under DDP and FSDP."""
     mode = "fsdp" if rung.startswith("FSDP") else "ddp"
     return Pretraining(
@@ -83,11 +83,11 @@ def anyscale_run(name: str, count: int, side: int, rung: str) -> Pretraining:
     )
 
 
-def anyscale_rates() -> Iterator[Row]:
+def anyscale_rates() -> Iterator[PublishedValue]:
     """Images/s inline and pre-encoded, and the ladder."""
     for side, (inline, _) in t.ANYSCALE_INLINE.items():
-        run = replace(anyscale_run("A100-SXM4-80GB", 32, side, "DDP fast"), inline=True)
-        yield Row(
+        run = replace(_anyscale_run("A100-SXM4-80GB", 32, side, "DDP fast"), inline=True)
+        yield PublishedValue(
             f"32 A100-80, {side} px, encoders inline",
             inline,
             lambda known, r=run: images_s(r, known),  # type: ignore[misc]
@@ -95,8 +95,8 @@ def anyscale_rates() -> Iterator[Row]:
         )
     for (name, count, side), rates in t.ANYSCALE_LADDER.items():
         for rung, rate in zip(t.ANYSCALE_RUNGS, rates, strict=True):
-            run = anyscale_run(name, count, side, rung)
-            yield Row(
+            run = _anyscale_run(name, count, side, rung)
+            yield PublishedValue(
                 f"{count} {name}, {side} px, {rung}",
                 rate,
                 lambda known, r=run: images_s(r, known),  # type: ignore[misc]
@@ -104,46 +104,48 @@ def anyscale_rates() -> Iterator[Row]:
             )
 
 
-def anyscale_costs() -> Iterator[Row]:
+def anyscale_costs() -> Iterator[PublishedValue]:
     """Costs of phase 1 and the total, from their own rates."""
     samples = t.ANYSCALE_SAMPLES[256]
     for kind, (rate, hours, usd, small) in t.ANYSCALE_PHASE_1.items():
         took = samples / rate / 3600
         hourly = t.ANYSCALE_MACHINES * t.ANYSCALE_MACHINE_USD + small * t.ANYSCALE_A10G_USD
         more = t.ANYSCALE_ENCODING_USD if kind == "offline" else 0
-        yield Row(f"phase 1 {kind}, hours, from their rate", hours, constant(took), unit="h")
-        yield Row(
+        yield PublishedValue(f"phase 1 {kind}, hours, from their rate", hours, constant(took), unit="h")
+        yield PublishedValue(
             f"phase 1 {kind}, USD, from their rate", usd + more, constant(took * hourly + more), unit="USD"
         )
     best = {side: t.ANYSCALE_LADDER["A100-SXM4-80GB", 32, side][3] for side in (256, 512)}
     total = 32 * sum(t.ANYSCALE_SAMPLES[side] / best[side] for side in best) / 3600
-    yield Row("total A100-hours, from their rates", t.ANYSCALE_TOTAL_A100_HOURS, constant(total), unit="h")
+    yield PublishedValue(
+        "total A100-hours, from their rates", t.ANYSCALE_TOTAL_A100_HOURS, constant(total), unit="h"
+    )
 
 
-def anyscale_total() -> Iterator[Row]:
+def anyscale_total() -> Iterator[PublishedValue]:
     """Phase 1 in its three ways and the whole run, from counts."""
 
     def hours(known: Efficiency) -> float:
-        runs = {side: anyscale_run("A100-SXM4-80GB", 32, side, "FSDP compile") for side in (256, 512)}
+        runs = {side: _anyscale_run("A100-SXM4-80GB", 32, side, "FSDP compile") for side in (256, 512)}
         return 32 * sum(t.ANYSCALE_SAMPLES[side] / images_s(run, known) for side, run in runs.items()) / 3600
 
     for kind, (_, took, usd, _) in t.ANYSCALE_PHASE_1.items():
         more = t.ANYSCALE_ENCODING_USD if kind == "offline" else 0
-        yield Row(
+        yield PublishedValue(
             f"phase 1 {kind}, hours, from counts",
             took,
             lambda known, k=kind: _phase_1_hours(k, known),  # type: ignore[misc]
             unit="h",
         )
-        yield Row(
+        yield PublishedValue(
             f"phase 1 {kind}, USD, from counts",
             usd + more,
             lambda known, k=kind: _phase_1_usd(k, known),  # type: ignore[misc]
             unit="USD",
         )
     hourly = t.ANYSCALE_TOTAL_USD / t.ANYSCALE_TOTAL_A100_HOURS
-    yield Row("total A100-hours, from counts", t.ANYSCALE_TOTAL_A100_HOURS, hours, unit="h")
-    yield Row(
+    yield PublishedValue("total A100-hours, from counts", t.ANYSCALE_TOTAL_A100_HOURS, hours, unit="h")
+    yield PublishedValue(
         "total USD, from counts",
         t.ANYSCALE_TOTAL_USD,
         lambda known: hours(known) * hourly,
@@ -154,7 +156,7 @@ def anyscale_total() -> Iterator[Row]:
 
 def _phase_1_hours(kind: str, known: Efficiency) -> float:
     """Hours at 256 px on 32 A100-80 and the fast network; small cards that encode beside must keep up."""
-    run = anyscale_run("A100-SXM4-80GB", 32, 256, "DDP fast")
+    run = _anyscale_run("A100-SXM4-80GB", 32, 256, "DDP fast")
     rate = images_s(replace(run, inline=kind == "inline"), known)
     if kind == "online":
         rate = min(rate, t.ANYSCALE_PHASE_1[kind][3] * _encoded_s(known))
@@ -177,7 +179,7 @@ def _encoded_s(known: Efficiency) -> float:
     return 32 / encode_seconds(profile, where, Software("fp16"), 32).total
 
 
-def mosaic_run(count: int, side: int, *, inline: bool) -> Pretraining:
+def _mosaic_run(count: int, side: int, *, inline: bool) -> Pretraining:
     """MosaicML's trainer: the micro-batches its READMEs name, gradients summed once a step."""
     return Pretraining(
         "A100-SXM4-40GB",
@@ -192,11 +194,11 @@ def mosaic_run(count: int, side: int, *, inline: bool) -> Pretraining:
     )
 
 
-def mosaic_rates() -> Iterator[Row]:
+def mosaic_rates() -> Iterator[PublishedValue]:
     """Images/s on 8 to 256 A100."""
     for count, (rate, *_) in t.MOSAIC_INLINE.items():
-        run = mosaic_run(count, 512, inline=True)
-        yield Row(
+        run = _mosaic_run(count, 512, inline=True)
+        yield PublishedValue(
             f"{count} A100, 512 px, encoders inline",
             rate,
             lambda known, r=run: images_s(r, known),  # type: ignore[misc]
@@ -204,8 +206,8 @@ def mosaic_rates() -> Iterator[Row]:
         )
     for count, (*rates, _, _) in t.MOSAIC_STORED.items():
         for side, rate in zip((256, 512), rates, strict=True):
-            run = mosaic_run(count, side, inline=False)
-            yield Row(
+            run = _mosaic_run(count, side, inline=False)
+            yield PublishedValue(
                 f"{count} A100, {side} px, pre-encoded",
                 rate,
                 lambda known, r=run: images_s(r, known),  # type: ignore[misc]
@@ -213,29 +215,35 @@ def mosaic_rates() -> Iterator[Row]:
             )
 
 
-def mosaic_days() -> Iterator[Row]:
+def mosaic_days() -> Iterator[PublishedValue]:
     """Days from their rates; what they round or cut off is allowed."""
     for count, (rate, days, hours, _) in t.MOSAIC_INLINE.items():
         took = t.MOSAIC_SAMPLES / rate / 3600 * count
-        yield Row(f"{count} A100, inline, A100-hours", hours, constant(took), limit=1e-4, unit="h")
-        yield Row(f"{count} A100, inline, days", days, constant(took / count / 24), limit=0.0012, unit="days")
+        yield PublishedValue(f"{count} A100, inline, A100-hours", hours, constant(took), limit=1e-4, unit="h")
+        yield PublishedValue(
+            f"{count} A100, inline, days", days, constant(took / count / 24), limit=0.0012, unit="days"
+        )
     for count, (small, large, days, _) in t.MOSAIC_STORED.items():
         took = t.ANYSCALE_SAMPLES[256] / small + t.ANYSCALE_SAMPLES[512] / large
-        yield Row(f"{count} A100, pre-encoded, days", days, constant(took / 86400), limit=0.001, unit="days")
+        yield PublishedValue(
+            f"{count} A100, pre-encoded, days", days, constant(took / 86400), limit=0.001, unit="days"
+        )
 
 
-def mosaic_costs() -> Iterator[Row]:
+def mosaic_costs() -> Iterator[PublishedValue]:
     """Dollars from their rates."""
     for count, (rate, _, _, usd) in t.MOSAIC_INLINE.items():
         hours = t.MOSAIC_SAMPLES / rate / 3600 * count
-        yield Row(f"{count} A100, inline, USD", usd, constant(hours * t.MOSAIC_USD_PER_HOUR), unit="USD")
+        yield PublishedValue(
+            f"{count} A100, inline, USD", usd, constant(hours * t.MOSAIC_USD_PER_HOUR), unit="USD"
+        )
     for count, (small, large, _, usd) in t.MOSAIC_STORED.items():
         seconds = t.ANYSCALE_SAMPLES[256] / small + t.ANYSCALE_SAMPLES[512] / large
         spent = seconds / 3600 * count * t.MOSAIC_USD_PER_HOUR
-        yield Row(f"{count} A100, pre-encoded, USD", usd, constant(spent), unit="USD")
+        yield PublishedValue(f"{count} A100, pre-encoded, USD", usd, constant(spent), unit="USD")
 
 
-def mlperf() -> Iterator[Row]:
+def mlperf() -> Iterator[PublishedValue]:
     """Images/s of eight cards: half precision throughout, prepared moments and text, CUDA graphs since
     v4.0.
     """
@@ -252,7 +260,7 @@ def mlperf() -> Iterator[Row]:
                 channels_last=True,
                 pure_half=True,
             )
-            yield Row(
+            yield PublishedValue(
                 f"{name}: 8 {device}, batch {batch}",
                 rate,
                 lambda known, r=run: images_s(r, known),  # type: ignore[misc]

@@ -17,7 +17,7 @@ Predict = Callable[[Efficiency], float]
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedValue:
     """One published value. `limit`: its own tolerance, where it is not the table's."""
 
     case: str
@@ -33,12 +33,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class PublishedTable:
     """A published table: all rows within `limit`, or their median where `by_median`."""
 
     name: str
     limit: float
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedValue, ...]
     by_median: bool = True
     reading: str = ""
     source: str = ""

@@ -22,7 +22,7 @@ from darkroom.proof.peers import OthersStep, others_profile, picture_profile
 from darkroom.proof.published import shares
 from darkroom.proof.published_pictures import pictures_s, steps_s
 from darkroom.proof.published_training import Pretraining, images_s, micro_that_fits
-from darkroom.proof.rows import Predict, Row, card, constant
+from darkroom.proof.rows import Predict, PublishedValue, card, constant
 
 HALF = Software("fp16")  # as darkroom draws: channels last, fused attention
 
@@ -38,7 +38,7 @@ def figure(table: str, case: str, published: float) -> dict[str, float]:
             return {}
         known = efficiency()
         value = predict(known)
-        half = half_width(spread(), shares(Row(case, published, predict), known))
+        half = half_width(spread(), shares(PublishedValue(case, published, predict), known))
         if "memory" in table:
             half = spread()["memory gpu"]
         return {

@@ -19,7 +19,7 @@ from darkroom import __version__
 from darkroom.bill import Bill, Meter, format_seconds
 from darkroom.errors import DarkroomError, InputError
 from darkroom.hardware.system import atomic_replace, remove_tree
-from darkroom.quickstart.score import Scores, score
+from darkroom.quickstart.score import ShapeScores, score
 from darkroom.quickstart.shapes import (
     COLORS,
     NUM_HELD_OUT,
@@ -229,7 +229,7 @@ class Journey:
         self.meter.images += result.bill.images
         return result.model
 
-    def _generate(self, model_folder: Path) -> Scores:
+    def _generate(self, model_folder: Path) -> ShapeScores:
         from darkroom import models, sample
 
         pictures = sample.generate(
@@ -252,7 +252,7 @@ class Journey:
         gallery(images, self.wanted, scores).save(self.sheet)
         return scores
 
-    def _conclude(self, model: Path, scores: Scores) -> QuickstartResult:
+    def _conclude(self, model: Path, scores: ShapeScores) -> QuickstartResult:
         from darkroom.report.runs import write_report
 
         highlights = {
@@ -297,7 +297,7 @@ COLUMNS, PICTURE, GAP, TEXT, HEAD = 8, 128, 18, 40, 84  # columns, then pixels
 PAPER, INK, FAINT, RIGHT, WRONG = "#f7f5f0", "#22201c", "#77726a", "#2f8f57", "#c8372d"
 
 
-def gallery(pictures: Sequence[Image.Image], wanted: Sequence[Triple], scores: Scores) -> Image.Image:
+def gallery(pictures: Sequence[Image.Image], wanted: Sequence[Triple], scores: ShapeScores) -> Image.Image:
     """All pictures in rows of eight, with their captions; a dot says whether all three parts are right."""
     rows = -(-len(pictures) // COLUMNS)
     cell_w, cell_h = PICTURE + GAP, PICTURE + TEXT + GAP
@@ -316,7 +316,7 @@ def gallery(pictures: Sequence[Image.Image], wanted: Sequence[Triple], scores: S
     return sheet
 
 
-def _summary(count: int, scores: Scores) -> str:
+def _summary(count: int, scores: ShapeScores) -> str:
     return (
         f"{count} pictures: colour and background right in {scores.color_fidelity:.1%}, "
         f"shape in {scores.shape_fidelity:.1%}, all three in {scores.all_fidelity:.1%}"

@@ -27,7 +27,7 @@ MIN_LEAD = 0.03  # by how much the best shape must lead the second
 
 
 @dataclass(frozen=True)
-class Seen:
+class ShapeReading:
     """What a picture shows; `unknown` where it is not clear. `overlap` is that of the best shape."""
 
     color: str
@@ -37,43 +37,43 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ShapeScores:
     """Parts (0..1) of the pictures that are right: colour and background together, shape, all three."""
 
     color_fidelity: float
     shape_fidelity: float
     all_fidelity: float
-    seen: tuple[Seen, ...]
+    seen: tuple[ShapeReading, ...]
 
 
-def look(picture: Image.Image) -> Seen:
+def look(picture: Image.Image) -> ShapeReading:
     """Reads colour, shape and background off a picture's pixels."""
     pixels_HW3 = np.asarray(picture.convert("RGB"), dtype=np.float32)
     back, background = _background(pixels_HW3)
     distance_HW = np.linalg.norm(pixels_HW3 - back, axis=-1)
     front, color = _front(pixels_HW3, distance_HW)
     if UNKNOWN in (background, color) or color == background:
-        return Seen(color, UNKNOWN, background, 0.0)
+        return ShapeReading(color, UNKNOWN, background, 0.0)
     blend_HW, off_HW = _blend(pixels_HW3, front, back)
     if np.mean(off_HW < BLEND_TOLERANCE) < MIN_EXPLAINED:
-        return Seen(UNKNOWN, UNKNOWN, background, 0.0)
+        return ShapeReading(UNKNOWN, UNKNOWN, background, 0.0)
     shape, overlap = _shape(blend_HW)
-    return Seen(color, shape, background, overlap)
+    return ShapeReading(color, shape, background, overlap)
 
 
-def score(pictures: Sequence[Image.Image], wanted: Sequence[Triple]) -> Scores:
+def score(pictures: Sequence[Image.Image], wanted: Sequence[Triple]) -> ShapeScores:
     """Compares what each picture shows with what its caption asked for."""
     return judge([look(picture) for picture in pictures], wanted)
 
 
-def judge(seen: Sequence[Seen], wanted: Sequence[Triple]) -> Scores:
+def judge(seen: Sequence[ShapeReading], wanted: Sequence[Triple]) -> ShapeScores:
     """Scores what has been seen; ValueError where pictures and captions are not as many."""
     pairs = list(zip(seen, wanted, strict=True))
     tone = [s.color == w.color and s.background == w.background for s, w in pairs]
     form = [s.shape == w.shape for s, w in pairs]
     both = [t and f for t, f in zip(tone, form, strict=True)]
     count = max(len(pairs), 1)
-    return Scores(sum(tone) / count, sum(form) / count, sum(both) / count, tuple(seen))
+    return ShapeScores(sum(tone) / count, sum(form) / count, sum(both) / count, tuple(seen))
 
 
 def name_of(color_3: FloatArray) -> str:

@@ -21,7 +21,7 @@ REPEATS = re.compile(r"(\d+)_(.+)")
 
 
 @dataclass(frozen=True)
-class Option:
+class KohyaOption:
     """What an option of kohya's is here: a recipe's key, how its value is read, and a remark."""
 
     key: str
@@ -71,73 +71,75 @@ DECAYS = {
     "adafactor": "constant",
 }
 
-TABLE: dict[str, Option] = {
-    "pretrained_model_name_or_path": Option("model.base"),
-    "vae": Option("model.vae"),
-    "v_parameterization": Option("objective.prediction", lambda on: "v" if on else None),
-    "resolution": Option("data.resolution", _side, "one side"),
-    "enable_bucket": Option("data.buckets"),
-    "train_batch_size": Option("train.micro_batch", note="and train.global_batch"),
-    "max_train_steps": Option("train.steps"),
-    "seed": Option("train.seed"),
-    "mixed_precision": Option("train.precision", _choice("mixed_precision", PRECISIONS)),
-    "gradient_checkpointing": Option("train.gradient_checkpointing"),
-    "learning_rate": Option("optim.lr", _number),
-    "unet_lr": Option("optim.unet_lr", _number),
-    "learning_rate_te1": Option("optim.text_encoder_lr", _number),
-    "learning_rate_te2": Option("optim.text_encoder_2_lr", _number),
-    "stop_text_encoder_training": Option("optim.text_encoder_steps"),
-    "lr_scheduler": Option("optim.decay", _choice("lr_scheduler", DECAYS)),
-    "optimizer_type": Option("optim.name", _choice("optimizer_type", OPTIMISERS)),
-    "fused_backward_pass": Option("optim.fused_backward"),
-    "max_grad_norm": Option("optim.clip_norm", lambda norm: norm or None, "0 is null"),
-    "loss_type": Option("objective.loss.type", _choice("loss_type", LOSSES)),
-    "huber_c": Option("objective.loss.huber_c"),
-    "huber_schedule": Option("objective.loss.huber_schedule"),
-    "huber_scale": Option("objective.loss.huber_scale"),
-    "min_snr_gamma": Option("objective.min_snr_gamma"),
-    "debiased_estimation_loss": Option("objective.debiased_estimation"),
-    "min_timestep": Option("objective.timesteps.min"),
-    "max_timestep": Option("objective.timesteps.max"),
-    "zero_terminal_snr": Option("objective.noise.zero_terminal_snr"),
-    "noise_offset": Option("objective.noise.offset"),
-    "multires_noise_iterations": Option("objective.noise.multires_iterations"),
-    "multires_noise_discount": Option("objective.noise.multires_discount"),
-    "ip_noise_gamma": Option("objective.noise.perturbation"),
-    "alpha_mask": Option("data.mask", lambda on: "alpha" if on else None),
-    "clip_skip": Option("data.clip_skip", lambda layers: int(layers) - 1, "one less: 1 is the last layer"),
-    "max_token_length": Option("data.max_token_length", int),
-    "weighted_captions": Option("data.weighted_captions"),
-    "shuffle_caption": Option("data.shuffle_tags"),
-    "keep_tokens": Option("data.keep_tokens"),
-    "caption_dropout_rate": Option("data.caption_dropout"),
-    "caption_tag_dropout_rate": Option("data.tag_dropout"),
-    "token_warmup_step": Option("data.token_warmup_steps"),
-    "token_warmup_min": Option("data.token_warmup_min"),
-    "caption_prefix": Option("data.caption_prefix"),
-    "caption_suffix": Option("data.caption_suffix"),
-    "enable_wildcard": Option("data.wildcards"),
-    "flip_aug": Option("data.flip"),
-    "random_crop": Option("data.crop", lambda on: "random" if on else "centre"),
-    "max_data_loader_n_workers": Option("data.workers", lambda count: max(1, int(count))),
-    "network_weights": Option("adapter.from"),
-    "network_dim": Option("adapter.rank"),
-    "network_alpha": Option("adapter.alpha"),
-    "network_dropout": Option("adapter.dropout"),
-    "save_every_n_steps": Option("checkpoint.every"),
-    "sample_every_n_steps": Option("sample.every"),
+TABLE: dict[str, KohyaOption] = {
+    "pretrained_model_name_or_path": KohyaOption("model.base"),
+    "vae": KohyaOption("model.vae"),
+    "v_parameterization": KohyaOption("objective.prediction", lambda on: "v" if on else None),
+    "resolution": KohyaOption("data.resolution", _side, "one side"),
+    "enable_bucket": KohyaOption("data.buckets"),
+    "train_batch_size": KohyaOption("train.micro_batch", note="and train.global_batch"),
+    "max_train_steps": KohyaOption("train.steps"),
+    "seed": KohyaOption("train.seed"),
+    "mixed_precision": KohyaOption("train.precision", _choice("mixed_precision", PRECISIONS)),
+    "gradient_checkpointing": KohyaOption("train.gradient_checkpointing"),
+    "learning_rate": KohyaOption("optim.lr", _number),
+    "unet_lr": KohyaOption("optim.unet_lr", _number),
+    "learning_rate_te1": KohyaOption("optim.text_encoder_lr", _number),
+    "learning_rate_te2": KohyaOption("optim.text_encoder_2_lr", _number),
+    "stop_text_encoder_training": KohyaOption("optim.text_encoder_steps"),
+    "lr_scheduler": KohyaOption("optim.decay", _choice("lr_scheduler", DECAYS)),
+    "optimizer_type": KohyaOption("optim.name", _choice("optimizer_type", OPTIMISERS)),
+    "fused_backward_pass": KohyaOption("optim.fused_backward"),
+    "max_grad_norm": KohyaOption("optim.clip_norm", lambda norm: norm or None, "0 is null"),
+    "loss_type": KohyaOption("objective.loss.type", _choice("loss_type", LOSSES)),
+    "huber_c": KohyaOption("objective.loss.huber_c"),
+    "huber_schedule": KohyaOption("objective.loss.huber_schedule"),
+    "huber_scale": KohyaOption("objective.loss.huber_scale"),
+    "min_snr_gamma": KohyaOption("objective.min_snr_gamma"),
+    "debiased_estimation_loss": KohyaOption("objective.debiased_estimation"),
+    "min_timestep": KohyaOption("objective.timesteps.min"),
+    "max_timestep": KohyaOption("objective.timesteps.max"),
+    "zero_terminal_snr": KohyaOption("objective.noise.zero_terminal_snr"),
+    "noise_offset": KohyaOption("objective.noise.offset"),
+    "multires_noise_iterations": KohyaOption("objective.noise.multires_iterations"),
+    "multires_noise_discount": KohyaOption("objective.noise.multires_discount"),
+    "ip_noise_gamma": KohyaOption("objective.noise.perturbation"),
+    "alpha_mask": KohyaOption("data.mask", lambda on: "alpha" if on else None),
+    "clip_skip": KohyaOption(
+        "data.clip_skip", lambda layers: int(layers) - 1, "one less: 1 is the last layer"
+    ),
+    "max_token_length": KohyaOption("data.max_token_length", int),
+    "weighted_captions": KohyaOption("data.weighted_captions"),
+    "shuffle_caption": KohyaOption("data.shuffle_tags"),
+    "keep_tokens": KohyaOption("data.keep_tokens"),
+    "caption_dropout_rate": KohyaOption("data.caption_dropout"),
+    "caption_tag_dropout_rate": KohyaOption("data.tag_dropout"),
+    "token_warmup_step": KohyaOption("data.token_warmup_steps"),
+    "token_warmup_min": KohyaOption("data.token_warmup_min"),
+    "caption_prefix": KohyaOption("data.caption_prefix"),
+    "caption_suffix": KohyaOption("data.caption_suffix"),
+    "enable_wildcard": KohyaOption("data.wildcards"),
+    "flip_aug": KohyaOption("data.flip"),
+    "random_crop": KohyaOption("data.crop", lambda on: "random" if on else "centre"),
+    "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, int(count))),
+    "network_weights": KohyaOption("adapter.from"),
+    "network_dim": KohyaOption("adapter.rank"),
+    "network_alpha": KohyaOption("adapter.alpha"),
+    "network_dropout": KohyaOption("adapter.dropout"),
+    "save_every_n_steps": KohyaOption("checkpoint.every"),
+    "sample_every_n_steps": KohyaOption("sample.every"),
 }
 """Options that are one key here."""
-NETWORK: dict[str, Option] = {
-    "conv_dim": Option("adapter.conv_rank", int, "with adapter.targets=conv"),
-    "conv_alpha": Option("adapter.conv_alpha", float),
-    "rank_dropout": Option("adapter.rank_dropout", float),
-    "module_dropout": Option("adapter.module_dropout", float),
-    "loraplus_lr_ratio": Option("optim.loraplus_lr_ratio", float),
-    "factor": Option("adapter.factor", int),
-    "decompose_both": Option("adapter.decompose_both", lambda on: str(on).lower() == "true"),
-    "dora_wd": Option("adapter.dora", lambda on: str(on).lower() == "true"),
-    "rs_lora": Option("adapter.rslora", lambda on: str(on).lower() == "true"),
+NETWORK: dict[str, KohyaOption] = {
+    "conv_dim": KohyaOption("adapter.conv_rank", int, "with adapter.targets=conv"),
+    "conv_alpha": KohyaOption("adapter.conv_alpha", float),
+    "rank_dropout": KohyaOption("adapter.rank_dropout", float),
+    "module_dropout": KohyaOption("adapter.module_dropout", float),
+    "loraplus_lr_ratio": KohyaOption("optim.loraplus_lr_ratio", float),
+    "factor": KohyaOption("adapter.factor", int),
+    "decompose_both": KohyaOption("adapter.decompose_both", lambda on: str(on).lower() == "true"),
+    "dora_wd": KohyaOption("adapter.dora", lambda on: str(on).lower() == "true"),
+    "rs_lora": KohyaOption("adapter.rslora", lambda on: str(on).lower() == "true"),
 }
 """Entries of network_args."""
 ALGORITHMS = {
@@ -216,7 +218,7 @@ TEXT = ("*layers.*.self_attn.*", "*layers.*.mlp.*")
 
 
 @dataclass
-class Read:
+class RecipeDraft:
     """A recipe's content as it grows, and what is to be told of it."""
 
     content: dict[str, Any] = field(default_factory=dict)
@@ -235,7 +237,7 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     """A recipe's content of a TOML of sd-scripts, and lines about what was left out."""
     file = Path(path)
     given = _flat(_toml(file))
-    read = Read()
+    read = RecipeDraft()
     adapts = bool(given.get("network_module"))
     read.put("task", "lora" if adapts else "finetune")
     if adapts:
@@ -285,7 +287,7 @@ def _arguments(given: Any) -> Iterator[tuple[str, str]]:
         yield name.strip(), value.strip()
 
 
-def _network(read: Read, given: Mapping[str, Any]) -> None:
+def _network(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     module, arguments = str(given["network_module"]), dict(_arguments(given.get("network_args")))
     algorithm = arguments.pop("algo", "lora") if module == "lycoris.kohya" else "lora"
     if module == "networks.oft":
@@ -341,7 +343,7 @@ SHARED = frozenset(
 """Options of a subset that hold for all pictures here."""
 
 
-def _sets(read: Read, given: Mapping[str, Any], folder: Path) -> None:
+def _sets(read: RecipeDraft, given: Mapping[str, Any], folder: Path) -> None:
     """Folders of pictures as data.sets."""
     prior = float(given.get("prior_loss_weight", 1.0))
     if config := given.get("dataset_config"):
@@ -374,7 +376,7 @@ def _named_folders(place: Any, name: str, more: Mapping[str, Any]) -> Iterator[d
         raise RecipeError(name, f"'{place}' has no folder named like '10_sks dog'")
 
 
-def _configured(read: Read, config: Mapping[str, Any], prior: float) -> Iterator[dict[str, Any]]:
+def _configured(read: RecipeDraft, config: Mapping[str, Any], prior: float) -> Iterator[dict[str, Any]]:
     """The subsets of a dataset TOML, each with what its data set and [general] say."""
     general = dict(config.get("general", {}))
     shared: dict[str, Any] = {}
@@ -393,7 +395,7 @@ def _configured(read: Read, config: Mapping[str, Any], prior: float) -> Iterator
             _share(read, options, shared)
 
 
-def _share(read: Read, options: Mapping[str, Any], shared: dict[str, Any]) -> None:
+def _share(read: RecipeDraft, options: Mapping[str, Any], shared: dict[str, Any]) -> None:
     """Put what a subset says and what holds for all here; refused where subsets differ in it."""
     known = {*SUBSET, "is_reg", "resolution"}
     for name, value in options.items():
@@ -411,7 +413,7 @@ def _share(read: Read, options: Mapping[str, Any], shared: dict[str, Any]) -> No
 # ---- length and rates
 
 
-def _length(read: Read, given: Mapping[str, Any]) -> None:
+def _length(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     train = read.content.setdefault("train", {})
     batch = int(train.get("micro_batch", 1))
     whole = batch * int(given.get("gradient_accumulation_steps", 1))
@@ -432,7 +434,7 @@ def _pictures_in(folder: str) -> int:
     return sum(one.suffix.lower() in PICTURES for one in place.iterdir()) if place.is_dir() else 0
 
 
-def _optimiser(read: Read, given: Mapping[str, Any]) -> None:
+def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     warmup = given.get("lr_warmup_steps") or 0
     steps = read.content["train"]["steps"]
     if warmup:
@@ -456,7 +458,7 @@ PROMPT_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def _prompts(read: Read, file: Path) -> Iterator[str | dict[str, Any]]:
+def _prompts(read: RecipeDraft, file: Path) -> Iterator[str | dict[str, Any]]:
     """The prompts of a text file, with --n, --d, --s and --l behind them; their size is the grid's."""
     if not file.is_file():
         raise RecipeError("sample_prompts", f"no file '{file}'")

@@ -42,7 +42,7 @@ class OtherDefault:
 
 
 @dataclass(frozen=True)
-class Key:
+class RecipeKey:
     """One key of a recipe; `allowed` is empty where every value of the type is."""
 
     key: str
@@ -71,7 +71,7 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "darkroom recipe"}
 
 
-def find_keys(pattern: str | None = None) -> list[Key]:
+def find_keys(pattern: str | None = None) -> list[RecipeKey]:
     """Every key in the order of the sections, or those of a pattern: `optim.*`, `optim`, `snr`.
 
     A list's entries are written `phases[].lr`. InputError where nothing matches.
@@ -97,7 +97,7 @@ def sections() -> Iterator[tuple[str, str]]:
 def page() -> str:
     """The reference page of every key, as Markdown."""
     lines = [_HEAD]
-    grouped: dict[str, list[Key]] = {}
+    grouped: dict[str, list[RecipeKey]] = {}
     for one in find_keys():
         grouped.setdefault(one.section, []).append(one)
     for name, about in sections():
@@ -134,7 +134,7 @@ To check a recipe in an editor, put this on its first line, with the path from t
 """
 
 
-def _row(one: Key) -> str:
+def _row(one: RecipeKey) -> str:
     default = REQUIRED if one.required else f"`{shown(one.default)}`"
     meaning = [one.description.replace("<", "\\<")]
     meaning += [
@@ -151,7 +151,7 @@ def _matches(key: str, pattern: str) -> bool:
     return pattern in key
 
 
-def _keys() -> Iterator[Key]:
+def _keys() -> Iterator[RecipeKey]:
     whole = Recipe.model_json_schema()
     others = _other_defaults()
     for name, found, inner in [("", whole, ""), *_sections(whole, whole["$defs"], "")]:
@@ -162,7 +162,7 @@ def _keys() -> Iterator[Key]:
             options = [option for option in its.get("anyOf", [its]) if option.get("type") != "null"]
             nullable = len(options) < len(its.get("anyOf", [its]))
             kinds = dict.fromkeys(_type_of(option) for option in options)
-            yield Key(
+            yield RecipeKey(
                 key=key,
                 section=name,
                 type=" or ".join((*kinds, "null") if nullable else kinds),

@@ -79,11 +79,11 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
     task = content.get("task")
     optim = content.get("optim")
     name = optim.get("name") if isinstance(optim, dict) else None
-    if (own := own_rate(task, name)) is not None:
+    if (own := _own_rate(task, name)) is not None:
         yield own
     if name == "schedule-free":
         yield _SCHEDULE_FREE
-    if optim_fused(content):
+    if _optim_fused(content):
         yield "optim.clip_norm", None, "the step is taken inside the backward pass, before the norm is known"
     if task == "distill" and content.get("adapter") is not None:
         yield "optim.lr", 1e-4, "an adapter starts at nothing"
@@ -94,7 +94,7 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
         yield from _EXTRACTOR
 
 
-def own_rate(task: Any, name: Any) -> Default | None:
+def _own_rate(task: Any, name: Any) -> Default | None:
     """The learning rate of an optimiser whose scale is not AdamW's; None of the others."""
     if name == "prodigy":
         return "optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"
@@ -104,7 +104,7 @@ def own_rate(task: Any, name: Any) -> Default | None:
     return None
 
 
-def optim_fused(content: Mapping[str, Any]) -> bool:
+def _optim_fused(content: Mapping[str, Any]) -> bool:
     """Whether the content asks for the step inside the backward pass."""
     optim = content.get("optim")
     return isinstance(optim, dict) and optim.get("fused_backward") is True
@@ -142,9 +142,9 @@ def check_together(recipe: Recipe) -> None:
     _check_masks(recipe)
     _check_optimiser(recipe)
     _check_rates(recipe)
-    check_parallel(recipe)
-    check_online(recipe)
-    check_extras(recipe)
+    _check_parallel(recipe)
+    _check_online(recipe)
+    _check_extras(recipe)
     _check_distill(recipe)
     if recipe.evaluate.patience is not None and not (recipe.evaluate.every and recipe.data.holdout):
         key = "evaluate.every" if not recipe.evaluate.every else "data.holdout"
@@ -460,7 +460,7 @@ def _check_optimiser(recipe: Recipe) -> None:
 
 def _check_rates(recipe: Recipe) -> None:
     """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
-    own = own_rate(recipe.task, recipe.optim.name)
+    own = _own_rate(recipe.task, recipe.optim.name)
     if own is None:
         return
     names = ("lr", "unet_lr", "text_encoder_lr", "text_encoder_2_lr")
@@ -477,7 +477,7 @@ def _check_rates(recipe: Recipe) -> None:
             )
 
 
-def check_extras(recipe: Recipe) -> None:
+def _check_extras(recipe: Recipe) -> None:
     """RecipeError where routing or alignment contradict the rest of a recipe."""
     routing, align = recipe.train.routing, recipe.train.align
     on = [name for name, used in (("routing", routing.keep < 1), ("align", align.extractor)) if used]
@@ -528,7 +528,7 @@ def _value(recipe: Recipe, key: str) -> str:
     return str(getattr(recipe.data, name)).lower()
 
 
-def check_online(recipe: Recipe) -> None:
+def _check_online(recipe: Recipe) -> None:
     """RecipeError for what cannot be encoded by other machines."""
     data = recipe.data
     if data.encode != "online":
@@ -545,7 +545,7 @@ SHARDED_TASKS = ("pretrain", "finetune")
 SHARDED_OPTIMISERS = ("adamw", "schedule-free")  # each number has a step of its own; the rest need matrices
 
 
-def check_parallel(recipe: Recipe) -> None:
+def _check_parallel(recipe: Recipe) -> None:
     """RecipeError for what processes together cannot do."""
     parallel = recipe.parallel
     if isinstance(parallel.devices, int) and parallel.devices < 1:

@@ -373,12 +373,12 @@ class AdapterSettings(BaseModel):
         found = _first_match(self.rank_pattern, layer)
         if found is not None:
             return int(found)
-        return self.conv_rank if self.conv_rank is not None and is_kernel(layer) else self.rank
+        return self.conv_rank if self.conv_rank is not None and _is_kernel(layer) else self.rank
 
     def alpha_of(self, layer: str) -> float:
         """The alpha of a layer."""
         found = _first_match(self.alpha_pattern, layer)
-        if found is None and is_kernel(layer):
+        if found is None and _is_kernel(layer):
             found = self.conv_alpha or (None if self.conv_rank is None else self.rank_of(layer))
         return found or self.alpha or self.rank_of(layer)
 
@@ -403,7 +403,7 @@ class AdapterSettings(BaseModel):
         return self
 
 
-def is_kernel(layer: str) -> bool:
+def _is_kernel(layer: str) -> bool:
     """Whether a layer is a convolution of more than one pixel, by diffusers' names."""
     return layer.rpartition(".")[2] in ("conv", "conv1", "conv2", "conv_in", "conv_out")
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from darkroom.bill import format_bytes, format_number
 from darkroom.hardware.memory import has_statistics
-from darkroom.measure.profiling import PARTS, Profile, shares
+from darkroom.measure.profiling import PARTS, IterationProfile, shares
 from darkroom.measure.timing import Measurement, read_csv
 from darkroom.report import html, plots
 from darkroom.report.plots import Bar, Curve
@@ -42,7 +42,7 @@ def measurement_sections(path: Path) -> Iterator[str]:
         group = [row for row in rows if row.benchmark == benchmark]
         yield html.section(
             f"{benchmark} · {path.name}",
-            html.grid([*_plots(group), *drawing_plots(group)]),
+            html.grid([*_plots(group), *_drawing_plots(group)]),
             _table(group),
             _said(group),
         )
@@ -160,7 +160,7 @@ def _said(rows: Sequence[Measurement]) -> str:
 Rows = Sequence[Measurement]
 
 
-def drawing_plots(rows: Rows) -> Iterator[str]:
+def _drawing_plots(rows: Rows) -> Iterator[str]:
     """What is drawn beside the plots that every table has; nothing for other benchmarks."""
     draw = {"ladder": _ladder, "batch": _batch, "precision": _precision}.get(rows[0].benchmark)
     if draw is not None:
@@ -237,7 +237,7 @@ GIB = 2**30
 SHORT = 0.035  # of the width: below it a part has no room for its name
 
 
-def draw_iteration(profile: Profile, path: Path) -> Path:
+def draw_iteration(profile: IterationProfile, path: Path) -> Path:
     """Write a PNG (or what the file's ending says) of the iteration of median length."""
     import matplotlib
 
@@ -274,7 +274,7 @@ def draw_iteration(profile: Profile, path: Path) -> Path:
     return path
 
 
-def _split(axis: Any, profile: Profile) -> None:
+def _split(axis: Any, profile: IterationProfile) -> None:
     """One bar of the parts' shares, each with its name and per cent where there is room."""
     left = 0.0
     for part, share in shares(profile):

@@ -28,7 +28,7 @@ CPU_MEMORY = (
 
 
 @dataclass(frozen=True)
-class Pair:
+class PlannedMeasured:
     """One quantity, as planned and as measured."""
 
     name: str
@@ -67,7 +67,7 @@ def _planned_now(run: Run) -> dict[str, Any] | None:
     return None
 
 
-def planned_table(one: Told, *, titled: bool) -> str:
+def planned_table(one: RunData, *, titled: bool) -> str:
     """The table of one run; nothing without a plan or a bill."""
     if one.plan is None or one.bill is None or not one.rows:
         return ""
@@ -87,25 +87,25 @@ def pairs(
     rows: Sequence[Mapping[str, Any]],
     recipe: Mapping[str, Any],
     environment: Mapping[str, Any],
-) -> Iterator[Pair]:
+) -> Iterator[PlannedMeasured]:
     """What was planned and measured of a run so far; the plan's hours and dollars are of the steps made."""
     rates = [row["images_per_s"] for row in rows if row.get("images_per_s")]
     batch = recipe.get("train", {}).get("global_batch") or plan["batch"]["global"]
     if rates:
         rate = median(rates)
-        yield Pair("step time", plan["step_s"]["total"], batch / rate, format_seconds)
-        yield Pair("images/s", plan["images_per_s"], rate, lambda number: f"{number:,.3g}")
+        yield PlannedMeasured("step time", plan["step_s"]["total"], batch / rate, format_seconds)
+        yield PlannedMeasured("images/s", plan["images_per_s"], rate, lambda number: f"{number:,.3g}")
     if bill.peak_memory_bytes:
         whole = _on_gpu(plan) or "process" in plan.get("memory_bytes", {})
         held = 0 if whole else environment.get("resident_bytes") or 0  # of a plan made before 0.1.0
         grown = bill.peak_memory_bytes - held
         if grown > 0:
-            yield Pair("peak memory", plan["peak_bytes"], grown, format_bytes)
+            yield PlannedMeasured("peak memory", plan["peak_bytes"], grown, format_bytes)
     made = (rows[-1].get("step") or 0) / plan["steps"]
     if made and bill.wall_s:
-        yield Pair("time", plan["hours"] * made * 3600, bill.wall_s, format_seconds)
+        yield PlannedMeasured("time", plan["hours"] * made * 3600, bill.wall_s, format_seconds)
     if made and bill.usd and plan["cost"]["usd"]:
-        yield Pair("cost", plan["cost"]["usd"] * made, bill.usd, format_usd)
+        yield PlannedMeasured("cost", plan["cost"]["usd"] * made, bill.usd, format_usd)
 
 
 def _on_gpu(plan: Mapping[str, Any]) -> bool:
@@ -124,7 +124,7 @@ def _note(plan: Mapping[str, Any], bill: Bill) -> str:
 
 
 @dataclass(frozen=True)
-class Told:
+class RunData:
     """A run as the report needs it, read once."""
 
     name: str

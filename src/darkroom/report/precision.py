@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 import darkroom
-from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, Pair, Precisions
+from darkroom.measure.precision import APART, INTERMEDIATES, RUNS, PicturePair, Precisions
 from darkroom.report import html, plots
 from darkroom.report.plots import Curve
 from darkroom.sample.likeness import difference_picture
@@ -76,12 +76,12 @@ def _plot(found: Precisions, key: str, title: str, caption: str) -> str:
     return html.plot(title, caption, plots.curves(drawn, label=f"{title} by steps", held_out=()))
 
 
-def _curve(name: str, pairs: Sequence[Pair], key: str) -> Curve:
+def _curve(name: str, pairs: Sequence[PicturePair], key: str) -> Curve:
     values = [min(pair.likeness[key], PSNR_OF_EQUALS) for pair in pairs]
     return Curve(name, np.array([pair.steps for pair in pairs], dtype=float), np.array(values))
 
 
-def _strip(pairs: Sequence[Pair], labels: tuple[str, str]) -> str:
+def _strip(pairs: Sequence[PicturePair], labels: tuple[str, str]) -> str:
     """Both pictures and their difference, a row for each number of steps."""
     return html.grid(
         (
@@ -108,7 +108,7 @@ def _frame(picture: Image.Image, caption: str) -> str:
     return f'<figure class="frame">{image}<figcaption>{words}</figcaption></figure>'
 
 
-def _short(pair: Pair) -> str:
+def _short(pair: PicturePair) -> str:
     psnr = pair.likeness["psnr_db"]
     return "none" if math.isinf(psnr) else f"{psnr:.1f} dB, SSIM {pair.likeness['ssim']:.3f}"
 

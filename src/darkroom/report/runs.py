@@ -17,7 +17,7 @@ from darkroom.errors import InputError
 from darkroom.hardware.system import atomic_replace
 from darkroom.report import html, plots
 from darkroom.report.measurements import measurement_sections
-from darkroom.report.planned import Told, planned_table, plans_of
+from darkroom.report.planned import RunData, planned_table, plans_of
 from darkroom.report.plots import Curve
 from darkroom.run import Run
 
@@ -27,7 +27,7 @@ _SHOUTED = ("psnr", "fid", "kid", "cmmd", "clip")
 _NOTHING = "–"
 
 
-def run_sections(
+def _run_sections(
     runs: Sequence[Run], highlights: Mapping[str, str], plans: Mapping[Path, Mapping[str, Any]]
 ) -> list[str]:
     """Everything about the runs, over each other where there are several; first what is to stand out.
@@ -52,10 +52,10 @@ def run_sections(
     ]
 
 
-def _read(run: Run, name: str, plans: Mapping[Path, Mapping[str, Any]]) -> Told:
+def _read(run: Run, name: str, plans: Mapping[Path, Mapping[str, Any]]) -> RunData:
     recipe, environment = _try(run, "recipe"), _try(run, "environment")
     plan = plans.get(run.path)
-    return Told(name, run, run.metrics(), recipe, environment, run.bill(), plan, _grids(run))
+    return RunData(name, run, run.metrics(), recipe, environment, run.bill(), plan, _grids(run))
 
 
 def _try(run: Run, part: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 # ---- figures first
 
 
-def _figures(one: Told) -> list[tuple[str, str, str]]:
+def _figures(one: RunData) -> list[tuple[str, str, str]]:
     values = [
         ("steps", _count(_last(one.curve("step"))), _of_steps(one)),
         ("training loss", _loss(_smoothed_end(one.curve("loss"))), "smoothed, at the end"),
@@ -104,7 +104,7 @@ def _bill_figures(bill: Bill) -> list[tuple[str, str, str]]:
     ]
 
 
-def _overview(told: Sequence[Told]) -> str:
+def _overview(told: Sequence[RunData]) -> str:
     header = [
         "run",
         "steps",
@@ -132,7 +132,7 @@ def _overview(told: Sequence[Told]) -> str:
     return f'<div style="margin-top: 20px">{html.table(header, rows, frozenset(range(1, 9)))}</div>'
 
 
-def _of_steps(one: Told) -> str:
+def _of_steps(one: RunData) -> str:
     planned = one.recipe.get("train", {}).get("steps") if isinstance(one.recipe.get("train"), dict) else None
     return f"of {planned:,}" if isinstance(planned, int) else ""
 
@@ -140,7 +140,7 @@ def _of_steps(one: Told) -> str:
 # ---- curves
 
 
-def _curves(told: Sequence[Told]) -> Iterator[str]:
+def _curves(told: Sequence[RunData]) -> Iterator[str]:
     losses, held = [one.curve("loss") for one in told], [one.held_out() for one in told]
     if any(len(curve.x) for curve in (*losses, *held)):
         dashed = "; dashed with dots: held out" if any(len(curve.x) for curve in held) else ""
@@ -206,7 +206,7 @@ def _grids(run: Run) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
-def _samples(one: Told, *, titled: bool) -> str:
+def _samples(one: RunData, *, titled: bool) -> str:
     if not one.samples:
         return ""
     *earlier, (last_step, last) = one.samples
@@ -226,7 +226,7 @@ def _samples(one: Told, *, titled: bool) -> str:
 # ---- bill, settings, environment
 
 
-def _bill(one: Told, *, titled: bool) -> str:
+def _bill(one: RunData, *, titled: bool) -> str:
     if one.bill is None:
         return ""
     bill = one.bill
@@ -260,7 +260,7 @@ def _parts(bill: Bill) -> str:
     return html.plot("Where the time went", "", svg, html.legend(names, "key"))
 
 
-def _settings(told: Sequence[Told]) -> str:
+def _settings(told: Sequence[RunData]) -> str:
     if len(told) > 1:
         return _compared([_flat(one.recipe) for one in told], [one.name for one in told])
     groups: dict[str, dict[str, str]] = {"recipe": {}}
@@ -272,7 +272,7 @@ def _settings(told: Sequence[Told]) -> str:
     return html.grid((html.pairs(rows, name) for name, rows in groups.items() if rows), "columns")
 
 
-def _environment(told: Sequence[Told]) -> str:
+def _environment(told: Sequence[RunData]) -> str:
     tables = [_environment_rows(one.environment) for one in told]
     if len(told) > 1:
         return _compared(tables, [one.name for one in told])
@@ -378,7 +378,7 @@ def write_report(
     taken = {run.path for run in runs} | set(tables)
     pictures = [found for path in given if path not in taken for found in _pictures(path)]
     body = [
-        *run_sections(runs, highlights or {}, plans_of(runs, make=plan)),
+        *_run_sections(runs, highlights or {}, plans_of(runs, make=plan)),
         html.section(
             "Pictures", html.grid((html.frame(path, path.stem) for path in pictures[:_MOST_PICTURES]), "film")
         ),

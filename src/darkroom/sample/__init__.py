@@ -1,7 +1,7 @@
 """From prompts to pictures: solvers as tables, the denoising loop over them, and what stands around it.
 
-`schedule` reads noise schedules, `solvers` fills a `Table` for each solver (`table` says what is in one) and
-`flow` those of rectified flow, `choice` picks the solver; `denoise` packs rows and takes the steps;
+`schedule` reads noise schedules, `solvers` fills a `SolverTable` for each solver (`table` says what is in
+one) and `flow` those of rectified flow, `choice` picks the solver; `denoise` packs rows and takes the steps;
 `prompts` encodes text; `pictures` decodes, saves and reads back; `backends` computes the U-Net and VAE,
 `ladder` optimises them and `memory` keeps them under a limit; `generate` is the whole way in one call.
 """
@@ -14,32 +14,32 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import unet_call
 from darkroom.sample.choice import default_solver, make_table, solvers_of
 from darkroom.sample.control import Control
-from darkroom.sample.denoise import Batch, Condition, Known, Row, StepState, Unet, advance, denoise
-from darkroom.sample.generate import GenerateSettings, Hires, Job, generate
+from darkroom.sample.denoise import Condition, KnownPart, Row, RunningBatch, StepState, Unet, advance, denoise
+from darkroom.sample.generate import GenerateSettings, Generation, Hires, generate
 from darkroom.sample.grid import cells, read_axes, save_sheet
 from darkroom.sample.pictures import Picture, decode, make_grid, prompt_in, read_parameters, save_pictures
 from darkroom.sample.prompt_files import expand, read_prompts
-from darkroom.sample.prompts import Part, encode_prompts, read_prompt
+from darkroom.sample.prompts import PromptChunk, encode_prompts, read_prompt
 from darkroom.sample.schedule import Schedule
-from darkroom.sample.solvers import Table
+from darkroom.sample.solvers import SolverTable
 
 __all__ = [
     "BACKENDS",
     "Backend",
-    "Batch",
     "Condition",
     "Control",
     "GenerateSettings",
+    "Generation",
     "Hires",
-    "Job",
-    "Known",
+    "KnownPart",
     "Named",
-    "Part",
     "Picture",
+    "PromptChunk",
     "Row",
+    "RunningBatch",
     "Schedule",
+    "SolverTable",
     "StepState",
-    "Table",
     "Unet",
     "advance",
     "cells",

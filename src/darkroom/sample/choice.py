@@ -15,12 +15,12 @@ from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES, SOLVERS, Solver
 from darkroom.sample import solvers
 from darkroom.sample import solvers as flow
 from darkroom.sample.schedule import Schedule, check_spacing
-from darkroom.sample.solvers import CLIP_RANGE, Plan, Table
+from darkroom.sample.solvers import CLIP_RANGE, SolverRequest, SolverTable
 
 MAX_STEPS = 1000
 
 
-FILL: dict[str, Callable[[Plan], Table]] = {
+FILL: dict[str, Callable[[SolverRequest], SolverTable]] = {
     name: getattr(solvers, name) for name in (*options.SOLVER_NAMES, *options.FLOW_SOLVER_NAMES)
 }
 """The function of each solver, which has its name."""
@@ -116,7 +116,7 @@ def make_table(
     spacing: str | None = None,
     karras: bool | None = None,
     strength: float = 1.0,
-) -> Table:
+) -> SolverTable:
     """Fill a solver's table for a scheduler configuration (a dict in diffusers' terms).
 
     `solver` None takes the configuration's own. What is not given comes from the configuration and then from
@@ -147,7 +147,7 @@ def make_table(
         notes += (f"the model's scheduler clips x0 to +-{clip:g}, which is meant for pixels",)
     schedule = Schedule.from_config(settings)
     _check_request(solver, schedule, num_steps, eta, karras)
-    plan = Plan(
+    plan = SolverRequest(
         schedule,
         num_steps,
         spacing or settings.get("timestep_spacing") or known.spacing,
@@ -177,7 +177,7 @@ def _flow_table(
     spacing: str | None,
     karras: bool | None,
     strength: float,
-) -> Table:
+) -> SolverTable:
     """`make_table` for a model of rectified flow."""
     if solver in FOR_FLOW:
         notes += (f"solver {solver} is {FOR_FLOW[solver]} on this model's rectified flow",)
@@ -194,7 +194,7 @@ def _flow_table(
     if spacing not in allowed:
         raise InputError(f"spacing {spacing} with solver {solver}", allowed=" or ".join(allowed))
     start = _first_step(num_steps, strength)
-    plan = Plan(schedule, num_steps, spacing, settings=config, notes=notes, start=start)
+    plan = SolverRequest(schedule, num_steps, spacing, settings=config, notes=notes, start=start)
     with np.errstate(divide="ignore", invalid="ignore"):
         filled = replace(FILL[solver](plan), spacing=spacing, karras=False)
     calls = 2 if solver == "flow_heun" else 1
@@ -254,7 +254,7 @@ def _check_request(solver: str, schedule: Schedule, num_steps: int, eta: float, 
         raise InputError("solver pndm with a model that predicts the sample", mend="use ddim or euler")
 
 
-def _checked(filled: Table, schedule: Schedule) -> Table:
+def _checked(filled: SolverTable, schedule: Schedule) -> SolverTable:
     if not np.isfinite(np.delete(filled.values_SK, CLIP_RANGE, axis=1)).all():
         raise InputError(
             f"solver {filled.solver} cannot start from no signal with {schedule.prediction} prediction",

@@ -275,7 +275,7 @@ class Controls:
                 f"size {size[0]}x{size[1]} with {net.kind} '{net.name}'",
                 allowed=f"sides that are multiples of {net.size_unit}",
             )
-        encoded = net.encode(to_map(image, size, net.picture_channels))
+        encoded = net.encode(_to_map(image, size, net.picture_channels))
         if net.kind == "controlnet" and encoded[0].shape[2:] != latent_shape[1:]:
             height, width = encoded[0].shape[2:]
             raise ModelError(
@@ -313,7 +313,7 @@ def check_backend(backend: Backend) -> None:
         )
 
 
-def to_map(image: Image.Image, size: tuple[int, int], channels: int) -> torch.Tensor:
+def _to_map(image: Image.Image, size: tuple[int, int], channels: int) -> torch.Tensor:
     """A map at a size (width, height) as nets read it: [1, channels, h, w] of 0 to 1."""
     mode = {1: "L", 3: "RGB"}.get(channels)
     if mode is None:

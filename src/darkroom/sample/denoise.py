@@ -28,7 +28,7 @@ from darkroom.sample.solvers import (
     SCALE,
     TERMS,
     TIMESTEP,
-    Table,
+    SolverTable,
 )
 
 Unet = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
@@ -55,7 +55,7 @@ class Stage:
 
 
 @dataclass(frozen=True, repr=False)
-class Known:
+class KnownPart:
     """What stays of a picture in part repainted: after each step it is laid over the latents, as noisy."""
 
     latents_CHW: torch.Tensor
@@ -73,7 +73,7 @@ class Row:
     `generator` gives the noise of stochastic solvers; it draws on its own device.
     """
 
-    table: Table
+    table: SolverTable
     latents_CHW: torch.Tensor
     positive: Condition
     negative: Condition | None = None
@@ -86,7 +86,7 @@ class Row:
     """The picture's latents as predicted at the latest step."""
     earlier: tuple[torch.Tensor, ...] = ()
     """x, x0 of the steps before, newest first."""
-    known: Known | None = None
+    known: KnownPart | None = None
     extra_CHW: torch.Tensor | None = None
     """Channels that the U-Net sees behind the latents, unscaled: an inpainting U-Net's mask and picture."""
     adapters: Choice = ()
@@ -135,7 +135,7 @@ class StepState:
     x0_BCHW: torch.Tensor
 
 
-class Batch:
+class RunningBatch:
     """Rows packed for shared U-Net calls; good for `steps_left` steps, until the first row is done.
 
     While aboard, a row's latents and history live here; `unpack` gives them back. Every row must have the
@@ -178,7 +178,7 @@ class Batch:
         if not self._knows:
             return
         blank, anew = torch.zeros_like(self._x[0]), torch.ones_like(self._x[0, :1])
-        known = [row.known or Known(blank, blank, anew) for row in self.rows]
+        known = [row.known or KnownPart(blank, blank, anew) for row in self.rows]
         self._known = torch.stack([one.latents_CHW for one in known]).float()
         self._known_noise = torch.stack([one.noise_CHW for one in known]).float()
         self._mask = torch.stack([one.mask_1HW for one in known]).float()
@@ -343,7 +343,7 @@ class Batch:
             row.earlier = tuple(tensor[i] for tensor in earlier[: 2 * row.table.earlier])
 
 
-def _level(table: Table, step: int) -> list[float]:
+def _level(table: SolverTable, step: int) -> list[float]:
     """How much of picture and noise x is made of before a step; after the last, of the picture alone."""
     return table.levels_S2[step].tolist() if step < len(table) else [1.0, 0.0]
 
@@ -360,14 +360,14 @@ def denoise(unet: Unet, rows: Sequence[Row]) -> Iterator[StepState]:
     leaves with its state intact, and a finished one is passed over. Rows hold their state whenever the set
     of rows changes and when the generator ends or is closed; in between, the yielded tensors are current.
     """
-    batch: Batch | None = None
+    batch: RunningBatch | None = None
     index = 0
     try:
         while active := tuple(row for row in rows if not row.done):
             if batch is None or batch.rows != active:
                 if batch is not None:
                     batch.unpack()
-                batch = Batch(active)
+                batch = RunningBatch(active)
             latents, x0 = batch.advance(unet)
             yield StepState(index, active, latents, x0)
             index += 1
@@ -378,6 +378,6 @@ def denoise(unet: Unet, rows: Sequence[Row]) -> Iterator[StepState]:
 
 def advance(unet: Unet, rows: Sequence[Row]) -> None:
     """Take one step with every row and leave each its new latents; for a loop, `denoise` is cheaper."""
-    batch = Batch(rows)
+    batch = RunningBatch(rows)
     batch.advance(unet)
     batch.unpack()

@@ -120,7 +120,7 @@ def check_before(
     tiled = "vae_tiling" in (optimise if isinstance(optimise, str) else ",".join(optimise))
     found = estimated(needs, largest, prompts * settings.num, guided, tiled, device)
     _refuse_too_much(found, largest.size, device)
-    seconds = found.seconds(flops_a_second(device, dtype))
+    seconds = found.seconds(_flops_a_second(device, dtype))
     if seconds > LONG_S:
         notice(
             f"{largest.size[0]}x{largest.size[1]} takes at least {_hours(seconds)} and "
@@ -142,7 +142,7 @@ def estimated(
     return Estimate(weights + int(margin * phases[phase]), phase, needs.unet_flops * calls)
 
 
-def flops_a_second(device: torch.device, dtype: torch.dtype) -> float:
+def _flops_a_second(device: torch.device, dtype: torch.dtype) -> float:
     """What this device can do at best: a card's rate by its data sheet, a CPU's by a measured product."""
     if accelerator.kind_of(device).own_memory:
         known = peak_flops(accelerator.name_of(device), NAMES[dtype])

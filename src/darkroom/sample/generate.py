@@ -23,7 +23,7 @@ from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import torch_backend
 from darkroom.sample.choice import MAX_STEPS, default_solver, make_table
 from darkroom.sample.control import Control, ControlledUnet, Controls
-from darkroom.sample.denoise import Condition, Known, Row, Stage, denoise
+from darkroom.sample.denoise import Condition, KnownPart, Row, Stage, denoise
 from darkroom.sample.ladder.choose import AUTO
 from darkroom.sample.ladder.choose import parse as parse_optimisations
 from darkroom.sample.ladder.steps import interval_of
@@ -38,7 +38,7 @@ from darkroom.sample.prompts import (
     silent,
     time_ids,
 )
-from darkroom.sample.solvers import Table
+from darkroom.sample.solvers import SolverTable
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -87,7 +87,7 @@ def generate(
     """
     told = [prompts] if isinstance(prompts, str) else list(prompts)
     wanted = GenerateSettings.of(**settings)
-    check_seeds(wanted, len(told))
+    _check_seeds(wanted, len(told))
     adapted = Adapted.of(told, named(adapters))
     controlled = Controls.read(controls, model)
     opened = backend.model if isinstance(backend, Backend) else None
@@ -96,7 +96,7 @@ def generate(
     for part in adapted.parted() or [adapted]:
         first, of_part = len(pictures), told[len(pictures) // wanted.num :][: len(part.prompts)]
         with part.within(opened or model), installed(opened or model, controlled.image_prompts):
-            job = Job(
+            job = Generation(
                 model,
                 of_part,
                 wanted.model_copy(update={"seed": wanted.seed + first}),
@@ -121,7 +121,7 @@ def generate(
     return pictures
 
 
-def check_unicode(prompts: Sequence[str]) -> None:
+def _check_unicode(prompts: Sequence[str]) -> None:
     """InputError for half a surrogate pair, which a command line or JSON may hold and no tokenizer takes."""
     for prompt in prompts:
         try:
@@ -131,14 +131,14 @@ def check_unicode(prompts: Sequence[str]) -> None:
             raise InputError(told, mend="give it in UTF-8") from error
 
 
-def check_seeds(settings: GenerateSettings, prompts: int) -> None:
+def _check_seeds(settings: GenerateSettings, prompts: int) -> None:
     """InputError unless every picture has a seed that generators take."""
     if settings.seed + prompts * settings.num - 1 > MAX_SEED:
         raise InputError(f"seed {settings.seed}", allowed=f"at most {MAX_SEED} for the last picture")
 
 
 def _counted(
-    progress: Callable[[int, int], None] | None, job: Job, before: int, pictures: int
+    progress: Callable[[int, int], None] | None, job: Generation, before: int, pictures: int
 ) -> Callable[[int, int], None] | None:
     """Steps of this job counted among those of all pictures, `before` of which are made."""
     if progress is None or job.num_pictures == pictures:
@@ -147,7 +147,9 @@ def _counted(
     return lambda done, _: progress(before * steps + done, pictures * steps)
 
 
-def _pictures(job: Job, batch_rows: int | None, progress: Callable[[int, int], None] | None) -> list[Picture]:
+def _pictures(
+    job: Generation, batch_rows: int | None, progress: Callable[[int, int], None] | None
+) -> list[Picture]:
     """All pictures of a job, chunk by chunk."""
     done = 0
     unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
@@ -183,7 +185,7 @@ def _chunks(total: int, size: int) -> Iterator[tuple[int, int]]:
 class Pass:
     """One way through a table at one size: `generate` takes one, with hires two."""
 
-    def __init__(self, model: Model, table: Table, size: tuple[int, int]) -> None:
+    def __init__(self, model: Model, table: SolverTable, size: tuple[int, int]) -> None:
         self.table, self.size = table, size
         width, height = size
         self.latent_shape = (model.latent_channels, height // model.vae_factor, width // model.vae_factor)
@@ -209,7 +211,7 @@ def second_pass(model: Model, settings: GenerateSettings, size: tuple[int, int])
     if hires is None:
         return None
     unit = size_unit(model)
-    width, height = (nearest_side(round(side * hires.scale), unit) for side in size)
+    width, height = (_nearest_side(round(side * hires.scale), unit) for side in size)
     again = {"steps": hires.steps or settings.steps, "strength": hires.strength}
     return Pass(model, table_for(model, settings.model_copy(update=again)), (width, height))
 
@@ -223,11 +225,11 @@ class _Planned(NamedTuple):
     second_pass: bool
 
 
-class Job:
+class Generation:
     """One call of `generate`, checked and ready: table, encoded prompts, and a row for each picture.
 
-    A server drives it row by row: `row(i)`, then `denoise` or `Batch`; where `hires` is set, `enlarged` gives
-    the rows of the second pass; `finish` decodes.
+    A server drives it row by row: `row(i)`, then `denoise` or `RunningBatch`; where `hires` is set,
+    `enlarged` gives the rows of the second pass; `finish` decodes.
     """
 
     def __init__(
@@ -251,7 +253,7 @@ class Job:
         self.image = None if image is None else inputs.read_image(image)
         self.mask = None if mask is None else inputs.read_mask(mask)
         check_parts(model, has_mask=self.mask is not None)
-        check_pictures(settings, self.image, self.mask)
+        _check_pictures(settings, self.image, self.mask)
         self.model, self.prompts = model, prompts
         self.adapted = adapted or Adapted.of(prompts)
         self.controls = controls or Controls()
@@ -261,10 +263,10 @@ class Job:
         self.table = table_for(model, settings)
         self.settings = settings.resolved(self.table.solver, model.guidance)
         self.size = checked_size(model, settings.size, self.image)
-        self.part: inputs.Part | None = None
+        self.part: inputs.MaskedRegion | None = None
         if settings.only_masked is not None and self.image is not None and self.mask is not None:
             self.size = checked_size(model, settings.size)
-            self.part = inputs.Part.around(self.image, self.mask, settings.only_masked, self.size)
+            self.part = inputs.MaskedRegion.around(self.image, self.mask, settings.only_masked, self.size)
             self.controls = self.controls.cropped(self.part.box, self.image.size)
             self.image, self.mask = self.part.image, self.part.mask
         self.first = Pass(model, self.table, self.size)
@@ -272,8 +274,8 @@ class Job:
         self.num_pictures = len(prompts) * settings.num
         if not prompts:
             raise InputError("no prompt", mend="give at least one")
-        check_unicode([*prompts, settings.negative or ""])
-        check_seeds(settings, len(prompts))
+        _check_unicode([*prompts, settings.negative or ""])
+        _check_seeds(settings, len(prompts))
         if isinstance(backend, str):
             backend, most = self._opened(backend, optimise, memory, device, dtype, notice)
             for taken in filter(None, (self.first, self.hires)):
@@ -435,11 +437,11 @@ class Job:
         }
         return Condition(condition.text_LD.to(self.device, self.dtype), added)
 
-    def _source(self) -> inputs.Source | None:
+    def _source(self) -> inputs.StartPicture | None:
         if self.image is None:
             return None
         shows = repaints(self.model)
-        return inputs.Source.encoded(
+        return inputs.StartPicture.encoded(
             self.backend, self.image, self.mask, self.size, self.model.vae_factor, shows=shows
         )
 
@@ -477,13 +479,13 @@ class Job:
         taken: Pass,
         latents_CHW: torch.Tensor,
         generator: torch.Generator,
-        known: Known | None = None,
+        known: KnownPart | None = None,
         extra_CHW: torch.Tensor | None = None,
     ) -> Row:
         prompt = i // self.settings.num
         negative = self.negatives[prompt]
         if known is not None:
-            known = Known(
+            known = KnownPart(
                 known.latents_CHW.to(self.device),
                 known.noise_CHW.to(self.device),
                 known.mask_1HW.to(self.device),
@@ -518,7 +520,7 @@ class Job:
             for stage in stages
         )
 
-    def _guided_steps(self, table: Table) -> tuple[float, float]:
+    def _guided_steps(self, table: SolverTable) -> tuple[float, float]:
         interval = self.backend.guidance_interval
         return (0.0, 1.0) if interval is None else interval_of(table, *interval)
 
@@ -626,7 +628,7 @@ def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> Gener
     return settings.model_copy(update={"solver": "lcm"}) if lcm and settings.solver is None else settings
 
 
-def table_for(model: Model, settings: GenerateSettings) -> Table:
+def table_for(model: Model, settings: GenerateSettings) -> SolverTable:
     """The table that settings ask of a model's scheduler."""
     steps = settings.steps
     if steps is None:
@@ -664,12 +666,12 @@ def checked_size(
             raise InputError(
                 f"size {size[0]}x{size[1]}",
                 allowed=f"sides of {unit} to {MAX_SIDE} pixels, multiples of {unit}",
-                mend="nearest: " + "x".join(str(nearest_side(one, unit)) for one in size),
+                mend="nearest: " + "x".join(str(_nearest_side(one, unit)) for one in size),
             )
     return size
 
 
-def nearest_side(side: int, unit: int) -> int:
+def _nearest_side(side: int, unit: int) -> int:
     """The multiple of `unit` that is nearest to a side, within what is allowed."""
     return min(max(unit, math.floor(side / unit + 0.5) * unit), MAX_SIDE // unit * unit)
 
@@ -702,7 +704,7 @@ def repaints(model: Model) -> bool:
     return int(model.unet.config.in_channels) != model.latent_channels
 
 
-def check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
+def _check_pictures(settings: GenerateSettings, image: Image.Image | None, mask: Image.Image | None) -> None:
     """InputError unless settings, picture and mask go together."""
     if image is None and mask is not None:
         raise InputError("a mask without a picture", mend="give the picture too")

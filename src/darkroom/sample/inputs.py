@@ -16,11 +16,11 @@ import torch
 from PIL import Image, ImageOps
 
 from darkroom.errors import InputError, is_system_failure
-from darkroom.sample.denoise import Known
+from darkroom.sample.denoise import KnownPart
 
 if TYPE_CHECKING:
     from darkroom.sample.backends.backend import Backend
-    from darkroom.sample.solvers import Table
+    from darkroom.sample.solvers import SolverTable
 
 MAX_BYTES, MAX_PIXELS = 64 * 2**20, 64_000_000
 # PNG, JPEG and WebP by the first bytes; other readers of Pillow never see a file.
@@ -126,7 +126,7 @@ class Spread:
 
 
 @dataclass(frozen=True, repr=False)
-class Source:
+class StartPicture:
     """An encoded picture that others start from, and its mask where only a part is painted anew."""
 
     whole: Spread
@@ -146,7 +146,7 @@ class Source:
         factor: int,
         *,
         shows: bool,
-    ) -> Source:
+    ) -> StartPicture:
         """Encode a picture once for all rows that start from it."""
         pixels = to_pixels(image, size)
         whole = Spread.of(backend, pixels)
@@ -158,8 +158,8 @@ class Source:
         return cls(whole, outside, small[0], shows)
 
     def start(
-        self, table: Table, strength: float, generator: torch.Generator
-    ) -> tuple[torch.Tensor, Known | None, torch.Tensor | None]:
+        self, table: SolverTable, strength: float, generator: torch.Generator
+    ) -> tuple[torch.Tensor, KnownPart | None, torch.Tensor | None]:
         """First latents, what stays known, and what else the U-Net is shown.
 
         Draws come in diffusers' order: the picture's latents (where they are used), noise, the masked ones.
@@ -178,10 +178,10 @@ class Source:
         if self.shows:
             return first, None, torch.cat([self.mask_1HW, outside])
         assert latents is not None
-        return first, Known(latents, noise, self.mask_1HW), None
+        return first, KnownPart(latents, noise, self.mask_1HW), None
 
 
-def noised(latents_CHW: torch.Tensor, noise_CHW: torch.Tensor, table: Table) -> torch.Tensor:
+def noised(latents_CHW: torch.Tensor, noise_CHW: torch.Tensor, table: SolverTable) -> torch.Tensor:
     """Latents as noisy as a table's first step expects them."""
     picture, noise = (float(level) for level in table.levels_S2[0])
     return picture * latents_CHW + noise * noise_CHW
@@ -218,7 +218,7 @@ def masked_box(mask: Image.Image, size: tuple[int, int], padding: int, drawn: tu
 
 
 @dataclass(frozen=True, repr=False)
-class Part:
+class MaskedRegion:
     """The part of a picture that is drawn anew, alone and at the full size, and put back into the whole."""
 
     whole: Image.Image
@@ -226,7 +226,9 @@ class Part:
     box: Box
 
     @classmethod
-    def around(cls, whole: Image.Image, mask: Image.Image, padding: int, drawn: tuple[int, int]) -> Part:
+    def around(
+        cls, whole: Image.Image, mask: Image.Image, padding: int, drawn: tuple[int, int]
+    ) -> MaskedRegion:
         """Around the white of a mask."""
         fitting = mask.resize(whole.size, Image.Resampling.LANCZOS)
         return cls(whole, fitting, masked_box(mask, whole.size, padding, drawn))

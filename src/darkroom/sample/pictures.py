@@ -241,7 +241,7 @@ def _file_of(image: Image.Image, picture: Picture | None, kind: str, sign: Sign 
     if kind == "png":
         image.save(buffer, "PNG", pnginfo=png_text(picture))
     else:
-        image.save(buffer, kind.upper(), exif=exif_of(picture), xmp=XMP.encode(), **KINDS[kind])
+        image.save(buffer, kind.upper(), exif=_exif_of(picture), xmp=XMP.encode(), **KINDS[kind])
     content = buffer.getvalue()
     return content if sign is None else sign(content, {} if picture is None else picture.parameters)
 
@@ -267,7 +267,7 @@ def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
     return info
 
 
-def exif_of(picture: Picture | None) -> Image.Exif:
+def _exif_of(picture: Picture | None) -> Image.Exif:
     """A picture's parameters as EXIF, for JPEG and WebP: A1111's text as UserComment, where A1111 looks,
     and the JSON as ImageDescription."""
     exif = Image.Exif()
@@ -279,7 +279,7 @@ def exif_of(picture: Picture | None) -> Image.Exif:
 
 
 def _exif_texts(image: Image.Image) -> dict[str, str]:
-    """What `exif_of` or A1111 wrote, under the keys that a PNG has it."""
+    """What `_exif_of` or A1111 wrote, under the keys that a PNG has it."""
     exif = image.getexif()
     comment = exif.get_ifd(EXIF_IFD).get(EXIF_COMMENT)
     texts = {}

@@ -32,7 +32,7 @@ A1111_COMMA_REACH = 20
 
 
 @dataclass
-class Part:
+class PromptChunk:
     """What an encoder reads at once: token ids between the start and the end token, each with its weight."""
 
     ids: list[int]
@@ -41,14 +41,14 @@ class Part:
 
 def read_prompt(
     tokenizer: CLIPTokenizer, prompt: str, *, weighting: str = "none", length: int = 77
-) -> list[Part]:
+) -> list[PromptChunk]:
     """A prompt in parts of at most `length` - 2 tokens, at least one part. InputError beyond MAX_PARTS."""
     room = min(length, tokenizer.model_max_length) - 2
     comma = tokenizer.convert_tokens_to_ids(",</w>") if weighting == "a1111" else None
-    parts = [Part([], [])]
+    parts = [PromptChunk([], [])]
     for piece in pieces(prompt, weighting):
         if piece.ends_part:
-            parts.append(Part([], []))
+            parts.append(PromptChunk([], []))
             continue
         text = spelled(tokenizer, [with_words(tokenizer, piece.text)])[0]
         for token in tokenizer(text, verbose=False).input_ids[1:-1]:
@@ -64,12 +64,12 @@ def read_prompt(
     return parts
 
 
-def _carried_over(full: Part, token: int, comma: int | None) -> Part:
+def _carried_over(full: PromptChunk, token: int, comma: int | None) -> PromptChunk:
     """The start of the part after a full one: empty, or what stood behind a comma near the end."""
     if comma is None or token == comma or comma not in full.ids[-A1111_COMMA_REACH:]:
-        return Part([], [])
+        return PromptChunk([], [])
     cut = len(full.ids) - full.ids[::-1].index(comma)
-    carried = Part(full.ids[cut:], full.weights[cut:])
+    carried = PromptChunk(full.ids[cut:], full.weights[cut:])
     del full.ids[cut:], full.weights[cut:]
     return carried
 
@@ -110,7 +110,7 @@ def encode_prompts(
         padded = [
             part
             for reading, count in zip(readings, counts, strict=True)
-            for part in [*reading[i], *[Part([], [])] * (count - len(reading[i]))]
+            for part in [*reading[i], *[PromptChunk([], [])] * (count - len(reading[i]))]
         ]
         text_NLD, pooled = _encode_parts(model, i, padded, weighting, clip_skip)
         states.append(text_NLD)
@@ -125,14 +125,14 @@ def encode_prompts(
     return conditions, list(dict.fromkeys(notices))
 
 
-def read_parts(model: Model, prompt: str, weighting: str = "none") -> list[list[Part]]:
+def read_parts(model: Model, prompt: str, weighting: str = "none") -> list[list[PromptChunk]]:
     """A prompt as each of the model's encoders reads it; all in the same number of parts."""
     readings = [
         read_prompt(tokenizer, prompt, weighting=weighting, length=_length(encoder))
         for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True)
     ]
     most = max(len(reading) for reading in readings)
-    return [[*reading, *[Part([], [])] * (most - len(reading))] for reading in readings]
+    return [[*reading, *[PromptChunk([], [])] * (most - len(reading))] for reading in readings]
 
 
 def _length(encoder: Any) -> int:
@@ -140,12 +140,12 @@ def _length(encoder: Any) -> int:
 
 
 def _encode_parts(
-    model: Model, i: int, parts: Sequence[Part], weighting: str, clip_skip: int | None
+    model: Model, i: int, parts: Sequence[PromptChunk], weighting: str, clip_skip: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weighted states [N, L, D] of the i-th encoder, and for SDXL its pooled text [N, D]."""
     tokenizer, encoder = model.tokenizers[i], model.text_encoders[i]
     is_weighted = [any(weight != 1 for weight in part.weights) for part in parts]
-    told = [*parts, *[Part([], [])] * (weighting == "compel" and any(is_weighted))]
+    told = [*parts, *[PromptChunk([], [])] * (weighting == "compel" and any(is_weighted))]
     ids_NL = torch.tensor([_ids(tokenizer, part, _length(encoder)) for part in told])
     states, pooled = [], []
     for some_BL in torch.split(ids_NL, ENCODE_BATCH):
@@ -167,7 +167,7 @@ def part_tokens(
     for tokenizer, encoder in zip(model.tokenizers, model.text_encoders, strict=True):
         length = min(_length(encoder), tokenizer.model_max_length)
         read = read_prompt(tokenizer, prompt, weighting=weighting, length=length)[:count]
-        parts = [*read, *[Part([], [])] * (count - len(read))]
+        parts = [*read, *[PromptChunk([], [])] * (count - len(read))]
         weights = [[1.0, *part.weights, *[1.0] * (length - 1 - len(part.weights))] for part in parts]
         ids = torch.tensor([_ids(tokenizer, part, length) for part in parts])
         found.append((ids, torch.tensor(weights)))
@@ -181,7 +181,7 @@ def part_states(
     return _states(encoder, ids_BL, is_sdxl, clip_skip)
 
 
-def _ids(tokenizer: CLIPTokenizer, part: Part, length: int) -> list[int]:
+def _ids(tokenizer: CLIPTokenizer, part: PromptChunk, length: int) -> list[int]:
     length = min(length, tokenizer.model_max_length)
     ids = [tokenizer.bos_token_id, *part.ids, tokenizer.eos_token_id]
     return ids + [tokenizer.pad_token_id] * (length - len(ids))
@@ -206,7 +206,7 @@ def _states(
     return states, given[0]
 
 
-def _weighted(text_LD: torch.Tensor, part: Part, empty_LD: torch.Tensor | None) -> torch.Tensor:
+def _weighted(text_LD: torch.Tensor, part: PromptChunk, empty_LD: torch.Tensor | None) -> torch.Tensor:
     """States weighted by token: away from the empty prompt's (compel), or scaled, the mean kept (A1111)."""
     weights_L1 = torch.ones_like(text_LD[:, :1])
     weights_L1[1 : 1 + len(part.weights), 0] = torch.tensor(part.weights, dtype=text_LD.dtype)
@@ -271,7 +271,7 @@ MAX_WEIGHT, MAX_DEPTH = 100.0, 100
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightedText:
     """A stretch of text and its weight; `ends_part` where a BREAK stands in its place."""
 
     text: str
@@ -279,13 +279,13 @@ class Piece:
     ends_part: bool = False
 
 
-def pieces(prompt: str, weighting: str) -> list[Piece]:
+def pieces(prompt: str, weighting: str) -> list[WeightedText]:
     """A prompt taken apart by a syntax of WEIGHTINGS; InputError for syntax that is not known here."""
     if weighting not in WEIGHTINGS:
         raise InputError(f"weighting '{weighting}'", allowed=", ".join(WEIGHTINGS))
     if weighting == "a1111":
         return a1111_pieces(prompt)
-    return compel_pieces(prompt) if weighting == "compel" else [Piece(prompt)]
+    return compel_pieces(prompt) if weighting == "compel" else [WeightedText(prompt)]
 
 
 A1111_TOKEN = re.compile(r"\\[\\()\[\]]|\\|\(|\[|:\s*([+-]?(?:\d+\.?\d*|\.\d+))\s*\)|\)|\]|[^\\()\[\]:]+|:")
@@ -294,7 +294,7 @@ A1111_LORA = re.compile(r"<(?:lora|lyco|hypernet):[^>]*>")
 A1111_SQUARE = re.compile(r"\[([^\[\]]*)\]")
 
 
-def a1111_pieces(prompt: str) -> list[Piece]:
+def a1111_pieces(prompt: str) -> list[WeightedText]:
     """A1111's syntax. A bracket that is never closed counts to the end; one never opened is plain text."""
     _refuse_a1111(prompt)
     found: list[tuple[str, float]] = []
@@ -340,12 +340,12 @@ def _refuse_a1111(prompt: str) -> None:
         raise InputError("AND in a prompt: prompts composed by AND are not known", mend="write 'and'")
 
 
-def _parted(text: str, weight: float) -> list[Piece]:
-    pieces: list[Piece] = []
+def _parted(text: str, weight: float) -> list[WeightedText]:
+    pieces: list[WeightedText] = []
     for i, stretch in enumerate(A1111_BREAK.split(text)):
         if i:
-            pieces.append(Piece("", ends_part=True))
-        pieces.append(Piece(stretch, weight))
+            pieces.append(WeightedText("", ends_part=True))
+        pieces.append(WeightedText(stretch, weight))
     return pieces
 
 
@@ -355,7 +355,7 @@ COMPEL_SIGNED = re.compile(r"(?s)(.*[^+])(\++)|(.*[^-])(-+)")
 COMPEL_CALL = re.compile(r"\.\s*(and|blend|swap)\s*\(")
 
 
-def compel_pieces(prompt: str) -> list[Piece]:
+def compel_pieces(prompt: str) -> list[WeightedText]:
     """compel's syntax. Blends, conjunctions and swaps are refused, and so is a bracket out of place."""
     if found := COMPEL_CALL.search(prompt):
         raise InputError(
@@ -369,34 +369,34 @@ def compel_pieces(prompt: str) -> list[Piece]:
     return _joined(pieces)
 
 
-def _compel_group(prompt: str, at: int, weight: float, depth: int) -> tuple[list[Piece], int]:
+def _compel_group(prompt: str, at: int, weight: float, depth: int) -> tuple[list[WeightedText], int]:
     """The pieces from `at` to the bracket that closes this group (or the prompt's end), and where that is."""
     if depth > MAX_DEPTH:
         raise InputError(f"brackets {depth} deep in a prompt", allowed=f"up to {MAX_DEPTH}")
-    pieces: list[Piece] = []
+    pieces: list[WeightedText] = []
     while at < len(prompt) and prompt[at] != ")":
         if prompt[at] == "(":
             inner, end = _compel_group(prompt, at + 1, 1.0, depth + 1)
             if end >= len(prompt):
                 raise InputError(_bracket(prompt, "leaves a bracket open"), mend="write \\( for a plain one")
             factor, at = _compel_factor(prompt, end + 1)
-            pieces += [Piece(one.text, one.weight * factor * weight) for one in inner]
+            pieces += [WeightedText(one.text, one.weight * factor * weight) for one in inner]
         else:
             run = COMPEL_RUN.match(prompt, at)
             assert run is not None
-            pieces += [Piece(run[0], weight)] if run["between"] else _compel_word(run[0], weight)
+            pieces += [WeightedText(run[0], weight)] if run["between"] else _compel_word(run[0], weight)
             at = run.end()
     return pieces, at
 
 
-def _compel_word(word: str, weight: float) -> list[Piece]:
+def _compel_word(word: str, weight: float) -> list[WeightedText]:
     """A word without its signs, weighted by them, and the full stops behind it."""
     signed = COMPEL_SIGNED.fullmatch(word.rstrip("."))
     if signed is None or (signed[1] or signed[3]).endswith("\\"):
-        return [Piece(_unescaped(word), weight)]
+        return [WeightedText(_unescaped(word), weight)]
     bare, signs = (signed[1], signed[2]) if signed[1] else (signed[3], signed[4])
     stops = word[len(bare) + len(signs) :]
-    return [Piece(_unescaped(bare), weight * _signs(signs)), Piece(stops, weight)]
+    return [WeightedText(_unescaped(bare), weight * _signs(signs)), WeightedText(stops, weight)]
 
 
 def _compel_factor(prompt: str, at: int) -> tuple[float, int]:
@@ -427,15 +427,15 @@ def _weight(value: str | float) -> float:
     return weight
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def _joined(pieces: list[WeightedText]) -> list[WeightedText]:
     """Neighbours of the same weight as one piece, so that words are not torn for the tokenizer."""
-    joined: list[Piece] = []
+    joined: list[WeightedText] = []
     for piece in pieces:
         last = joined[-1] if joined else None
         if not piece.text and not piece.ends_part:
             continue
         if last and not last.ends_part and not piece.ends_part and last.weight == piece.weight:
-            joined[-1] = Piece(last.text + piece.text, last.weight)
+            joined[-1] = WeightedText(last.text + piece.text, last.weight)
         else:
             joined.append(piece)
-    return joined or [Piece("")]
+    return joined or [WeightedText("")]

@@ -48,13 +48,13 @@ class Schedule:
         if prediction not in PREDICTIONS:
             raise InputError(f"scheduler: prediction_type '{prediction}'", allowed=", ".join(PREDICTIONS))
         zero_snr = bool(config.get("rescale_betas_zero_snr", False))
-        betas = betas_of(config)
+        betas = _betas_of(config)
         if betas.ndim != 1 or not len(betas) or not np.all((betas >= 0) & (betas < 1)):
             raise InputError("scheduler: betas must lie in 0 <= beta < 1", mend="see beta_start and beta_end")
         # Training takes betas in float32, where 1 - 0.999 (cosine) is off by 5e-5: do as it does.
         alphas_cumprod = np.cumprod(1.0 - betas.astype(np.float32), dtype=np.float64)
         if zero_snr:
-            alphas_cumprod = rescale_to_zero_terminal_snr(alphas_cumprod)
+            alphas_cumprod = _rescale_to_zero_terminal_snr(alphas_cumprod)
         return cls(alphas_cumprod, prediction, zero_snr)
 
     @property
@@ -79,7 +79,7 @@ class Schedule:
         return np.interp(np.log(sigmas), np.log(self.sigmas), np.arange(self.num_train_timesteps))
 
 
-def betas_of(config: Mapping[str, Any]) -> Array:
+def _betas_of(config: Mapping[str, Any]) -> Array:
     """The betas [T] that a scheduler configuration names."""
     # LCMScheduler is the one class whose own defaults are Stable Diffusion's.
     is_lcm = config.get("_class_name") == "LCMScheduler"
@@ -94,17 +94,17 @@ def betas_of(config: Mapping[str, Any]) -> Array:
     if kind == "scaled_linear":
         return np.asarray(np.linspace(start**0.5, end**0.5, count) ** 2)
     if kind == "squaredcos_cap_v2":
-        return cosine_betas(count)
+        return _cosine_betas(count)
     raise InputError(f"scheduler: beta_schedule '{kind}'", allowed=", ".join(BETA_SCHEDULES))
 
 
-def cosine_betas(count: int, max_beta: float = 0.999) -> Array:
+def _cosine_betas(count: int, max_beta: float = 0.999) -> Array:
     """The cosine schedule of Nichol & Dhariwal 2021, betas capped at `max_beta`."""
     alpha_bar: Array = np.cos((np.arange(count + 1) / count + 0.008) / 1.008 * math.pi / 2) ** 2
     return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], max_beta)
 
 
-def rescale_to_zero_terminal_snr(alphas_cumprod: Array) -> Array:
+def _rescale_to_zero_terminal_snr(alphas_cumprod: Array) -> Array:
     """Shift and scale sqrt(alphas_cumprod) so that the last is zero (Lin et al. 2024, algorithm 1)."""
     alphas = np.sqrt(alphas_cumprod)
     rescaled: Array = ((alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])) ** 2

@@ -1,4 +1,4 @@
-"""The solvers, each a pure function from a `Plan` to the `Table` it amounts to.
+"""The solvers, each a pure function from a `SolverRequest` to the `SolverTable` it amounts to.
 
 Settings keep the names, meaning and defaults of diffusers' scheduler classes, so that the same scheduler
 configuration, seed and number of steps give the same picture there and here. Coefficients of solvers with
@@ -26,7 +26,7 @@ Levels = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SolverRequest:
     """What a solver is asked for. `settings` are a scheduler configuration's remaining keys."""
 
     schedule: Schedule
@@ -62,7 +62,7 @@ class Plan:
         return np.where(whole >= 0, known[np.clip(whole, 0, len(known) - 1)], end)
 
 
-def ddim(plan: Plan) -> Table:
+def ddim(plan: SolverRequest) -> SolverTable:
     """DDIM (Song et al. 2021, equation 12) with any eta; eta 1 is DDPM's ancestral sampling."""
     timesteps = np.round(plan.spaced())
     bar, bar_to = plan.alphas_cumprod(timesteps), plan.alphas_cumprod(timesteps - plan.stride)
@@ -87,7 +87,7 @@ def _land_on_x0(sheet: Sheet, weight: Array, clip: float | None) -> None:
         sheet.columns[:, CLIPPED], sheet.columns[:, CLIP_RANGE] = weight, clip
 
 
-def euler(plan: Plan) -> Table:
+def euler(plan: SolverRequest) -> SolverTable:
     """Euler steps of the probability-flow ODE (Karras et al. 2022, algorithm 2 without churn)."""
     timesteps, sigma = _sigma_levels(plan)
     last = plan.schedule.sigmas[0] if plan.settings.get("final_sigmas_type") == "sigma_min" else 0.0
@@ -98,7 +98,7 @@ def euler(plan: Plan) -> Table:
     return sheet.finish("euler", plan.num_steps, initial_scale=_initial_scale(plan, sigma), notes=plan.notes)
 
 
-def lms(plan: Plan) -> Table:
+def lms(plan: SolverRequest) -> SolverTable:
     """Linear multistep steps of order 4 (k-diffusion's LMS): Adams-Bashforth on unevenly spaced sigmas.
 
     The polynomial through the slopes (x - x0) / sigma of the last four steps is integrated exactly. From a
@@ -122,7 +122,7 @@ def lms(plan: Plan) -> Table:
     return sheet.finish("lms", plan.num_steps, initial_scale=_initial_scale(plan, sigma), notes=plan.notes)
 
 
-def euler_a(plan: Plan) -> Table:
+def euler_a(plan: SolverRequest) -> SolverTable:
     """Euler steps with ancestral noise (Song et al. 2021's DDPM step in k-diffusion's form)."""
     timesteps, sigma = _sigma_levels(plan)
     sigma_to = np.append(sigma[1:], 0.0)
@@ -136,7 +136,7 @@ def euler_a(plan: Plan) -> Table:
     return sheet.finish("euler_a", plan.num_steps, draws=True, initial_scale=scale, notes=plan.notes)
 
 
-def _sigma_levels(plan: Plan) -> tuple[Array, Array]:
+def _sigma_levels(plan: SolverRequest) -> tuple[Array, Array]:
     timesteps = plan.spaced()
     sigma = plan.schedule.sigmas_at(timesteps)
     if plan.karras:
@@ -147,7 +147,7 @@ def _sigma_levels(plan: Plan) -> tuple[Array, Array]:
     return timesteps, sigma
 
 
-def _sigma_sheet(plan: Plan, timesteps: Array, sigma: Array) -> Sheet:
+def _sigma_sheet(plan: SolverRequest, timesteps: Array, sigma: Array) -> Sheet:
     """x = x0 + sigma * noise; the U-Net sees it scaled to variance one."""
     sheet = Sheet(timesteps)
     sheet.columns[:, SCALE] = 1 / np.sqrt(sigma**2 + 1)
@@ -155,12 +155,12 @@ def _sigma_sheet(plan: Plan, timesteps: Array, sigma: Array) -> Sheet:
     return sheet
 
 
-def _initial_scale(plan: Plan, sigma: Array) -> float:
+def _initial_scale(plan: SolverRequest, sigma: Array) -> float:
     # diffusers' rule: leading spacing starts below the last timestep, so the noise is one variance short.
     return float(sigma.max() if plan.spacing != "leading" else math.sqrt(sigma.max() ** 2 + 1))
 
 
-def lcm(plan: Plan) -> Table:
+def lcm(plan: SolverRequest) -> SolverTable:
     """Latent consistency sampling (Luo et al. 2023, algorithm 3), on the timesteps of the distillation."""
     num_train = plan.schedule.num_train_timesteps
     original = min(int(plan.settings.get("original_inference_steps", 50)), num_train)
@@ -187,7 +187,7 @@ def lcm(plan: Plan) -> Table:
     return sheet.finish("lcm", plan.num_steps, draws=draws, notes=plan.notes)
 
 
-def pndm(plan: Plan) -> Table:
+def pndm(plan: SolverRequest) -> SolverTable:
     """PNDM as SD 1.5 uses it: PLMS (Liu et al. 2022, equations 9 and 12) without Runge-Kutta steps.
 
     The second call repeats the first step from its start with the mean of both outputs (pseudo Euler-Heun).
@@ -209,7 +209,7 @@ def pndm(plan: Plan) -> Table:
     return sheet.finish("pndm", plan.num_steps, notes=plan.notes)
 
 
-def _transfer(plan: Plan, origins: Array, targets: Array) -> tuple[Array, Array]:
+def _transfer(plan: SolverRequest, origins: Array, targets: Array) -> tuple[Array, Array]:
     """x at the targets = keep * x at the origins + gain * the U-Net's output (equation 9, epsilon or v)."""
     bar, bar_to = plan.alphas_cumprod(origins), plan.alphas_cumprod(targets)
     keep = np.sqrt(bar_to / bar)
@@ -252,19 +252,21 @@ def _unit(j: int) -> Array:
     return vector
 
 
-def dpmpp_2m(plan: Plan) -> Table:
+def dpmpp_2m(plan: SolverRequest) -> SolverTable:
     """DPM-Solver++ multistep (Lu et al. 2022, algorithm 2), order 2 unless the settings say 1 or 3."""
     timesteps, sigmas = _multistep_levels(plan)
-    return dpmpp("dpmpp_2m", plan, timesteps, _vp(sigmas), stochastic=False)
+    return _dpmpp("dpmpp_2m", plan, timesteps, _vp(sigmas), stochastic=False)
 
 
-def dpmpp_2m_sde(plan: Plan) -> Table:
+def dpmpp_2m_sde(plan: SolverRequest) -> SolverTable:
     """DPM-Solver++ multistep for the reverse SDE (Lu et al. 2022, section 5): noise at every step."""
     timesteps, sigmas = _multistep_levels(plan)
-    return dpmpp("dpmpp_2m_sde", plan, timesteps, _vp(sigmas), stochastic=True)
+    return _dpmpp("dpmpp_2m_sde", plan, timesteps, _vp(sigmas), stochastic=True)
 
 
-def dpmpp(solver: str, plan: Plan, timesteps: Array, levels: Levels, *, stochastic: bool) -> Table:
+def _dpmpp(
+    solver: str, plan: SolverRequest, timesteps: Array, levels: Levels, *, stochastic: bool
+) -> SolverTable:
     """DPM-Solver++ over timesteps [S] and levels [S + 1], whatever schedule they are of."""
     alpha, sigma, lam = levels
     order = int(plan.settings.get("solver_order", 2))
@@ -289,7 +291,7 @@ def dpmpp(solver: str, plan: Plan, timesteps: Array, levels: Levels, *, stochast
     return sheet.finish(solver, plan.num_steps, draws=stochastic, notes=plan.notes)
 
 
-def _final_order(plan: Plan, i: int, count: int) -> int:
+def _final_order(plan: SolverRequest, i: int, count: int) -> int:
     """The highest order for step i near the end, where few steps or sigma zero make higher ones unstable."""
     few = bool(plan.settings.get("lower_order_final", True)) and count < 15
     to_zero = plan.settings.get("final_sigmas_type", "zero") == "zero"
@@ -313,7 +315,7 @@ def _slopes(lam: Array, i: int, order: int) -> list[Array]:
     return [m0, d_0 + r_0 / (r_0 + r_1) * (d_0 - d_1), (d_0 - d_1) / (r_0 + r_1)]
 
 
-def _multistep_levels(plan: Plan, *, unipc: bool = False) -> tuple[Array, Array]:
+def _multistep_levels(plan: SolverRequest, *, unipc: bool = False) -> tuple[Array, Array]:
     """Timesteps [S] and sigmas [S + 1] of DPM-Solver++ and UniPC."""
     schedule, count = plan.schedule, plan.num_steps
     keeps_fractions = plan.settings.get("beta_schedule") == "squaredcos_cap_v2" and not unipc
@@ -341,7 +343,7 @@ def _vp(sigmas: Array) -> Levels:
         return alpha, sigmas * alpha, -np.log(sigmas)
 
 
-def unipc(plan: Plan) -> Table:
+def unipc(plan: SolverRequest) -> SolverTable:
     """UniPC (Zhao et al. 2023, algorithms 1 to 3) on x0: correct the last step, then predict the next.
 
     The corrected latents before a step are no entry of h, but follow from the predicted ones and earlier x0s.
@@ -469,15 +471,15 @@ class Flow(Schedule):
         return np.append(self.shifted(np.linspace(1, first, num_steps)), 0.0)
 
 
-def flow_of(plan: Plan) -> Flow:
+def _flow_of(plan: SolverRequest) -> Flow:
     """The schedule of a plan for a flow solver."""
     assert isinstance(plan.schedule, Flow)
     return plan.schedule
 
 
-def flow_euler(plan: Plan) -> Table:
+def flow_euler(plan: SolverRequest) -> SolverTable:
     """Euler steps along the predicted velocity (Liu et al. 2023, rectified flow)."""
-    flow = flow_of(plan)
+    flow = _flow_of(plan)
     sigma = flow.levels(plan.num_steps, plan.spacing)
     sheet = _sheet(flow, sigma[:-1])
     ratio = sigma[1:] / sigma[:-1]
@@ -485,13 +487,13 @@ def flow_euler(plan: Plan) -> Table:
     return sheet.finish("flow_euler", plan.num_steps, notes=plan.notes)
 
 
-def flow_heun(plan: Plan) -> Table:
+def flow_heun(plan: SolverRequest) -> SolverTable:
     """Heun steps (Karras et al. 2022, algorithm 1) along the velocity: two calls each, the last step one.
 
     Call 2i leaves level i by Euler; call 2i - 1 takes the step that came there again, with the mean of the
     velocities at both its ends.
     """
-    flow = flow_of(plan)
+    flow = _flow_of(plan)
     sigma = flow.levels(plan.num_steps, plan.spacing)
     at = (np.arange(2 * plan.num_steps - 1) + 1) // 2
     sheet = _sheet(flow, sigma[at])
@@ -505,15 +507,15 @@ def flow_heun(plan: Plan) -> Table:
     return sheet.finish("flow_heun", plan.num_steps, notes=plan.notes)
 
 
-def flow_dpmpp_2m(plan: Plan) -> Table:
+def flow_dpmpp_2m(plan: SolverRequest) -> SolverTable:
     """DPM-Solver++ multistep (Lu et al. 2022, algorithm 2) on the levels of rectified flow."""
-    flow = flow_of(plan)
+    flow = _flow_of(plan)
     whole = np.linspace(1, 1 / flow.num_train_timesteps, plan.num_steps + 1)
     sigma = np.append(flow.shifted(1 - whole)[:0:-1], 0.0)
     levels: Levels = (1 - sigma, sigma, np.log((1 - sigma) / sigma))
     # diffusers tells the model whole timesteps here, their fractions cut off.
     timesteps = np.floor(sigma[:-1] * flow.num_train_timesteps)
-    return dpmpp("flow_dpmpp_2m", plan, timesteps, levels, stochastic=False)
+    return _dpmpp("flow_dpmpp_2m", plan, timesteps, levels, stochastic=False)
 
 
 def _sheet(flow: Flow, sigma: Array) -> Sheet:
@@ -531,7 +533,7 @@ NUM_COLUMNS = TERMS + NUM_TERMS
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Table:
+class SolverTable:
     """One way of denoising, as numbers. Read-only; any number of pictures share one table."""
 
     solver: str
@@ -557,7 +559,7 @@ class Table:
     def __len__(self) -> int:
         return len(self.draws_S)
 
-    def begun_at(self, start: int) -> Table:
+    def begun_at(self, start: int) -> SolverTable:
         """The same steps without the first `start` of them."""
         return replace(
             self,
@@ -609,10 +611,10 @@ class Sheet:
         draws: list[bool] | bool = False,
         initial_scale: float = 1.0,
         notes: tuple[str, ...] = (),
-    ) -> Table:
+    ) -> SolverTable:
         """Round to float32 and hand out the table."""
         count = len(self.columns)
-        return Table(
+        return SolverTable(
             solver,
             num_steps,
             self.columns.astype(np.float32),

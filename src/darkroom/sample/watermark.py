@@ -51,7 +51,7 @@ POLYNOMIALS = (0o133, 0o171, 0o145, 0o165)
 
 
 @dataclass(frozen=True)
-class Found:
+class WatermarkReading:
     """What the detector found."""
 
     score: float
@@ -112,13 +112,13 @@ def embed(
     return marked
 
 
-def find(image: Image.Image, key: str = "darkroom") -> Found | None:
+def find(image: Image.Image, key: str = "darkroom") -> WatermarkReading | None:
     """The mark of a key in a picture, scaled by 0.5 to 1.5, cropped, or turned by up to 2 degrees."""
     if min(image.size) < LEAST_SIDE * SCALES[0]:
         return None
     code = _code(key)
     spectrum = _Spectrum(_middle(image))
-    seen: Found | None = None
+    seen: WatermarkReading | None = None
     for places in (_upright, _turned):
         best = sorted(_search(spectrum, code, places(spectrum.step)), reverse=True)[:CANDIDATES]
         for score, place, at in best:
@@ -251,7 +251,7 @@ def _search(
     return found
 
 
-def _read(spectrum: _Spectrum, code: _Code, place: Place, at: tuple[float, float]) -> Found:
+def _read(spectrum: _Spectrum, code: _Code, place: Place, at: tuple[float, float]) -> WatermarkReading:
     """Scale, angle and position to a fraction of a step, then the payload."""
     kx, ky = code.kx[code.sync], code.ky[code.sync]
     angles = (0,) if place[1] == 0 else (-1, 0, 1)
@@ -282,7 +282,7 @@ def _read(spectrum: _Spectrum, code: _Code, place: Place, at: tuple[float, float
     whole = int("".join(map(str, bits)), 2)
     payload = whole >> CHECK_BITS
     right = _with_check(payload) == bits
-    return Found(value, scale, float(np.degrees(angle)), payload if right else None)
+    return WatermarkReading(value, scale, float(np.degrees(angle)), payload if right else None)
 
 
 def _decoded(soft: NDArray[Any]) -> list[int]:

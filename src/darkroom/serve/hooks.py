@@ -52,7 +52,7 @@ class Hooks:
             elif made is not None:
                 raise DarkroomError(f"hook {_name(hook)} returned a {type(made).__name__}")
         if self.provenance is None:
-            return png_bytes(picture)
+            return _png_bytes(picture)
         origin = origin or Origin.of(picture.parameters)
         picture = replace(picture, image=self.provenance.marked(picture.image, origin))
         return self.provenance.png(picture, origin, COMPRESSION)
@@ -90,7 +90,7 @@ COMPRESSION = 1
 """A photograph-like picture gains little from more, and the server has other work."""
 
 
-def png_bytes(picture: sample.Picture) -> bytes:
+def _png_bytes(picture: sample.Picture) -> bytes:
     """A picture as a PNG file with its parameters inside."""
     buffer = io.BytesIO()
     picture.image.save(buffer, "PNG", pnginfo=png_text(picture), compress_level=COMPRESSION)

@@ -30,7 +30,7 @@ SWITCH_S = 0.001
 
 def run(settings: ServeSettings) -> None:
     """Serve until SIGTERM or Ctrl-C: the first drains, a second leaves at once. Jobs are kept either way."""
-    check_paths(settings)
+    _check_paths(settings)
     keys = Keys(settings.key_file) if settings.key_file is not None else None
     if keys is None and settings.vertex is None and is_public(settings.host):
         raise InputError(
@@ -63,7 +63,7 @@ def _serve_metrics(core: Core, host: str, port: int) -> None:
     LOG.info("metrics on http://%s:%d/metrics", host, there.server_port)
 
 
-def check_paths(settings: ServeSettings) -> None:
+def _check_paths(settings: ServeSettings) -> None:
     """InputError for folders that are not there: told before anything that takes long is imported."""
     if settings.adapters is not None and not settings.adapters.is_dir():
         raise InputError(f"--adapters '{settings.adapters}' is no folder", mend="make it, or name another")

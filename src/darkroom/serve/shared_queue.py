@@ -27,7 +27,7 @@ from darkroom.errors import InputError
 from darkroom.serve.engine.fairness import Shares
 from darkroom.serve.jobs.active import Lives, job_of_record
 from darkroom.serve.jobs.results import FILES, Files, PictureFiles, Results
-from darkroom.serve.jobs.store import JOBS, LIVE, METADATA, Record, StorageError, Store, record_of
+from darkroom.serve.jobs.store import JOBS, LIVE, METADATA, JobStore, Record, StorageError, record_of
 from darkroom.serve.request import EventKind, Job, too_late
 from darkroom.serve.settings import ServeSettings
 
@@ -72,7 +72,7 @@ class Sharing:
 
     def takes(self, record: Record) -> bool:
         """Whether a new job is drawn here."""
-        return not self.backlog.jobs and self._room() > 0 and adapters_of(record) <= self._at_hand()
+        return not self.backlog.jobs and self._room() > 0 and _adapters_of(record) <= self._at_hand()
 
     def waits(self, record: Record) -> None:
         """A new job waits for whoever has its turn."""
@@ -170,7 +170,7 @@ class Sharing:
             await asyncio.sleep(LOOK_S)
 
 
-def _job(found: Elsewhere) -> Job:
+def _job(found: RemoteJob) -> Job:
     job = job_of_record(found.record)
     if job.over:
         return job
@@ -217,7 +217,7 @@ class Backlog(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteJob:
     """A job as the database has it: how far its owner has come, or how many are before it."""
 
     record: Record
@@ -231,7 +231,7 @@ class Leases:
     """One server's leases in the store it shares."""
 
     def __init__(
-        self, store: Store, owner: str, lease_s: float, shares: Mapping[str, int] | None = None
+        self, store: JobStore, owner: str, lease_s: float, shares: Mapping[str, int] | None = None
     ) -> None:
         self._store, self.owner, self._lease_s = store, owner, lease_s
         self._shares = Shares(shares)
@@ -249,7 +249,7 @@ class Leases:
     def accept(self, record: Record, *, take: bool, per_day: int | None = None) -> Future[Record]:
         """Keep a new job as of the database's time, and with `take` be its owner from the first moment.
 
-        OverQuota as in `Store.accept`.
+        OverQuota as in `JobStore.accept`.
         """
 
         def action(connection: sql.Connection) -> Record:
@@ -285,7 +285,7 @@ class Leases:
             ours = [record for record in wanted if record.uid in taken]
             for record in ours:
                 self._shares.give(record)
-            if coming := set().union(*map(adapters_of, ours)) - set(holds):  # the others may count on it
+            if coming := set().union(*map(_adapters_of, ours)) - set(holds):  # the others may count on it
                 self._be_there(connection, now_s + self._lease_s, {*holds, *coming})
             return ours
 
@@ -294,9 +294,9 @@ class Leases:
     def _chosen(
         self, found: list[Record], holds: set[str], others: list[set[str]], late_s: float, most: int
     ) -> list[Record]:
-        suits = [one for one in found if adapters_of(one) <= holds or one.created_s < late_s]
+        suits = [one for one in found if _adapters_of(one) <= holds or one.created_s < late_s]
         rest = [
-            one for one in found if one not in suits and not any(adapters_of(one) <= held for held in others)
+            one for one in found if one not in suits and not any(_adapters_of(one) <= held for held in others)
         ]
         self._shares.begin(record.key for record in found)
         wanted: list[Record] = []
@@ -397,10 +397,10 @@ class Leases:
             )
             connection.execute(sql.delete(FILES).where(FILES.c.uid == uid))
 
-    def look(self, key: str, job_id: str) -> Future[Elsewhere | None]:
+    def look(self, key: str, job_id: str) -> Future[RemoteJob | None]:
         """A job that another server may be drawing."""
 
-        def action(connection: sql.Connection) -> Elsewhere | None:
+        def action(connection: sql.Connection) -> RemoteJob | None:
             query = sql.select(JOBS, LEASES.c.owner, LEASES.c.steps_done, LEASES.c.steps_total)
             query = query.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
             row = connection.execute(query.where(JOBS.c.key == key, JOBS.c.id == job_id)).first()
@@ -409,7 +409,7 @@ class Leases:
             *_, owner, done, total = row
             record = record_of(row)
             place = self._place(connection, record) if owner is None and record.state == "queued" else None
-            return Elsewhere(record, owner, done or 0, total or 0, place)
+            return RemoteJob(record, owner, done or 0, total or 0, place)
 
         return self._store.do(action)
 
@@ -423,7 +423,7 @@ class Leases:
         return int(connection.execute(before).scalar() or 0)
 
 
-def adapters_of(record: Record) -> set[str]:
+def _adapters_of(record: Record) -> set[str]:
     """The adapters that a job names."""
     return {choice["name"] for choice in json.loads(record.request).get("adapters", ())}
 
@@ -434,20 +434,20 @@ def _time_of(connection: sql.Connection) -> float:
     return float(connection.execute(sql.text("SELECT extract(epoch FROM clock_timestamp())")).scalar() or 0)
 
 
-def open_stores(settings: ServeSettings) -> tuple[PictureFiles, Store]:
+def open_stores(settings: ServeSettings) -> tuple[PictureFiles, JobStore]:
     """Pictures and jobs. InputError where they cannot be kept."""
     if not settings.shared:
         results = Results(settings.state)
-        return results, Store(settings.jobs or f"sqlite:///{settings.state / 'jobs.db'}", settings.name)
+        return results, JobStore(settings.jobs or f"sqlite:///{settings.state / 'jobs.db'}", settings.name)
     if settings.jobs is None:
         raise InputError(
             "jobs that are shared, without a database", mend="give --jobs postgresql+psycopg://..."
         )
-    store = Store(settings.jobs, settings.name, shared=True)
+    store = JobStore(settings.jobs, settings.name, shared=True)
     return Files(store), store
 
 
-def open_sharing(settings: ServeSettings, store: Store, lives: Lives) -> Sharing | None:
+def open_sharing(settings: ServeSettings, store: JobStore, lives: Lives) -> Sharing | None:
     """The server's part in a queue of several, None where it has one of its own."""
     if not settings.shared:
         return None

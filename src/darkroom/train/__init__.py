@@ -10,12 +10,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from darkroom.train.jobs import Job, Pinned
+    from darkroom.train.jobs import Pinned, TrainingSetup
     from darkroom.train.run import attempted, export, sweep, train
     from darkroom.train.setup import bare_step, make_job
     from darkroom.train.trainer import TrainResult
 
-__all__ = ["Job", "Pinned", "TrainResult", "attempted", "bare_step", "export", "make_job", "sweep", "train"]
+__all__ = [
+    "Pinned",
+    "TrainResult",
+    "TrainingSetup",
+    "attempted",
+    "bare_step",
+    "export",
+    "make_job",
+    "sweep",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

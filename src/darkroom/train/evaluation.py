@@ -19,9 +19,9 @@ from darkroom.recipe.sections import SampleSettings
 from darkroom.recipe.tuning import SamplePrompt
 from darkroom.run import Run
 from darkroom.train.checkpoint.format import Checkpoint
-from darkroom.train.distributed.ranks import Watch
+from darkroom.train.distributed.ranks import HangWatchdog
 from darkroom.train.distributed.weights import Weights, held_rows
-from darkroom.train.jobs import Job, Say
+from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.memory import laid_aside
 from darkroom.train.step import micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
@@ -44,7 +44,7 @@ def heldout_metrics(task: Task, inputs: Mapping[str, Tensor], micro_batch: int) 
     return found
 
 
-def sample_grid(
+def _sample_grid(
     model: Model,
     settings: SampleSettings,
     prompts: Sequence[str | SamplePrompt],
@@ -72,7 +72,7 @@ def sample_grid(
             **how,
         )
         images += [picture.image for picture in pictures]
-    return save_grid(images, path)
+    return _save_grid(images, path)
 
 
 def together(
@@ -94,7 +94,7 @@ def together(
 
 
 @torch.no_grad()
-def reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: Path) -> Path:
+def _reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: Path) -> Path:
     """Held-out pictures above what the VAE gives back, as one PNG."""
     from PIL import Image
 
@@ -104,10 +104,10 @@ def reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: P
     for tensor_3HW in (*pixels_b3HW, *out_b3HW):
         bytes_HW3 = ((tensor_3HW.float() + 1) * 127.5).round().clamp(0, 255).byte().permute(1, 2, 0)
         images.append(Image.fromarray(bytes_HW3.cpu().numpy()))
-    return save_grid(images, path, columns=len(pixels_b3HW))
+    return _save_grid(images, path, columns=len(pixels_b3HW))
 
 
-def save_grid(images: Sequence[Any], path: Path, columns: int | None = None) -> Path:
+def _save_grid(images: Sequence[Any], path: Path, columns: int | None = None) -> Path:
     """One PNG of all images, written beside and renamed."""
     from darkroom.sample.pictures import make_grid
 
@@ -162,7 +162,15 @@ class Looking:
     """Looks with the averaged weights, in evaluation mode; what it takes is in the bill by kind."""
 
     def __init__(
-        self, job: Job, run: Run, *, meter: Meter, watch: Watch, stop: StopRequest, tracker: Tracker, say: Say
+        self,
+        job: TrainingSetup,
+        run: Run,
+        *,
+        meter: Meter,
+        watch: HangWatchdog,
+        stop: StopRequest,
+        tracker: Tracker,
+        say: Say,
     ) -> None:
         self._job, self._run, self._meter, self._watch = job, run, meter, watch
         self._stop, self._tracker, self._say = stop, tracker, say
@@ -257,12 +265,12 @@ class Looking:
                 if isinstance(self._task, Autoencoder):
                     if self._job.heldout is None:
                         return
-                    reconstruction_grid(self._task, self._job.heldout, path)
+                    _reconstruction_grid(self._task, self._job.heldout, path)
                 elif self._job.prompts:
                     size = self._job.recipe.data.resolution
                     drawing = self._drawing(k)
                     how = self._job.recipe.data.reading
-                    sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing, **how)
+                    _sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing, **how)
             except Abandoned:
                 return
         if not self._ranks.first:

@@ -47,7 +47,7 @@ def write_results(
         write_whole_model(recipe, values, measured, run, run / "model")
     else:
         _note_guidance(recipe, model)
-        write_model(model, values, measured, run / "model")
+        _write_model(model, values, measured, run / "model")
 
 
 def described_base(model: Model) -> dict[str, str | None]:
@@ -122,7 +122,7 @@ def write_whole_model(
     elif recipe.model.word is not None:
         add_word(model, recipe.model.word)
     _note_guidance(recipe, model)
-    write_model(model, values, measured, target)
+    _write_model(model, values, measured, target)
 
 
 def _note_guidance(recipe: Recipe, model: Model) -> None:
@@ -136,7 +136,7 @@ def _extractor(recipe: Recipe) -> Model:
     return build_extractor(recipe, store, select_rows(store, recipe)[0])
 
 
-def write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:
+def _write_model(model: Model, values: Values, measured: Mapping[str, float], path: Path) -> None:
     """Save a whole model in float32 with these trained weights, named `<part>.<name>`; it holds them then.
 
     `measured` goes into the parts' configurations, named likewise: `vae.scaling_factor`.

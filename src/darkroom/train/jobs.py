@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingSetup:
     """A checked recipe with everything that training it needs."""
 
     recipe: Recipe

@@ -56,7 +56,7 @@ def choose_micro_batch(
         return settings.micro_batch, "asked for"
     batch = share or settings.global_batch
     row_bytes = activation_bytes(task, next(micro_batches(inputs, 1))) * MARGIN * task.rows_a_picture
-    free_bytes = free_memory_bytes(device) * SHARE
+    free_bytes = _free_memory_bytes(device) * SHARE
     fitting = [size for size in divisors(batch) if size * row_bytes <= free_bytes] or [1]
     told = f"{ESTIMATED}{row_bytes / 2**20:,.0f} MiB a row, {free_bytes / 2**30:,.1f} GiB to use"
     return max(fitting), told
@@ -130,7 +130,7 @@ def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
     return sum(kept.values())
 
 
-def free_memory_bytes(device: torch.device) -> int:
+def _free_memory_bytes(device: torch.device) -> int:
     """Memory that is free now."""
     if accelerator.kind_of(device).own_memory:
         return accelerator.free_bytes(device)

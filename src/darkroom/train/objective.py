@@ -178,9 +178,9 @@ class Objective:
         _check_range(times, len(alphas_cumprod))
         weight = min_snr_weights(alphas_cumprod, prediction, min_snr_gamma)
         if debiased:
-            weight = debiased_weights(alphas_cumprod, prediction)
+            weight = _debiased_weights(alphas_cumprod, prediction)
         every_T = torch.arange(len(alphas_cumprod), dtype=torch.float64)
-        c = huber_thresholds(loss, every_T, len(alphas_cumprod), alphas_cumprod)
+        c = _huber_thresholds(loss, every_T, len(alphas_cumprod), alphas_cumprod)
         tables = (alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt(), weight, c)
         alphas, sigmas, weights, thresholds = (table.to(device, torch.float32) for table in tables)
         return cls(prediction, alphas, sigmas, weights, thresholds, loss.type, times)
@@ -198,7 +198,7 @@ class Objective:
     def timesteps(self, u_B: Tensor) -> Tensor:
         """Timesteps [B] of uniform draws in [0, 1), each of the range equally likely unless it is said."""
         first, end = self.times.min, self.times.max or self.num_timesteps
-        share_B = drawn_times(u_B, self.times)
+        share_B = _drawn_times(u_B, self.times)
         return (first + (share_B * (end - first)).long()).clamp_(first, end - 1)
 
     def at(self, point: int, t_B: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class FlowObjective:
         The normal number is the quantile of the draw, so that a row has its time whatever the batch is.
         """
         own = {"distribution": self.times.distribution or "logit-normal", "mean": self.mean, "std": self.std}
-        t_B = drawn_times(u_B.double(), self.times.model_copy(update=own))
+        t_B = _drawn_times(u_B.double(), self.times.model_copy(update=own))
         t_B = self.shift * t_B / (1 + (self.shift - 1) * t_B)
         first, end = self.times.min, self.times.max or self.num_timesteps
         return (first + (end - first) * t_B).float()
@@ -285,7 +285,7 @@ class FlowObjective:
     ) -> Tensor:
         """Mean error of each row [B], in float32; of what a mask shows, if given."""
         kind = self.error.type
-        c_B = huber_thresholds(self.error, t_B.float(), self.num_timesteps) if kind in HUBER else None
+        c_B = _huber_thresholds(self.error, t_B.float(), self.num_timesteps) if kind in HUBER else None
         return row_error(out_BCHW, target_BCHW, mask_B1HW, kind, c_B)
 
 
@@ -316,7 +316,7 @@ def _check_range(times: TimestepSettings, total: int) -> None:
         )
 
 
-def drawn_times(u_B: Tensor, settings: TimestepSettings) -> Tensor:
+def _drawn_times(u_B: Tensor, settings: TimestepSettings) -> Tensor:
     """Times [B] in [0, 1] of uniform draws, by the distributions of Esser et al. (2024), section 3.1."""
     if settings.distribution == "logit-normal":
         mean, std = settings.mean or 0.0, 1.0 if settings.std is None else settings.std
@@ -358,7 +358,7 @@ def row_error(
     return (error_BCHW.mean(dim=1, keepdim=True) * mask_B1HW).sum(dim=(1, 2, 3)) / weight_B
 
 
-def huber_thresholds(
+def _huber_thresholds(
     settings: LossSettings, t_B: Tensor, total: int, alphas_cumprod_T: Tensor | None = None
 ) -> Tensor:
     """The Huber losses' c at timesteps [B] of `total`, in the precision of these."""
@@ -371,7 +371,7 @@ def huber_thresholds(
     return (1 - c) / (1 + ((1 - at_B) / at_B).sqrt()).square() + c
 
 
-def debiased_weights(alphas_cumprod_T: Tensor, prediction: Prediction) -> Tensor:
+def _debiased_weights(alphas_cumprod_T: Tensor, prediction: Prediction) -> Tensor:
     """Loss weights [T] of debiased estimation (Yu et al. 2023): 1 / sqrt(SNR), of v 1 / (SNR + 1).
 
     SNR is at most 1000. The picture's own error is SNR times smaller than the noise's, hence sqrt(SNR).

@@ -40,7 +40,7 @@ class Rate:
     stop: int | None = None
 
 
-def rate_of(name: str, peak: float, settings: OptimSettings) -> Rate:
+def _rate_of(name: str, peak: float, settings: OptimSettings) -> Rate:
     """The rate of a weight `<part>.<name>` whose part has this peak.
 
     LoRA+ (Hayou et al. 2024) multiplies that of an adapter's second matrix.
@@ -69,7 +69,7 @@ def parameter_groups(
     groups: dict[tuple[str, bool, Rate], dict[str, Any]] = {}
     for name, param in params.items():
         part, decays = name.split(".", 1)[0], param.ndim > 1
-        rate = Rate(rates[part]) if settings is None else rate_of(name, rates[part], settings)
+        rate = Rate(rates[part]) if settings is None else _rate_of(name, rates[part], settings)
         decay = weight_decay if decays else 0.0
         new = {"params": [], "weight_decay": decay, "lr": rate.peak, "peak_lr": rate.peak, "rate": rate}
         groups.setdefault((part, decays, rate), new)["params"].append(param)

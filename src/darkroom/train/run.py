@@ -34,7 +34,7 @@ from darkroom.train.data.precomputed import let_go, settled
 from darkroom.train.distributed.ranks import ALONE, RankLost, Ranks, joined, started_together
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.exports import described_base, write_adapter_file, write_whole_model
-from darkroom.train.jobs import Job, Pinned, Say
+from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
 from darkroom.train.setup import make_job
@@ -78,7 +78,7 @@ def train(
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             one = partial(_phase, feed=feed, estimate=estimate, console=console)
-            return train_phases(recipe, Path(out), one, say)
+            return _train_phases(recipe, Path(out), one, say)
         place = _place(ranks, Path(out), resume, recipe, say)
         if place.run is None:
             return _begin(recipe, place, feed, estimate, say, ranks)
@@ -200,14 +200,14 @@ def _undone(recipe: Recipe, run: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _keep_plan(run: Run, job: Job, estimate: Estimate | None, say: Say) -> None:
+def _keep_plan(run: Run, job: TrainingSetup, estimate: Estimate | None, say: Say) -> None:
     found = None if estimate is None else estimate(job.recipe, job.num_devices)
     if found is not None:
         run.set_plan(found)
         say(found["line"])
 
 
-def _places(run: Run, *recipes: Recipe) -> list[Place]:
+def _places(run: Run, *recipes: Recipe) -> list[CheckpointStorage]:
     """Where a run's checkpoints may be, now and before: the first is where they are now."""
     urls = dict.fromkeys([*(recipe.checkpoint.url for recipe in recipes), None])
     return [place_of(url, run.path) for url in urls]
@@ -259,13 +259,13 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
     return trainer.train()
 
 
-def _environment(job: Job) -> dict[str, Any]:
+def _environment(job: TrainingSetup) -> dict[str, Any]:
     """Where a session runs, the store it reads, and of an adapter what it is trained on."""
     told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
     return told | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
 
 
-def _trainer(job: Job, run: Run, say: Say, first_step: int) -> Trainer:
+def _trainer(job: TrainingSetup, run: Run, say: Say, first_step: int) -> Trainer:
     for note in job.notes:
         say(note)
     tracker = make_tracker(job.recipe.track, run.path, first_step + 1) if job.ranks.first else NoTracker()
@@ -445,7 +445,7 @@ def sweep(
         told = ", ".join(f"{key}={value}" for key, value in settings.items())
         console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {told}")
         others = [one for one in folders if one != folder]
-        one = with_address(_within(recipe, out, others), folder.name)
+        one = _with_address(_within(recipe, out, others), folder.name)
         made, failure = attempted(
             partial(train, one, out=folder, resume=resume, estimate=estimate, console=console)
         )

@@ -55,7 +55,7 @@ from darkroom.train.data.precomputed import (
 )
 from darkroom.train.data.rows import select_rows
 from darkroom.train.distributed.ranks import ALONE, Ranks
-from darkroom.train.jobs import Job, Pinned, Say
+from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import (
     ESTIMATED,
     choose_micro_batch,
@@ -91,7 +91,7 @@ def make_job(
     feed: Feed | OpenFeed | None = None,
     say: Say = lambda _: None,
     ranks: Ranks = ALONE,
-) -> Job:
+) -> TrainingSetup:
     """Check a recipe against store, model and machine, and put together what trains it.
 
     Nothing is written but what a run gathers into its own `data` folder: pictures of a folder, their
@@ -128,7 +128,7 @@ def make_job(
     stores = _made_ready(recipe, model, store, pinned, precision, say, ranks)
     _move(model, device)
     task = make_task(recipe, model, store, device)
-    base |= seen_by(task)
+    base |= _seen_by(task)
     if recipe.adapter is not None and recipe.adapter.start is not None:
         base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
     check_base(base, pinned.base, recipe)
@@ -159,7 +159,7 @@ def make_job(
     flops = None
     if ranks.sharded and device.type != "cpu":  # cut weights cannot be counted with
         flops = flops_per_image(task, one_row())
-    return Job(
+    return TrainingSetup(
         recipe=recipe,
         task=task,
         step=step,
@@ -369,7 +369,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     )
 
 
-def seen_by(task: Task) -> dict[str, str]:
+def _seen_by(task: Task) -> dict[str, str]:
     """The fingerprint of the extractor that a transformer is aligned with, where there is one."""
     extractor = task.extractor if isinstance(task, Diffusion) else None
     return {} if extractor is None else {"extractor": extractor.sha256[:16]}

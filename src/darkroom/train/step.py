@@ -109,7 +109,7 @@ class Step:
         self.micro_batch, self._micro_rows = pictures, pictures * self._rows_a_picture
 
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
-        torch.manual_seed(step_seed(self._train.seed, k))  # dropout, where a model has any
+        torch.manual_seed(_step_seed(self._train.seed, k))  # dropout, where a model has any
         factor = lr_factor(k, self._train.steps, self._optim)
         set_lr(self.optimiser, factor, k)
         losses = self._fitting_gradients(inputs)
@@ -208,7 +208,7 @@ class Step:
                 if not (self._may_shrink and self.micro_batch > 1 and is_out_of_memory(error)):
                     raise
             self._forget_gradients()  # here, where the error no longer holds the pass's tensors
-            self.set_micro_batch(next_smaller(num_rows(inputs) // self._rows_a_picture, self.micro_batch))
+            self.set_micro_batch(_next_smaller(num_rows(inputs) // self._rows_a_picture, self.micro_batch))
 
     def _gradients(self, inputs: Inputs) -> dict[str, Tensor]:
         """Forward and backward of every micro-batch; returns the means over the global batch.
@@ -234,7 +234,7 @@ class Step:
         return total
 
 
-def next_smaller(batch: int, micro: int) -> int:
+def _next_smaller(batch: int, micro: int) -> int:
     """The largest divisor of the batch below a micro-batch."""
     return next(size for size in range(micro - 1, 0, -1) if batch % size == 0)
 
@@ -250,7 +250,7 @@ def micro_batches(inputs: Inputs, size: int) -> Iterator[dict[str, Tensor]]:
         yield {name: tensor[start : start + size] for name, tensor in inputs.items()}
 
 
-def step_seed(seed: int, k: int) -> int:
+def _step_seed(seed: int, k: int) -> int:
     """Torch's seed of step k: with it nothing random has to be saved, a step's number says it all."""
     return (seed * 0x9E3779B97F4A7C15 + k * 0xBF58476D1CE4E5B9 + 1) % 2**63
 

@@ -21,12 +21,12 @@ from darkroom.run import BILL, ENDED, Run, write_whole
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.checkpoint.saver import Saver
 from darkroom.train.checkpoint.storage import newest, place_of
-from darkroom.train.distributed.ranks import ALONE, Agreement, Ranks, Watch
+from darkroom.train.distributed.ranks import ALONE, Agreement, HangWatchdog, Ranks
 from darkroom.train.distributed.weights import held_rows
 from darkroom.train.evaluation import KIND as BEST
 from darkroom.train.evaluation import Best, Looking
 from darkroom.train.exports import write_results, write_whole_model
-from darkroom.train.jobs import Job, Say
+from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.optim import optimiser_numbers, optimiser_tensors, restore_optimiser
 from darkroom.train.speed import COUNT_AFTER_S, flops_per_image, projected, utilisation
 from darkroom.train.step import StepResult
@@ -79,7 +79,7 @@ class _Window:
 class Trainer:
     """Trains a job in a run's folder, from where it stands to the end."""
 
-    def __init__(self, job: Job, run: Run, *, tracker: Tracker, say: Say) -> None:
+    def __init__(self, job: TrainingSetup, run: Run, *, tracker: Tracker, say: Say) -> None:
         self.job, self.run, self.tracker, self.say = job, run, tracker, say
         self.recipe, self.task, self.step = job.recipe, job.task, job.step
         self.k = 0
@@ -89,7 +89,7 @@ class Trainer:
         place = place_of(settings.url, run.path)
         self.saver = Saver(place, keep=settings.keep, ranks=ranks, say=say, background=settings.background)
         self._agreed = Agreement(ranks)
-        self._watch = Watch(ranks, job.recipe.parallel.timeout_s, print)
+        self._watch = HangWatchdog(ranks, job.recipe.parallel.timeout_s, print)
         self.last_row: dict[str, Any] = {}
         self._window = _Window()
         self._stop = StopRequest()
@@ -314,7 +314,7 @@ class Trainer:
     def _look_for_odd(self, rows: list[dict[str, Any]]) -> None:
         """Stop, go back, or note the steps that were left out, where metrics are not what they should be."""
         settings, scaled = self.recipe.train, self.step.scaler.is_enabled()
-        odd = [row for row in rows if is_odd(row, settings.spike_norm, scaled=scaled)]
+        odd = [row for row in rows if _is_odd(row, settings.spike_norm, scaled=scaled)]
         if not odd:
             return
         first, policy = odd[0], settings.on_nan
@@ -475,7 +475,7 @@ FILE = "odd_batches.jsonl"
 MOST_ROLLBACKS = 10  # from one checkpoint: then it is not the batches
 
 
-def is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -> bool:
+def _is_odd(row: Mapping[str, Any], spike_norm: float | None, *, scaled: bool) -> bool:
     """Whether a step's row of metrics is odd. fp16 (`scaled`) leaves out those that overflow by itself."""
     if not math.isfinite(row["loss"]):
         return True

@@ -165,7 +165,7 @@ def test_auto_steps_back_from_what_was_asked_for(tiny):
 
 
 def test_auto_on_a_card_is_lossless():
-    place = ladder.Place(torch.device("cuda"), torch.float16)
+    place = ladder.ComputeTarget(torch.device("cuda"), torch.float16)
     from darkroom.sample.ladder.choose import best
 
     picked = best(place)

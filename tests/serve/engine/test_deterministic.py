@@ -10,7 +10,7 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.serve.engine.batch import fixed
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob
 from serve.conftest import SMALL, difference
 from serve.engine.test_engine import Running, drawn_together, mixed_request
 
@@ -18,7 +18,7 @@ MOST = 32
 ROWS = 4
 
 
-def drawn_alone(running: Running, requests) -> list[Work]:
+def drawn_alone(running: Running, requests) -> list[EngineJob]:
     """Their works, one after the other."""
     works = []
     for i, request in enumerate(requests):
@@ -27,7 +27,7 @@ def drawn_alone(running: Running, requests) -> list[Work]:
     return works
 
 
-def apart(one: Work, other: Work) -> tuple[int, bool]:
+def apart(one: EngineJob, other: EngineJob) -> tuple[int, bool]:
     """Their pictures' largest difference, and whether their latents have the same bits."""
     pair = one.pictures[0], other.pictures[0]
     return difference(pair[0].image, pair[1].image), torch.equal(pair[0].latents, pair[1].latents)

@@ -18,7 +18,7 @@ from darkroom.serve.engine.adapters import Library
 from darkroom.serve.engine.executors import places_for
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import Glance, Studio, Texts, settings_of, shape_of
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice, PictureRequest
 from serve.conftest import NUM_ADAPTERS, SMALL, difference
@@ -32,16 +32,16 @@ class Waiting:
     def __init__(self) -> None:
         self.over: dict[str, BaseException | None] = {}
 
-    def began(self, work: Work) -> None:
+    def began(self, work: EngineJob) -> None:
         pass
 
-    def drawn(self, work: Work, index: int) -> None:
+    def drawn(self, work: EngineJob, index: int) -> None:
         pass
 
-    def made(self, work: Work) -> None:
+    def made(self, work: EngineJob) -> None:
         self.over[work.uid] = None
 
-    def failed(self, work: Work, error: BaseException) -> None:
+    def failed(self, work: EngineJob, error: BaseException) -> None:
         self.over[work.uid] = error
 
     def wait(self, count: int, timeout_s: float = 100) -> None:
@@ -83,8 +83,8 @@ class Running:
         self.engine = Engine(model, backend, **told, **more)
         self.engine.start()
 
-    def work(self, name: str, request: PictureRequest, key: str = "key") -> Work:
-        work = Work(name, key, request, shape_of(self.model, request), self.waiting)
+    def work(self, name: str, request: PictureRequest, key: str = "key") -> EngineJob:
+        work = EngineJob(name, key, request, shape_of(self.model, request), self.waiting)
         self.engine.submit(work)
         return work
 
@@ -128,7 +128,7 @@ def alone(model: models.Model, request: PictureRequest, folder) -> sample.Pictur
     )[0]
 
 
-def drawn_together(running: Running, requests: list[PictureRequest], draw: random.Random) -> list[Work]:
+def drawn_together(running: Running, requests: list[PictureRequest], draw: random.Random) -> list[EngineJob]:
     """Their works, done; they arrive at random times."""
     works = []
     for i, request in enumerate(requests):
@@ -396,7 +396,9 @@ def test_works_that_are_to_be_alone_share_no_step(small, suspects):
     with Running(small, unet=watched) as running:
         for i in range(4):
             request = PictureRequest(prompt="a horse", seed=i, steps=4, guidance=1.0, width=16, height=16)
-            work = Work(f"{i}", "key", request, shape_of(small, request), running.waiting, alone=i < suspects)
+            work = EngineJob(
+                f"{i}", "key", request, shape_of(small, request), running.waiting, alone=i < suspects
+            )
             running.engine.submit(work)
         running.waiting.wait(4)
     assert together[: 4 * suspects] == [1] * 4 * suspects
@@ -433,7 +435,7 @@ def test_a_text_that_cannot_be_read_fails_alone_and_what_is_kept_of_texts_is_bou
     waiting = Waiting()
     texts = ["a horse", "a " * 16 * 80, "a cat", "two parts " * 50]
     requests = [PictureRequest(prompt=text, seed=1, steps=2) for text in texts]
-    works = [Work(str(i), "key", one, shape_of(small, one), waiting) for i, one in enumerate(requests)]
+    works = [EngineJob(str(i), "key", one, shape_of(small, one), waiting) for i, one in enumerate(requests)]
     [(failed, error)] = studio.prepare(works, None)
     assert failed is works[1]
     assert "parts" in str(error)

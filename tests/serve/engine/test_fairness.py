@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from darkroom.serve.engine.fairness import Drawing, Entry, FairQueue, Shares, admitted_after
+from darkroom.serve.engine.fairness import Entry, FairQueue, PendingPicture, Shares, admitted_after
 
 
 def served(queue: FairQueue, count: int) -> list[Entry]:
@@ -103,8 +103,8 @@ def test_removing_what_is_not_there_adds_nothing_and_asks_nobody_what_it_is():
         repr(Shy())
 
 
-def drawing(steps: int, size: int = 1, load: float = 1.0) -> Drawing:
-    return Drawing(size, steps, 1.0, load)
+def drawing(steps: int, size: int = 1, load: float = 1.0) -> PendingPicture:
+    return PendingPicture(size, steps, 1.0, load)
 
 
 def test_who_waits_is_admitted_when_those_before_have_taken_their_steps():

@@ -17,8 +17,8 @@ from darkroom import sample
 from darkroom.models import folder
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import core as core_module
-from darkroom.serve.jobs.results import Keeper
-from darkroom.serve.jobs.store import StorageError, Store
+from darkroom.serve.jobs.results import ResultWriter
+from darkroom.serve.jobs.store import JobStore, StorageError
 from darkroom.serve.request import AdapterChoice, PictureRequest, Uploads
 from darkroom.serve.settings import Limits
 from serve.conftest import difference
@@ -635,7 +635,7 @@ def kept_job(run_core, monkeypatch, error, seconds=30.0):
         core._set_all_aside()
 
     run_core(accept)
-    read, times = Keeper.read_uploads, []
+    read, times = ResultWriter.read_uploads, []
 
     def fails_once(self, uid):
         times.append(uid)
@@ -643,7 +643,7 @@ def kept_job(run_core, monkeypatch, error, seconds=30.0):
             raise error
         return read(self, uid)
 
-    monkeypatch.setattr(Keeper, "read_uploads", fails_once)
+    monkeypatch.setattr(ResultWriter, "read_uploads", fails_once)
 
     return run_core(lambda core: looked_at(core, seconds)), len(times)
 
@@ -671,7 +671,7 @@ def test_a_kept_job_waits_for_a_machine_that_fails_just_now(run_core, monkeypatc
 
 
 def test_a_kept_job_waits_for_a_store_that_fails_while_it_is_tried_again(run_core, monkeypatch):
-    find, failed = Store.find_uid, []
+    find, failed = JobStore.find_uid, []
 
     def fails_once(self, uid):
         failed.append(uid)
@@ -680,7 +680,7 @@ def test_a_kept_job_waits_for_a_store_that_fails_while_it_is_tried_again(run_cor
         return find(self, uid)
 
     monkeypatch.setattr(core_module, "TAKE_UP_RETRY_S", 0.05)
-    monkeypatch.setattr(Store, "find_uid", fails_once)
+    monkeypatch.setattr(JobStore, "find_uid", fails_once)
     job, times = kept_job(run_core, monkeypatch, OSError(24, "Too many open files"), 10.0)
     assert (job.state, times, len(failed)) == ("done", 3, 2)
 

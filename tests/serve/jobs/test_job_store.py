@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sql
 
 from darkroom.errors import InputError
-from darkroom.serve.jobs.store import ADDED, FORMER_INDICES, INDICES, JOBS, Record, Store
+from darkroom.serve.jobs.store import ADDED, FORMER_INDICES, INDICES, JOBS, JobStore, Record
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -22,13 +22,13 @@ def url(request, tmp_path) -> str:
 
 
 @pytest.fixture
-def store(url, request) -> Iterator[Store]:
-    made = Store(url, server=f"server-{time.monotonic_ns()}")
+def store(url, request) -> Iterator[JobStore]:
+    made = JobStore(url, server=f"server-{time.monotonic_ns()}")
     yield made
     made.close()
 
 
-def record(store: Store, name: str, **more) -> Record:
+def record(store: JobStore, name: str, **more) -> Record:
     told = {"uid": f"{abs(hash((store.server, name))):032x}"[:32], "key": store.server, "id": name}
     told |= {"digest": "d", "state": "queued", "request": "{}", "created_s": time.time()}
     return Record(**{**told, "server": store.server, **more})
@@ -102,7 +102,7 @@ def test_any_number_of_jobs_is_forgotten_at_once(store):
 def test_a_table_of_an_earlier_version_is_brought_up_to_date(url):
     name = f"server-{time.monotonic_ns()}"
     engine = sql.create_engine(url)
-    Store(url, name).close()
+    JobStore(url, name).close()
     request = json.dumps({"prompt": "a", "num": 3, "priority": "high", "deadline_s": 60.0})
     old = {"uid": f"{time.monotonic_ns():032x}", "server": name, "key": name, "id": "x", "digest": "d"}
     old |= {"state": "queued", "request": request, "created_s": 100.0, "attempts": 0, "bytes": 0}
@@ -113,7 +113,7 @@ def test_a_table_of_an_earlier_version_is_brought_up_to_date(url):
         added = sql.text(f"INSERT INTO darkroom_jobs ({names}, result) VALUES ({values}, '{{}}')")
         connection.execute(added, old)
     engine.dispose()
-    store = Store(url, name)
+    store = JobStore(url, name)
     [job] = store.live().result()
     assert (job.id, job.num, job.priority, job.work, job.due_s) == ("x", 3, 2, 0.0, 160.0)
     store.close()
@@ -131,20 +131,20 @@ def test_a_failing_statement_takes_no_other_with_it(store):
 
 
 def test_two_servers_of_one_name_do_not_share_a_postgres(postgres):
-    first = Store(postgres, "twin")
+    first = JobStore(postgres, "twin")
     try:
         with pytest.raises(InputError, match="twin"):
-            Store(postgres, "twin")
-        Store(postgres, "another").close()
+            JobStore(postgres, "twin")
+        JobStore(postgres, "another").close()
     finally:
         first.close()
-    Store(postgres, "twin").close()
+    JobStore(postgres, "twin").close()
 
 
 def test_what_is_no_database_is_told_in_one_line(tmp_path):
     for url in ("nonsense", "oracle://x", f"sqlite:///{tmp_path}/no/such/folder/jobs.db"):
         with pytest.raises(InputError):
-            Store(url).close()
+            JobStore(url).close()
 
 
 def test_who_leaves_while_the_store_works_does_not_stop_it(store):
@@ -161,7 +161,7 @@ def test_who_leaves_while_the_store_works_does_not_stop_it(store):
     assert store.find("key", "nobody").result(timeout=10) is None
 
 
-def fill(store: Store, count: int) -> None:
+def fill(store: JobStore, count: int) -> None:
     """A history: jobs that are over, of the store's key and of others."""
 
     def action(connection: sql.Connection) -> None:
@@ -183,7 +183,7 @@ def fill(store: Store, count: int) -> None:
     store.do(action).result()
 
 
-def plans(store: Store, seen: list[tuple[str, tuple]]) -> dict[str, str]:
+def plans(store: JobStore, seen: list[tuple[str, tuple]]) -> dict[str, str]:
     """Each statement's query plan, as SQLite explains it."""
 
     def action(connection: sql.Connection) -> dict[str, str]:
@@ -199,7 +199,7 @@ def plans(store: Store, seen: list[tuple[str, tuple]]) -> dict[str, str]:
 
 def test_every_query_of_the_history_uses_an_index(tmp_path):
     """Whatever the store asks of its table; the control asks for what has none."""
-    store = Store(f"sqlite:///{tmp_path}/jobs.db", "here")
+    store = JobStore(f"sqlite:///{tmp_path}/jobs.db", "here")
     fill(store, 400)
     seen: list[tuple[str, tuple]] = []
 
@@ -236,12 +236,12 @@ def test_every_query_of_the_history_uses_an_index(tmp_path):
 
 def test_a_database_made_before_gets_the_indices(url):
     name = f"server-{time.monotonic_ns()}"
-    Store(url, name).close()
+    JobStore(url, name).close()
     engine = sql.create_engine(url)
     with engine.begin() as connection:
         connection.execute(sql.text(f"DROP INDEX {INDICES[0].name}"))
         connection.execute(sql.text(f"CREATE INDEX {FORMER_INDICES[0]} ON {JOBS.name} (server)"))
-    Store(url, name).close()
+    JobStore(url, name).close()
     there = {index["name"] for index in sql.inspect(engine).get_indexes(JOBS.name)}
     assert {index.name for index in INDICES} <= there
     assert not there.intersection(FORMER_INDICES)

@@ -11,7 +11,7 @@ import torch
 from darkroom import models, sample
 from darkroom.errors import RecipeError
 from darkroom.train import train
-from darkroom.train.jobs import Job, Pinned
+from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.setup import make_job
 from train.conftest import MakeRecipe
 
@@ -26,17 +26,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def job_of(recipe_of: MakeRecipe, base: Path, *overrides: str, **extra: object) -> Job:
+def job_of(recipe_of: MakeRecipe, base: Path, *overrides: str, **extra: object) -> TrainingSetup:
     told = (f"model.base={base}", "data.resolution=32", *overrides)
     return make_job(recipe_of("distill", *told, model={"base": str(base)}, **extra), Pinned(Path("nowhere")))
 
 
-def first_inputs(job: Job) -> dict[str, torch.Tensor]:
+def first_inputs(job: TrainingSetup) -> dict[str, torch.Tensor]:
     with job.feed(0) as batches:
         return job.task.inputs(next(batches), job.device)
 
 
-def scripts_loss(job: Job, inputs: dict[str, torch.Tensor], index: torch.Tensor, w: torch.Tensor):
+def scripts_loss(job: TrainingSetup, inputs: dict[str, torch.Tensor], index: torch.Tensor, w: torch.Tensor):
     """The loss as the script's training loop has it, w being its guidance: the scale less one."""
     from diffusers import DDPMScheduler
 

@@ -16,12 +16,19 @@ from darkroom import models
 from darkroom.errors import RecipeError
 from darkroom.evaluate.extractors import open_extractor
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.evaluate.small import Seen, SmallExtractor, normalised, save_small
+from darkroom.evaluate.small import SmallExtractor, TrainingHashes, normalised, save_small
 from darkroom.recipe import Recipe
 from darkroom.recipe.sections import AlignSettings, RoutingSettings
 from darkroom.run import Run
 from darkroom.train.run import train
-from darkroom.train.tasks.repa import Extras, Projector, draw_bits, kept_tokens, make_extras, seen
+from darkroom.train.tasks.repa import (
+    Projector,
+    RoutingAndAlignment,
+    draw_bits,
+    kept_tokens,
+    make_extras,
+    seen,
+)
 from train.conftest import SIDE, TEXT, VAE, MakeRecipe
 
 DIT = {"num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 8}
@@ -44,9 +51,9 @@ def given(rows: int = 3, side: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     return x, torch.linspace(90.0, 700.0, rows), torch.randn(rows, 5, 64, generator=draw).double()
 
 
-def extras(**routing: Any) -> Extras:
+def extras(**routing: Any) -> RoutingAndAlignment:
     settings = RoutingSettings(**routing)
-    return Extras(settings, (settings.before, 4 - settings.after), 2, AlignSettings())
+    return RoutingAndAlignment(settings, (settings.before, 4 - settings.after), 2, AlignSettings())
 
 
 # ---- which tokens are kept
@@ -131,7 +138,7 @@ def write_extractor(folder: Path, side: int = SIDE) -> Path:
     torch.manual_seed(7)
     empty = np.zeros(0, np.int64)
     made = SmallExtractor(SmallSettings(width=8, levels=3), resolution=side)
-    save_small(made, folder, Seen(empty, empty).tensors())
+    save_small(made, folder, TrainingHashes(empty, empty).tensors())
     return folder
 
 
@@ -156,7 +163,7 @@ def test_features_are_the_map_as_fine_as_the_tokens(extractor: Path) -> None:
 def test_alignment_teaches_the_blocks_before_its_own() -> None:
     made, projector = network(), Projector(16, 32, 6).double()
     x, t, text = given()
-    some = Extras(RoutingSettings(), (2, 3), 2, AlignSettings(), 1, projector)
+    some = RoutingAndAlignment(RoutingSettings(), (2, 3), 2, AlignSettings(), 1, projector)
     features = torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(4)).double()
     _, tapped = made(x, t, text, return_dict=False, **some.arguments(None))
     distance = some.distance(tapped, features, None)
@@ -170,7 +177,9 @@ def test_alignment_teaches_the_blocks_before_its_own() -> None:
 
 
 def test_alignment_of_a_routed_block_takes_the_kept_tokens() -> None:
-    some = Extras(RoutingSettings(keep=0.5, before=1), (1, 3), 2, AlignSettings(), 2, Projector(4, 8, 4))
+    some = RoutingAndAlignment(
+        RoutingSettings(keep=0.5, before=1), (1, 3), 2, AlignSettings(), 2, Projector(4, 8, 4)
+    )
     keep = torch.tensor([[0, 3]])
     features = torch.eye(4)[None]
 

@@ -10,18 +10,18 @@ from torch.distributions import Normal
 from torch.distributions import kl_divergence as torchs_kl
 
 from darkroom.recipe.sections import TrainSettings
-from darkroom.train.jobs import Job, Pinned
+from darkroom.train.jobs import Pinned, TrainingSetup
 from darkroom.train.memory import activation_bytes, choose_micro_batch, divisors
 from darkroom.train.setup import make_job
 from darkroom.train.tasks.diffusion import distance, edge_distance, kl_divergence
 from train.conftest import MakeRecipe
 
 
-def job_of(recipe_of: MakeRecipe, task: str, *overrides: str) -> Job:
+def job_of(recipe_of: MakeRecipe, task: str, *overrides: str) -> TrainingSetup:
     return make_job(recipe_of(task, *overrides), Pinned(Path("nowhere")))
 
 
-def first_inputs(job: Job) -> dict[str, torch.Tensor]:
+def first_inputs(job: TrainingSetup) -> dict[str, torch.Tensor]:
     with job.feed(0) as batches:
         return job.task.inputs(next(batches), job.device)
 

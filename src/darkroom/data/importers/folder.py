@@ -34,7 +34,7 @@ from darkroom.data.importers.source import (
     why_no_file,
 )
 from darkroom.data.importers.zip import ZipReader
-from darkroom.data.seen import Seen, short_id
+from darkroom.data.seen import SeenIds, short_id
 from darkroom.data.texts import MAX_CAPTION_BYTES, TextError, TextLines, decode_text
 from darkroom.errors import InputError, is_system_failure
 
@@ -57,7 +57,7 @@ class Tree(Protocol):
         """The names of all files, hidden ones and stores left out."""
         ...
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> TreeFile | None:
         """The file of a name; None where there is none."""
         ...
 
@@ -71,7 +71,7 @@ class Tree(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TreeFile:
     """A file of a tree: under which name, how large, and how to read it."""
 
     tree: Tree
@@ -106,14 +106,14 @@ class FolderTree:
             for folder, name in files_below(self.root, skipped)
         )
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> TreeFile | None:
         """The file of that name; None where there is none."""
         path = self.root / name
         try:
             status = path.stat()
         except OSError:
             return None
-        return Found(self, name, status.st_size, path.read_bytes) if stat.S_ISREG(status.st_mode) else None
+        return TreeFile(self, name, status.st_size, path.read_bytes) if stat.S_ISREG(status.st_mode) else None
 
     def pieces(self, name: str) -> Iterator[bytes]:
         """A file's content."""
@@ -139,10 +139,10 @@ class ZipTree:
         """Every member, by its path in the zip."""
         return (m.name for m in self._zip.members() if not any(is_hidden(p) for p in m.name.split("/")))
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> TreeFile | None:
         """The member of that name; None where there is none."""
         member = self._zip.find(name)
-        return None if member is None else Found(self, name, member.size, partial(self._zip.read, member))
+        return None if member is None else TreeFile(self, name, member.size, partial(self._zip.read, member))
 
     def pieces(self, name: str) -> Iterator[bytes]:
         """A member's content."""
@@ -154,7 +154,7 @@ class ZipTree:
         return f"{name} is not in the zip"
 
 
-Captioned = tuple[Found, str | None, Mapping[str, Any]]
+Captioned = tuple[TreeFile, str | None, Mapping[str, Any]]
 """A picture's file, its caption, and what else its metadata say."""
 
 
@@ -198,7 +198,7 @@ class FolderSource:
                 raise InputError(f"{entry.key}: {entry.detail}")
 
     def _entries(self) -> Iterator[Problem | Captioned]:
-        listed = Seen()
+        listed = SeenIds()
         for tree in self._trees:
             yield from (Problem(tree.label + name, "no-file", why) for name, why in tree.skipped.items())
         for tree, name in self._metadata:
@@ -225,8 +225,8 @@ class FolderSource:
             return Problem(key, "bad-caption", str(error))
         return found, caption, {}
 
-    def _listed(self, tree: Tree, metadata: str, listed: Seen) -> Iterator[Problem | Captioned]:
-        entries = read_entries(tree, metadata, self.recoded)
+    def _listed(self, tree: Tree, metadata: str, listed: SeenIds) -> Iterator[Problem | Captioned]:
+        entries = _read_entries(tree, metadata, self.recoded)
         first = list(islice(entries, KEYS_LOOKED_AT))
         names = list(dict.fromkeys(name for _, entry in first if isinstance(entry, dict) for name in entry))
         image = find_name(self._columns.image, IMAGE_NAMES, names, "image")
@@ -248,7 +248,7 @@ class FolderSource:
             for text in captions_of(entry.pop(str(caption), None)):
                 yield found, text, entry
 
-    def _find(self, own: Tree, folder: str, name: str) -> Found | None:
+    def _find(self, own: Tree, folder: str, name: str) -> TreeFile | None:
         """The file that a metadata file means; never one outside of the source."""
         if not name or posixpath.isabs(name):
             return None
@@ -259,7 +259,7 @@ class FolderSource:
         return next((found for t in trees for place in places if (found := t.find(place)) is not None), None)
 
 
-def _sample(found: Found, caption: str | None, extras: Mapping[str, Any]) -> Item:
+def _sample(found: TreeFile, caption: str | None, extras: Mapping[str, Any]) -> Item:
     if found.size > MAX_PICTURE_BYTES:
         return Problem(found.key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
     try:
@@ -306,7 +306,7 @@ def _caption_beside(tree: Tree, name: str, recoded: Counter[str]) -> str | None:
     return None
 
 
-def read_entries(tree: Tree, name: str, recoded: Counter[str]) -> Iterator[Entry]:
+def _read_entries(tree: Tree, name: str, recoded: Counter[str]) -> Iterator[Entry]:
     """The entries of a metadata file, line by line."""
     lines = TextLines(tree.pieces(name), recoded)
     yield from _csv_entries(name, lines) if name.lower().endswith(".csv") else _json_entries(name, lines)

@@ -23,11 +23,11 @@ from darkroom.data.images import EXTENSIONS, MAX_PIXELS, PILLOW_MAX_PIXELS, Pict
 from darkroom.data.importers.folder import METADATA, FolderSource
 from darkroom.data.importers.mds import MdsSource, indices_in
 from darkroom.data.importers.parquet import ParquetSource, parquets_in
-from darkroom.data.importers.rows import Extras, Row, finish_widening, table, widen
+from darkroom.data.importers.rows import ExtraColumns, PassedPicture, finish_widening, table, widen
 from darkroom.data.importers.source import Columns, Item, PartRead, Problem, Sample, Source, paths_below
 from darkroom.data.importers.webdataset import WebdatasetSource, tars_in
 from darkroom.data.importers.writing import COMMIT_EVERY_S, FragmentWriter
-from darkroom.data.seen import Seen, short_id
+from darkroom.data.seen import SeenIds, short_id
 from darkroom.data.sidecars import Finished, Sidecars
 from darkroom.data.store import ROWS_PER_FRAGMENT, Store, exists
 from darkroom.data.texts import flaw_of, readable
@@ -201,14 +201,14 @@ class _Filter:
     def __init__(self, background: str, min_size: int, max_pixels: int, keep_uncaptioned: bool) -> None:
         self._background, self._min_size, self._max_pixels = background, min_size, max_pixels
         self._keep = keep_uncaptioned
-        self.seen = Seen()
+        self.seen = SeenIds()
         self.deleted: set[str] = set()
 
-    def __call__(self, items: list[Item]) -> list[tuple[Item | Row | _Double, str]]:
+    def __call__(self, items: list[Item]) -> list[tuple[Item | PassedPicture | _Double, str]]:
         """Each item as what became of it, with its id."""
         return [self._judge(item) if isinstance(item, Sample) else (item, "") for item in items]
 
-    def _judge(self, sample: Sample) -> tuple[Item | Row | _Double, str]:
+    def _judge(self, sample: Sample) -> tuple[Item | PassedPicture | _Double, str]:
         caption = sample.caption or ""
         if flaw := flaw_of(caption):
             return Problem(sample.key, "bad-caption", flaw), ""
@@ -228,7 +228,7 @@ class _Filter:
             )
         except PictureError as error:
             return Problem(sample.key, error.reason, str(error)), id_
-        return Row(id_, sample.picture, caption, facts, sample.key, sample.extras), id_
+        return PassedPicture(id_, sample.picture, caption, facts, sample.key, sample.extras), id_
 
 
 def picture_id(picture: bytes, caption: str) -> str:
@@ -258,7 +258,7 @@ class _Import:
         self.sidecars = Sidecars(store.path)
         name = store.name_source(path)
         self.report = ImportReport(store.path, name, kind, rejected_file=self.sidecars.rejected_path)
-        self.extras = Extras(store.dataset.schema)
+        self.extras = ExtraColumns(store.dataset.schema)
         self.writer = FragmentWriter(store, self._committed, rows_per_fragment)
         self.settings = settings
         self.finished = self.sidecars.finished(name, settings)
@@ -269,13 +269,13 @@ class _Import:
         self._ended: dict[str, Finished] = {}
         self._parts: dict[str, Finished] = {}
         self._flushed_at = time.monotonic()
-        self._rows: list[Row] = []
+        self._rows: list[PassedPicture] = []
         self._bytes = 0
         self._problems: list[str] = []
 
     def __call__(self, workers: int, progress: Callable[[int, int | None], None] | None) -> ImportReport:
         started = time.perf_counter()
-        self.filter.seen = known_ids(self.store)
+        self.filter.seen = _known_ids(self.store)
         self.filter.deleted = self.store.deleted_ids()
         with _stoppable() as stopped, _quiet_pillow():
             try:
@@ -292,7 +292,7 @@ class _Import:
     def _run(
         self, workers: int, stopped: Callable[[], bool], progress: Callable[[int, int | None], None] | None
     ) -> None:
-        pending: deque[Future[list[tuple[Item | Row | _Double, str]]]] = deque()
+        pending: deque[Future[list[tuple[Item | PassedPicture | _Double, str]]]] = deque()
         with ThreadPoolExecutor(workers, thread_name_prefix="import") as pool:
             for chunk in _chunks(self.reader.items(self.finished)):
                 pending.append(pool.submit(self.filter, chunk))
@@ -310,12 +310,12 @@ class _Import:
 
     def _take(
         self,
-        judged: list[tuple[Item | Row | _Double, str]],
+        judged: list[tuple[Item | PassedPicture | _Double, str]],
         progress: Callable[[int, int | None], None] | None,
     ) -> None:
         for what, id_ in judged:
             match what:
-                case Row():
+                case PassedPicture():
                     self._add(what)
                 case _Double():
                     self._of_part.doubles += 1
@@ -330,7 +330,7 @@ class _Import:
         if progress is not None:
             progress(self._read, self.reader.total)
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: PassedPicture) -> None:
         if not self.filter.seen.add(prefix(row.id)):
             self._of_part.doubles += 1
             return
@@ -371,7 +371,7 @@ class _Import:
             self._write(rows)
         self._parts |= ended  # only now: a commit within the writing did not yet hold all of their rows
 
-    def _write(self, rows: list[Row]) -> None:
+    def _write(self, rows: list[PassedPicture]) -> None:
         arrays, needed = self.extras.columns(rows)
         if needed:
             self.writer.close()
@@ -396,10 +396,10 @@ class _Import:
         report.pictures_per_s = self._read / wall_s
 
 
-def known_ids(store: Store) -> Seen:
+def _known_ids(store: Store) -> SeenIds:
     """The ids of all rows of a store, 8 bytes each."""
     folder = None if "://" in store.path else Path(store.path)
-    seen = Seen(folder)
+    seen = SeenIds(folder)
     for batch in store.scan(["id"], batch_rows=65_536):
         raw = bytes.fromhex("".join(batch.column("id").to_pylist()))
         seen.add_all(np.frombuffer(raw, ">u8")[::2].astype(np.uint64))

@@ -24,7 +24,7 @@ LARGEST = 2**63
 WIDENED = "_widened_"
 
 
-class Row(NamedTuple):
+class PassedPicture(NamedTuple):
     """A picture that passed, as it goes into the store."""
 
     id: str
@@ -142,7 +142,7 @@ def finish_widening(store: Store) -> None:
             store.change(methodcaller("alter_columns", {"path": temporary, "name": name}))
 
 
-class Extras:
+class ExtraColumns:
     """The source's own columns, as the store has them."""
 
     def __init__(self, schema: pa.Schema) -> None:
@@ -155,7 +155,7 @@ class Extras:
         }
         self._types = {field.name: field.type for field in schema if field.name not in self._reserved}
 
-    def columns(self, rows: Sequence[Row]) -> tuple[dict[str, pa.Array], dict[str, pa.DataType]]:
+    def columns(self, rows: Sequence[PassedPicture]) -> tuple[dict[str, pa.Array], dict[str, pa.DataType]]:
         """The extra columns of some rows, and the types that the store's columns must have to take them."""
         names = dict.fromkeys(name for row in rows for name in row.extras)
         arrays, needed = {}, {}
@@ -207,7 +207,7 @@ def _as(values: Sequence[Any], found: pa.DataType, wanted: pa.DataType) -> pa.Ar
     )
 
 
-def table(rows: Sequence[Row], source: str, extras: Mapping[str, pa.Array]) -> pa.Table:
+def table(rows: Sequence[PassedPicture], source: str, extras: Mapping[str, pa.Array]) -> pa.Table:
     """Rows as the store takes them."""
     own = {
         "id": [row.id for row in rows],

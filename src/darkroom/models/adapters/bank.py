@@ -37,14 +37,14 @@ Choice = Sequence[tuple[int, float]]
 SLOTS, WEIGHTS = "adapter_slots", "adapter_weights"
 """What a batch calls them among what else the U-Net is told."""
 ROWS = "adapter_rows"
-"""Where a U-Net or text encoder keeps its `Rows`."""
+"""Where a U-Net or text encoder keeps its `RowAdapters`."""
 MAX_WEIGHT = 100.0
 # What a batch's matrices may take while they are kept between its steps; gathering them anew costs a copy.
 MOST_KEPT_BYTES = 2**28
 
 
 @dataclass(eq=False, repr=False)
-class _Kept:
+class _GatheredMatrices:
     """The matrices of one batch's rows by layer, good as long as its slots and weights are."""
 
     weights_BK: torch.Tensor
@@ -56,12 +56,12 @@ class _Kept:
 
 
 @dataclass(repr=False)
-class _Call:
+class _AdapterCall:
     """What the rows of a call have; None where no row has an adapter."""
 
     slots_BK: torch.Tensor | None = None
     weights_Bs1: torch.Tensor | None = None
-    kept: _Kept | None = None
+    kept: _GatheredMatrices | None = None
 
 
 class _CallOfThread(threading.local):
@@ -69,10 +69,10 @@ class _CallOfThread(threading.local):
 
     slots_BK: torch.Tensor | None = None
     weights_Bs1: torch.Tensor | None = None
-    kept: _Kept | None = None
+    kept: _GatheredMatrices | None = None
 
 
-class Rows:
+class RowAdapters:
     """Which adapters the rows of the `call` now running have.
 
     The weights are repeated for each rank of an adapter: `s` counts the ranks of a row's adapters, one after
@@ -84,7 +84,7 @@ class Rows:
         self.max_rank = max_rank
         self.width = 0
         """Adapters a row that a call is padded to, so that its shape stays the same; 0 is as they come."""
-        self.call: _Call | _CallOfThread = _CallOfThread() if threads else _Call()
+        self.call: _AdapterCall | _CallOfThread = _CallOfThread() if threads else _AdapterCall()
         self._kept: Any = WeakIdKeyDictionary()
         self._lock: AbstractContextManager[Any] = threading.Lock() if threads else nullcontext()
 
@@ -106,16 +106,16 @@ class Rows:
         weights = nn.functional.pad(weights_BK, missing) if missing[1] else weights_BK
         return weights.repeat_interleave(self.max_rank, 1)[:, :, None]
 
-    def _kept_for(self, slots_BK: torch.Tensor, weights_BK: torch.Tensor) -> _Kept | None:
+    def _kept_for(self, slots_BK: torch.Tensor, weights_BK: torch.Tensor) -> _GatheredMatrices | None:
         """What is kept for these very tensors; None where nothing can be: code that is compiled, captured or
         sealed gathers within itself."""
         if self.width or slots_BK.is_inference() or weights_BK.is_inference() or _recorded():
             return None
         versions = slots_BK._version, weights_BK._version
         with self._lock:
-            kept: _Kept | None = self._kept.get(slots_BK)
+            kept: _GatheredMatrices | None = self._kept.get(slots_BK)
             if kept is None or kept.weights_BK is not weights_BK or kept.versions != versions:
-                kept = _Kept(weights_BK, versions, self._repeated(weights_BK))
+                kept = _GatheredMatrices(weights_BK, versions, self._repeated(weights_BK))
                 self._kept[slots_BK] = kept
         return kept
 
@@ -140,7 +140,7 @@ class Rows:
         return down_BsI, up_BsO
 
     def _keep(
-        self, kept: _Kept, down_NrI: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
+        self, kept: _GatheredMatrices, down_NrI: torch.Tensor, down_BsI: torch.Tensor, up_BsO: torch.Tensor
     ) -> None:
         more = down_BsI.nbytes + up_BsO.nbytes
         with self._lock:
@@ -156,9 +156,9 @@ def _recorded() -> bool:
     return accelerator.capturing()
 
 
-def rows_of(module: Any) -> Rows:
+def rows_of(module: Any) -> RowAdapters:
     """Where a call of a U-Net or text encoder, or of what stands for it, is told its rows' adapters."""
-    rows: Rows | None = getattr(module, ROWS, None)
+    rows: RowAdapters | None = getattr(module, ROWS, None)
     if rows is None:
         raise ValueError("rows have adapters, and the model has no adapter bank")
     return rows
@@ -167,7 +167,7 @@ def rows_of(module: Any) -> Rows:
 class Banked:
     """Mixed into the class of a layer that some adapter changes; its own parameters and names stay."""
 
-    bank_rows: Rows
+    bank_rows: RowAdapters
     bank_down: torch.Tensor
     """[N, r, I], a convolution's with its kernel in I"""
     bank_up: torch.Tensor
@@ -257,7 +257,7 @@ class Bank:
         self._known = adaptable(model)
         self._held: dict[str, nn.Module] = {}
         self._names: dict[int, str] = {}
-        self._rows = {part: Rows(max_rank, threads=threads) for part in ("unet", "text")}
+        self._rows = {part: RowAdapters(max_rank, threads=threads) for part in ("unet", "text")}
         for name, part in model.modules.items():
             if name != "vae":
                 setattr(part, ROWS, self._rows["unet" if name == "unet" else "text"])

@@ -65,7 +65,7 @@ def open_tensors(path: Path) -> Stored:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"'{path.name}': numbers in '{shown(name)}' are not finite")
     in_order = {name: tensors[name] for name in header if name in tensors}
-    return Stored(in_order, _metadata(header), _peft_config(path), hash_of(path))
+    return Stored(in_order, _metadata(header), _peft_config(path), _hash_of(path))
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _peft_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def hash_of(path: Path) -> str:
+def _hash_of(path: Path) -> str:
     """SHA-256 of a file, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -101,7 +101,7 @@ def split_key(key: str) -> tuple[str, str] | None:
     ending = ENDING.search(key)
     if ending is None:
         return None
-    name = layer_name(key[: ending.start()])
+    name = _layer_name(key[: ending.start()])
     return None if name is None else (name, _role(ending[0]))
 
 
@@ -128,14 +128,14 @@ def layout_of(keys: Iterable[str]) -> str:
     return "unknown"
 
 
-def layer_name(stem: str) -> str | None:
+def _layer_name(stem: str) -> str | None:
     """`unet.<path>`, `text_encoder.<path>` or `text_encoder_2.<path>` of what a key says before its role."""
     for prefix, part in PREFIXES:
         if not stem.startswith(prefix):
             continue
         rest = stem.removeprefix(prefix)
         if not part:
-            return layer_name(rest)
+            return _layer_name(rest)
         path = _split_words(rest) if prefix.startswith("lora_") else rest
         return f"{part}.{_unet_path(path) if part == 'unet' else _text_path(path)}"
     if stem.startswith(UNET_STARTS):
@@ -188,7 +188,7 @@ def _inner(rest: str) -> str:
     return ORIGINAL_RESNET.get(rest, rest)
 
 
-def to_original(path: str, attended: Iterable[int] = ()) -> str:
+def _to_original(path: str, attended: Iterable[int] = ()) -> str:
     """The inverse: a U-Net's layer by Stability's names. `attended` are the up blocks that have attention."""
     for original, ours in ORIGINAL_OUTSIDE.items():
         if path == ours:
@@ -237,7 +237,7 @@ def kohya_stem(name: str, *, sdxl: bool, attended: Iterable[int] = ()) -> str:
     if part != "unet":
         path = _full_text_path(path)
     elif sdxl:
-        path = to_original(path, attended)
+        path = _to_original(path, attended)
     return f"{prefix}_{path.replace('.', '_')}"
 
 

@@ -19,7 +19,7 @@ from darkroom.models.model import NAMES
 from darkroom.options import BACKENDS
 from darkroom.sample.backends.backend import Backend
 from darkroom.sample.backends.eager import open_compiled, open_torch, torch_backend, unet_call
-from darkroom.sample.backends.exported import Engine, open_exported
+from darkroom.sample.backends.exported import ExportEngine, open_exported
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -64,7 +64,7 @@ def _check_pair(
     options.check_pair(name, NAMES.get(dtype, "float32"), where.type)
 
 
-def _engine(name: str) -> type[Engine]:
+def _engine(name: str) -> type[ExportEngine]:
     if name == "onnx":
         from darkroom.sample.backends.onnx_engine import OnnxRuntime
 

@@ -26,7 +26,7 @@ FORM = 1
 
 
 @dataclass(frozen=True)
-class Key:
+class CacheKey:
     """What an export depends on."""
 
     engine: str
@@ -55,7 +55,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache" / "darkroom") / "backends"
 
 
-def exported(key: Key, make: Callable[[Path], None]) -> Path:
+def exported(key: CacheKey, make: Callable[[Path], None]) -> Path:
     """The folder of an export; `make(folder)` fills it first where it is not there yet. Then those used
     longest ago go, until all of them fit into $DARKROOM_CACHE_GB (40) or this one is alone.
 
@@ -103,7 +103,7 @@ def _let_go(base: Path, keep: Path, limit_bytes: float) -> None:
             sizes.pop(place)
 
 
-def _is_whole(place: Path, key: Key) -> bool:
+def _is_whole(place: Path, key: CacheKey) -> bool:
     try:
         told = json.loads((place / ABOUT).read_text("utf-8"))
     except (OSError, ValueError):
@@ -116,11 +116,11 @@ def _is_whole(place: Path, key: Key) -> bool:
     )
 
 
-def _plain(key: Key) -> object:
+def _plain(key: CacheKey) -> object:
     return json.loads(json.dumps(asdict(key)))
 
 
-def _make(place: Path, key: Key, make: Callable[[Path], None]) -> None:
+def _make(place: Path, key: CacheKey, make: Callable[[Path], None]) -> None:
     for left in place.parent.glob(f".{key.name}-*"):  # of exports that were killed; the lock is ours
         remove_tree(left)
     beside = Path(tempfile.mkdtemp(prefix=f".{key.name}-", dir=place.parent))

@@ -1,7 +1,7 @@
 """What ONNX Runtime and OpenVINO share: modules exported into the cache, called with float32 tensors.
 
-An `Engine` knows how a shell becomes files and how files become a `Run`. Conditions and latents go in as
-float32 and come out so, whatever is computed in between.
+An `ExportEngine` knows how a shell becomes files and how files become a `Run`. Conditions and latents go in
+as float32 and come out so, whatever is computed in between.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from darkroom.models.adapters.bank import ROWS
 from darkroom.models.folder import identity
 from darkroom.sample.backends import int8
 from darkroom.sample.backends.backend import Backend, Decode
-from darkroom.sample.backends.cache import Key, exported
+from darkroom.sample.backends.cache import CacheKey, exported
 from darkroom.sample.backends.eager import unet_call
 from darkroom.sample.backends.shells import Shell, decoder_shell, look_alike, unet_shell
 from darkroom.sample.denoise import Unet
@@ -36,7 +36,7 @@ Run = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """Inputs by name, float32 and contiguous, to the one output; it is the caller's own."""
 
 
-class Engine(ABC):
+class ExportEngine(ABC):
     """Something that runs exported modules."""
 
     name: str
@@ -84,7 +84,7 @@ BESIDE_THE_UNET = frozenset({"bf16", "fp16", "fused_attention", "guidance_interv
 
 def open_exported(
     model: Model,
-    engine_of: type[Engine],
+    engine_of: type[ExportEngine],
     optimise: Sequence[str] | str,
     notice: Callable[[str], None],
 ) -> Backend:
@@ -110,7 +110,7 @@ def open_exported(
                 mend="use backend torch for the others",
             )
     model = applied.model
-    refuse_bank(model.unet, engine.name)
+    _refuse_bank(model.unet, engine.name)
     times_s: dict[str, float] = {}
     run_unet = _opened(engine, model.unet, unet_shell, notice, times_s)
     if in_8_bits:
@@ -132,14 +132,16 @@ def open_exported(
     )
 
 
-def _decoder(engine: Engine, vae: Any, notice: Callable[[str], None], times_s: dict[str, float]) -> Decode:
+def _decoder(
+    engine: ExportEngine, vae: Any, notice: Callable[[str], None], times_s: dict[str, float]
+) -> Decode:
     run = _opened(engine, vae, decoder_shell, notice, times_s)
     return lambda latents_BCHW: decode(
         vae, latents_BCHW, decoder=lambda some: run({"latents": some.contiguous()})
     )
 
 
-def refuse_bank(unet: Any, backend: str) -> None:
+def _refuse_bank(unet: Any, backend: str) -> None:
     """InputError where an adapter bank sits in the U-Net: exported, it would be frozen as it is now."""
     if getattr(unet, ROWS, None) is not None:
         raise InputError(
@@ -148,7 +150,7 @@ def refuse_bank(unet: Any, backend: str) -> None:
 
 
 def _opened(
-    engine: Engine,
+    engine: ExportEngine,
     module: Any,
     shell_of: Callable[[Any], Shell],
     notice: Callable[[str], None],
@@ -170,8 +172,8 @@ def _opened(
     return run
 
 
-def _key(engine: Engine, shell: Shell, module: Any) -> Key:
-    return Key(
+def _key(engine: ExportEngine, shell: Shell, module: Any) -> CacheKey:
+    return CacheKey(
         engine.name,
         shell.part,
         identity(module),
@@ -183,7 +185,7 @@ def _key(engine: Engine, shell: Shell, module: Any) -> Key:
 
 
 def _in_8_bits(
-    engine: Engine, model: Model, plain: Run, notice: Callable[[str], None], times_s: dict[str, float]
+    engine: ExportEngine, model: Model, plain: Run, notice: Callable[[str], None], times_s: dict[str, float]
 ) -> Run:
     """The U-Net in 8 bits, calibrated with the float32 one and compared with it."""
     calibration = int8.Calibration()
@@ -192,7 +194,7 @@ def _in_8_bits(
     versions = (*whole.versions, *(_version(name) for name in ("nncf",)))
     text = identity(*model.text_encoders)[:16]
     key = replace(
-        whole, precision=f"int8-{calibration.digest}-{text}", versions=versions, form=int8_form(whole.form)
+        whole, precision=f"int8-{calibration.digest}-{text}", versions=versions, form=_int8_form(whole.form)
     )
 
     def make(folder: Path) -> None:
@@ -220,7 +222,7 @@ def _in_8_bits(
     return run
 
 
-def int8_form(form: int) -> int:
+def _int8_form(form: int) -> int:
     """How 8-bit exports are made; a change in `int8` that makes other files adds one."""
     return 100 * form + 1
 
@@ -245,7 +247,7 @@ def _told(part: str) -> str:
     return {"unet": "the U-Net", "vae_decoder": "the VAE's decoder"}[part]
 
 
-def _size(shell: Shell, engine: Engine) -> str:
+def _size(shell: Shell, engine: ExportEngine) -> str:
     count = sum(p.numel() for p in shell.module.parameters())
     size = count * engine.dtype.itemsize
     patience = "; this takes minutes" if count > 100_000_000 else ""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from darkroom.errors import InputError, MissingExtra
-from darkroom.sample.backends.exported import Engine, Run
+from darkroom.sample.backends.exported import ExportEngine, Run
 from darkroom.sample.backends.shells import Shell
 
 FILE = "model.onnx"
@@ -24,7 +24,7 @@ OPSET = 18
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-class OnnxRuntime(Engine):
+class OnnxRuntime(ExportEngine):
     """ONNX Runtime: float32 on a CPU, float32 or float16 on CUDA."""
 
     name, extra, packages = "onnx", "onnx", ("onnxruntime", "onnx", "onnxscript")

@@ -18,7 +18,7 @@ import torch
 from darkroom.errors import MissingExtra
 from darkroom.options import check_pair
 from darkroom.sample.backends import int8
-from darkroom.sample.backends.exported import Engine, Run
+from darkroom.sample.backends.exported import ExportEngine, Run
 from darkroom.sample.backends.shells import Shell
 
 FILE = "model.xml"
@@ -41,7 +41,7 @@ def openvino() -> Any:
     return package
 
 
-class OpenVino(Engine):
+class OpenVino(ExportEngine):
     """OpenVINO on the CPU, in float32 or bfloat16."""
 
     name, extra, packages = "openvino", "openvino", ("openvino",)
@@ -93,7 +93,7 @@ class OpenVino(Engine):
 
     def load(self, folder: Path, shell: Shell) -> Run:
         """A run that compiles each shape when it comes."""
-        return _Shapes(self, folder / FILE, shell)
+        return _CompiledShapes(self, folder / FILE, shell)
 
     def compile(self, file: Path, shapes: dict[str, list[int]]) -> Any:
         """An inference request for inputs of fixed shapes; of any, where none are given."""
@@ -113,7 +113,7 @@ class OpenVino(Engine):
         return self._ov.Tensor(value.numpy(), shared_memory=True)
 
 
-class _Shapes:
+class _CompiledShapes:
     """A converted module, compiled for each of the first shapes; then once more for all others."""
 
     def __init__(self, engine: OpenVino, file: Path, shell: Shell) -> None:

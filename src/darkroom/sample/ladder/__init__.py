@@ -7,7 +7,7 @@ stands by subject: `precision`, `attention`, `compiled`, `smaller` and `vae` (me
 
 from darkroom.sample.ladder.applied import Applied, Choice
 from darkroom.sample.ladder.choose import AUTO, NONE, check, conflict, loading, optimise, parse, place_of
-from darkroom.sample.ladder.rung import KINDS, LOSSLESS, LOSSY, OTHER, STATED, Place, Rung
+from darkroom.sample.ladder.rung import KINDS, LOSSLESS, LOSSY, OTHER, STATED, ComputeTarget, Optimisation
 from darkroom.sample.ladder.rungs import RUNGS
 from darkroom.sample.ladder.steps import interval_of
 
@@ -22,8 +22,8 @@ __all__ = [
     "STATED",
     "Applied",
     "Choice",
-    "Place",
-    "Rung",
+    "ComputeTarget",
+    "Optimisation",
     "check",
     "conflict",
     "interval_of",

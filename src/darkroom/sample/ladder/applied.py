@@ -123,7 +123,7 @@ class Applied:
         call = call_of(next(one for one in called if one is not None))
         for wrap in self.inner:
             call = wrap(call)
-        return call if self.rows_a_call is None else in_parts(call, self.rows_a_call)
+        return call if self.rows_a_call is None else _in_parts(call, self.rows_a_call)
 
     def decode(self, latents_BCHW: torch.Tensor) -> list[Image.Image]:
         """Latents to pictures, sliced, tiled or by the tiny decoder as chosen."""
@@ -166,7 +166,7 @@ def _same_values(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(shared, requires_grad=False) if isinstance(tensor, nn.Parameter) else shared
 
 
-def in_parts(call: Unet, rows: int) -> Unet:
+def _in_parts(call: Unet, rows: int) -> Unet:
     """A U-Net that takes at most so many rows at a time: less memory, the same numbers."""
 
     def split(

@@ -13,7 +13,7 @@ from darkroom.hardware.accelerator import kind_of
 from darkroom.models.adapters.bank import ROWS
 from darkroom.models.image_prompt import ImageAttention
 from darkroom.sample.ladder.applied import Applied, Choice
-from darkroom.sample.ladder.rung import Place
+from darkroom.sample.ladder.rung import ComputeTarget
 from darkroom.sample.ladder.rungs import RUNGS
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def optimise(
     _check_attention(model, choices)
     ordered = sorted(choices, key=lambda choice: list(RUNGS).index(choice.name))
     applied = Applied(model, place.device, tuple(ordered), reasons=reasons)
-    if place.device != _lies(model) and not offloads(choices):
+    if place.device != _lies(model) and not _offloads(choices):
         for module in applied.own_all().values():
             module.to(place.device)
     if dtype is not None:
@@ -74,7 +74,7 @@ def _check_attention(model: Model, choices: Iterable[Choice]) -> None:
         raise InputError(f"IP-Adapters with {found}", mend=f"leave {found} out")
 
 
-def offloads(choices: Iterable[Choice]) -> bool:
+def _offloads(choices: Iterable[Choice]) -> bool:
     """Whether weights wait in main memory."""
     return any(choice.name.startswith("offload_") for choice in choices)
 
@@ -88,7 +88,7 @@ def loading(
     choices = parse(names)
     types = {"fp16": torch.float16, "bf16": torch.bfloat16}
     dtype = next((types[choice.name] for choice in choices if choice.name in types), None)
-    waits = kind_of(device).own_memory and (limited or offloads(choices))
+    waits = kind_of(device).own_memory and (limited or _offloads(choices))
     return dtype, torch.device("cpu") if waits else device
 
 
@@ -97,11 +97,11 @@ def _lies(model: Model) -> torch.device:
     return device
 
 
-def place_of(model: Model, device: torch.device | str | None = None) -> Place:
+def place_of(model: Model, device: torch.device | str | None = None) -> ComputeTarget:
     """Where a model's work is done, and the type of its U-Net."""
     weight = next(model.unet.parameters())  # type: ignore[union-attr]
     where = torch.device(device) if device is not None else weight.device
-    return Place(where, weight.dtype, model.is_dit)
+    return ComputeTarget(where, weight.dtype, model.is_dit)
 
 
 def parse(names: Sequence[str] | str) -> list[Choice]:
@@ -122,7 +122,7 @@ def parse(names: Sequence[str] | str) -> list[Choice]:
     return choices
 
 
-def check(choices: Iterable[Choice], place: Place) -> None:
+def check(choices: Iterable[Choice], place: ComputeTarget) -> None:
     """InputError where a choice cannot work on the device, or two cannot stand beside each other."""
     for choice in choices:
         if place.is_dit and RUNGS[choice.name].needs_unet:
@@ -139,7 +139,7 @@ def conflict(one: str, other: str) -> str | None:
     return RUNGS[one].excludes.get(other) or RUNGS[other].excludes.get(one)
 
 
-def best(place: Place) -> dict[str, str]:
+def best(place: ComputeTarget) -> dict[str, str]:
     """What `auto` takes on a device, each with its reason. All of it is lossless."""
     picked = {
         "fused_attention": "never slower, and holds no scores",
@@ -152,7 +152,7 @@ def best(place: Place) -> dict[str, str]:
     return picked
 
 
-def left_out(place: Place) -> dict[str, str]:
+def left_out(place: ComputeTarget) -> dict[str, str]:
     """Lossless ones that `auto` leaves to the user, each with its reason."""
     slow_start = "compiling takes longer than a few pictures"
     if place.on_cuda:
@@ -160,7 +160,7 @@ def left_out(place: Place) -> dict[str, str]:
     return {"channels_last": "gains nothing here", "fused_qkv": "gains nothing here", "compile": slow_start}
 
 
-def _with_auto(choices: list[Choice], place: Place) -> tuple[list[Choice], list[str]]:
+def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice], list[str]]:
     """The choices with `auto` replaced by what it takes beside the others."""
     named = [choice for choice in choices if choice.name != AUTO]
     taken, reasons = list(named), []

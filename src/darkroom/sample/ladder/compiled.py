@@ -20,7 +20,7 @@ from darkroom.errors import InputError
 from darkroom.models.compiling import MOST_SHAPES, Compiled, CompiledBlocks
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.applied import Applied, CallOf
-from darkroom.sample.ladder.rung import Place
+from darkroom.sample.ladder.rung import ComputeTarget
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CAPTURE_WARMUP = 3
@@ -44,7 +44,7 @@ def _mode(name: str, argument: str) -> str | None:
     return argument or None
 
 
-def lacks_compiler(place: Place) -> str | None:
+def lacks_compiler(place: ComputeTarget) -> str | None:
     """Inductor writes C++ for a CPU, and Triton for a card."""
     if place.device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         return "torch.compile needs a C++ compiler on a CPU, and there is no g++ or clang++"

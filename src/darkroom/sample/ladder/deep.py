@@ -27,7 +27,7 @@ EVERY = 2
 
 
 @dataclass(repr=False)
-class _Kept:
+class _KeptFeatures:
     """A row's deep features, and at which of its steps they were computed."""
 
     step: int
@@ -108,7 +108,7 @@ class FeatureCache:
 
     def __init__(self, whole: Unet, shallow: Unet, parts: Shallow, every: int) -> None:
         self._whole, self._shallow, self._parts, self._every = whole, shallow, parts, every
-        self._kept: WeakKeyDictionary[Row, dict[bool, _Kept]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Row, dict[bool, _KeptFeatures]] = WeakKeyDictionary()
         self._seen: list[torch.Tensor] = []
         parts.entrance.register_forward_pre_hook(self._see)
 
@@ -159,7 +159,7 @@ class FeatureCache:
         features = [feature for seen in self._seen for feature in seen[:, :channels].unbind()]
         self._seen.clear()
         for (row, untold), feature in zip(owners, features, strict=True):
-            self._kept.setdefault(row, {})[untold] = _Kept(row.step, feature)
+            self._kept.setdefault(row, {})[untold] = _KeptFeatures(row.step, feature)
         return out
 
     def _run_shallow(self, owners: Sequence[Owner], given: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from darkroom.errors import InputError
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rung import Place
+from darkroom.sample.ladder.rung import ComputeTarget
 
 AUTOCAST_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,7 +42,7 @@ def tf32(applied: Applied, argument: str) -> None:
     applied.inner.append(lambda call: within(call, _Tf32()))
 
 
-def lacks_tf32(place: Place) -> str | None:
+def lacks_tf32(place: ComputeTarget) -> str | None:
     """TF32 is of Ampere and later, and for float32 models."""
     if not place.on_cuda or place.capability < (8, 0):
         return "TF32 is of NVIDIA cards since Ampere"
@@ -54,7 +54,7 @@ def fp16(applied: Applied, argument: str) -> None:
     applied.cast(torch.float16)
 
 
-def lacks_fp16(place: Place) -> str | None:
+def lacks_fp16(place: ComputeTarget) -> str | None:
     """CPUs emulate it."""
     return "float16 on a CPU is about five times slower than float32: use bf16" if _on_cpu(place) else None
 
@@ -64,7 +64,7 @@ def bf16(applied: Applied, argument: str) -> None:
     applied.cast(torch.bfloat16)
 
 
-def lacks_bf16(place: Place) -> str | None:
+def lacks_bf16(place: ComputeTarget) -> str | None:
     """Cards before Ampere emulate it."""
     if place.on_cuda and place.capability < (8, 0) and torch.version.hip is None:
         return "this card has no bfloat16: use fp16"
@@ -98,5 +98,5 @@ def channels_last(applied: Applied, argument: str) -> None:
         applied.own(part).to(memory_format=torch.channels_last)
 
 
-def _on_cpu(place: Place) -> bool:
+def _on_cpu(place: ComputeTarget) -> bool:
     return place.device.type == "cpu"

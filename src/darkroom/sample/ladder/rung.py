@@ -1,4 +1,4 @@
-"""`Rung`: one named optimisation. `rungs` holds them all."""
+"""`Optimisation`: one named optimisation. `rungs` holds them all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class ComputeTarget:
     """What a rung is asked to work on."""
 
     device: torch.device
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Optimisation:
     """One optimisation: what it is, where it works, what excludes it, and how it is put in place."""
 
     name: str
@@ -50,7 +50,7 @@ class Rung:
     """What it does, in a few words."""
     apply: Callable[[Applied, str], None]
     """Puts it in place; the text is what stood behind the colon. InputError for a wrong one."""
-    lacks: Callable[[Place], str | None] = lambda place: None
+    lacks: Callable[[ComputeTarget], str | None] = lambda place: None
     """Why it cannot work there; None where it can."""
     excludes: Mapping[str, str] = field(default_factory=dict)
     """What it cannot stand beside, and why. One side of a pair is enough."""
@@ -60,6 +60,6 @@ class Rung:
     """Whether it is of a U-Net's own parts, which a diffusion transformer does not have."""
 
 
-def needs_cuda(what: str) -> Callable[[Place], str | None]:
+def needs_cuda(what: str) -> Callable[[ComputeTarget], str | None]:
     """For rungs that only a CUDA (or ROCm) device can do."""
     return lambda place: None if place.on_cuda else f"{what}; this is {place.device.type}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from darkroom.sample.ladder import attention, compiled, precision, smaller, steps, streamed
-from darkroom.sample.ladder.rung import LOSSLESS, LOSSY, OTHER, STATED, Rung, needs_cuda
+from darkroom.sample.ladder.rung import LOSSLESS, LOSSY, OTHER, STATED, Optimisation, needs_cuda
 from darkroom.sample.ladder.tiny_vae import tiny_vae
 
 ONE_TYPE = "weights have one type"
@@ -15,10 +15,10 @@ HOOKS = "the hooks that move weights cannot take quantised ones apart"
 NO_PYTHON = "it leaves no Python to spare"
 BY_PARTS = "feature_cache calls the U-Net's layers one by one"
 
-RUNGS: dict[str, Rung] = {
+RUNGS: dict[str, Optimisation] = {
     rung.name: rung
     for rung in (
-        Rung(
+        Optimisation(
             "lcm", OTHER, "few steps with LCM weights or an LCM adapter", steps.lcm,
             excludes={
                 "guidance_interval": "an LCM has its guidance built in",
@@ -26,30 +26,34 @@ RUNGS: dict[str, Rung] = {
             },
             argument="FILE", needs_unet=True,
         ),
-        Rung("tf32", STATED, "float32 products rounded to 10 bits", precision.tf32, precision.lacks_tf32),
-        Rung(
+        Optimisation(
+            "tf32", STATED, "float32 products rounded to 10 bits", precision.tf32, precision.lacks_tf32
+        ),
+        Optimisation(
             "fp16", STATED, "weights and activations in float16", precision.fp16, precision.lacks_fp16,
             excludes={"tf32": "TF32 is for float32"},
         ),
-        Rung(
+        Optimisation(
             "bf16", STATED, "weights and activations in bfloat16", precision.bf16, precision.lacks_bf16,
             excludes={"fp16": ONE_TYPE, "tf32": "TF32 is for float32"},
         ),
-        Rung("channels_last", LOSSLESS, "channels innermost, for tensor cores", precision.channels_last),
-        Rung(
+        Optimisation(
+            "channels_last", LOSSLESS, "channels innermost, for tensor cores", precision.channels_last
+        ),
+        Optimisation(
             "fused_attention", LOSSLESS, "attention in one kernel (SDPA; xformers where asked)",
             attention.fused_attention, argument="sdpa|xformers",
         ),
-        Rung(
+        Optimisation(
             "unfused_attention", LOSSLESS, "scores, softmax, sum one by one: slower, to compare with",
             attention.unfused_attention,
             excludes={"fused_attention": "it is the other one"}, needs_unet=True,
         ),
-        Rung(
+        Optimisation(
             "fused_qkv", LOSSLESS, "query, key and value in one product", attention.fused_qkv,
             excludes={"unfused_attention": "fused projections come with fused attention"}, needs_unet=True,
         ),
-        Rung(
+        Optimisation(
             "attention_slicing", LOSSLESS, "a few heads at a time: less memory, slower",
             attention.attention_slicing,
             excludes={
@@ -59,7 +63,7 @@ RUNGS: dict[str, Rung] = {
             },
             argument="auto|max|HEADS", needs_unet=True,
         ),
-        Rung(
+        Optimisation(
             "lean", LOSSLESS, "attention without checks at each call; a text's keys and values made once",
             attention.lean,
             excludes={
@@ -68,41 +72,41 @@ RUNGS: dict[str, Rung] = {
             },
             needs_unet=True,
         ),
-        Rung("vae_slicing", LOSSLESS, "one picture at a time through the VAE", smaller.vae_slicing),
-        Rung(
+        Optimisation("vae_slicing", LOSSLESS, "one picture at a time through the VAE", smaller.vae_slicing),
+        Optimisation(
             "vae_tiling", LOSSY, "large pictures through the VAE in blended tiles", smaller.vae_tiling,
             argument="PIXELS",
         ),
-        Rung(
+        Optimisation(
             "tiny_vae", LOSSY, "a small decoder in the VAE's place", tiny_vae,
             excludes={"vae_tiling": "the tiny decoder takes whole pictures in little memory"},
             argument="FOLDER",
         ),
-        Rung(
+        Optimisation(
             "int8", LOSSY, "large linear layers in 8-bit integers", smaller.int8, smaller.lacks_int8,
             argument="dynamic|weights",
         ),
-        Rung(
+        Optimisation(
             "fp8", LOSSY, "large linear layers in 8-bit floating point", smaller.fp8, smaller.lacks_fp8,
             excludes={"int8": ONE_TYPE}, argument="dynamic|weights",
         ),
-        Rung(
+        Optimisation(
             "offload_model", LOSSLESS, "text encoders, U-Net, VAE on the card in turn", smaller.offload_model,
             needs_cuda("offloading is from a CUDA card to main memory"),
         ),
-        Rung(
+        Optimisation(
             "offload_sequential", LOSSLESS, "each layer on the card for its own call only: slow",
             smaller.offload_sequential, needs_cuda("offloading is from a CUDA card to main memory"),
             excludes={"offload_model": ONE_OFFLOAD, "int8": HOOKS, "fp8": HOOKS},
         ),
-        Rung(
+        Optimisation(
             "offload_group", LOSSLESS, "layers copied to the card while the one before computes",
             smaller.offload_group, needs_cuda("offloading is from a CUDA card to main memory"),
             excludes={
                 "offload_model": ONE_OFFLOAD, "offload_sequential": ONE_OFFLOAD, "int8": HOOKS, "fp8": HOOKS,
             },
         ),
-        Rung(
+        Optimisation(
             "offload_mmap", LOSSLESS, "each layer read from its file for its own call",
             streamed.offload_mmap, streamed.lacks_mmap,
             excludes={
@@ -110,11 +114,11 @@ RUNGS: dict[str, Rung] = {
                 "lcm": "merged weights lie in no file", "autocast": ONE_TYPE,
             },
         ),
-        Rung(
+        Optimisation(
             "guidance_interval", LOSSY, "guidance at middling noise levels only; can improve pictures",
             steps.guidance_interval, argument="LOW-HIGH",
         ),
-        Rung(
+        Optimisation(
             "compile", LOSSLESS, "the U-Net by torch.compile, a graph a size", compiled.compile_whole,
             compiled.lacks_compiler,
             excludes={
@@ -123,7 +127,7 @@ RUNGS: dict[str, Rung] = {
             },
             argument="MODE",
         ),
-        Rung(
+        Optimisation(
             "compile_regional", LOSSLESS, "repeated blocks by torch.compile: short to compile",
             compiled.compile_regional, compiled.lacks_compiler,
             excludes={
@@ -132,11 +136,11 @@ RUNGS: dict[str, Rung] = {
             },
             argument="MODE",
         ),
-        Rung(
+        Optimisation(
             "feature_cache", LOSSY, "deep features reused between steps (DeepCache)", steps.feature_cache,
             excludes={"compile": BY_PARTS}, argument="N", needs_unet=True,
         ),
-        Rung(
+        Optimisation(
             "cuda_graphs", LOSSLESS, "the U-Net call captured and replayed", compiled.cuda_graphs,
             needs_cuda("CUDA graphs are of CUDA"),
             excludes={
@@ -144,7 +148,7 @@ RUNGS: dict[str, Rung] = {
                 "feature_cache": BY_PARTS, "lean": NO_PYTHON,
             },
         ),
-        Rung(
+        Optimisation(
             "trace", LOSSLESS, "torch.jit.trace in the process; deprecated in torch, to compare with",
             compiled.trace,
             excludes={
@@ -153,7 +157,7 @@ RUNGS: dict[str, Rung] = {
                 "lean": NO_PYTHON, "offload_mmap": MOVING,
             },
         ),
-        Rung(
+        Optimisation(
             "autocast", STATED, "casts at every operation: to show what that costs", precision.autocast,
             excludes={
                 "tf32": "TF32 is for float32", "cuda_graphs": "autocast's casts cannot be captured",

@@ -12,7 +12,7 @@ from torch import nn
 from darkroom.errors import InputError, MissingExtra
 from darkroom.hardware.accelerator import kind_of
 from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rung import Place
+from darkroom.sample.ladder.rung import ComputeTarget
 from darkroom.sample.ladder.vae import TILE_PIXELS
 
 SMALLEST_TILE = 64
@@ -117,14 +117,14 @@ def _gains(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.in_features * module.out_features >= WORTH_QUANTISING
 
 
-def lacks_int8(place: Place) -> str | None:
+def lacks_int8(place: ComputeTarget) -> str | None:
     """torchao, and a device whose int8 products PyTorch knows."""
     if place.device.type not in ("cpu", "cuda"):
         return "int8 works on CPUs and CUDA devices"
     return _lacks_torchao()
 
 
-def lacks_fp8(place: Place) -> str | None:
+def lacks_fp8(place: ComputeTarget) -> str | None:
     """Cards since Ada have units for it."""
     if place.capability < (8, 9):
         return "fp8 needs a card with fp8 units: Ada, Hopper or later"

@@ -8,7 +8,7 @@ from darkroom.errors import InputError
 from darkroom.sample.denoise import Unet
 from darkroom.sample.ladder.applied import Applied, CallOf
 from darkroom.sample.ladder.deep import EVERY, FeatureCache, Shallow
-from darkroom.sample.solvers import Table
+from darkroom.sample.solvers import SolverTable
 
 INTERVAL = (0.28, 5.42)
 """Noise levels of Kynkaanniemi et al. 2024 (arXiv 2404.07724) for Stable Diffusion XL."""
@@ -30,7 +30,7 @@ def guidance_interval(applied: Applied, argument: str) -> None:
     applied.notes.append(f"guidance_interval: guided where {low:g} < sigma <= {high:g}")
 
 
-def interval_of(table: Table, low: float, high: float) -> tuple[float, float]:
+def interval_of(table: SolverTable, low: float, high: float) -> tuple[float, float]:
     """The steps of a table with noise levels above `low` and not above `high`, as fractions of all steps.
 
     The level is the noise's share by the picture's share. No step at all: an empty interval.

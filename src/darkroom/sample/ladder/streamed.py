@@ -16,7 +16,7 @@ from darkroom.errors import InputError
 from darkroom.hardware.memory import drop_file_pages, file_mappings
 from darkroom.models.mapped import are_mapped, is_mapped
 from darkroom.sample.ladder.applied import Applied
-from darkroom.sample.ladder.rung import Place
+from darkroom.sample.ladder.rung import ComputeTarget
 
 SMALL_BYTES = 2**18
 """Layers smaller than this are read once and stay: norms, small projections."""
@@ -36,7 +36,7 @@ def offload_mmap(applied: Applied, argument: str) -> None:
     dtype = computed_in(applied)
     parts = applied.own_all()
     files = file_mappings()
-    applied.times_s[READ] = seconds_to_read(parts["unet"], dtype, files)
+    applied.times_s[READ] = _seconds_to_read(parts["unet"], dtype, files)
     for module in parts.values():
         for layer in module.modules():
             _stream(layer, dtype, files)
@@ -48,12 +48,12 @@ def computed_in(applied: Applied) -> torch.dtype:
     return applied.dtype or (torch.float32 if weight.dtype == torch.float16 else weight.dtype)
 
 
-def lacks_mmap(place: Place) -> str | None:
+def lacks_mmap(place: ComputeTarget) -> str | None:
     """On a card weights wait in main memory instead."""
     return None if place.device.type == "cpu" else f"it is of CPUs, and this is {place.device.type}"
 
 
-def seconds_to_read(module: nn.Module, dtype: torch.dtype, files: list[tuple[int, int]]) -> float:
+def _seconds_to_read(module: nn.Module, dtype: torch.dtype, files: list[tuple[int, int]]) -> float:
     """What reading and casting all weights of a part takes, by its largest layers."""
     parameters = sorted(module.parameters(), key=lambda p: p.nbytes, reverse=True)
     total, read = sum(p.nbytes for p in parameters), 0

@@ -94,7 +94,7 @@ class Txt2Img(BaseModel):
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core."""
         self.check_others()
-        solver, karras = solver_of(self.sampler_name or self.sampler_index, self.scheduler)
+        solver, karras = _solver_of(self.sampler_name or self.sampler_index, self.scheduler)
         return PictureRequest(
             prompt=self.prompt,
             negative=self.negative_prompt or None,
@@ -146,7 +146,7 @@ class Txt2Img(BaseModel):
             scale=2.0 if self.hr_scale is None else self.hr_scale,
             strength=strength,
             steps=self.hr_second_pass_steps or None,
-            upscaler=upscaler_of(self.hr_upscaler),
+            upscaler=_upscaler_of(self.hr_upscaler),
         )
 
     def _clip_skip(self, core: Core) -> int:
@@ -560,7 +560,7 @@ UPSCALERS: dict[str, Literal["latent", "lanczos"]] = {
 """A1111's names of how the second pass begins, in small letters."""
 
 
-def upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
+def _upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
     """How the second pass begins; 422 for what is not known."""
     found = UPSCALERS.get((name or "latent").strip().lower())
     if found is None:
@@ -568,7 +568,7 @@ def upscaler_of(name: str | None) -> Literal["latent", "lanczos"]:
     return found
 
 
-def solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, bool | None]:
+def _solver_of(sampler: str | None, scheduler: str | None) -> tuple[str | None, bool | None]:
     """A solver and whether Karras; None and None where nothing is named. 422 for what is not known."""
     solver, karras = None, None
     if sampler and sampler.lower() not in ("automatic", "none"):

@@ -27,7 +27,7 @@ from darkroom.serve.request import MAX_SEED, MOST_CONTROLS, AdapterChoice, Contr
 PICTURE = {200: {"content": {kind: {} for kind in MEDIA_TYPES.values()}, "description": "the picture"}}
 
 
-class Parameters(BaseModel):
+class HuggingFaceParameters(BaseModel):
     """The task's parameters, and darkroom's adapters and controls."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -49,7 +49,7 @@ class TextToImage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     inputs: str = Field(min_length=1, max_length=100_000, description="the prompt")
-    parameters: Parameters = Parameters()
+    parameters: HuggingFaceParameters = HuggingFaceParameters()
     options: dict[str, Any] = Field(default_factory=dict, description="taken and not used")
 
     def request(self) -> PictureRequest:

@@ -132,7 +132,7 @@ def kserve_router(core: Core) -> APIRouter:
         controls = controls_of(body.parameters.pop("controls", []))
         wanted = [
             one.model_copy(update={"controls": choices(controls)})
-            for one in requests_of(body, core.limits.pictures)
+            for one in _requests_of(body, core.limits.pictures)
         ]
         jobs = await all_made(core, request, wanted, uploads=await with_controls(controls))
         pngs = await pngs_of(core, jobs)
@@ -175,7 +175,7 @@ def _format(body: InferRequest) -> str:
     return given.upper()
 
 
-def requests_of(body: InferRequest, most: int) -> list[PictureRequest]:
+def _requests_of(body: InferRequest, most: int) -> list[PictureRequest]:
     """One request for each prompt."""
     columns: dict[str, list[Any]] = {}
     for tensor in body.inputs:

@@ -62,7 +62,7 @@ class JobRequest(PictureRequest):
         return wanted, None if uploads == Uploads() else uploads
 
 
-def plain_job(job: Job) -> dict[str, Any]:
+def _plain_job(job: Job) -> dict[str, Any]:
     """A job as JSON has it."""
     told = asdict(job)
     del told["uid"], told["key"]
@@ -101,13 +101,13 @@ def jobs_router(core: Core) -> APIRouter:
         """A new job under an id of the server's; sent again with the same Idempotency-Key it is that job."""
         wanted, uploads = await asyncio.to_thread(body.apart)
         job_id = next(iter(repeatable_ids(request, 1)), None)
-        return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
+        return _plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
 
     @router.put("/jobs/{job_id}", status_code=202)
     async def put(job_id: JobId, body: JobRequest, request: Request) -> dict[str, Any]:
         """A job under an id of yours. Sent twice it is the same job; with another body it is refused."""
         wanted, uploads = await asyncio.to_thread(body.apart)
-        return plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
+        return _plain_job(await core.submit(wanted, key=caller(request), job_id=job_id, uploads=uploads))
 
     @router.get("/jobs")
     async def jobs(
@@ -118,7 +118,7 @@ def jobs_router(core: Core) -> APIRouter:
     ) -> dict[str, Any]:
         """Your jobs, newest first; `before` is the `created_s` of the last one already seen."""
         found = await core.jobs(key=caller(request), state=state, limit=limit, before=before)
-        return {"jobs": [plain_job(job) for job in found]}
+        return {"jobs": [_plain_job(job) for job in found]}
 
     @router.get("/jobs/{job_id}")
     async def job(
@@ -127,12 +127,12 @@ def jobs_router(core: Core) -> APIRouter:
         wait_s: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False)] = 0.0,
     ) -> dict[str, Any]:
         """A job as it is now, or after up to `wait_s` seconds, as soon as it is over."""
-        return plain_job(await core.get(job_id, key=caller(request), wait_s=wait_s))
+        return _plain_job(await core.get(job_id, key=caller(request), wait_s=wait_s))
 
     @router.delete("/jobs/{job_id}")
     async def cancel(job_id: JobId, request: Request) -> dict[str, Any]:
         """Cancel a job: its rows are free at the next step. One that is over stays as it is."""
-        return plain_job(await core.cancel(job_id, key=caller(request)))
+        return _plain_job(await core.cancel(job_id, key=caller(request)))
 
     @router.get("/jobs/{job_id}/events", response_class=StreamingResponse)
     async def events(

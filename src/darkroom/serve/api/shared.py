@@ -94,7 +94,7 @@ async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> li
             return checked(await core.finished(job.id, key=job.key))
 
     whole = asyncio.ensure_future(asyncio.gather(*(one(job) for job in jobs)))
-    gone = asyncio.ensure_future(disconnected(request))
+    gone = asyncio.ensure_future(_disconnected(request))
     try:
         futures: set[asyncio.Future[Any]] = {whole, gone}
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -106,7 +106,7 @@ async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> li
             task.cancel()
 
 
-async def disconnected(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Returns when the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -54,7 +54,7 @@ class Instance(BaseModel):
         return self
 
 
-class Parameters(BaseModel):
+class VertexParameters(BaseModel):
     """Of all instances. Model Garden's names, and Imagen's where it has one."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -79,7 +79,7 @@ class PredictRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     instances: list[Instance] = Field(min_length=1, max_length=1000)
-    parameters: Parameters = Parameters()
+    parameters: VertexParameters = VertexParameters()
 
     def requests(self) -> list[PictureRequest]:
         """One for each instance, with seeds that follow each other."""

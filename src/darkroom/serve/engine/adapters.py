@@ -18,7 +18,7 @@ from darkroom.errors import InputError
 from darkroom.models.adapters.read import read_adapter
 from darkroom.sample.adapters import Adapted
 from darkroom.serve.engine.shelf import Shelf
-from darkroom.serve.engine.tickets import AdapterCard, File, Loan, Read, Ticket, Work
+from darkroom.serve.engine.tickets import AdapterCard, EngineJob, File, Loan, ReadAdapter, Ticket
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import AdapterChoice
 
@@ -31,9 +31,9 @@ MOST_STAGED = 32
 
 @dataclass(repr=False)
 class Lent(Adapted):
-    """A work's adapters where `sample.Job` expects those of a call: the bank is everybody's."""
+    """A work's adapters where `sample.Generation` expects those of a call: the bank is everybody's."""
 
-    work: Work | None = None
+    work: EngineJob | None = None
 
     def _loans(self) -> list[tuple[AdapterChoice, Loan]]:
         assert self.work is not None
@@ -66,8 +66,8 @@ class Library(Shelf):
     def __init__(self, folder: Path, bank: Bank, metrics: Metrics, wake: Callable[[], None]) -> None:
         super().__init__(folder, "--adapters", wake)
         self.bank, self._metrics = bank, metrics
-        self._staged: OrderedDict[File, Read] = OrderedDict()
-        self._at_hand: dict[File, Read] = {}  # of files in slots, without what was staged
+        self._staged: OrderedDict[File, ReadAdapter] = OrderedDict()
+        self._at_hand: dict[File, ReadAdapter] = {}  # of files in slots, without what was staged
         self._slots: OrderedDict[File, int] = OrderedDict()  # least lately used first
         self._free = list(range(bank.slots, 0, -1))
 
@@ -90,7 +90,7 @@ class Library(Shelf):
 
     def _load(self, file: File) -> None:
         adapter = read_adapter(file.path)
-        read = Read(self.bank.stage(adapter), adapter.sha256, adapter.notes)
+        read = ReadAdapter(self.bank.stage(adapter), adapter.sha256, adapter.notes)
         with self._lock:
             self._staged[file] = read
             while len(self._staged) > self.bank.slots + MOST_STAGED:
@@ -146,6 +146,6 @@ class Library(Shelf):
                 return slot
         return None
 
-    def lend(self, work: Work) -> Lent:
-        """A work's adapters, as `sample.Job` takes them; in force while tickets of the work hold them."""
+    def lend(self, work: EngineJob) -> Lent:
+        """A work's adapters for `sample.Generation`; in force while tickets of the work hold them."""
         return Lent([work.request.prompt], [[]], bank=self.bank, work=work)

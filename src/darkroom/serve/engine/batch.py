@@ -47,7 +47,7 @@ class Bucket:
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
-        self._batch: sample.Batch | None = None
+        self._batch: sample.RunningBatch | None = None
         self.meter_s = 0.0
         """Seconds that one evaluation a step has cost since the bucket was made."""
 
@@ -101,7 +101,9 @@ class Bucket:
 
     def _together(self, unet: Unet, stepped: Stepped) -> None:
         if self._batch is None:
-            self._batch = sample.Batch([ticket.row for ticket in self.tickets if ticket.row is not None])
+            self._batch = sample.RunningBatch(
+                [ticket.row for ticket in self.tickets if ticket.row is not None]
+            )
         _, x0_BCHW = self._batch.advance(unet)
         for i, ticket in enumerate(self.tickets):
             if ticket.preview_at and ticket.step in ticket.preview_at:

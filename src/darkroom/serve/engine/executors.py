@@ -23,7 +23,7 @@ AHEAD = 2
 """Steps on their way to a card: one that it computes, one to go on with."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A mark in a device's stream of work."""
 
     def record(self) -> None:
@@ -94,9 +94,9 @@ class Paced(Between):
     thread that launches waits, and the device always has a step to go on with.
     """
 
-    def __init__(self, event: Callable[[], Event]) -> None:
+    def __init__(self, event: Callable[[], DeviceEvent]) -> None:
         self._event = event
-        self._ahead: deque[Event] = deque()
+        self._ahead: deque[DeviceEvent] = deque()
 
     def pace(self) -> None:
         """Wait until all but the latest steps are done: from one call to the next passes a step's time."""

@@ -30,7 +30,7 @@ Admits = Callable[[Entry], bool]
 """Whether there is room for an entry now. Flows whose next entry finds none are passed over, unserved."""
 
 
-def any_entry(entry: Entry) -> bool:
+def _any_entry(entry: Entry) -> bool:
     """Room for all."""
     return True
 
@@ -162,7 +162,7 @@ class _KeyFlow:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class PendingPicture:
     """A picture on its way, or that will be: so many steps more, each of so much work."""
 
     size: Hashable
@@ -173,7 +173,11 @@ class Drawing:
 
 
 def admitted_after(
-    drawn: Iterable[Drawing], waiting: Sequence[Drawing], capacity: float, calls: int, work_per_s: float
+    drawn: Iterable[PendingPicture],
+    waiting: Sequence[PendingPicture],
+    capacity: float,
+    calls: int,
+    work_per_s: float,
 ) -> list[float]:
     """After how many seconds each of those waiting, in their order, will be admitted.
 
@@ -181,20 +185,20 @@ def admitted_after(
     them for `calls` times that, of which one size leaves one to the others; a picture alone always fits.
     """
     there: defaultdict[Hashable, float] = defaultdict(float)
-    ends: list[tuple[int, int, Drawing]] = []
+    ends: list[tuple[int, int, PendingPicture]] = []
     lines: dict[Hashable, deque[int]] = {}
     for i, one in enumerate(waiting):
         lines.setdefault(one.size, deque()).append(i)
     number = itertools.count()
     round_, round_work, now_s, times = 0, 0.0, 0.0, [0.0] * len(waiting)
 
-    def begin(one: Drawing) -> None:
+    def begin(one: PendingPicture) -> None:
         nonlocal round_work
         there[one.size] += one.load
         round_work += one.step_work
         heapq.heappush(ends, (round_ + max(1, one.steps), next(number), one))
 
-    def fits(one: Drawing) -> bool:
+    def fits(one: PendingPicture) -> bool:
         most = (calls - 1) * capacity
         here, taken = there.get(one.size, 0.0), sum(min(load, most) for load in there.values())
         beside = taken <= 0 or taken + min(one.load, most) <= calls * capacity
@@ -259,12 +263,12 @@ class FairQueue:
         assert isinstance(flow, _KeyFlow)
         return flow
 
-    def head(self, admits: Admits = any_entry) -> Entry | None:
+    def head(self, admits: Admits = _any_entry) -> Entry | None:
         """The one that is next of those that there is room for. With room for all it stays so until it is
         taken, removed or outranked by its own key."""
         return self._ring.head(admits)
 
-    def take(self, admits: Admits = any_entry) -> Entry:
+    def take(self, admits: Admits = _any_entry) -> Entry:
         """Take the head."""
         entry = self._ring.take(admits)
         self._forget(entry)
@@ -288,7 +292,7 @@ class FairQueue:
     def in_order(self) -> list[Entry]:
         """All of them in the order in which they would be served if nothing else came and all had room."""
         twin = self._ring.copy()
-        return [twin.take(any_entry) for _ in range(len(self))]
+        return [twin.take(_any_entry) for _ in range(len(self))]
 
 
 class Waits(Protocol):

@@ -51,7 +51,7 @@ PAD_TO = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True, repr=False)
-class Opened:
+class LoadedModel:
     """A model ready to be served."""
 
     model: Model
@@ -70,7 +70,7 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class EngineCallbacks:
     """What the engine's threads call: after a step, when adapters have arrived, when the device is lost."""
 
     on_tick: Callable[[], None]
@@ -78,7 +78,7 @@ class Hooks:
     on_stop: Callable[[], None]
 
 
-def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opened:
+def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks) -> LoadedModel:
     """Everything that takes long before the first job. InputError for what cannot be."""
     device = models.device(settings.device)
     precision, why = models.choose_precision(settings.precision, device)
@@ -99,7 +99,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     first_job(model, backend)  # refuses what cannot be
     row_bytes = _row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, row_bytes)
-    capacity = settings.capacity or rows_for_memory(backend, row_bytes, lanes)
+    capacity = settings.capacity or _rows_for_memory(backend, row_bytes, lanes)
     library = _open_library(settings, model, metrics, hooks.wake, lanes)
     nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)
@@ -122,7 +122,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: Hooks) -> Opene
     LOG.info("capacity: %d rows of %d px a step", capacity, model.sample_size)
     if lanes > 1:
         LOG.info("lanes: %d sizes at once, %d threads each", lanes, _threads_each(lanes))
-    return Opened(model, engine, library, nets, embeddings)
+    return LoadedModel(model, engine, library, nets, embeddings)
 
 
 def _embeddings(settings: ServeSettings, model: Model) -> Embeddings:
@@ -227,14 +227,14 @@ def _open_nets(
     return nets
 
 
-def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Job:
+def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Generation:
     """One step of a picture of the model's own size; a U-Net that repaints is given one to repaint."""
     image = mask = None
     if repaints(model):
         size = (model.sample_size, model.sample_size)
         image, mask = Image.new("RGB", size), Image.new("L", size, 255)
     told = sample.GenerateSettings(steps=1, **settings)
-    return sample.Job(model, ["a first step"], told, backend, image=image, mask=mask)
+    return sample.Generation(model, ["a first step"], told, backend, image=image, mask=mask)
 
 
 def _first_step(model: Model, backend: Backend) -> None:
@@ -271,7 +271,7 @@ def _row_bytes(model: Model, backend: Backend) -> int | None:
     return max(1, (three - one) // 2)
 
 
-def rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
+def _rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
     """U-Net evaluations that fit in a call, at the model's own size."""
     most = MOST_ROWS.get(backend.device.type, 8)
     if row_bytes is None:

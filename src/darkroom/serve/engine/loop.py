@@ -26,9 +26,9 @@ from darkroom.sample.control import ControlledUnet
 from darkroom.sample.denoise import Unet
 from darkroom.serve.engine.batch import Bucket, Stepped, bucket_of, fixed, padded
 from darkroom.serve.engine.executors import Aside, Between, Steps
-from darkroom.serve.engine.fairness import Admits, Drawing, Entry, FairQueue, admitted_after
+from darkroom.serve.engine.fairness import Admits, Entry, FairQueue, PendingPicture, admitted_after
 from darkroom.serve.engine.runner import Studio
-from darkroom.serve.engine.tickets import GLANCE, Preview, Shape, Ticket, Work, png_of
+from darkroom.serve.engine.tickets import GLANCE, EngineJob, Preview, Shape, Ticket, png_of
 from darkroom.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ class Engine:
         self._queue = FairQueue(shares)
         self._unprepared: list[Ticket] = []  # admitted, with their adapters
         self._arrived: list[Ticket] = []  # prepared, to go aboard
-        self._failed: list[tuple[Work, BaseException]] = []
+        self._failed: list[tuple[EngineJob, BaseException]] = []
         self._parked: list[Ticket] = []  # admitted, waiting for adapters
         self._finished: list[Ticket] = []  # denoised, to be decoded
         self._through: list[Ticket] = []  # the first of two passes, to be made larger
-        self._suspects: list[Work] = []  # to be computed alone, one after the other, before all else
+        self._suspects: list[EngineJob] = []  # to be computed alone, one after the other, before all else
         self._between: set[Ticket] = set()  # made larger or waiting to, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
         self._buckets: dict[Hashable, Bucket] = {}  # those stepped longest ago first
@@ -136,7 +136,7 @@ class Engine:
         ended = [one.close(max(0.1, end_s - time.monotonic())) for one in (self.aside, self.steps)]
         return all(ended) and not self._thread.is_alive()
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: EngineJob) -> None:
         """Put a work's pictures in the queue."""
         if self.nets is not None and work.request.controls:
             self.nets.fetch(choice.net for choice in work.request.controls)
@@ -149,7 +149,7 @@ class Engine:
                 self._queue.push(ticket.entry)
             self._call()
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: EngineJob) -> None:
         """Have no more of a work computed: out of the queue now, its rows free at the next step."""
         with self._condition:
             work.over = True
@@ -226,11 +226,11 @@ class Engine:
             self._forecast = now_s, told
         return self._forecast[1]
 
-    def _drawing(self, ticket: Ticket) -> Drawing:
+    def _drawing(self, ticket: Ticket) -> PendingPicture:
         shape = ticket.shape
         steps = max(1, shape.steps - (ticket.step - ticket.earlier_steps))
         work = shape.pixels * shape.evaluations
-        return Drawing(ticket.entry.size, steps, float(work), shape.load(self.own_pixels))
+        return PendingPicture(ticket.entry.size, steps, float(work), shape.load(self.own_pixels))
 
     # ---- the engine's own thread
 
@@ -509,7 +509,7 @@ class Engine:
         with self._condition:
             self._call()
 
-    def _fail(self, work: Work, error: BaseException) -> None:
+    def _fail(self, work: EngineJob, error: BaseException) -> None:
         if work.over:
             return
         self.drop(work)

@@ -22,7 +22,7 @@ from darkroom.models.control import ControlCard, ControlNet, describe_control, r
 from darkroom.models.image_prompt import ENCODER_FOLDER, ImagePrompt, install
 from darkroom.sample.control import Control, Controls
 from darkroom.serve.engine.shelf import SUFFIX, Shelf, may_be_named, scan
-from darkroom.serve.engine.tickets import File, Ticket, Work, opened
+from darkroom.serve.engine.tickets import EngineJob, File, Ticket, opened
 
 if TYPE_CHECKING:
     from darkroom.models.model import Model
@@ -225,8 +225,8 @@ class Nets(Shelf):
             self._first = None
         super().let_go(ticket)
 
-    def lend(self, work: Work) -> Controls:
-        """A work's nets with their pictures, as `sample.Job` takes them."""
+    def lend(self, work: EngineJob) -> Controls:
+        """A work's nets with their pictures, as `sample.Generation` takes them."""
         uploads = () if work.uploads is None else work.uploads.controls
         controls = [
             Control(

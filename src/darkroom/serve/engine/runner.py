@@ -20,7 +20,7 @@ from darkroom.sample.denoise import Condition
 from darkroom.sample.generate import checked_size, second_pass, table_for
 from darkroom.sample.pictures import while_wanted
 from darkroom.sample.prompts import encode_prompts, read_parts
-from darkroom.serve.engine.tickets import Shape, Ticket, Work, opened, preview_steps
+from darkroom.serve.engine.tickets import EngineJob, Shape, Ticket, opened, preview_steps
 from darkroom.serve.request import PictureRequest, Uploads
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from darkroom.serve.engine.nets import Nets
 
 
-Failures = list[tuple[Work, BaseException]]
+Failures = list[tuple[EngineJob, BaseException]]
 FEW_LATENTS = 16 * 16
 """So few values a channel the VAE decodes in no time: previews of such pictures are as the picture itself."""
 
@@ -80,7 +80,7 @@ def _larger(
     return None if found is None else Shape(*found.size, len(found.table), evaluations, nets=nets)
 
 
-class _Job(sample.Job):
+class _CachedPromptGeneration(sample.Generation):
     """A job whose texts may be known already."""
 
     def __init__(self, texts: Texts | None, *given: Any, **more: Any) -> None:
@@ -108,9 +108,11 @@ class Studio:
 
     def get_ready(self) -> None:
         """What would keep the first jobs waiting: learn to glance at latents."""
-        self._glance = self._glance or Glance.learnt(self.backend, channels_of(self.model))
+        self._glance = self._glance or Glance.learnt(self.backend, _channels_of(self.model))
 
-    def prepare(self, works: Sequence[Work], library: Library | None, nets: Nets | None = None) -> Failures:
+    def prepare(
+        self, works: Sequence[EngineJob], library: Library | None, nets: Nets | None = None
+    ) -> Failures:
         """Check and encode works, their texts together; those that cannot be are returned with the reason."""
         failed: Failures = []
         fresh = [work for work in works if work.prepared is None]
@@ -126,14 +128,14 @@ class Studio:
                 failed.append((work, error))
         return failed
 
-    def _wanted(self, works: Sequence[Work]) -> Callable[[], bool]:
+    def _wanted(self, works: Sequence[EngineJob]) -> Callable[[], bool]:
         """Tells whether anybody waits for one of these still."""
         return lambda: not self.stopping and any(not work.over for work in works)
 
-    def _prepared(self, work: Work, library: Library | None, nets: Nets | None) -> sample.Job:
+    def _prepared(self, work: EngineJob, library: Library | None, nets: Nets | None) -> sample.Generation:
         adapted = library.lend(work) if library is not None and work.adapters else None
         uploads = work.uploads or Uploads()
-        return _Job(
+        return _CachedPromptGeneration(
             None if _changes_texts(work, library) else self._texts,
             self.model,
             [work.request.prompt],
@@ -229,7 +231,7 @@ class Studio:
         return self._glance.at(latents_CHW, (ticket.shape.width, ticket.shape.height))
 
 
-def _changes_texts(work: Work, library: Library | None) -> bool:
+def _changes_texts(work: EngineJob, library: Library | None) -> bool:
     """Whether its adapters have the text encoder read in a way of its own."""
     if library is None or not work.adapters:
         return False
@@ -275,7 +277,7 @@ class Glance:
         return Image.fromarray(values.numpy()).resize(size, Image.Resampling.BICUBIC)
 
 
-def channels_of(model: Model) -> int:
+def _channels_of(model: Model) -> int:
     """Of the model's latents."""
     vae: Any = model.vae
     return int(vae.config.latent_channels)
@@ -348,7 +350,7 @@ class Texts:
         while self.bytes > self._most_bytes and len(self._kept) > 1:
             self.bytes -= _bytes(self._kept.popitem(last=False)[1])
 
-    def read(self, works: Iterable[Work]) -> None:
+    def read(self, works: Iterable[EngineJob]) -> None:
         """Encode what these works will ask for and nobody has yet, in one call for each way of reading.
 
         Only texts of one part, as most are. What cannot be encoded so fails in its work's own turn, alone.
@@ -365,8 +367,8 @@ class Texts:
             except Exception as error:
                 LOG.warning("%d texts could not be encoded together: %s", len(prompts), error)
 
-    def _wanted(self, work: Work) -> Iterator[Key]:
-        """The texts of a work as `sample.Job` asks for them."""
+    def _wanted(self, work: EngineJob) -> Iterator[Key]:
+        """The texts of a work as `sample.Generation` asks for them."""
         request, shape = work.request, work.shape
         weighting, skip = request.weighting, request.clip_skip
         texts = [(read_tags(request.prompt)[0], skip)]

@@ -1,4 +1,4 @@
-"""A job on its way through the engine: `Work`, and a `Ticket` for each of its pictures."""
+"""A job on its way through the engine: `EngineJob`, and a `Ticket` for each of its pictures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class File:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Read:
+class ReadAdapter:
     """An adapter read and checked, and what pictures say of it."""
 
     staged: Staged | None
@@ -57,7 +57,7 @@ class Loan:
     """The slot where a work finds an adapter."""
 
     slot: int
-    read: Read
+    read: ReadAdapter
 
 
 NET_COST = 0.5
@@ -105,16 +105,16 @@ class Shape:
 class Listener(Protocol):
     """Who is told how a work goes, on the engine's threads."""
 
-    def began(self, work: Work) -> None:
+    def began(self, work: EngineJob) -> None:
         """Its first picture was admitted."""
 
-    def drawn(self, work: Work, index: int) -> None:
+    def drawn(self, work: EngineJob, index: int) -> None:
         """One of its pictures is decoded."""
 
-    def made(self, work: Work) -> None:
+    def made(self, work: EngineJob) -> None:
         """All its pictures are decoded."""
 
-    def failed(self, work: Work, error: BaseException) -> None:
+    def failed(self, work: EngineJob, error: BaseException) -> None:
         """One of its pictures cannot be made; its rows are gone."""
 
 
@@ -155,7 +155,7 @@ class Ticket:
     One with a second pass waits twice.
     """
 
-    work: Work
+    work: EngineJob
     index: int
     entry: Entry = field(init=False)
     row: sample.Row | None = None
@@ -204,7 +204,7 @@ class Ticket:
 
 
 @dataclass(eq=False, repr=False)
-class Work:
+class EngineJob:
     """A job as the engine sees it."""
 
     uid: str
@@ -226,7 +226,7 @@ class Work:
     """Of the request that brought it to this process."""
     hashes: list[str] = field(default_factory=list)
     """SHA-256 of its pictures' files, once they are written."""
-    prepared: sample.Job | None = None
+    prepared: sample.Generation | None = None
     lent: dict[str, Loan] = field(default_factory=dict)
     """Where its adapters are, by name."""
     nets: dict[str, ControlNet | ImagePrompt] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from darkroom.serve.engine.tickets import Ticket, Work
+from darkroom.serve.engine.tickets import EngineJob, Ticket
 from darkroom.serve.jobs.store import Record
 from darkroom.serve.loop import TICK_S, Loop
 from darkroom.serve.metrics import Metrics
@@ -24,7 +24,7 @@ class Live:
     """A job in memory: its row as accepted, and the work in the engine."""
 
     record: Record
-    work: Work
+    work: EngineJob
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     kept: bool = False
     """Ended in this process only: the next one takes it up."""
@@ -108,7 +108,7 @@ def news(live: Live, seen: dict[str, Any], place: int | None) -> Iterator[tuple[
         )
 
 
-def _step(work: Work, done: int) -> dict[str, Any]:
+def _step(work: EngineJob, done: int) -> dict[str, Any]:
     """How far a job is, by the picture that is furthest from its end and on its way."""
     total = work.steps_total
     each = total // len(work.tickets)

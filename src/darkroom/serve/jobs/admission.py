@@ -393,7 +393,7 @@ UNMEASURED_S = 5.0
 """When to come again, before the first step has been measured."""
 
 
-class Line(NamedTuple):
+class Reservation(NamedTuple):
     """Who was refused and told when to come again: places that free up until then are promised to them."""
 
     until_s: float
@@ -411,7 +411,7 @@ class Intake:
         told = {name: rate for name, rate in by_key.items() if rate is not None}
         self._rates = Rates(limits.rate_per_minute, told)
         self._reserved: Counter[str] = Counter()
-        self._line: list[Line] = []
+        self._line: list[Reservation] = []
 
     def check_room(self, engine: Engine, key: str, num: int, others: Counter[str] | None = None) -> None:
         """429 where the queue is full or the key comes too often; `others` wait for any server, by key."""
@@ -424,7 +424,7 @@ class Intake:
         ):
             if there + num > most:
                 after_s = self._places_free_s(engine, there + num - most, whose)
-                self._promise(Line(time.monotonic() + after_s, key, num, 0.0))
+                self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0))
                 told = f"{there} pictures wait already{owner(key) if whose else ''}"
                 raise Refused(429, "queue_full", told, retry_after_s=after_s)
         self._rates.take(key)
@@ -439,7 +439,7 @@ class Intake:
                 continue
             too_much = waiting * (1 - max(0.0, most_s - own_s) / waiting_s)
             after_s = self._work_gone_s(engine, too_much, whose)
-            self._promise(Line(time.monotonic() + after_s, key, num, cost))
+            self._promise(Reservation(time.monotonic() + after_s, key, num, cost))
             whole = f"work of {waiting_s:.3g} s waits already{owner(key) if whose else ''}"
             told = f"{whole}, and this is {own_s:.3g} s; at most {most_s:.4g} s may wait"
             raise Refused(429, "queue_full", told, retry_after_s=after_s)
@@ -448,12 +448,12 @@ class Intake:
         """Pictures of a key that may wait."""
         return self._limits.of_key(key).queue or self._limits.queue_per_key
 
-    def _promise(self, line: Line) -> None:
+    def _promise(self, line: Reservation) -> None:
         """Of each key no more than may wait: who asks in vain again and again delays nobody else."""
         if sum(one.num for one in self._promised(line.key)) + line.num <= self._queue_of(line.key):
             self._line.append(line)
 
-    def _promised(self, key: str | None) -> list[Line]:
+    def _promised(self, key: str | None) -> list[Reservation]:
         now_s = time.monotonic()
         self._line = [one for one in self._line if one.until_s > now_s]
         return [one for one in self._line if key is None or one.key == key]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from darkroom.errors import DarkroomError, InputError, install_extra
 from darkroom.sample.provenance import EXTRA, Provenance
 from darkroom.serve import logs
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.errors import Refused, say
 from darkroom.serve.hooks import Hooks
 from darkroom.serve.jobs.active import Live, Lives, news
-from darkroom.serve.jobs.results import RETRY_S, Keeper, PictureFiles
-from darkroom.serve.jobs.store import Record, StorageError, Store
+from darkroom.serve.jobs.results import RETRY_S, PictureFiles, ResultWriter
+from darkroom.serve.jobs.store import JobStore, Record, StorageError
 from darkroom.serve.loop import Loop
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import Event, EventKind, Job, too_late
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("darkroom.serve")
 
 
-def opened_provenance(settings: ServeSettings) -> Provenance | None:
+def _opened_provenance(settings: ServeSettings) -> Provenance | None:
     """What marks and signs the server's pictures: with the operator's certificate, else with one of its own
     in the state folder."""
     if not settings.provenance:
@@ -52,32 +52,32 @@ class Endings:
         self,
         loop: Loop,
         lives: Lives,
-        store: Store,
+        store: JobStore,
         results: PictureFiles,
         metrics: Metrics,
         settings: ServeSettings,
     ) -> None:
         self._loop, self._lives, self._store, self._results = loop, lives, store, results
         self._metrics, self._usd_per_hour = metrics, settings.usd_per_hour or 0.0
-        self.provenance = opened_provenance(settings)
+        self.provenance = _opened_provenance(settings)
         hooks = Hooks.named(settings.hooks, self.provenance)
-        self.keeper = Keeper(results, store, self._over_soon, settings.usd_per_hour, hooks)
+        self.keeper = ResultWriter(results, store, self._over_soon, settings.usd_per_hour, hooks)
         self.engine: Engine | None = None
 
-    def began(self, work: Work) -> None:
+    def began(self, work: EngineJob) -> None:
         """Of `Listener`."""
         future = self._store.start(work.uid, time.time())
         future.add_done_callback(_note_failure)
 
-    def drawn(self, work: Work, index: int) -> None:
+    def drawn(self, work: EngineJob, index: int) -> None:
         """Of `Listener`."""
         self.keeper.check(work, index)
 
-    def made(self, work: Work) -> None:
+    def made(self, work: EngineJob) -> None:
         """Of `Listener`."""
         self.keeper.keep(work)
 
-    def failed(self, work: Work, error: BaseException) -> None:
+    def failed(self, work: EngineJob, error: BaseException) -> None:
         """Of `Listener`."""
         reason = {"code": _code(error), "message": _told(error)}
         self._loop.soon(lambda: self._fail_soon(work.uid, reason))
@@ -121,10 +121,10 @@ class Endings:
             except (StorageError, OSError):
                 await asyncio.sleep(RETRY_S)
 
-    def _over_soon(self, work: Work, state: str, result: dict[str, Any]) -> None:
+    def _over_soon(self, work: EngineJob, state: str, result: dict[str, Any]) -> None:
         self._loop.soon(lambda: self._over(work, state, result))
 
-    def _over(self, work: Work, state: str, result: dict[str, Any]) -> None:
+    def _over(self, work: EngineJob, state: str, result: dict[str, Any]) -> None:
         """A job's end is in the store: tell everybody."""
         live = self._lives.get(work.uid)
         if live is None:
@@ -138,7 +138,7 @@ class Endings:
             self._count_done(work)
         _tell_over(live)
 
-    def _count_done(self, work: Work) -> None:
+    def _count_done(self, work: EngineJob) -> None:
         num, metrics = len(work.tickets), self._metrics
         metrics.pictures.inc(num)
         metrics.pixels.inc(num * work.shape.pixels)

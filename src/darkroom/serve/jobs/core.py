@@ -21,7 +21,7 @@ from darkroom.serve import status as cards
 from darkroom.serve.engine import loader as opening
 from darkroom.serve.engine import tickets
 from darkroom.serve.engine.loop import Engine
-from darkroom.serve.engine.tickets import Shape, Work
+from darkroom.serve.engine.tickets import EngineJob, Shape
 from darkroom.serve.errors import Refused
 from darkroom.serve.jobs import admission
 from darkroom.serve.jobs.active import Live, Lives, job_of, job_of_record
@@ -67,7 +67,7 @@ class Core:
         self.left_at_work = False
         """Closed while a step went on that nothing ends: the process has to be left."""
         self.engine: Engine | None = None
-        self._opened: opening.Opened | None = None
+        self._opened: opening.LoadedModel | None = None
         self._told_kept: set[str] = set()
         """Jobs whose waiting clients were told that the next process draws them."""
         self._loop = Loop()
@@ -94,7 +94,9 @@ class Core:
         await asyncio.shield(self._loading)
 
     async def _load(self) -> None:
-        hooks = opening.Hooks(self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside))
+        hooks = opening.EngineCallbacks(
+            self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside)
+        )
         try:
             opened = await self._loop.beside(opening.open_model, self.settings, self.metrics, hooks)
             self._opened, self.engine = opened, opened.engine
@@ -122,7 +124,7 @@ class Core:
         if not isinstance(error, InputError):  # a mistake is told by who runs this, in one line
             LOG.error("%s: %s", why, type(error).__name__, exc_info=not isinstance(error, DarkroomError))
 
-    async def _take_up_all(self, opened: opening.Opened) -> None:
+    async def _take_up_all(self, opened: opening.LoadedModel) -> None:
         """A database or disk that cannot be read just now is waited for."""
         while True:
             try:
@@ -133,7 +135,7 @@ class Core:
                 self.why = "the jobs that were kept cannot be read just now"
                 await asyncio.sleep(TAKE_UP_RETRY_S)
 
-    async def _begin_with_what_is_there(self, opened: opening.Opened) -> None:
+    async def _begin_with_what_is_there(self, opened: opening.LoadedModel) -> None:
         if self.sharing is not None:
             self.sharing.begin(opened.engine, opened.library, self._take_up, self._set_aside)
             self._loop.spawn(self.sharing.run())
@@ -367,7 +369,7 @@ class Core:
 
     def _enlist(self, record: Record, request: PictureRequest, shape: Shape, uploads: Uploads | None) -> Live:
         """Hand an accepted job to the engine."""
-        work = Work(record.uid, record.key, request, shape, self._endings, uploads)
+        work = EngineJob(record.uid, record.key, request, shape, self._endings, uploads)
         work.alone = record.attempts >= SUSPECT
         if (notes := logs.NOTES.get()) is not None:
             work.request_id = notes.id

@@ -21,9 +21,9 @@ import sqlalchemy as sql
 from darkroom.errors import InputError, is_system_failure
 from darkroom.hardware.system import atomic_replace, lock_file, remove_file, remove_tree, sync_folder
 from darkroom.sample.provenance import Origin
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.hooks import Hooks, Withheld
-from darkroom.serve.jobs.store import METADATA, StorageError, Store
+from darkroom.serve.jobs.store import METADATA, JobStore, StorageError
 from darkroom.serve.request import FINAL, Uploads
 
 UID = re.compile(r"[0-9a-f]{32}")
@@ -160,7 +160,7 @@ class Files:
 
     folder = None
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JobStore) -> None:
         self._store = store
         self.secret: bytes = store.do(_shared_secret).result()
         """Signs the addresses of pictures, the same in every server."""
@@ -223,14 +223,14 @@ class _ClosedError(Exception):
     """The server ends before the disk takes what is to be kept: the job runs again."""
 
 
-class Keeper:
+class ResultWriter:
     """Writes in threads of its own. While the disk is full it holds finished pictures and tries again."""
 
     def __init__(
         self,
         results: PictureFiles,
-        store: Store,
-        over: Callable[[Work, str, dict[str, Any]], None],
+        store: JobStore,
+        over: Callable[[EngineJob, str, dict[str, Any]], None],
         usd_per_hour: float | None = None,
         hooks: Hooks | None = None,
     ) -> None:
@@ -249,7 +249,7 @@ class Keeper:
         self._closing.set()
         self._pool.shutdown(wait=True)
 
-    def check(self, work: Work, index: int) -> None:
+    def check(self, work: EngineJob, index: int) -> None:
         """Have the hooks see a finished picture, while others of its work may still be drawn."""
         # Not those of controls: nothing of them is in the picture.
         given = () if work.uploads is None else (work.uploads.image, work.uploads.mask)
@@ -257,17 +257,17 @@ class Keeper:
         work.files[index] = self._pool.submit(self.hooks.png, work.pictures[index], origin)
         work.files[index].add_done_callback(lambda file: self._checked(work, file))
 
-    def _checked(self, work: Work, file: Future[bytes]) -> None:
+    def _checked(self, work: EngineJob, file: Future[bytes]) -> None:
         """A picture that is withheld ends its job: what is left of it need not be drawn."""
         if not file.cancelled() and isinstance(error := file.exception(), Withheld) and not work.over:
             with suppress(RuntimeError):  # the pool is closed: the job runs again
                 self._pool.submit(self._fail, work, "withheld", str(error))
 
-    def keep(self, work: Work) -> None:
+    def keep(self, work: EngineJob) -> None:
         """Write a work's pictures and end its job."""
         self._pool.submit(self._keep, work)
 
-    def _keep(self, work: Work) -> None:
+    def _keep(self, work: EngineJob) -> None:
         with suppress(_ClosedError):
             try:
                 self._store_pictures(work)
@@ -279,17 +279,17 @@ class Keeper:
                 LOG.exception("job %s could not be stored", work.uid)
                 self._fail(work, "failed", "the pictures could not be stored")
 
-    def _store_pictures(self, work: Work) -> None:
+    def _store_pictures(self, work: EngineJob) -> None:
         # Those were asked for before this was, so a thread has them already.
         files = {picture_name(i): file.result() for i, file in work.files.items()}
         work.hashes = [hashlib.sha256(content).hexdigest() for content in files.values()]
         num_bytes = self._until_it_works(lambda: self._results.write(work.uid, files))
         self._end(work, "done", self._result(work), num_bytes)
 
-    def _fail(self, work: Work, code: str, message: str) -> None:
+    def _fail(self, work: EngineJob, code: str, message: str) -> None:
         self._end(work, "failed", {"error": {"code": code, "message": message}})
 
-    def _end(self, work: Work, state: str, result: dict[str, Any], num_bytes: int = 0) -> None:
+    def _end(self, work: EngineJob, state: str, result: dict[str, Any], num_bytes: int = 0) -> None:
         """Write down how a job ended, unless it is over already; tell, and drop files that belong to none."""
         end = partial(self._store.end, work.uid, state, time.time(), result, num_bytes)
         if not self._until_it_works(lambda: end().result()):
@@ -309,7 +309,7 @@ class Keeper:
         except (OSError, StorageError) as error:
             LOG.warning("files of job %s stay until it is forgotten: %s", uid, error)
 
-    def _result(self, work: Work) -> dict[str, Any]:
+    def _result(self, work: EngineJob) -> dict[str, Any]:
         assert work.prepared is not None
         cost = {"device_s": round(work.device_s, 6)}
         if self.usd_per_hour is not None:

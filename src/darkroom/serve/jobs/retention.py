@@ -6,8 +6,8 @@ import asyncio
 import shutil
 import time
 
-from darkroom.serve.jobs.results import Keeper, PictureFiles
-from darkroom.serve.jobs.store import Store
+from darkroom.serve.jobs.results import PictureFiles, ResultWriter
+from darkroom.serve.jobs.store import JobStore
 from darkroom.serve.loop import Loop
 from darkroom.serve.settings import Limits
 
@@ -15,7 +15,7 @@ from darkroom.serve.settings import Limits
 class House:
     """Of one server's results and store."""
 
-    def __init__(self, loop: Loop, results: PictureFiles, store: Store, keeper: Keeper) -> None:
+    def __init__(self, loop: Loop, results: PictureFiles, store: JobStore, keeper: ResultWriter) -> None:
         self._loop = loop
         self._results, self._store, self._keeper = results, store, keeper
 

@@ -122,7 +122,7 @@ class Record:
         return replace(self, created_s=at_s, due_s=due_s)
 
 
-class Store:
+class JobStore:
     """Jobs by key and id. `server` names whose jobs are taken up again after a restart.
 
     A `shared` one is that of several servers of this name, which agree by leases (`leases`).
@@ -257,7 +257,7 @@ class Store:
 
     def usage(self, key: str) -> Future[int]:
         """Pictures of a key accepted today (UTC)."""
-        return self.do(lambda connection: _used(connection, key, day_of(time.time())))
+        return self.do(lambda connection: _used(connection, key, _day_of(time.time())))
 
     def probe(self) -> Future[None]:
         """Write something, to see whether writing works."""
@@ -309,7 +309,7 @@ class Store:
         future.set_exception(StorageError(_told(error)) if isinstance(error, SQLAlchemyError) else error)
 
 
-def day_of(at_s: float) -> str:
+def _day_of(at_s: float) -> str:
     """The day of a time, in UTC, such as 2026-11-23."""
     return time.strftime("%Y-%m-%d", time.gmtime(at_s))
 
@@ -321,7 +321,7 @@ def _used(connection: sql.Connection, key: str, day: str) -> int:
 
 def _use(connection: sql.Connection, record: Record, per_day: int | None) -> None:
     """Count a job's pictures among its key's of the day, in the transaction that accepts it."""
-    day = day_of(record.created_s)
+    day = _day_of(record.created_s)
     of_day = sql.and_(USAGE.c.key == record.key, USAGE.c.day == day)
     more = sql.update(USAGE).where(of_day).values(pictures=USAGE.c.pictures + record.num)
     if not connection.execute(more).rowcount:
@@ -329,7 +329,7 @@ def _use(connection: sql.Connection, record: Record, per_day: int | None) -> Non
             with connection.begin_nested():
                 row = {"key": record.key, "day": day, "pictures": record.num}
                 connection.execute(sql.insert(USAGE).values(row))
-                old = day_of(record.created_s - USAGE_DAYS * 86400)
+                old = _day_of(record.created_s - USAGE_DAYS * 86400)
                 connection.execute(sql.delete(USAGE).where(USAGE.c.day < old))
         except IntegrityError:  # another server was quicker
             connection.execute(more)

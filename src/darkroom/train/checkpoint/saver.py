@@ -19,7 +19,7 @@ from torch import Tensor
 from darkroom.errors import CheckpointError
 from darkroom.hardware import accelerator
 from darkroom.train.checkpoint.format import Parts, Tensors
-from darkroom.train.checkpoint.storage import Kept, LocalPlace, Place
+from darkroom.train.checkpoint.storage import CheckpointStorage, Kept, LocalPlace
 from darkroom.train.distributed.ranks import Ranks
 
 Say = Callable[[str], None]
@@ -29,7 +29,7 @@ class Saver:
     """Writes checkpoints of one session, one at a time, behind the training loop."""
 
     def __init__(
-        self, place: Place | Path, *, keep: int, ranks: Ranks, say: Say, background: bool = True
+        self, place: CheckpointStorage | Path, *, keep: int, ranks: Ranks, say: Say, background: bool = True
     ) -> None:
         """`place` is where checkpoints go: a folder, or an address."""
         self.place = LocalPlace(place) if isinstance(place, Path) else place

@@ -40,7 +40,7 @@ class Kept:
     name: str
 
 
-class Place(Protocol):
+class CheckpointStorage(Protocol):
     """Where checkpoints are kept. A save is known by its step and a token that no other has."""
 
     address: str
@@ -311,7 +311,7 @@ class RemotePlace:
         return None if digest.hexdigest() == said["sha256"] else f"{file} has another hash"
 
 
-def place_of(url: str | None, run: Path) -> Place:
+def place_of(url: str | None, run: Path) -> CheckpointStorage:
     """Where a run's checkpoints go."""
     return LocalPlace(run / "checkpoints") if url is None else RemotePlace(url, run)
 
@@ -330,7 +330,9 @@ def check_url(url: str | None) -> None:
         _filesystem(url)
 
 
-def newest(places: Sequence[Place], say: Say, ranks: Ranks) -> tuple[Place, Checkpoint] | tuple[None, None]:
+def newest(
+    places: Sequence[CheckpointStorage], say: Say, ranks: Ranks
+) -> tuple[CheckpointStorage, Checkpoint] | tuple[None, None]:
     """The newest whole checkpoint of all places, on every rank; (None, None) if there is none at all.
 
     Rank 0 verifies. A damaged one is passed over aloud; CheckpointError where all are.
@@ -345,7 +347,9 @@ def newest(places: Sequence[Place], say: Say, ranks: Ranks) -> tuple[Place, Chec
     return place, opened
 
 
-def _newest(places: Sequence[Place], say: Say) -> tuple[Place, Kept, Checkpoint] | None:
+def _newest(
+    places: Sequence[CheckpointStorage], say: Say
+) -> tuple[CheckpointStorage, Kept, Checkpoint] | None:
     there = [(kept.step, -i, kept.name, kept) for i, place in enumerate(places) for kept in place.kept()]
     damaged = []
     for _, i, _, kept in sorted(there, key=lambda one: one[:3], reverse=True):

@@ -76,7 +76,7 @@ def make_order(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOr
 def _order_of_sets(recipe: Recipe, task: Task, store: Store, rows: Rows) -> SampleOrder:
     """Each set's rows by their repeats; of several resolutions or in buckets, a batch is of one size."""
     train, data = recipe.train, recipe.data
-    positions = by_set(store, rows)
+    positions = _by_set(store, rows)
     shares = [float(data.sets[i].repeats * len(some)) for i, some in positions.items()]
     parts, offsets = [Rows.of(some) for some in positions.values()], [0] * len(positions)
     if not data.buckets and set(data.sides) == {data.resolution}:
@@ -89,7 +89,7 @@ def _order_of_sets(recipe: Recipe, task: Task, store: Store, rows: Rows) -> Samp
     return MixedBucketOrder(sizes, shares, offsets=offsets, seed=train.seed, global_batch=train.global_batch)
 
 
-def by_set(store: Store, rows: Rows) -> dict[int, Ints]:
+def _by_set(store: Store, rows: Rows) -> dict[int, Ints]:
     """Positions of the rows by the number of their set."""
     positions = rows.positions(np.arange(len(rows)))
     numbers = np.array(store.take(positions, [SET])[SET].to_pylist())
@@ -237,7 +237,7 @@ def repeated(recipe: Recipe, store: Store, rows: Rows) -> dict[int, Ints]:
 def rows_an_epoch(recipe: Recipe, store: Store, rows: Rows) -> int:
     """Pictures that an epoch in the metrics counts."""
     if recipe.data.sets:
-        return sum(recipe.data.sets[i].repeats * len(some) for i, some in by_set(store, rows).items())
+        return sum(recipe.data.sets[i].repeats * len(some) for i, some in _by_set(store, rows).items())
     if recipe.data.repeats == "folders":
         return sum(n * len(some) for n, some in repeated(recipe, store, rows).items())
     return len(rows) * recipe.data.repeats

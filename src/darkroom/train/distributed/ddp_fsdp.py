@@ -180,7 +180,7 @@ class ShardedWeights(Weights):
         for module in modules.values():
             if dtype != torch.float32 and device_of(module).type == "cpu":
                 attend_in_float32(module)
-            shard_module(module, dtype, ranks, shard, reduce)
+            _shard_module(module, dtype, ranks, shard, reduce)
         super().__init__(modules)
         self._dtype = dtype
         self.gradient_scale = float(ranks.size)  # fully_shard divides by it
@@ -254,7 +254,7 @@ class ShardedWeights(Weights):
             block.reshard()
 
 
-def shard_module(
+def _shard_module(
     module: nn.Module, dtype: torch.dtype, ranks: Ranks, shard: str, reduce: torch.dtype = torch.float32
 ) -> None:
     """Cut a module's weights among the ranks, each block by itself and the rest together."""

@@ -34,10 +34,10 @@ class ProcessesFailed(DarkroomError):
 
 def starts_processes(settings: ParallelSettings) -> bool:
     """Whether this process has to start the ones that train."""
-    return settings.mode != "none" and started_together() == 1 and num_processes(settings) > 1
+    return settings.mode != "none" and started_together() == 1 and _num_processes(settings) > 1
 
 
-def num_processes(settings: ParallelSettings) -> int:
+def _num_processes(settings: ParallelSettings) -> int:
     """Processes on this machine; RecipeError where there are too few GPUs, or several machines."""
     gpus = accelerator.count()
     wanted = settings.devices if settings.devices != "auto" else max(1, gpus)
@@ -63,7 +63,7 @@ def launch(arguments: Sequence[str], recipe: Recipe) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    count = num_processes(recipe.parallel)
+    count = _num_processes(recipe.parallel)
     if not recipe.phases:
         check_settings(recipe)
         check_batch(recipe, count)

@@ -185,7 +185,7 @@ class Agreement:
             self._last = None
 
 
-class Watch:
+class HangWatchdog:
     """Notes how far this rank is, and ends the process with a message where the job stands still.
 
     A rank that hangs leaves the others waiting inside a collective. A thread of each rank writes where it is

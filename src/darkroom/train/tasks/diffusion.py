@@ -31,7 +31,7 @@ from darkroom.train.objective import (
     offset_noise,
     square_error,
 )
-from darkroom.train.tasks.repa import Extras, draw_bits
+from darkroom.train.tasks.repa import RoutingAndAlignment, draw_bits
 
 if TYPE_CHECKING:
     from darkroom.evaluate.extractors import Extractor
@@ -139,7 +139,7 @@ class Diffusion:
         reading: Reading | None = None,
         prior_weight: float | None = None,
         masks: Masks | None = None,
-        extras: Extras | None = None,
+        extras: RoutingAndAlignment | None = None,
     ) -> None:
         """`modules` are the U-Net and the text encoders that gradients go through, by part.
 
@@ -255,7 +255,9 @@ class Diffusion:
             "prior_loss": prior_b,
         }
 
-    def _losses_with(self, extras: Extras, inputs: Mapping[str, Tensor], t_b: Tensor) -> dict[str, Tensor]:
+    def _losses_with(
+        self, extras: RoutingAndAlignment, inputs: Mapping[str, Tensor], t_b: Tensor
+    ) -> dict[str, Tensor]:
         """With tokens routed past blocks, and a block's tokens aligned."""
         tokens = self._tokens_of(inputs["latents"])
         keep_bK = extras.keep(inputs.get("draw_bits"), tokens[0] * tokens[1])

@@ -22,7 +22,14 @@ from darkroom.data.loader import ReadSettings
 from darkroom.data.order import Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
-from darkroom.evaluate.small import Seen, SmallExtractor, normalised, open_small, save_small, word_ids
+from darkroom.evaluate.small import (
+    SmallExtractor,
+    TrainingHashes,
+    normalised,
+    open_small,
+    save_small,
+    word_ids,
+)
 from darkroom.models.model import Model
 from darkroom.recipe.sections import ExtractorSettings
 
@@ -40,7 +47,7 @@ class ExtractorModel(Model):
     """An extractor in the place where the training loop expects a model."""
 
     network: SmallExtractor | None = None
-    seen: Callable[[], Seen] | None = None
+    seen: Callable[[], TrainingHashes] | None = None
     """The pictures that it is trained on, read when the folder is written."""
 
     @property
@@ -58,7 +65,7 @@ class ExtractorModel(Model):
 def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
     """The extractor before training: random weights for base 'extractor', else those of a folder."""
     settings, base, side = recipe.objective.extractor, recipe.model.base, recipe.data.resolution
-    labels = labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
+    labels = _labels_of(store, rows, settings.label) if settings.loss == "classifier" else []
     text = settings.loss == "contrastive" and _reads_captions(settings, store, rows)
     before = None
     if base == "extractor":
@@ -67,7 +74,7 @@ def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
             torch.manual_seed(recipe.model.seed)
             network = SmallExtractor(settings.network, resolution=side, text=text, labels=labels)
     elif Path(base).is_dir():
-        network, before = open_small(Path(base)), Seen.read(Path(base))
+        network, before = open_small(Path(base)), TrainingHashes.read(Path(base))
         if network.resolution != side:
             raise RecipeError("data.resolution", f"{side}", allowed=f"{network.resolution}, as '{base}' has")
         follows = settings.loss == "contrastive" and settings.caption_weight is None
@@ -78,7 +85,7 @@ def build_extractor(recipe: Recipe, store: Store, rows: Rows) -> ExtractorModel:
         raise RecipeError(
             "model.base", f"'{base}' with the task extractor", allowed="extractor, or an extractor's folder"
         )
-    return ExtractorModel("extractor", path=base, network=network, seen=lambda: seen_of(store, rows, before))
+    return ExtractorModel("extractor", path=base, network=network, seen=lambda: _seen_of(store, rows, before))
 
 
 def _reads_captions(settings: ExtractorSettings, store: Store, rows: Rows) -> bool:
@@ -115,7 +122,7 @@ def check_extractor(recipe: Recipe) -> None:
         )
 
 
-def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
+def _labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     """The classes that a column of these rows has, sorted; RecipeError where they are no classes."""
     key = "objective.extractor.label"
     if column is None:
@@ -132,10 +139,10 @@ def labels_of(store: Store, rows: Rows, column: str | None) -> list[str]:
     return sorted(found)
 
 
-def seen_of(store: Store, rows: Rows, before: Seen | None = None) -> Seen:
+def _seen_of(store: Store, rows: Rows, before: TrainingHashes | None = None) -> TrainingHashes:
     """What is kept of the pictures that an extractor was trained on, and of those its base had seen."""
     columns = ["picture", "phash"]
-    found = Seen.of(
+    found = TrainingHashes.of(
         pair
         for values in _read(store, rows, columns)
         for pair in zip(values["picture"], values["phash"], strict=True)

@@ -49,7 +49,7 @@ def add_adapters(model: Model, settings: AdapterSettings, *, seed: int = 0) -> d
     _check_patterns(parts, chosen, settings.targets)
     chosen = {p: [n for n in layers if settings.rank_of(f"{p}.{n}")] for p, layers in chosen.items()}
     _check_ranks(chosen, settings)
-    given = None if settings.start is None else read_start(settings, model, chosen)
+    given = None if settings.start is None else _read_start(settings, model, chosen)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for part, layers in chosen.items():
@@ -210,7 +210,7 @@ PARAMETRIZED: dict[str, Any] = {"full": Difference, "oft": Rotation}
 # ---- from a file
 
 
-def read_start(settings: AdapterSettings, model: Model, chosen: Mapping[str, list[str]]) -> Adapter:
+def _read_start(settings: AdapterSettings, model: Model, chosen: Mapping[str, list[str]]) -> Adapter:
     """The adapter that training starts from, fitted to the model; RecipeError where it is another kind,
     changes layers that are not trained, or has other ranks.
     """

@@ -52,7 +52,7 @@ class Projector(nn.Module):
 
 
 @dataclass(frozen=True)
-class Extras:
+class RoutingAndAlignment:
     """Routing and alignment of one transformer.
 
     `route` is the first routed block and the first behind them, `tap` the block that is aligned, from 0.
@@ -167,7 +167,7 @@ def seen(extractor: Extractor, pixels_B3HW: Tensor, tokens: tuple[int, int]) -> 
     return chosen.flatten(2).transpose(1, 2)
 
 
-def make_extras(recipe: Recipe, model: Model, device: torch.device) -> Extras | None:
+def make_extras(recipe: Recipe, model: Model, device: torch.device) -> RoutingAndAlignment | None:
     """Routing and alignment as a recipe asks; None where it asks for neither. RecipeError for a U-Net."""
     routing, align = recipe.train.routing, recipe.train.align
     if routing.keep == 1 and align.extractor is None:
@@ -189,7 +189,7 @@ def make_extras(recipe: Recipe, model: Model, device: torch.device) -> Extras | 
             allowed=f"together at most {depth - 1}",
         )
     if align.extractor is None:
-        return Extras(routing, route, int(config.patch_size), align)
+        return RoutingAndAlignment(routing, route, int(config.patch_size), align)
     block = -(-depth // 3) if align.block is None else align.block
     if block > depth:
         raise RecipeError("train.align.block", f"{block} of {depth} blocks", allowed=f"1 to {depth}")
@@ -200,7 +200,7 @@ def make_extras(recipe: Recipe, model: Model, device: torch.device) -> Extras | 
         torch.manual_seed(recipe.model.seed)
         inner = int(config.num_attention_heads) * int(config.attention_head_dim)
         projector = Projector(inner, align.hidden, width).to(device)
-    return Extras(routing, route, int(config.patch_size), align, block - 1, projector, extractor)
+    return RoutingAndAlignment(routing, route, int(config.patch_size), align, block - 1, projector, extractor)
 
 
 def _opened(where: str, side: int, tokens: int, device: torch.device) -> tuple[Extractor, int]:

@@ -26,7 +26,7 @@ FILE = "learned_embeds.safetensors"
 SDXL_KEYS = ("clip_l", "clip_g")
 
 
-class Words(nn.Module):
+class ExtendedEmbedding(nn.Module):
     """An encoder's table of words with a few trained rows behind it; the old rows are left as they are."""
 
     def __init__(self, table: nn.Embedding, rows_nD: Tensor) -> None:
@@ -78,7 +78,7 @@ def _add(tokenizer: Any, encoder: Any, word: WordSettings) -> None:
         )
     rows_nD = table.weight.detach()[start].repeat(word.vectors, 1)
     encoder.requires_grad_(False)
-    encoder.set_input_embeddings(Words(table, rows_nD))
+    encoder.set_input_embeddings(ExtendedEmbedding(table, rows_nD))
 
 
 def settle_words(model: Model) -> None:
@@ -86,7 +86,7 @@ def settle_words(model: Model) -> None:
     for encoder in model.text_encoders:
         described: Any = encoder
         words = described.get_input_embeddings()
-        if isinstance(words, Words):
+        if isinstance(words, ExtendedEmbedding):
             table = torch.cat([words.weight, words.added.to(words.weight)]).detach()
             rows, width = table.shape
             described.set_input_embeddings(nn.Embedding(rows, width, _weight=table))
