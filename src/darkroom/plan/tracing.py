@@ -41,7 +41,7 @@ _CLASSES = [(kind, re.compile(rf"^aten.*{pattern}")) for kind, pattern in CLASSE
 
 
 @cache
-def kernel_class(op: str) -> str:
+def _kernel_class(op: str) -> str:
     """Matmul, conv, attention, norm, optimiser or elementwise (copies too), by an operation's name."""
     return next((kind for kind, pattern in _CLASSES if pattern.search(op)), "elementwise")
 
@@ -60,7 +60,7 @@ def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
     found: Tally[tuple[str, str, int, int, int, int]] = Tally()
     for one, other in zip(a.kernels, b.kernels, strict=True):
         stage = "update" if one.op.endswith("_foreach_norm") else one.stage  # clipping, once a step
-        found[stage, kernel_class(one.op), one.flops, other.flops, one.bytes, other.bytes] += 1
+        found[stage, _kernel_class(one.op), one.flops, other.flops, one.bytes, other.bytes] += 1
     return tuple(
         Kernels(
             stage, kind, calls, Line.through(rows, (flops_a, flops_b)), Line.through(rows, (bytes_a, bytes_b))
@@ -81,7 +81,7 @@ def moments_of(
         return ()
     held = [_alive(trace) for trace in traces]  # [kernels, kinds] of bytes
     if cpu:
-        convs = np.array([kernel_class(kernel.op) == "conv" for kernel in kernels])
+        convs = np.array([_kernel_class(kernel.op) == "conv" for kernel in kernels])
         for bytes_, trace in zip(held, traces, strict=True):
             copies = np.array([kernel.largest for kernel in trace.kernels])
             bytes_[:, KINDS.index("temporary")] += np.where(convs, copies, 0)

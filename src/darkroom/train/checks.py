@@ -19,7 +19,7 @@ def check_settings(recipe: Recipe) -> None:
     """Raise RecipeError for settings that contradict each other, whatever the store and the model."""
     train, optim, data = recipe.train, recipe.optim, recipe.data
     check_together(recipe)
-    check_micro_batch(train)
+    _check_micro_batch(train)
     check_tracker(recipe.track)
     if recipe.evaluate.every_images:
         from darkroom.train.scores import check_scores
@@ -68,7 +68,7 @@ def _check_autoencoder(recipe: Recipe) -> None:
         raise RecipeError("data.buckets", "true", allowed="false with the task autoencoder")
 
 
-def check_micro_batch(settings: TrainSettings) -> None:
+def _check_micro_batch(settings: TrainSettings) -> None:
     """RecipeError unless the global batch is made of whole micro-batches."""
     micro, batch = settings.micro_batch, settings.global_batch
     if micro == "auto" or (0 < micro <= batch and batch % micro == 0):

@@ -19,13 +19,13 @@ from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
-from darkroom.recipe.phases import phase_recipes, with_address
+from darkroom.recipe.phases import phase_recipes
 from darkroom.recipe.rules import SUBJECT_TASKS, check_batch
 from darkroom.recipe.sections import DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
-from darkroom.train.checkpoint.storage import Place, RemotePlace, newest, place_of, take_records
+from darkroom.train.checkpoint.storage import RemotePlace, newest, place_of, take_records
 from darkroom.train.checks import check_settings
 from darkroom.train.data.feed import Feed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
