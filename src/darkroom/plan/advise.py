@@ -258,11 +258,11 @@ def _smaller_batches(best: Option) -> Iterator[Option]:
         micro //= 2
 
 
-def _leaves_precision(asked: Asked, target: Target) -> bool:
+def _leaves_precision(asked: PlanRequest, target: Target) -> bool:
     return asked.settings["precision"] == "auto" and target.precision == "auto"
 
 
-def _in_float32(best: Option, asked: Asked, target: Target) -> Iterator[Option]:
+def _in_float32(best: Option, asked: PlanRequest, target: Target) -> Iterator[Option]:
     """The same in float32, on all cards asked for, where recipe and user leave the precision open."""
     if best.asked is None or best.target is None or best.plan.precision == "float32":
         return

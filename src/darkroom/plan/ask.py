@@ -67,11 +67,11 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
     )
     own = target.gpu == "here"
     wheres = [here(target)] if own else [place(card, target) for card in able_cards(asked, target)]
-    found = [with_limits(_plan_on(asked, where, target), target) for where in wheres]
+    found = [_with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
 
 
-def able_cards(asked: Asked, target: Target) -> list[Card]:
+def able_cards(asked: PlanRequest, target: Target) -> list[Card]:
     """The cards asked for; several of Apple's cannot train together, as torch has no collectives there."""
     found = chosen_cards(target.gpu)
     if target.count == 1 or not asked.settings:
@@ -82,7 +82,7 @@ def able_cards(asked: Asked, target: Target) -> list[Card]:
     return able
 
 
-def own_count(asked: Asked, target: Target) -> int:
+def own_count(asked: PlanRequest, target: Target) -> int:
     """The number of devices that a recipe says: on each machine as many as it says, else one a GPU."""
     from darkroom.hardware.machine import machine
 

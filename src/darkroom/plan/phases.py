@@ -10,7 +10,7 @@ from darkroom.plan.ask import able_cards, plans
 from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan
 from darkroom.plan.show import gb, hours, to_dict, usd
-from darkroom.plan.targets import Target
+from darkroom.plan.targets import PlanRequest, Target
 
 
 @dataclass(frozen=True)

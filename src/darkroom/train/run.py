@@ -25,7 +25,7 @@ from darkroom.recipe.sections import DataSettings
 from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
-from darkroom.train.checkpoint.storage import RemotePlace, newest, place_of, take_records
+from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
 from darkroom.train.checks import check_settings
 from darkroom.train.data.feed import Feed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
@@ -78,7 +78,7 @@ def train(
             if resume != "auto":
                 raise InputError(f"--resume {resume} with phases", allowed="auto")
             one = partial(_phase, feed=feed, estimate=estimate, console=console)
-            return _train_phases(recipe, Path(out), one, say)
+            return train_phases(recipe, Path(out), one, say)
         place = _place(ranks, Path(out), resume, recipe, say)
         if place.run is None:
             return _begin(recipe, place, feed, estimate, say, ranks)
