@@ -136,6 +136,12 @@ def test_a_recipe_is_read_without_torch():
     assert not {"torch", "diffusers", "transformers", "lance", "matplotlib", "PIL"} & names
 
 
+def test_a_plan_of_kept_counts_needs_no_torch():
+    names = imported_with("from darkroom.plan import advise, ask, fits, phases, trace")
+    assert "numpy" in names
+    assert not {"torch", "diffusers", "transformers", "lance", "matplotlib", "PIL"} & names
+
+
 def test_only_the_cluster_imports_ray():
     users = {room_of(path) for path in FILES if "import ray" in path.read_text()}
     assert users <= {"cluster"}

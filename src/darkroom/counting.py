@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -132,9 +132,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
+        self._results = _Results(fake_mode)
         self._live: dict[int, weakref.ref[Any]] = {}  # by storage
         self._live_bytes = 0
-        self._whole: dict[Any, bool] = {}  # of operations seen
         self.stage = ""  # what the caller says is going on, noted in the trace
         self.trace: Trace | None = None
         self._serial: dict[int, int] = {}  # of live storages, by storage
@@ -201,26 +201,26 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
             return args[0].fake_device
         kwargs = kwargs or {}
-        if func.namespace in _BOOKKEEPING:
+        known = _operation(func)
+        if known.bookkeeping:
             return func(*args, **kwargs)
-        packet = func._overloadpacket
-        if packet not in FORMULAS and not self._is_whole(func):
+        if not known.whole:
             # In inference mode composite operations arrive whole.
             with self:
                 return func.decompose(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = list(_tensors_in((args, kwargs)))
         self._refuse_real_weights(inputs)
-        out = _run(func, args, kwargs)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        out = self._results.of(func, known, args, kwargs, inputs)
+        outputs = list(_tensors_in(out))
         self._hold(inputs)
         self._hold(outputs)
         flops = 0
-        if packet in FORMULAS:
-            flops = int(FORMULAS[packet](*args, **kwargs, out_val=out))
-        elif _looks_like_matrix_work(func):
+        if known.formula is not None:
+            flops = int(known.formula(*args, **kwargs, out_val=out))
+        elif known.unknown_product:
             raise UncountedOperation(f"{func}: add its FLOPs to FORMULAS in {__name__}")
-        largest = max((_size(tensor) for tensor in (*inputs, *outputs)), default=0)
-        self._count(str(packet), flops, _bytes_moved(func, inputs, outputs), largest)
+        largest = max(map(_size, (*inputs, *outputs)), default=0)
+        self._count(known.name, flops, _bytes_moved(known, inputs, outputs), largest)
         return out
 
     def _count(self, name: str, flops: int, moved: int, largest: int) -> None:
@@ -254,14 +254,6 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._live.get(key) is ref:
             del self._live[key], self._serial[key]
 
-    def _is_whole(self, func: Any) -> bool:
-        """Whether an operation runs as one kernel; of those with parts too, the kernel is what runs."""
-        if func not in self._whole:
-            made_of_parts = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-            kernel = any(func.has_kernel_for_dispatch_key(key) for key in (DispatchKey.CPU, DispatchKey.CUDA))
-            self._whole[func] = kernel or not made_of_parts
-        return self._whole[func]
-
     def _refuse_real_weights(self, inputs: list[Tensor]) -> None:
         for tensor in inputs:
             if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
@@ -269,6 +261,152 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise RuntimeError(
                     f"a weight of shape {shape} is real: hand its module to count() or counting()"
                 )
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What is known of an operation whatever its inputs are."""
+
+    name: str
+    bookkeeping: bool
+    whole: bool  # it runs as one kernel; of those with parts too, the kernel is what runs
+    formula: Callable[..., int] | None
+    unknown_product: bool
+    moves_nothing: bool  # views and empty memory
+    in_place: bool
+    alike: bool  # of inputs alike it gives results alike
+
+
+@cache
+def _operation(func: Any) -> _Operation:
+    packet = func._overloadpacket
+    formula = FORMULAS.get(packet)
+    made_of_parts = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    kernel = any(func.has_kernel_for_dispatch_key(key) for key in (DispatchKey.CPU, DispatchKey.CUDA))
+    return _Operation(
+        name=str(packet),
+        bookkeeping=func.namespace in _BOOKKEEPING,
+        whole=formula is not None or kernel or not made_of_parts,
+        formula=formula,
+        unknown_product=formula is None and _looks_like_matrix_work(func),
+        moves_nothing=bool(func.is_view or _WRITES_NOTHING.match(str(func))),
+        in_place=func._schema.is_mutable,
+        alike=func.namespace == "aten" and not _DEPENDS.search(str(func)) and not _UNLIKE & set(func.tags),
+    )
+
+
+_Shape = tuple[Any, ...]  # size, stride, offset, dtype, device
+_Made = tuple[int | None, _Shape | None]
+
+
+class _NotAlike(Exception):
+    """A result that depends on more than its inputs' shapes."""
+
+
+class _Results:
+    """Fake results by operation and shapes of inputs: a network's blocks are alike, and FakeTensorMode takes
+    some ten times as long to say the same again.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self._fake_mode = fake_mode
+        self._known: dict[Any, tuple[bool, list[_Made]]] = {}  # whether it is a tuple, and of what
+
+    def of(
+        self, func: Any, known: _Operation, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]
+    ) -> Any:
+        """What the operation gives; without running it, where it was run on inputs alike."""
+        key = None
+        if known.alike:
+            with suppress(_NotAlike):
+                key = (func, _described(args), _described(tuple(kwargs.items())))
+        if key in self._known:
+            several, made = self._known[key]
+            again = [self._again(one, inputs) for one in made]
+            return tuple(again) if several else again[0]
+        out = _run(func, args, kwargs)
+        if key is not None:
+            with suppress(_NotAlike):
+                self._known[key] = type(out) is tuple, _made(out, func, inputs)
+        return out
+
+    def _again(self, made: _Made, inputs: Sequence[Tensor]) -> Tensor | None:
+        of, shape = made
+        if shape is None:
+            return None if of is None else inputs[of]
+        size, stride, offset, dtype, device = shape
+        with torch._C._DisableTorchDispatch():
+            found = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            if of is not None:  # a view
+                found.set_(inputs[of].untyped_storage(), offset, size, stride)
+        return FakeTensor(self._fake_mode, found, device)
+
+
+_PLAIN = (
+    *(int, float, bool, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _described(value: Any) -> Any:
+    """A key of an argument: a tensor by its shape, anything else as it is."""
+    if isinstance(value, FakeTensor):
+        if value.constant is not None:
+            raise _NotAlike
+        return _shape(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return tuple(map(_described, value))
+    if kind not in _PLAIN:
+        raise _NotAlike
+    return kind, value
+
+
+def _shape(tensor: FakeTensor) -> _Shape:
+    return (
+        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device,
+    )  # fmt: skip
+
+
+def _made(out: Any, func: Any, inputs: Sequence[Tensor]) -> list[_Made]:
+    """How to make each result again: it is nothing, an input, a view of one, or new memory."""
+    each = list(out) if type(out) is tuple else [out]
+    given = [tensor.untyped_storage()._cdata for tensor in inputs]
+    found, new = list[_Made](), set[int]()
+    for one in each:
+        same = next((k for k, tensor in enumerate(inputs) if tensor is one), None)
+        if one is None or same is not None:
+            found.append((same, None))
+            continue
+        if type(one) is not FakeTensor or one.constant is not None:
+            raise _NotAlike
+        storage = one.untyped_storage()._cdata
+        of = given.index(storage) if storage in given else None
+        shares = func.is_view or func is aten._unsafe_view.default
+        if (of is not None) != shares or not (shares or (_fills(one) and storage not in new)):
+            raise _NotAlike
+        new.add(storage)
+        found.append((of, _shape(one)))
+    return found
+
+
+def _fills(tensor: Tensor) -> bool:
+    """Whether a tensor's storage is just as large as the tensor."""
+    last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
+    size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == size
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results, in their order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors_in(item)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -322,16 +460,18 @@ def _is_real(leaf: object) -> bool:
 
 _BOOKKEEPING = ("prim", "profiler", "prims")
 _DEVICE = torch.ops.prim.device.default
+_DEPENDS = re.compile(r"aten\.(lift|resize|set_|_local_scalar|item|_foreach|_fused|scalar_tensor)")
+_UNLIKE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _WRITES_NOTHING = re.compile(r"aten\.(empty|new_empty|lift_fresh|_local_scalar_dense)")
 
 
-def _bytes_moved(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+def _bytes_moved(known: _Operation, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Bytes read and written; views and empty memory move nothing."""
-    if func.is_view or _WRITES_NOTHING.match(str(func)):
+    if known.moves_nothing:
         return 0
     read = sum(map(_size, {id(tensor): tensor for tensor in inputs}.values()))
     written = sum(map(_size, outputs))
-    if not outputs and func._schema.is_mutable:  # lists changed in place: gradients, moments, weights
+    if not outputs and known.in_place:  # lists changed in place: gradients, moments, weights
         written = read
     return read + written
 

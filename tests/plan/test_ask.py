@@ -15,7 +15,7 @@ from darkroom.cli.door import main
 from darkroom.errors import InputError
 from darkroom.hardware import machine
 from darkroom.hardware.machine import Device, Machine
-from darkroom.plan import advise, ask, generation, targets
+from darkroom.plan import advise, ask, pictures, targets
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
 from darkroom.plan.run_estimate import foretell
@@ -70,7 +70,7 @@ def test_all_cards_come_cheapest_first_and_broken_limits_last(capsys, recipe):
 
 
 def test_a_run_keeps_its_plan_where_it_was_counted_before(recipe):
-    other = read_recipe(recipe, ["train.global_batch=48"])
+    other = read_recipe(recipe, ["train.global_batch=48", "train.ema.enabled=false"])
     assert foretell(other) is None
     counted = foretell(other, count=True)
     kept = foretell(other)
@@ -348,11 +348,11 @@ def test_pictures_are_planned_as_they_would_be_made(capsys, tmp_path):
     assert half["memory_bytes"]["weights"] < 0.6 * plan["memory_bytes"]["weights"]
     prepared = ("prepare", "--model", "tiny", "--resolution", "64", "--gpu", "A100-80", "--json")
     assert json.loads(told(capsys, *prepared)[1])["plans"][0]["precision"] == "float32"
-    assert generation.own_guidance("tiny") == 7.5
+    assert pictures.own_guidance("tiny") == 7.5
     (tmp_path / "model_index.json").write_text(json.dumps({"_darkroom": {"guidance": 1.0}}))
-    assert generation.own_guidance(str(tmp_path)) == 1.0
+    assert pictures.own_guidance(str(tmp_path)) == 1.0
     (tmp_path / "model_index.json").write_text("[]")
-    assert generation.own_guidance(str(tmp_path)) == 7.5
+    assert pictures.own_guidance(str(tmp_path)) == 7.5
 
 
 def test_files_are_as_large_as_what_is_trained_and_its_optimisers_state(tmp_path):
@@ -544,5 +544,27 @@ def test_cards_of_so_much_memory_are_compared_and_prices_chosen(capsys):
 def test_what_no_source_tells_is_said(capsys):
     (guessed,) = plan_of(capsys, "--gpu", "RTX 4070")
     (known,) = plan_of(capsys, "--gpu", "RTX 4090")
-    assert any(note.startswith("no source tells what programs see") for note in guessed["notes"])
-    assert not any(note.startswith("no source") for note in known["notes"])
+    assert any(note.startswith("no data sheet confirms what programs see") for note in guessed["notes"])
+    assert not any(note.startswith("no data sheet") for note in known["notes"])
+
+
+def test_what_nobody_offers_and_nothing_can_do_is_refused(capsys, recipe, tmp_path):
+    """Cards of other makes, regions of nobody, endless prices, tables with other columns, Apples in a row."""
+    drawn = ("generate", "--model", "tiny", "--size", "64x64")
+    wrong = tmp_path / "prices.csv"
+    wrong.write_text("provider,device\nme,T4\n")
+    for arguments, named in (
+        ((*drawn, "--gpu", "Gaudi 3"), "darkroom does not run on it"),
+        ((*drawn, "--gpu", "T4", "--region", "mars"), "--region mars; allowed: how a region begins"),
+        ((*drawn, "--gpu", "T4", "--price", "inf"), "--price inf"),
+        ((*drawn, "--gpu", "T4", "--prices", str(wrong)), "columns and values as in prices.csv"),
+        ((recipe, "--gpu", "Apple M1", "--count", "8"), "8 x Apple M1; allowed: one"),
+    ):
+        code, _, err = told(capsys, *arguments)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert named in err
+    assert told(capsys, *drawn, "--gpu", "T4", "--region", "us", "--price", "1")[0] == 0
+    _, out, _ = told(capsys, recipe, "--gpu", "all", "--count", "2", "--json")
+    devices = {plan["device"] for plan in json.loads(out)["plans"]}
+    assert "H100-SXM" in devices
+    assert not any(name.startswith("Apple") for name in devices)

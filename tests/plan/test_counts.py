@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
 
 import pytest
 
+from darkroom.plan import counts, settings
 from darkroom.plan.counts import KINDS, Line, Moment, Profile, highest
 
 
@@ -67,10 +70,77 @@ def test_a_profile_comes_back_from_plain_values(counted):
     assert again.flops(7) == counted.flops(7)
 
 
+def test_a_process_keeps_what_its_forward_pass_frees():
+    """Of activations alone, most where blocks are freed among those that live on; weights are never freed."""
+
+    def kept(stage, **facts):
+        moments = (moment(stage, 100, 10), moment(stage, 1000, 0, kind="weights"))
+        held = [Profile((), (one,), {}, 0, {"latents": 4}, facts).memory(4, keeps=True) for one in moments]
+        assert held[1]["allocator"] == 0
+        return held[0]["allocator"] / held[0]["activations"]
+
+    plain, holed = kept("forward"), kept("backward", frees_in_forward=True)
+    assert 0.1 < plain < 0.5 * holed
+    assert 0.5 < holed <= 1
+    assert kept("latents") < kept("denoise") < holed
+    assert "allocator" not in Profile((), (moment("forward", 1, 1),), {}, 0).memory(4)
+
+
+NO_EFFECT = {
+    "train": {
+        "steps": 7, "global_batch": 12, "micro_batch": 3, "precision": "bf16", "device": "cpu", "seed": 5,
+        "log_every": 3,
+    },
+    "optim": {"lr": 3e-4, "warmup_steps": 2, "decay": "cosine", "final_lr_ratio": 0.1},
+    "data": {"filter": "width > 8", "holdout": 2, "workers": 1, "ahead": 2, "store": "another"},
+    "sample": {"seed": 4, "steps": 9, "solver": "ddim"},
+    "parallel": {"reduce": "bf16", "shard": "full"},
+    "checkpoint": {"every": 9},
+    "evaluate": {"rows": 3, "timesteps": 3},
+    "track": {"wandb": "a project"},
+    "budget": {"usd": 3},
+}  # fmt: skip
+
+
+def test_recipes_that_differ_in_nothing_that_is_counted_share_one_count(counted):
+    from darkroom.plan.training import profile_recipe
+    from darkroom.recipe import make_recipe
+
+    content = {
+        "task": "pretrain", "model": {"base": "tiny"}, "data": {"store": "no such store", "resolution": 64},
+    }  # fmt: skip
+    plain = make_recipe(content)
+    other = make_recipe({**content, **NO_EFFECT, "data": {**content["data"], **NO_EFFECT["data"]}})
+    named = {*((a, b) for a in settings.NO_EFFECT for b in settings.NO_EFFECT[a])}
+    assert named <= {(a, b) for a in NO_EFFECT for b in NO_EFFECT[a]}
+    assert {*settings.NO_EFFECT_SECTIONS} <= NO_EFFECT.keys()
+    assert settings.as_counted(other) == settings.as_counted(plain) != plain.dump()
+    assert profile_recipe(other, "float32", gpu=True) == counted
+    for told in ("optim.unet_lr=1e-3", "train.ema.enabled=false", "data.encode=inline", "sample.num=3"):
+        assert settings.as_counted(make_recipe(content, [told])) != settings.as_counted(plain)
+
+
+def test_counts_that_come_with_darkroom_are_taken_unless_they_are_of_other_code(tmp_path, monkeypatch):
+    key, made = {"job": "any"}, []
+
+    def count():
+        made.append(1)
+        return {"flops": len(made)}
+
+    file = tmp_path / "common.json.gz"
+    file.write_bytes(gzip.compress(json.dumps({counts._digest(key): {"flops": 7}}).encode()))
+    monkeypatch.setattr(counts, "SHIPPED", file)
+    monkeypatch.setenv("DARKROOM_CACHE", str(tmp_path / "cache"))
+    assert (counts.cached(key, count), made) == ({"flops": 7}, [])
+    monkeypatch.setattr(counts, "_code", lambda: "of another version")
+    assert (counts.cached(key, count), made) == ({"flops": 1}, [1])
+    assert (counts.cached(key, count), made) == ({"flops": 1}, [1])  # kept here from then on
+
+
 def test_two_batch_sizes_of_an_encoder_tell_a_third():
     from darkroom.models.outline import outlined
-    from darkroom.plan.counts import fakes, profile_of
     from darkroom.plan.generation import PrepareSpec, _trace_encoders
+    from darkroom.plan.tracing import fakes, profile_of
 
     model, spec = outlined("tiny", ("vae",)), PrepareSpec("tiny", 64, precision="float32")
     with fakes(*model.modules.values()) as counter:
@@ -93,7 +163,7 @@ def test_two_batch_sizes_tell_a_third(counted, monkeypatch):
     traced = training.trace_training
     monkeypatch.setattr(training, "trace_training", lambda *args, rows: tuple(traced(*args, rows=(8, 9))))
     monkeypatch.setattr(training, "profile_of", lambda traces, _, **known: real(traces, (8, 9), **known))
-    from darkroom.plan.counts import profile_of as real
+    from darkroom.plan.tracing import profile_of as real
 
     other = training.profile_recipe(recipe, "float32", gpu=True)
     assert counted.flops(8) == pytest.approx(other.flops(8), rel=1e-9)

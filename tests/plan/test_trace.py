@@ -10,7 +10,7 @@ import pytest
 from darkroom.cli.door import main
 from darkroom.hardware.cards import cards
 from darkroom.measure.trace import draw_trace
-from darkroom.plan import generation
+from darkroom.plan import pictures
 from darkroom.plan.jobs import Where
 from darkroom.plan.roofline import Software
 from darkroom.plan.serving import Fleet, Request, Server, draw, fewest_devices, read_trace, serve
@@ -21,7 +21,7 @@ SIZES = [(64, 64), (64, 48)]
 
 @pytest.fixture(scope="module")
 def profiles():
-    return {size: generation.picture_profile("tiny", *size, False, "bf16", "fused") for size in SIZES}
+    return {size: pictures.picture_profile("tiny", *size, False, "bf16", "fused") for size in SIZES}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from darkroom.errors import RecipeError
 from darkroom.recipe import read_recipe
 from darkroom.recipe.phases import phase_recipes
-from darkroom.train.setup import check_settings
+from darkroom.train.checks import check_settings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sd2-two-phases.yaml"
 

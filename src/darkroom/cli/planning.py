@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from darkroom.cli.groups import grouped
 from darkroom.errors import InputError, RecipeError
 
 if TYPE_CHECKING:
-    from darkroom.plan.generation import PictureSettings
+    from darkroom.plan.pictures import PictureSettings
     from darkroom.plan.targets import PlanRequest, Target
 
 JOBS = ("generate", "serve", "prepare")
@@ -60,6 +61,13 @@ class TargetOptions:
     software: Annotated[
         str, typer.Option(help="whose program runs it: darkroom, diffusers, compile, tensorrt")
     ] = "darkroom"
+
+    def check(self) -> None:
+        """InputError for an amount that is no number."""
+        for name in ("price", "budget", "deadline", "storage", "egress"):
+            number = getattr(self, name)
+            if number is not None and not math.isfinite(number):
+                raise InputError(f"--{name} {number}", allowed="a number; leave it out where there is none")
 
     def target(self) -> Target:
         """What these options say, checked by their names before anything is counted."""
@@ -123,7 +131,7 @@ class FleetOptions:
         float, typer.Option(min=0, help="serve: seconds until another device serves: its machine, loading")
     ] = 120.0
     losses: Annotated[
-        float, typer.Option(min=0, help="serve: how often an hour a (spot) device is taken away")
+        float, typer.Option(min=0, max=60, help="serve: how often an hour a (spot) device is taken away")
     ] = 0.0
 
     def asked(self, pictures: PictureSettings) -> PlanRequest:
@@ -180,6 +188,7 @@ def plan(
 
     Example: darkroom plan generate --model sd15 --size 512x512 --steps 30 --batch 4 --gpu A100-80
     """
+    on.check()
     if calibrate:
         return _calibrate(rows or [], as_json)
     if validate:
@@ -195,12 +204,13 @@ def plan(
         raise InputError(f"--trace with {job}", allowed="serve --trace FILE")
     if head is not None:
         return _head(job, overrides or [], head, write, as_json)
-    from darkroom.plan import ask, generation
+    from darkroom.plan import ask
+    from darkroom.plan.pictures import PictureSettings
 
     if job == "generate":
-        asked = [ask.ask_generate(generation.PictureSettings(**asdict(of)))]
+        asked = [ask.ask_generate(PictureSettings(**asdict(of)))]
     elif job == "serve":
-        asked = [served.asked(generation.PictureSettings(**asdict(of)))]
+        asked = [served.asked(PictureSettings(**asdict(of)))]
     elif job == "prepare":
         asked = [ask.ask_prepare(of.model, resolution, of.pictures, text=text)]
     else:

@@ -130,11 +130,11 @@ def train(
         return plan_here(recipe, overrides or [], as_json)
     from darkroom.plan.run_estimate import foretell
     from darkroom.recipe.read import read_sweep
+    from darkroom.train.checks import check_settings
     from darkroom.train.distributed.launch import launch, num_processes, starts_processes
     from darkroom.train.distributed.ranks import is_first
     from darkroom.train.run import sweep
     from darkroom.train.run import train as run
-    from darkroom.train.setup import check_settings
 
     place, said = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [], of=of)

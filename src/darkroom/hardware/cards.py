@@ -41,7 +41,7 @@ class Card:
     machine: str  # a row of machines.csv: what it usually stands in
     aliases: tuple[str, ...]
     source: str
-    guessed: tuple[str, ...] = ()  # columns of hardware.csv that no source tells
+    guessed: tuple[str, ...] = ()  # columns of hardware.csv that no data sheet at hand confirms
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,8 @@ def _card(row: dict[str, str]) -> Card:
 
 
 GUESSED = {
+    "bandwidth_gb_s": "the bandwidth",
+    "int8_tops": "the rate of 8-bit integers",
     "total_gib": "what programs see of the memory (98 % of what is sold is taken)",
     "cache_mb": "the cache",
     "power_w": "the power",
@@ -184,10 +186,10 @@ GUESSED = {
 
 
 def unsourced(card: Card) -> Iterator[str]:
-    """What of a GPU's figures no source tells: a plan says so."""
+    """What of a GPU's figures no data sheet confirms: a plan says so."""
     found = [GUESSED[name] for name in card.guessed]
     if found and card.kind == "gpu":
-        yield f"no source tells {' or '.join(found)} of a {card.name}"
+        yield f"no data sheet confirms {' or '.join(found)} of a {card.name}"
 
 
 def _memory_bytes(row: dict[str, str]) -> int | None:

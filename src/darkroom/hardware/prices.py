@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,7 +69,21 @@ class Price:
 
 @cache
 def prices(path: Path = HERE / "prices.csv") -> tuple[Price, ...]:
-    """All rows of prices.csv, or of a user's file with the same columns."""
+    """All rows of prices.csv, or of a user's file with the same columns; InputError where they are others."""
+    try:
+        found = _read(path)
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(
+            f"prices in {path}: {error}", allowed="columns and values as in prices.csv"
+        ) from error
+    for row in found:
+        asked = (row.on_demand_usd_per_hour, row.spot_usd_per_hour or 0.0)
+        if not all(math.isfinite(usd) and usd >= 0 for usd in asked) or row.count < 1:
+            raise InputError(f"prices in {path}: {row.provider} {row.instance}", allowed="USD of 0 and more")
+    return found
+
+
+def _read(path: Path) -> tuple[Price, ...]:
     return tuple(
         Price(
             provider=row["provider"],
@@ -146,6 +161,9 @@ def choose(
     if not rows:
         names = ", ".join(sorted({row.provider for row in table}))
         raise InputError(f"--provider {provider}", allowed=names)
+    if region and not any(row.region.startswith(region) for row in table):
+        names = ", ".join(sorted({row.region for row in table if row.region not in ("", "all")}))
+        raise InputError(f"--region {region}", allowed=f"how a region begins: {names}")
     held = [row for row in rows if not region or row.region.startswith(region) or row.region == "all"]
     if not held:
         names = ", ".join(sorted({row.region for row in rows if row.region}))

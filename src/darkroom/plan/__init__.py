@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from darkroom.plan.ask import ask_generate, ask_prepare, ask_recipe, plans
-    from darkroom.plan.generation import PictureSettings
     from darkroom.plan.jobs import Plan
+    from darkroom.plan.pictures import PictureSettings
     from darkroom.plan.show import to_dict
     from darkroom.plan.targets import PlanRequest, Target
 
@@ -31,7 +31,7 @@ __all__ = [
     "to_dict",
 ]
 
-_MODULES = ("ask", "generation", "jobs", "show", "targets")
+_MODULES = ("ask", "jobs", "pictures", "show", "targets")
 
 
 def __getattr__(name: str) -> Any:

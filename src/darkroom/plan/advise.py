@@ -11,10 +11,11 @@ from typing import Any
 from darkroom.bill import format_number
 from darkroom.errors import InputError
 from darkroom.hardware.cards import cards
-from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, plans, preparing_profile
+from darkroom.plan.ask import USUAL_PRECISION, ask_recipe, plans
 from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan, PrepareJob, Where, plan_preparing
 from darkroom.plan.phases import without_limits
+from darkroom.plan.pictures import preparing_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.show import hours, price_lines, to_dict, usd
 from darkroom.plan.targets import PlanRequest, Target, here, place
@@ -209,7 +210,11 @@ def search(
             Option({}, plan) for number in numbers for plan in plans(asked, replace(target, count=number))
         ]
     else:
-        options = list(_training_options(asked, recipe, overrides, target, numbers, say, phase))
+        rest = (recipe, overrides)
+        options = list(_training_options(asked, *rest, target, numbers, say, phase))
+        if _leaves_precision(asked, target) and not any(option.kept(target) for option in options):
+            other = replace(target, precision="float32")
+            options += _training_options(asked, *rest, other, numbers, say, phase)
     fitting = [option for option in options if option.kept(target)]
     if not fitting:
         allowed = [option for option in options if option.plan.fits]
@@ -221,9 +226,9 @@ def search(
         )
     ranked = Search(asked, fitting, 0).ranked
     for best in {id(one): one for one in (_cheapest(ranked), _fastest(ranked))}.values():
-        smaller = list(_smaller_batches(best))
-        options += smaller
-        fitting += [option for option in smaller if option.kept(target)]
+        more = [*_smaller_batches(best), *_in_float32(best, asked, target)]
+        options += more
+        fitting += [option for option in more if option.kept(target)]
     return Search(asked, fitting, len(options))
 
 
@@ -253,6 +258,25 @@ def _smaller_batches(best: Option) -> Iterator[Option]:
         micro //= 2
 
 
+def _leaves_precision(asked: PlanRequest, target: Target) -> bool:
+    return asked.settings["precision"] == "auto" and target.precision == "auto"
+
+
+def _in_float32(best: Option, asked: PlanRequest, target: Target) -> Iterator[Option]:
+    """The same in float32, on all cards asked for, where recipe and user leave the precision open."""
+    if best.asked is None or best.target is None or best.plan.precision == "float32":
+        return
+    if _leaves_precision(asked, target):
+        where = replace(best.target, precision="float32")
+        for plan in plans(best.asked, where):
+            settings = {
+                **best.settings,
+                "precision": plan.precision,
+                "micro_batch": str(plan.batch["micro"]),
+            }
+            yield _with_encoding(Option(settings, plan, asked=best.asked, target=where), asked, target)
+
+
 def _training_options(
     asked: PlanRequest,
     recipe: Path,
@@ -266,8 +290,6 @@ def _training_options(
     fixed = asked.settings
     checkpointing = [fixed["checkpointing"]] if "train.gradient_checkpointing" in said else [False, True]
     modes = ("ddp", "fsdp") if target.mode == "auto" else (target.mode,)
-    open_ = fixed["precision"] == "auto" and target.precision == "auto"
-    precisions = ("auto", "float32") if open_ else (target.precision,)
     encodes = ["inline", "stored", "online"] if fixed["task"] == "pretrain" else [fixed["encode"]]
     for recompute in checkpointing:
         for encode in encodes:
@@ -277,10 +299,9 @@ def _training_options(
                 changes.append(f"data.encode={told}")
             say(f"counting {' '.join(changes)}")
             variant = ask_recipe(recipe, [*overrides, *changes], phase=phase)
-            kinds = itertools.product(precisions, [n for n in numbers if n <= fixed["global_batch"]], modes)
-            for precision, number, mode in kinds:
+            for number, mode in itertools.product([n for n in numbers if n <= fixed["global_batch"]], modes):
                 if number > 1 or mode == modes[0]:
-                    where = replace(target, count=number, mode=mode, precision=precision)
+                    where = replace(target, count=number, mode=mode)
                     for plan in plans(variant, where):
                         settings = {
                             "precision": plan.precision,

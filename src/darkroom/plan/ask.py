@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import DarkroomError, InputError
-from darkroom.hardware.cards import storage_price, unsourced
+from darkroom.hardware.cards import Card, storage_price, unsourced
 from darkroom.hardware.prices import Price
 from darkroom.options import parse_size
 from darkroom.plan.cost import listed, over_limits, storage
 from darkroom.plan.counts import Profile, cached, cached_profile
-from darkroom.plan.generation import PictureSettings, own_guidance, picture_profile
 from darkroom.plan.intervals import with_intervals
 from darkroom.plan.jobs import (
     GenerateJob,
@@ -27,6 +26,7 @@ from darkroom.plan.jobs import (
     plan_preparing,
     plan_training,
 )
+from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profile, preparing_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.settings import configs_of, pictures_of, read_phase, rows_of, runs_of, settings_of, text_of
 from darkroom.plan.targets import (
@@ -40,7 +40,7 @@ from darkroom.plan.targets import (
     software_notes,
     software_of,
 )
-from darkroom.train.distributed.ddp_fsdp import channels_last
+from darkroom.recipe.rules import channels_last
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -65,11 +65,21 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
         shard=said.get("shard", "grads"),
         node_devices=said.get("node_devices") or target.node_devices,
     )
-    wheres = (
-        [place(card, target) for card in chosen_cards(target.gpu)] if target.gpu != "here" else [here(target)]
-    )
+    own = target.gpu == "here"
+    wheres = [here(target)] if own else [place(card, target) for card in able_cards(asked, target)]
     found = [_with_limits(_plan_on(asked, where, target), target) for where in wheres]
     return sorted(found, key=_order)
+
+
+def able_cards(asked: PlanRequest, target: Target) -> list[Card]:
+    """The cards asked for; several of Apple's cannot train together, as torch has no collectives there."""
+    found = chosen_cards(target.gpu)
+    if target.count == 1 or not asked.settings:
+        return found
+    able = [card for card in found if card.architecture != "Apple GPU"]
+    if not able:
+        raise InputError(f"{target.count} x {found[0].name}", allowed="one: they cannot train together")
+    return able
 
 
 def own_count(asked: PlanRequest, target: Target) -> int:
@@ -154,7 +164,7 @@ def ask_recipe(path: Path, overrides: Sequence[str] = (), *, phase: int | None =
     text = text_of(path)
     runs = runs_of("\n".join([text, *overrides]), path.parent)
     key = {"recipe": text, "overrides": list(overrides), "phase": phase, "runs": runs}
-    settings = cached({**key, "settings": 8}, lambda: settings_of(*read_phase(path, overrides, phase)))
+    settings = cached({**key, "settings": 9}, lambda: settings_of(*read_phase(path, overrides, phase)))
     settings["rows"] = rows_of(settings["store"])
 
     def count(precision: str, gpu: bool) -> Profile:
@@ -290,27 +300,6 @@ def ask_prepare(model: str, resolution: int, pictures: int, *, text: bool = Fals
         precision=USUAL_PRECISION,
         channels_last=layout_of(False),
     )
-
-
-def preparing_profile(
-    model: str, resolution: int, text: bool, precision: str, vae: str | None = None
-) -> Profile:
-    """The counts of encoding, kept; with another model's VAE, if that is said."""
-    key = {
-        "job": "prepare",
-        "model": configs_of(model),
-        "resolution": resolution,
-        "text": text,
-        "precision": precision,
-        "vae": None if vae is None else configs_of(vae),
-    }
-
-    def count() -> Profile:
-        from darkroom.plan.generation import PrepareSpec, profile_preparing
-
-        return profile_preparing(PrepareSpec(model, resolution, text, precision, vae))
-
-    return cached_profile(key, count)
 
 
 STATE = ("gradients", "optimiser")

@@ -13,8 +13,8 @@ from typing import Any
 
 from darkroom.errors import InputError
 from darkroom.plan.ask import ask_generate, ask_recipe_object, plans
-from darkroom.plan.generation import PictureSettings
 from darkroom.plan.jobs import MOST_ROWS, Plan
+from darkroom.plan.pictures import PictureSettings
 from darkroom.plan.show import gb, hours, seconds, usd
 from darkroom.plan.targets import PlanRequest, Target, chosen_cards, fast_precision
 from darkroom.recipe.read import make_recipe
@@ -116,7 +116,7 @@ class CardFits:
         return f"{self.card} with {self.model}: {held}; {price}"
 
     def foot(self) -> Iterator[str]:
-        """What the columns mean, and what no source tells of the card."""
+        """What the columns mean, and what no data sheet confirms of the card."""
         yield "batch: the largest at once; time: of a picture of 30 steps, or of steps of one picture"
         yield from self.notes
 
@@ -151,7 +151,7 @@ def what_fits(name: str, model: str, say: Callable[[str], None] = lambda _: None
         first.usable_memory_bytes or 0.0,
         first.cost.usd_per_device_hour,
         tuple(found),
-        tuple(dict.fromkeys(note for note in first.notes if note.startswith("no source"))),
+        tuple(dict.fromkeys(note for note in first.notes if note.startswith("no data sheet"))),
     )
 
 

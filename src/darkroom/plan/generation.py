@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,59 +14,12 @@ from darkroom.counting import Counter, Trace
 from darkroom.errors import InputError
 from darkroom.models.model import Model, is_flow
 from darkroom.models.outline import outlined, text_configs
-from darkroom.plan.counts import Profile, as_on_gpu, cached_profile, fakes, profile_of, tag_weights
-from darkroom.plan.settings import configs_of
-from darkroom.plan.targets import USUAL_GUIDANCE
+from darkroom.plan.counts import Profile
+from darkroom.plan.tracing import as_on_gpu, fakes, profile_of, tag_weights
 from darkroom.prepare.encoders import encode_moments, text_states
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Condition, Row, denoise
 from darkroom.sample.pictures import DECODE_PIXELS
-
-
-@dataclass(frozen=True)
-class PictureSettings:
-    """Making pictures, by flags."""
-
-    model: str = "sd15"
-    size: str = "512x512"
-    steps: int = 30
-    guidance: float | None = None  # None: the model's own, else 7.5
-    batch: int = 1
-    pictures: int = 1000
-    attention: str = "fused"
-    channels_last: bool | None = None  # None: as `generate` picks it, in half precisions
-
-
-def own_guidance(model: str) -> float:
-    """The guidance scale that a model folder notes, else the usual one."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        index = json.loads((Path(model) / "model_index.json").read_text(encoding="utf-8"))
-        return float(index["_darkroom"]["guidance"])
-    return USUAL_GUIDANCE
-
-
-def picture_profile(
-    model: str, width: int, height: int, guided: bool, precision: str, attention: str, *, whole: bool = False
-) -> Profile:
-    """The counts of making pictures, kept. `whole`: the VAE decodes a batch at once."""
-    key = {
-        "job": "generate",
-        "model": configs_of(model),
-        "size": [width, height],
-        "guided": guided,
-        "precision": precision,
-        "attention": attention,
-        "whole": whole,
-    }
-
-    def count() -> Profile:
-        from darkroom.sample.pictures import DECODE_PIXELS
-
-        pixels = None if whole else DECODE_PIXELS
-        return profile_generation(GenerateSpec(model, width, height, guided, precision, attention, pixels))
-
-    return cached_profile(key, count)
-
 
 ATTENTIONS = ("fused", "plain")
 

@@ -16,8 +16,8 @@ from darkroom.plan.scale import ClusterSpec, all_reduce_s, exposed_s
 
 CONTEXT_BYTES = 700e6  # CUDA context and library workspaces (field: hundreds of MB)
 FRAGMENTATION = 1.04  # of the caching allocator
-CPU_PROCESS_BYTES = 680e6  # libraries, threads, buffers: a run of 60 MB of tensors took 757
-CPU_KEPT = 1.28  # freed blocks that glibc keeps: the median of nine plain runs (1.03 to 1.78, memory-cpu.csv)
+DRAWING_PROCESS_BYTES = 425e6  # of `generate`, which needs no library of stores: 430 with 7 of tensors
+CPU_PROCESS_BYTES = 650e6  # libraries, threads, buffers: runs of 25 and 44 MB of tensors took 680 and 682
 MOST_ROWS = 4096
 
 
@@ -45,20 +45,27 @@ class Where:
 
     @property
     def usable_bytes(self) -> float | None:
-        """Memory for live tensors; None where nothing is known of it."""
+        """Memory for tensors, on a CPU with what its allocator keeps of them; None where none is known."""
         total = self.total_bytes
         if total is None:
             return None
         if self.card.kind == "cpu":
-            return (total - CPU_PROCESS_BYTES) / CPU_KEPT
+            return total - CPU_PROCESS_BYTES
         return (total - CONTEXT_BYTES) / FRAGMENTATION
 
-    def held(self, tensors: dict[str, float]) -> dict[str, float]:
-        """What a job holds: of a GPU its tensors; of a CPU the process too, with what its allocator keeps."""
-        if self.card.kind != "cpu":
-            return tensors
-        kept = (CPU_KEPT - 1) * sum(tensors.values())
-        return {**tensors, "process": CPU_PROCESS_BYTES, "allocator": kept}
+    def held(self, tensors: dict[str, float], process_bytes: float = CPU_PROCESS_BYTES) -> dict[str, float]:
+        """What a job holds: of a GPU its tensors; of a CPU the process too."""
+        return {**tensors, "process": process_bytes} if self.card.kind == "cpu" else tensors
+
+    def memory(self, profile: Profile, rows: int, **more: Any) -> dict[str, float]:
+        """Bytes by kind of a job's tensors here, at most `rows` at once; see `Profile.memory`."""
+        return profile.memory(
+            rows,
+            shards=self.cluster.shards,
+            gathers=self.cluster.gathers,
+            keeps=self.card.kind == "cpu",
+            **more,
+        )
 
     def roofline(self, software: Software) -> Roofline:
         """The device with a software on it."""
@@ -127,10 +134,7 @@ def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, mo
         return most
 
     def fits(rows: int) -> bool:
-        held = profile.memory(
-            rows, accumulate=accumulate, shards=where.cluster.shards, gathers=where.cluster.gathers
-        )
-        return sum(held.values()) <= room
+        return sum(where.memory(profile, rows, accumulate=accumulate).values()) <= room
 
     low, high = 0, 1
     while high <= most and fits(high):
@@ -168,13 +172,7 @@ def plan_training(
         batch={"global": job.global_batch, "micro": micro, "accumulation": -(-rows // micro)},
         flops_an_image=profile.flops(1, "forward", "backward"),
         flops_a_step=profile.flops(1, "forward", "backward") * job.global_batch,
-        memory_bytes=profile.memory(
-            micro,
-            accumulate=micro < rows,
-            step_rows=rows,
-            shards=where.cluster.shards,
-            gathers=where.cluster.gathers,
-        ),
+        memory_bytes=where.memory(profile, micro, accumulate=micro < rows, step_rows=rows),
         largest_micro_batch=largest,
         seconds=step,
         images_per_s=job.global_batch / step.total,
@@ -212,7 +210,7 @@ def _plan(
     # In float32 convolutions may run as tf32: then its rate is the one that nothing can pass.
     peak = max(roofline.peak(kind)[0] for kind in ("conv", "matmul")) * where.cluster.count
     device_hours = known["hours"] * where.cluster.count
-    memory = where.held(known.pop("memory_bytes"))
+    memory = where.held(known.pop("memory_bytes"), known.pop("process_bytes", CPU_PROCESS_BYTES))
     return Plan(
         device=where.card.name,
         count=where.cluster.count,
@@ -356,7 +354,8 @@ def plan_generating(
         batch={"batch": job.batch},
         flops_an_image=profile.flops(1, "text", "decode") + job.steps * profile.flops(1, "denoise"),
         flops_a_step=job.batch * profile.flops(1, "denoise"),
-        memory_bytes=profile.memory(job.batch),
+        memory_bytes=where.memory(profile, job.batch),
+        process_bytes=DRAWING_PROCESS_BYTES,
         largest_micro_batch=largest,
         seconds=seconds,
         images_per_s=rate,
@@ -415,7 +414,7 @@ def plan_preparing(
         batch={"batch": batch},
         flops_an_image=profile.flops(1),
         flops_a_step=batch * profile.flops(1),
-        memory_bytes=profile.memory(batch),
+        memory_bytes=where.memory(profile, batch),
         largest_micro_batch=largest,
         seconds=seconds,
         images_per_s=rate,

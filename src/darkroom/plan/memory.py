@@ -13,23 +13,14 @@ from darkroom.counting import ROUND_BYTES, Counter
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
-from darkroom.plan.counts import (
-    DECODED,
-    KINDS,
-    LATENTS,
-    SAMPLES,
-    Line,
-    Moment,
-    moments_of,
-    size_bytes,
-    tag_weights,
-)
+from darkroom.plan.counts import DECODED, KINDS, LATENTS, SAMPLES, Line, Moment
 from darkroom.plan.generation import decoded, unet_call
+from darkroom.plan.tracing import moments_of, size_bytes, tag_weights
 from darkroom.prepare.encoders import encode_moments
 from darkroom.sample.generate import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train.data.local_dataset import has_own_store
-from darkroom.train.data.precomputed import PREPARED_PIXELS, caches_latents
+from darkroom.train.data.precomputed import PREPARED_PIXELS
 from darkroom.train.memory import LEAST_BYTES
 from darkroom.train.tasks.diffusion import ENCODED_PIXELS, Diffusion, Task
 
@@ -60,7 +51,7 @@ def reads_text(data: DataSettings, task: Task) -> bool:
 
 def makes_latents(task: str, data: DataSettings) -> bool:
     """Whether the run makes latents of its own pictures before it trains."""
-    return task != "autoencoder" and has_own_store(data) and caches_latents(data)
+    return task != "autoencoder" and has_own_store(data) and data.caches_latents
 
 
 def own_latents(

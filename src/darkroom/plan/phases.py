@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from darkroom.plan.ask import plans
+from darkroom.plan.ask import able_cards, plans
 from darkroom.plan.cost import over_limits
 from darkroom.plan.jobs import Plan
 from darkroom.plan.show import gb, hours, to_dict, usd
-from darkroom.plan.targets import PlanRequest, Target, chosen_cards
+from darkroom.plan.targets import PlanRequest, Target
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,11 @@ def compared(asked: Sequence[PlanRequest], target: Target, numbers: Sequence[int
     most = min(int(one.settings["global_batch"]) for one in asked)
     going = [number for number in numbers if number <= most] or numbers[:1]  # which says why not
     on_all = target.several
-    names = [card.name for card in chosen_cards(target.gpu)] if on_all else [target.gpu]
-    found = [together(asked, replace(target, gpu=name, count=n)) for n in going for name in names]
+    found = []
+    for number in going:
+        one = replace(target, count=number)
+        names = [card.name for card in able_cards(asked[0], one)] if on_all else [target.gpu]
+        found += [together(asked, replace(one, gpu=name)) for name in names]
     return sorted(found, key=_order) if on_all else found
 
 

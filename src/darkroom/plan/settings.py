@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError, RecipeError
-from darkroom.train.data.precomputed import caches_latents
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from darkroom.recipe.sections import DataSettings, ModelSettings, Recipe
 
 
@@ -18,12 +19,45 @@ def encodes(task: str, data: DataSettings) -> bool:
     """Whether pictures are encoded at each step."""
     if task == "autoencoder" or data.encode == "stored":
         return False
-    return data.encode == "inline" or not caches_latents(data)
+    return data.encode == "inline" or not data.caches_latents
+
+
+NO_EFFECT: dict[str, tuple[str, ...]] = {
+    "train": ("steps", "global_batch", "micro_batch", "precision", "device", "seed", "log_every"),
+    "optim": ("warmup_steps", "decay", "final_lr_ratio"),
+    "data": ("filter", "holdout", "workers", "ahead"),
+    "sample": ("seed", "steps", "solver"),
+}
+"""What changes neither an operation of a step nor a tensor; precision and batch are asked for apart."""
+NO_EFFECT_SECTIONS = ("parallel", "checkpoint", "evaluate", "track", "budget")
+RATES = ("unet_lr", "text_encoder_lr", "text_encoder_2_lr", "loraplus_lr_ratio")
+"""Where one of these is said, the rate decides which weights are stepped together."""
+
+
+def as_counted(recipe: Recipe) -> str:
+    """A recipe without what its counts do not depend on: recipes alike in this share one count."""
+    changes: dict[str, Any] = {}
+    for name, keys in NO_EFFECT.items():
+        section = getattr(recipe, name)
+        changes[name] = section.model_copy(update={key: _default(section, key) for key in keys})
+    optim, data = recipe.optim, recipe.data
+    if not optim.layers and not any(getattr(optim, rate) for rate in RATES):
+        changes["optim"] = changes["optim"].model_copy(update={"lr": _default(optim, "lr")})
+    # Which store or folder it is does not matter, only of what kind.
+    named = {key: key for key in ("store", "folder", "instance") if getattr(data, key) is not None}
+    changes["data"] = changes["data"].model_copy(update=named)
+    for name in NO_EFFECT_SECTIONS:
+        changes[name] = _default(recipe, name)
+    return recipe.model_copy(update=changes).dump()
+
+
+def _default(section: BaseModel, key: str) -> Any:
+    return type(section).model_fields[key].get_default(call_default_factory=True)
 
 
 def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
     """What a plan needs of a recipe beside its counts."""
-    from darkroom.train.setup import check_settings
+    from darkroom.train.checks import check_settings
 
     if recipe.task == "extractor":
         raise InputError(
@@ -35,7 +69,7 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
     train, vae, parallel = recipe.train, recipe.model.vae, recipe.parallel
     stores_text = recipe.data.text != "inline" and not recipe.model.train_text_encoder
     return {
-        "recipe": recipe.dump(),
+        "recipe": as_counted(recipe),
         "notes": list(notes),
         "phases": len(recipe.phases),
         "mode": "fsdp" if parallel.mode == "fsdp" else "ddp",
@@ -123,11 +157,7 @@ def _stood_in(model: ModelSettings, folder: Path) -> tuple[ModelSettings, list[s
 
 def _to_be_made(ref: str) -> bool:
     """Whether a reference is a run's folder that is not there: neither a family nor of a hub's form."""
-    from darkroom.models.families import FAMILIES, PUBLISHED
-
-    if ref in FAMILIES or ref in PUBLISHED or Path(ref).exists():
-        return False
-    return ref.startswith("runs/") or ref.count("/") > 1
+    return (ref.startswith("runs/") or ref.count("/") > 1) and not Path(ref).exists()
 
 
 def _model_of(ref: str, folder: Path) -> ModelSettings | None:

@@ -64,6 +64,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "costs", _money(plan)
     if len(plan.offers) > 1:
         yield "", f"offers: {'; '.join(map(_offer, plan.offers[:OFFERS]))}{_more(plan)}"
+        yield "", "reserved prices are not known: --price takes yours"
     yield (
         "energy",
         f"{plan.cost.kwh:,.3g} kWh, {plan.cost.kg_co2e:,.3g} kg CO2e (rated power, building included)",

@@ -22,7 +22,7 @@ from darkroom.plan.scale import ClusterSpec, default_cluster
 if TYPE_CHECKING:
     from darkroom.hardware.machine import Machine
 
-USUAL_GUIDANCE = 7.5
+OTHER_MAKES = ("gaudi", "intel gaudi", "habana", "tpu", "trainium", "inferentia")
 NVIDIA = ("T4", "V100", "A", "L4", "RTX", "TITAN", "H", "GH", "B", "GB")  # how their cards' names begin
 
 
@@ -165,6 +165,8 @@ def chosen_cards(name: str) -> list[Card]:
     if card is None:
         near = nearest(name)
         mend = f"did you mean {', '.join(near)}?" if near else ""
+        if name.lower().startswith(OTHER_MAKES):
+            mend = "darkroom does not run on it, so its rates there are not known"
         allowed = "here, all, memory=12GB, or a card of hardware.csv"
         raise InputError(f"--gpu {name}", allowed=allowed, mend=mend)
     return [card]

@@ -21,9 +21,9 @@ from darkroom.options import parse_size
 from darkroom.plan.ask import USUAL_PRECISION
 from darkroom.plan.cost import cost, offer_for
 from darkroom.plan.counts import Profile
-from darkroom.plan.generation import PictureSettings, own_guidance, picture_profile
 from darkroom.plan.intervals import time_width
 from darkroom.plan.jobs import GenerateJob, Plan, Where, plan_generating
+from darkroom.plan.pictures import PictureSettings, own_guidance, picture_profile
 from darkroom.plan.roofline import Software
 from darkroom.plan.scale import ClusterSpec
 from darkroom.plan.serving import (

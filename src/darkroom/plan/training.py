@@ -13,19 +13,7 @@ from darkroom import models
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import Model
 from darkroom.models.outline import text_configs
-from darkroom.plan.counts import (
-    Moment,
-    Profile,
-    as_on_gpu,
-    cached,
-    fakes,
-    outline,
-    profile_of,
-    size_bytes,
-    tag_weights,
-    tensors,
-    trace_training,
-)
+from darkroom.plan.counts import Moment, Profile, cached
 from darkroom.plan.memory import (
     chunks,
     makes_latents,
@@ -37,6 +25,16 @@ from darkroom.plan.memory import (
     there_early,
 )
 from darkroom.plan.settings import encodes
+from darkroom.plan.tracing import (
+    as_on_gpu,
+    fakes,
+    outline,
+    profile_of,
+    size_bytes,
+    tag_weights,
+    tensors,
+    trace_training,
+)
 from darkroom.recipe.sections import AlignSettings
 from darkroom.train import setup as job
 from darkroom.train.distributed.ddp_fsdp import blocks_of
@@ -98,6 +96,10 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             facts={
                 **_facts(side, model, task.modules.values(), step, averages=recipe.train.ema.enabled),
                 "encodes_inline": inline,
+                # Frozen layers and checkpointed blocks let their inputs go as soon as they have run.
+                "frees_in_forward": recipe.train.gradient_checkpointing
+                or recipe.adapts
+                or recipe.model.word is not None,
                 **({"adapter_bytes": _adapter_bytes(step.weights.masters)} if recipe.adapts else {}),
             },
         )

@@ -21,18 +21,9 @@ from torch import Tensor, nn
 from darkroom.counting import Counter, Trace
 from darkroom.models.model import Model
 from darkroom.models.outline import outlined
-from darkroom.plan import ask, generation
-from darkroom.plan.counts import (
-    Kernels,
-    Line,
-    Moment,
-    Profile,
-    as_on_gpu,
-    cached_profile,
-    fakes,
-    profile_of,
-    tag_weights,
-)
+from darkroom.plan import pictures
+from darkroom.plan.counts import Kernels, Line, Moment, Profile, cached_profile
+from darkroom.plan.tracing import as_on_gpu, fakes, profile_of, tag_weights
 from darkroom.prepare.encoders import text_states
 from darkroom.recipe.sections import AdapterSettings
 from darkroom.train.tasks.lora import add_adapters
@@ -273,7 +264,7 @@ def picture_profile(precision: str, attention: str, family: str = "sd15", side: 
     """Making square pictures, guided; the VAE decodes the whole batch at once."""
     key = {"pictures": [precision, attention, family, side]}
     return _kept(
-        key, lambda: generation.picture_profile(family, side, side, True, precision, attention, whole=True)
+        key, lambda: pictures.picture_profile(family, side, side, True, precision, attention, whole=True)
     )
 
 
@@ -281,7 +272,8 @@ def picture_profile(precision: str, attention: str, family: str = "sd15", side: 
 def preparing_profile(family: str, side: int, precision: str) -> Profile:
     """Encoding pictures and captions."""
     return _kept(
-        {"preparing": [family, side, precision]}, lambda: ask.preparing_profile(family, side, True, precision)
+        {"preparing": [family, side, precision]},
+        lambda: pictures.preparing_profile(family, side, True, precision),
     )
 
 

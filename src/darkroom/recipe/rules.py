@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from darkroom.errors import RecipeError
 from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings, ParallelSettings, RoutingSettings
@@ -633,3 +633,11 @@ def check_batch(train: TrainSettings, size: int) -> None:
             f"{micro} does not divide the {batch // size} pictures of each of {size} processes",
             allowed=f"divisors of {batch // size}, or auto",
         )
+
+
+def channels_last(asked: bool | Literal["auto"], device_type: str, *, sharded: bool) -> bool:
+    """Whether a step's convolutions lie channels last: as asked, of itself on GPUs, never where weights are
+    cut, which are cut in their plain layout.
+    """
+    wanted = device_type in ("cuda", "xpu") if asked == "auto" else asked
+    return wanted and not sharded

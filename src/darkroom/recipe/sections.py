@@ -196,6 +196,12 @@ class DataSettings(BaseModel):
         return tuple(one.resolution or self.resolution for one in self.sets)
 
     @property
+    def caches_latents(self) -> bool:
+        """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
+        alike = self.crop == "centre" and not self.flip and set(self.sides) <= {self.resolution}
+        return self.encode not in ("inline", "online") and alike
+
+    @property
     def reads_text_plainly(self) -> bool:
         """Whether captions are read in one part, unweighted, by all of the encoder's layers."""
         return self.max_token_length == 75 and not self.weighted_captions and not self.clip_skip

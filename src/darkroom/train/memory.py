@@ -22,6 +22,7 @@ from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
 from darkroom.hardware.memory import drop_file_pages, give_back
 from darkroom.recipe.sections import TrainSettings
+from darkroom.train.checks import divisors
 from darkroom.train.distributed.ranks import Ranks
 from darkroom.train.step import Step, micro_batches
 from darkroom.train.tasks.diffusion import Task
@@ -35,19 +36,6 @@ ESTIMATED = "estimated, "
 
 class NotOneFits(RecipeError):
     """Not even one picture's forward and backward pass finds memory."""
-
-
-def check_micro_batch(settings: TrainSettings) -> None:
-    """RecipeError unless the global batch is made of whole micro-batches."""
-    micro, batch = settings.micro_batch, settings.global_batch
-    if micro == "auto" or (0 < micro <= batch and batch % micro == 0):
-        return
-    fitting = sorted(divisors(batch), key=lambda d: abs(d - micro))[:3]
-    raise RecipeError(
-        "train.micro_batch",
-        f"{micro} does not divide train.global_batch {batch}",
-        allowed=", ".join(map(str, sorted(fitting))) + " or auto",
-    )
 
 
 def choose_micro_batch(
@@ -144,12 +132,6 @@ def _free_memory_bytes(device: torch.device) -> int | None:
     if accelerator.kind_of(device).own_memory:
         return accelerator.free_bytes(device)
     return int(psutil.virtual_memory().available)
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 class FrozenConv2d(nn.Conv2d):

@@ -27,6 +27,7 @@ from darkroom.run import ENVIRONMENT, Run, is_free, numbered_folder
 from darkroom.train.checkpoint.format import Checkpoint, Saved, load_checkpoint
 from darkroom.train.checkpoint.resume import check_changes, check_environment
 from darkroom.train.checkpoint.storage import CheckpointStorage, RemotePlace, newest, place_of, take_records
+from darkroom.train.checks import check_settings
 from darkroom.train.data.feed import Feed
 from darkroom.train.data.local_dataset import class_note, forget, has_own_store, store_path
 from darkroom.train.data.online import OpenFeed
@@ -42,7 +43,7 @@ from darkroom.train.exports import (
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
-from darkroom.train.setup import check_settings, make_job
+from darkroom.train.setup import make_job
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 

@@ -24,7 +24,7 @@ from darkroom.models.compiling import compile_blocks, compile_whole
 from darkroom.models.mapped import cast_opened
 from darkroom.models.model import Model
 from darkroom.prepare.encoders import VaeEncoder
-from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, check_batch, check_together
+from darkroom.recipe.rules import FINE_TUNING, SUBJECT_TASKS, channels_last
 from darkroom.recipe.sections import (
     AdapterSettings,
     DataSettings,
@@ -35,7 +35,7 @@ from darkroom.recipe.sections import (
 )
 from darkroom.recipe.tuning import SamplePrompt
 from darkroom.train.checkpoint.resume import exactness
-from darkroom.train.checkpoint.storage import check_url
+from darkroom.train.checks import check_settings
 from darkroom.train.contents import base_of, check_base, contents_of
 from darkroom.train.data.feed import (
     LOSS_WEIGHT,
@@ -56,19 +56,16 @@ from darkroom.train.data.local_dataset import (
 )
 from darkroom.train.data.online import OpenFeed
 from darkroom.train.data.precomputed import (
-    caches_latents,
     prepare_own,
     stored_latents,
     stored_masks,
     stored_text,
 )
 from darkroom.train.data.rows import select_rows
-from darkroom.train.distributed.ddp_fsdp import channels_last
 from darkroom.train.distributed.ranks import ALONE, Ranks
 from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import (
     ESTIMATED,
-    check_micro_batch,
     choose_micro_batch,
     forget_inputs,
     rest,
@@ -76,18 +73,17 @@ from darkroom.train.memory import (
 )
 from darkroom.train.model import build_model
 from darkroom.train.objective import Objective, make_objective
-from darkroom.train.scores import Scores, check_scores
+from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
 from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
 from darkroom.train.tasks.distill import Distillation
-from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor, check_extractor
+from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
 from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
-from darkroom.train.tracking import check_tracker
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -223,7 +219,7 @@ def _made_ready(
     Of a model whose parts are not on the device yet, for latents alone the VAE goes there.
     """
     pinned, ranks, say = site.pinned, site.ranks, site.say
-    stores, makes, column = [store], has_own_store(data) and caches_latents(data), None
+    stores, makes, column = [store], has_own_store(data) and data.caches_latents, None
     if data.class_prompt is not None:
         if not makes:
             column = stored_latents(data, model, store)
@@ -539,57 +535,3 @@ def _captions(store: Store, rows: Rows) -> Iterator[str]:
 def _checkpoint_activations(module: Any) -> None:
     enable: Sequence[str] = ("enable_gradient_checkpointing", "gradient_checkpointing_enable")
     getattr(module, next(name for name in enable if hasattr(module, name)))()
-
-
-def check_settings(recipe: Recipe, processes: int | None = None) -> None:
-    """Raise RecipeError for settings that contradict each other, whatever the store and the model.
-
-    With a number of `processes` also where they cannot share a batch.
-    """
-    train, optim, data = recipe.train, recipe.optim, recipe.data
-    check_together(recipe)
-    check_micro_batch(train)
-    check_tracker(recipe.track)
-    check_scores(recipe.task, recipe.evaluate, data.holdout)
-    check_url(recipe.checkpoint.url)
-    if not recipe.phases:  # each phase has a length of its own, and is checked as a recipe of its own
-        _check_length(train, optim)
-    if recipe.task == "autoencoder":
-        _check_autoencoder(recipe.model, data)
-    elif recipe.task == "extractor":
-        check_extractor(train, data, recipe.model, recipe.objective.extractor)
-    elif data.encode == "stored" and (data.flip or data.crop == "random"):
-        named = "flip" if data.flip else "crop"
-        raise RecipeError(
-            f"data.{named}",
-            f"{getattr(data, named)}, but prepared latents are of pictures as they are, cut at the centre",
-            mend="set data.encode=inline",
-        )
-    if processes is not None:
-        check_batch(train, processes)
-
-
-def _check_length(train: TrainSettings, optim: OptimSettings) -> None:
-    if optim.warmup_steps > train.steps:
-        raise RecipeError(
-            "optim.warmup_steps", f"{optim.warmup_steps} is more than train.steps {train.steps}"
-        )
-    if train.ema.start_step >= train.steps and train.ema.enabled:
-        raise RecipeError(
-            "train.ema.start_step",
-            f"{train.ema.start_step} is not before the end ({train.steps} steps)",
-            mend="start earlier, or set train.ema.enabled=false",
-        )
-
-
-def _check_autoencoder(model: ModelSettings, data: DataSettings) -> None:
-    if model.train_text_encoder:
-        raise RecipeError("model.train_text_encoder", "true, but the task autoencoder trains the VAE alone")
-    if isinstance(model.vae, str):
-        raise RecipeError(
-            "model.vae",
-            f"'{model.vae}', but the VAE is what is trained",
-            mend="give the folder as model.base to go on from it, or changes to the family's VAE here",
-        )
-    if data.buckets:
-        raise RecipeError("data.buckets", "true", allowed="false with the task autoencoder")

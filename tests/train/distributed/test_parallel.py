@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import warm
 from darkroom.errors import RecipeError
+from darkroom.recipe.rules import channels_last
 from darkroom.train.checkpoint.format import checkpoints, load_checkpoint
-from darkroom.train.distributed.ddp_fsdp import channels_last
 
 CLOSE = 1e-6
 

@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 PREPARED_PIXELS = 2**19  # at a time, where a run makes its own latents: two pictures of 512 px
 
 
-def caches_latents(data: DataSettings) -> bool:
-    """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
-    alike = data.crop == "centre" and not data.flip and set(data.sides) <= {data.resolution}
-    return data.encode not in ("inline", "online") and alike
-
-
 def prepare_own(
     data: DataSettings,
     model: Model,
@@ -66,7 +60,7 @@ def stored_latents(data: DataSettings, model: Model, store: Store) -> str | None
         return None
     if data.encode == "auto":
         made = [meta for meta in store.columns().values() if meta.get("darkroom.kind") == "latents"]
-        if not caches_latents(data) or not any(
+        if not data.caches_latents or not any(
             meta.get("darkroom.resolution") == str(data.resolution) for meta in made
         ):
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -307,11 +307,3 @@ def share_weights(
     if dtype == torch.float32:
         return ReplicatedWeights(modules, reduce)
     return ReplicatedCastWeights(modules, dtype, reduce)
-
-
-def channels_last(asked: bool | Literal["auto"], device_type: str, *, sharded: bool) -> bool:
-    """Whether a step's convolutions lie channels last: as asked, of itself on GPUs, never where weights are
-    cut, which are cut in their plain layout.
-    """
-    wanted = device_type in ("cuda", "xpu") if asked == "auto" else asked
-    return wanted and not sharded

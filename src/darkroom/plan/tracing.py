@@ -1,0 +1,296 @@
+"""Counting: the code that trains or draws runs on fake tensors, and its operations become straight lines."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from darkroom.counting import Counter, Trace, counting
+from darkroom.errors import RecipeError
+from darkroom.models.families import FAMILIES
+from darkroom.models.model import PARTS, Model
+from darkroom.models.outline import outlined
+from darkroom.plan.counts import KINDS, Kernels, Line, Moment, Profile, envelope
+from darkroom.train import model as build
+
+if TYPE_CHECKING:
+    from darkroom.recipe.sections import ModelSettings, ObjectiveSettings
+
+
+ROWS = (2, 3)
+CLASSES: tuple[tuple[str, str], ...] = (
+    ("attention", r"_scaled_dot_product"),
+    ("conv", r"conv"),
+    ("matmul", r"\.(mm|addmm|bmm|baddbmm|mv|addmv|dot|linear|_addmm_activation)"),
+    ("norm", r"norm|softmax|layer_norm"),
+    ("optimiser", r"_fused_adam|_foreach"),
+)
+_CLASSES = [(kind, re.compile(rf"^aten.*{pattern}")) for kind, pattern in CLASSES]
+
+
+@cache
+def _kernel_class(op: str) -> str:
+    """Matmul, conv, attention, norm, optimiser or elementwise (copies too), by an operation's name."""
+    return next((kind for kind, pattern in _CLASSES if pattern.search(op)), "elementwise")
+
+
+def profile_of(
+    traces: tuple[Trace, Trace], rows: tuple[int, int], *, cpu: bool = False, **known: Any
+) -> Profile:
+    """Straight lines through two traces of the same operations; ValueError where the operations differ."""
+    a, b = traces
+    if [k.op for k in a.kernels] != [k.op for k in b.kernels]:
+        raise ValueError(f"other operations at {rows[1]} rows than at {rows[0]}: no straight line")
+    return Profile(kernels=_grouped(a, b, rows), moments=moments_of(traces, rows, cpu=cpu), **known)
+
+
+def _grouped(a: Trace, b: Trace, rows: tuple[int, int]) -> tuple[Kernels, ...]:
+    found: Tally[tuple[str, str, int, int, int, int]] = Tally()
+    for one, other in zip(a.kernels, b.kernels, strict=True):
+        stage = "update" if one.op.endswith("_foreach_norm") else one.stage  # clipping, once a step
+        found[stage, _kernel_class(one.op), one.flops, other.flops, one.bytes, other.bytes] += 1
+    return tuple(
+        Kernels(
+            stage, kind, calls, Line.through(rows, (flops_a, flops_b)), Line.through(rows, (bytes_a, bytes_b))
+        )
+        for (stage, kind, flops_a, flops_b, bytes_a, bytes_b), calls in found.items()
+    )
+
+
+def moments_of(
+    traces: tuple[Trace, Trace], rows: tuple[int, int], *, cpu: bool = False
+) -> tuple[Moment, ...]:
+    """The moments of two traces that can be the peak, as straight lines.
+
+    On a CPU oneDNN's convolutions have a copy of their largest tensor beside, in their own layout.
+    """
+    kernels = traces[0].kernels
+    if not kernels:
+        return ()
+    held = [_alive(trace) for trace in traces]  # [kernels, kinds] of bytes
+    if cpu:
+        convs = np.array([_kernel_class(kernel.op) == "conv" for kernel in kernels])
+        for bytes_, trace in zip(held, traces, strict=True):
+            copies = np.array([kernel.largest for kernel in trace.kernels])
+            bytes_[:, KINDS.index("temporary")] += np.where(convs, copies, 0)
+    row = (held[1] - held[0]) / (rows[1] - rows[0])
+    fixed = held[0] - row * rows[0]
+    stages = [kernel.stage for kernel in kernels]
+    return tuple(
+        Moment(
+            stages[i],
+            {kind: Line(float(fixed[i, k]), float(row[i, k])) for k, kind in enumerate(KINDS)},
+        )
+        for i in envelope(stages, fixed.sum(axis=1), row.sum(axis=1))
+    )
+
+
+def _alive(trace: Trace) -> NDArray[np.int64]:
+    """Bytes alive during each operation, by kind: [kernels, kinds]."""
+    place = {
+        serial: KINDS.index(trace.kinds.get(serial) or _kind_by_birth(stage))
+        for serial, stage in trace.born.items()
+    }
+    number = len(trace.kernels)
+    gained = np.zeros((number + 1, len(KINDS)), dtype=np.int64)
+    begun, serials, sizes = zip(*trace.changes, strict=True) if trace.changes else ((), (), ())
+    at = (np.array(begun, dtype=np.intp), np.array([place[one] for one in serials], dtype=np.intp))
+    np.add.at(gained, at, np.array(sizes, dtype=np.int64))
+    return gained[:number].cumsum(axis=0)
+
+
+def _kind_by_birth(stage: str) -> str:
+    return "activations" if stage == "forward" else "temporary"
+
+
+@contextmanager
+def fakes(*modules: nn.Module) -> Iterator[Counter]:
+    """Fake tensors for modules that may be cast inside.
+
+    torch 2.13 cannot cast a module with fake weights in place: meanwhile a cast makes new parameters.
+    """
+    held = [(table, dict(table)) for module in modules for table in _tables(module)]
+    in_place = nn.Module._apply
+    nn.Module._apply = _apply_anew  # type: ignore[method-assign]
+    try:
+        with counting(*modules) as counter:
+            yield counter
+    finally:
+        nn.Module._apply = in_place  # type: ignore[method-assign]
+        for table, content in held:
+            table.clear()
+            table.update(content)
+
+
+def _apply_anew(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    made: dict[int, Tensor] = {}
+    for table in _tables(module):
+        for name, tensor in table.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in made:
+                made[id(tensor)] = _changed(tensor, fn)
+            table[name] = made[id(tensor)]
+    return module
+
+
+def _changed(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        new = fn(tensor)
+    if new is tensor or not isinstance(tensor, nn.Parameter):
+        return new
+    return nn.Parameter(new.detach(), requires_grad=tensor.requires_grad)
+
+
+def _tables(module: nn.Module) -> Iterator[dict[str, Any]]:
+    for part in module.modules():
+        yield from (part._parameters, part._buffers)
+
+
+def as_on_gpu(modules: Iterable[nn.Module]) -> None:
+    """Let attention run in the modules' own precision, as it does on every device but a CPU."""
+    from darkroom.models.parts import Attention, AttnProcessor2_0, PreTrainedModel
+
+    for module in modules:
+        if isinstance(module, PreTrainedModel):
+            module.set_attn_implementation("sdpa")
+        for part in module.modules():
+            if isinstance(part, Attention):
+                part.set_processor(AttnProcessor2_0())
+
+
+def tag_weights(counter: Counter, modules: Iterable[nn.Module]) -> None:
+    """What the modules hold is weights."""
+    for module in modules:
+        counter.tag([*module.parameters(), *module.buffers()], "weights")
+
+
+def trace_training(
+    counter: Counter,
+    step: Any,
+    task: Any,
+    columns: Callable[[int], Mapping[str, Any]],
+    rows: tuple[int, int] = ROWS,
+) -> tuple[Trace, Trace]:
+    """Trace two whole steps of a `train.Step`: the frozen encoders, forward, backward, update.
+
+    `columns(rows)` is what the loader would give of so many pictures.
+    """
+    _begin(counter, step)
+    step.task = _Staged(task, counter)
+    with _noting_gradients(counter, step):
+        first, second = (_traced_step(counter, step, task, columns(number)) for number in rows)
+    return first, second
+
+
+def _begin(counter: Counter, step: Any) -> None:
+    """Let the optimiser and the average make their state, as the first step does."""
+    masters = step.weights.masters
+    for master in masters.values():
+        master.grad = torch.zeros_like(master)
+    step.optimiser.step()
+    step.weights.clear_gradients()
+    step.ema.update(step.ema._settings.start_step)
+    counter.tag(masters.values(), "weights")
+    for inner in step.optimiser.inner:
+        counter.tag(tensors(inner.state), "optimiser")
+    counter.tag(step.ema.state().values(), "ema")
+
+
+def _traced_step(counter: Counter, step: Any, task: Any, columns: Mapping[str, Any]) -> Trace:
+    counter.stage = "inputs"
+    given = counter.fake(columns)
+    trace = counter.start_trace()
+    inputs = task.inputs(given, torch.device("cpu"))
+    step._micro_rows = len(next(iter(inputs.values())))
+    step(step.ema._settings.start_step + 1, inputs)
+    counter.stage, counter.trace = "", None
+    return trace
+
+
+class _Staged:
+    """A task that tells the counter when a forward pass begins and ends."""
+
+    def __init__(self, task: Any, counter: Counter) -> None:
+        self._task, self._counter = task, counter
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._counter.stage = "forward"
+        losses: dict[str, Tensor] = self._task.losses(inputs)
+        self._counter.stage = "backward"
+        return losses
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+@contextmanager
+def _noting_gradients(counter: Counter, step: Any) -> Iterator[None]:
+    """Tag each gradient when it is made, and note when the update begins."""
+
+    def made(param: Tensor) -> None:
+        if param.grad is not None:
+            counter.tag([param.grad], "gradients")
+
+    def updates(*_: Any) -> None:
+        counter.tag([p.grad for p in step.weights.masters.values() if p.grad is not None], "gradients")
+        counter.stage = "update"
+
+    params = [param for param in step.weights.computing.values() if param.requires_grad]
+    hooks = [param.register_post_accumulate_grad_hook(made) for param in params]
+    hooks += [inner.register_step_pre_hook(updates) for inner in step.optimiser.inner]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors of an optimiser's state."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors(value)
+
+
+def size_bytes(tensor: Any) -> int:
+    """Bytes that a tensor is kept in; of one that is packed of others (8-bit states), of those."""
+    if is_traceable_wrapper_subclass(tensor):
+        return sum(size_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return int(tensor.numel() * tensor.element_size())
+
+
+def outline(task: str, settings: ModelSettings, objective: ObjectiveSettings, resolution: int) -> Model:
+    """The model of a recipe on the meta device: its shapes, no weights, no downloads of them."""
+    parts = ("vae",) if task == "autoencoder" else PARTS
+    vae = outlined(str(settings.vae), ("vae",)).vae if isinstance(settings.vae, str) else None
+    if settings.base in FAMILIES:
+        own = settings.text_encoder if isinstance(settings.text_encoder, str) else None
+        text = None if own is None else outlined(own, ("text_encoder",))
+        overrides = build.family_changes(task, settings, resolution, vae, text)
+        if settings.tokenizer == "train" and "text_encoder" in overrides:
+            learned = {"vocab_size": settings.vocab_size, "max_position_embeddings": settings.max_length}
+            overrides["text_encoder"] = learned | overrides["text_encoder"]
+        model = outlined(settings.base, parts, overrides)
+        if text is not None:
+            model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
+    else:
+        model = outlined(settings.base, parts)
+    model.vae = vae or model.vae
+    if task != "autoencoder":
+        if model.unet is None:
+            raise RecipeError("model.base", f"'{settings.base}' has no unet")
+        build.settle_scheduler(model, task, objective, resolution)
+    return model
