@@ -440,13 +440,18 @@ RECIPE_IS_ONE_ARGUMENT = {
     *("train/run.py:train", "train/run.py:_begin", "train/run.py:_go_on"),
     *("train/run.py:_train_phases", "train/run.py:sweep", "cluster/train.py:train", "cluster/train.py:_run"),
     # what is put together of it
-    *("train/setup.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
+    *("train/checks.py:check_settings", "train/setup.py:make_job", "train/setup.py:make_task"),
     "train/jobs.py:TrainingSetup",
     # what is made of it at the end, and what is told of it there
     *("train/exports.py:write_results", "train/exports.py:write_whole_model"),
     *("train/exports.py:trained_adapter", "train/sharing.py:model_card"),
     # the same run, counted instead of made
-    *("plan/settings.py:settings_of", "plan/training.py:profile_recipe", "plan/training.py:_without_store"),
+    *(
+        "plan/settings.py:settings_of",
+        "plan/settings.py:as_counted",
+        "plan/training.py:profile_recipe",
+        "plan/training.py:_without_store",
+    ),
     *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/run_estimate.py:foretell"),
     # the same run, measured
     *("measure/training.py:bench_train", "measure/profiling.py:profile_recipe"),

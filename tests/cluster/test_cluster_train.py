@@ -296,12 +296,11 @@ def test_an_accelerator_that_is_still_to_come_is_one_of_gpus():
 
 
 def test_a_new_run_is_placed_once(tmp_path):
-    recipe = make_recipe(content(Path("x.lance")))
     (tmp_path / "run").mkdir()
-    assert _target(recipe, tmp_path / "run", "auto") == tmp_path / "run"
-    assert _target(recipe, tmp_path / "run", "never") == tmp_path / "run-2"
+    assert _target(tmp_path / "run", "auto", in_phases=False) == tmp_path / "run"
+    assert _target(tmp_path / "run", "never", in_phases=False) == tmp_path / "run-2"
     with pytest.raises(InputError, match="--resume nowhere; allowed: auto, never"):
-        _target(recipe, tmp_path / "run", "nowhere")
+        _target(tmp_path / "run", "nowhere", in_phases=False)
 
 
 def test_the_first_final_error_is_the_one_told():

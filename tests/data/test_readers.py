@@ -436,16 +436,6 @@ def test_a_machine_that_fails_sets_nothing_aside(tmp_path):
     assert sum(isinstance(item, Sample) for item in folder.items(set())) == 6
 
 
-@pytest.mark.parametrize("key", ["column_names", "column_encodings", "column_sizes"])
-def test_an_mds_index_whose_columns_do_not_match_is_refused(tmp_path, key):
-    source = mds(tmp_path / "m")
-    index = json.loads((source / "index.json").read_text())
-    index["shards"][0][key].pop()
-    (source / "index.json").write_text(json.dumps(index))
-    with pytest.raises(InputError, match="index.json has other numbers of names, encodings and sizes"):
-        MdsSource(source, Columns())
-
-
 def test_an_mds_index_cannot_lead_out(tmp_path):
     source = mds(tmp_path / "m")
     (source / "shard.00000.mds").rename(tmp_path / "shard.00000.mds")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -88,7 +90,8 @@ def test_out_of_memory_is_a_row_and_the_end_of_that_kind(drawing, monkeypatch):
     kinds = [PrecisionCase("float32"), PrecisionCase("bf16")]
     as_drawn = ladder.optimise(drawing.model).model
     one_picture = batch.count_needs(as_drawn, drawing.size).unet(2)
-    monkeypatch.setattr(batch, "memory_available", lambda device: int(one_picture * 1.5))
+    small = replace(batch.machine(), memory_available_bytes=int(one_picture * 1.5))
+    monkeypatch.setattr(batch, "machine", lambda: small)
     rows = list(bench_batch(drawing, kinds=kinds, most=8, repeats=1))
     ends = [row for row in rows if "out of memory" in row.note]
     assert {row.case for row in ends} == {"torch float32", "torch bf16"}

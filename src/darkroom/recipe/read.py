@@ -30,6 +30,8 @@ from darkroom.recipe.sections import (
 
 TEXTS = ("data.prompt", "data.class_prompt", "data.filter", "adapter.trigger")
 """Settings that are free text: on the command line their commas, '#' and ': ' are part of what is said."""
+RANGES = ("data.online.encoders",)
+"""Settings that may be MIN:MAX, which YAML 1.1 takes for minutes and seconds."""
 SOURCES = ("store", "stores", "folder", "instance", "sets")
 """Where pictures come from, in `data`: one of them."""
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 2**20, 10_000, 32
@@ -340,6 +342,8 @@ def _override(content: dict[str, Any], override: str) -> None:
 def _is_literal(path: str, value: str) -> bool:
     """Whether a value is text as it stands, and neither quoted, a list nor null."""
     plain = value.strip()
+    if path in RANGES and ":" in plain:
+        return True
     return path in TEXTS and plain not in ("", "~", "null") and plain[0] not in "[{\"'"
 
 

@@ -203,8 +203,6 @@ def _shards(folder: Path) -> list[_Shard]:
     for shard in shards:
         if shard.format != "mds" or shard.version != 2:
             raise InputError(f"shards of {shard.format} {shard.version} in {folder}", allowed="mds 2")
-        if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes):
-            raise InputError(f"{folder / INDEX} has other numbers of names, encodings and sizes of columns")
         if _algorithm(shard) not in ("", *UNPACKERS) and not (folder / shard.raw_data.basename).is_file():
             raise InputError(
                 f"shards packed with {shard.compression}", allowed=f"raw, {', '.join(UNPACKERS)}"
