@@ -238,7 +238,7 @@ def test_a_picture_of_a1111_is_restored_and_what_cannot_be_is_told(page, server,
         "weighting": "a1111",
         "width": 32,
         "height": 24,
-        "adapters": [{"name": "style2", "weight": 0.5}],
+        "adapters": [{"name": "style2", "weight": 0.5, "text_weight": None, "blocks": []}],
     }
     assert {name: made[name] for name in expected} == expected
 
