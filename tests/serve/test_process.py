@@ -76,6 +76,7 @@ def test_sigterm_drains_and_what_was_left_runs_next_time(serve):
     client.start()
     while len(server.http.get("/jobs").json()["jobs"]) < 3:
         time.sleep(0.01)
+    time.sleep(0.2)  # its row is there before the server knows that somebody waits for it
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     assert server.http.get("/ready").json()["error"]["code"] == "draining"
