@@ -267,7 +267,7 @@ def test_a_group_stands_for_its_options():
 def test_groups_have_the_names_of_the_settings_they_become():
     from darkroom.cli import benchmarks, pictures, planning, serving
     from darkroom.measure.finetuning import Finetuning
-    from darkroom.plan.generation import PictureSettings
+    from darkroom.plan.pictures import PictureSettings
     from darkroom.sample import GenerateSettings
     from darkroom.serve.settings import ServeSettings
 

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from darkroom import models
-from darkroom.measure.pretraining import Rung
+from darkroom.measure.pretraining import SwitchedStep
 from darkroom.models import compiling
 from darkroom.models.adapters.bank import Bank
 from darkroom.models.compiling import Compiled, CompiledBlocks, compile_blocks, compile_whole
@@ -96,7 +96,7 @@ def test_sizes_prompts_and_adapters_that_came_before_compile_nothing(family, une
 @pytest.mark.parametrize("compile_", [compile_blocks, compile_whole])
 def test_nor_does_a_training_step(compile_):
     """Batches, resolutions and lengths of texts; and a size that is new compiles something, the control."""
-    rung = Rung("tiny", 32, "bf16", "cpu", UNET)
+    rung = SwitchedStep("tiny", 32, "bf16", "cpu", UNET)
     compile_(rung.unet, backend="eager")
 
     def step(rows: int, resolution: int, tokens: int) -> int:

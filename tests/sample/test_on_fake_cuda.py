@@ -21,12 +21,12 @@ from darkroom.options import FLOW_SOLVER_NAMES, SOLVER_NAMES
 from darkroom.sample.backends import open_backend, unet_call
 from darkroom.sample.choice import make_table
 from darkroom.sample.control import ControlledUnet, RowControl
-from darkroom.sample.denoise import Batch, Condition, Row, RunningBatch
+from darkroom.sample.denoise import Condition, Row, RunningBatch
 from darkroom.sample.ladder.vae import VaeFront
 from darkroom.serve.engine.batch import padded
 from darkroom.serve.engine.loop import Engine
 from darkroom.serve.engine.runner import shape_of
-from darkroom.serve.engine.tickets import Work
+from darkroom.serve.engine.tickets import EngineJob
 from darkroom.serve.metrics import Metrics
 from darkroom.serve.request import PictureRequest
 from fake_card import Watched, elsewhere, fake_cuda
@@ -79,7 +79,7 @@ def rows_of(tables: list[Any], tokens: int = 7, **more: Any) -> list[Row]:
 def first(unet: Any, rows: list[Row]) -> Watched:
     """A batch packed anew and its first step, as where a row has joined or left."""
     with Watched() as watched:
-        Batch(rows).advance(unet)
+        RunningBatch(rows).advance(unet)
     return watched
 
 
@@ -150,7 +150,7 @@ def test_packing_rows_anew_is_not_waited_for(model, unet):
             torch.zeros(14, 64, device=CUDA, dtype=torch.bfloat16)
         )
         assert first(unet, rows).waits == []
-        batch = Batch(rows)
+        batch = RunningBatch(rows)
         batch.advance(unet)
         batch.unpack()
         assert first(unet, [*rows[:2], *rows_of(tables[2:])]).waits == []
@@ -210,7 +210,7 @@ def test_no_step_with_an_optimisation_is_waited_for(model, names):
     backend = open_backend("torch", model, optimise=names)
     table = make_table("ddim", DDIM, 2 * STEPS)
     older, younger = rows_of([table, table]), rows_of([table, table])
-    batch = Batch(older)
+    batch = RunningBatch(older)
     batch.advance(backend.unet)
     batch.unpack()
     rows = [*older, *younger]
@@ -236,12 +236,12 @@ class Ends:
     def __init__(self) -> None:
         self.over: dict[str, BaseException | None] = {}
 
-    def began(self, work: Work) -> None: ...
-    def drawn(self, work: Work, index: int) -> None: ...
-    def made(self, work: Work) -> None:
+    def began(self, work: EngineJob) -> None: ...
+    def drawn(self, work: EngineJob, index: int) -> None: ...
+    def made(self, work: EngineJob) -> None:
         self.over[work.uid] = None
 
-    def failed(self, work: Work, error: BaseException) -> None:
+    def failed(self, work: EngineJob, error: BaseException) -> None:
         self.over[work.uid] = error
 
 
@@ -266,7 +266,7 @@ def test_a_server_s_rounds_wait_for_nothing_but_finished_pictures(model):
                 prompt="a red circle", seed=i, steps=2 + i % 3, width=16 * (1 + i % 2), height=16,
                 solver=("ddim", "euler_a", "dpmpp_2m")[i % 3], guidance=(1.0, 5.0)[i % 2],
             )  # fmt: skip
-            works.append(Work(str(i), "key", request, shape_of(model, request), ends))
+            works.append(EngineJob(str(i), "key", request, shape_of(model, request), ends))
             engine.submit(works[-1])
             engine._round()
         engine.drop(works[-1])

@@ -11,7 +11,7 @@ import torch
 from darkroom import models
 from darkroom.errors import InputError
 from darkroom.serve.engine.fixed_shapes import FixedRows, FixedShapes, parts_of, steady
-from darkroom.serve.engine.tickets import EngineJob, Work
+from darkroom.serve.engine.tickets import EngineJob
 from serve.conftest import SMALL, difference
 from serve.engine.test_engine import Running, mixed_request
 
@@ -35,7 +35,7 @@ def apart(one: EngineJob, other: EngineJob) -> tuple[int, bool]:
     return difference(pair[0].image, pair[1].image), torch.equal(pair[0].latents, pair[1].latents)
 
 
-def drawn_with_some_given_up(running: Running, requests, draw: random.Random) -> list[Work]:
+def drawn_with_some_given_up(running: Running, requests, draw: random.Random) -> list[EngineJob]:
     """Their works, done; meanwhile others come and are given up at random times."""
     works, given_up = [], []
     for i, request in enumerate(requests):

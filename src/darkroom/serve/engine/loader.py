@@ -101,7 +101,7 @@ def open_model(settings: ServeSettings, metrics: Metrics, hooks: EngineCallbacks
     first_job(model, backend)  # refuses what cannot be
     per_row = row_bytes(model, backend)
     lanes = _lanes(settings, backend, optimise, per_row)
-    capacity = settings.capacity or _rows_for_memory(backend, per_row, lanes)
+    capacity = settings.capacity or rows_for_memory(backend, per_row, lanes)
     library = _open_library(settings, model, backend, metrics, hooks.wake, lanes)
     nets = _open_nets(settings, model, backend, hooks.wake)
     _first_step(model, backend)
@@ -293,7 +293,7 @@ def row_bytes(model: Model, backend: Backend) -> int | None:
     return max(1, (three - one) // 2)
 
 
-def _rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
+def rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> int:
     """U-Net evaluations that fit in a call, at the model's own size."""
     most = MOST_ROWS.get(backend.device.type, 8)
     if row_bytes is None:
