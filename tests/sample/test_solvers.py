@@ -186,20 +186,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         for spacing in ("leading", "trailing", "linspace")
     ),
     *(
-        (solver, {"use_karras_sigmas": True})
-        for solver in (
-            "euler",
-            "dpmpp_2m",
-            "dpmpp_2m_sde",
-            "unipc",
-            "lms",
-            "heun",
-            "dpmpp_sde",
-            "dpmpp_3m_sde",
-        )
-    ),
-    *(
-        (solver, {"use_exponential_sigmas": True})
+        (solver, {sigmas: True})
+        for sigmas in ("use_karras_sigmas", "use_exponential_sigmas")
         for solver in (
             "euler",
             "dpmpp_2m",
