@@ -71,6 +71,11 @@ web = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
 threading.Thread(target=web.serve_forever, daemon=True).start()
 address = f"127.0.0.1:{web.server_port}"
 told["web"] = joining()[0]
+other = grpc.server(ThreadPoolExecutor(2))  # with no service of Ray's
+address = f"127.0.0.1:{other.add_insecure_port('127.0.0.1:0')}"
+other.start()
+told["grpc"] = joining()[0]
+other.stop(None).wait()
 print(json.dumps(told))
 """
 
@@ -89,6 +94,7 @@ def test_a_cluster_that_wants_a_token_gets_the_users_or_says_so(tmp_path: Path) 
     assert (told["stranger"], told["bearer"], told["gone"]) == (True, False, None)
     assert told["silent"].startswith("something listens at HERE and does not answer within 0.5 s: no Ray")
     assert told["web"].startswith("something listens at HERE and does not answer")
+    assert told["grpc"].startswith("something listens at HERE and does not answer as one: no Ray cluster")
     assert told["tls"][1] == TOKEN, "asked without TLS, which it may want"
     mend = "put the cluster's token into ~/.ray/auth_token, or set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     assert told["none"] == [f"the Ray cluster at HERE wants a token, and there is none here; {mend}", {}]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ def test_a_ray_of_this_machine_leaves_nothing_in_the_home_and_sigterm_is_as_ctrl
     assert list(tmp_path.iterdir()) == []
 
 
+def noted_address(folder: Path) -> str:
+    """Where Ray notes the cluster's address, just after it has printed that it runs."""
+    until = time.monotonic() + 30
+    while not (address := "".join(file.read_text().strip() for file in folder.rglob("ray_current_cluster"))):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return address
+
+
 @pytest.mark.nightly
 def test_a_cluster_with_a_token_is_joined_with_the_users(tmp_path: Path) -> None:
     """Also after a Ray of this machine, which has another token; each time the environment is as before."""
@@ -96,8 +106,7 @@ def test_a_cluster_with_a_token_is_joined_with_the_users(tmp_path: Path) -> None
     with subprocess.Popen(start, env=given, stdout=subprocess.PIPE, text=True) as head:
         try:
             next(line for line in head.stdout if "Ray runtime started" in line)
-            [file] = Path(place["RAY_TMPDIR"]).rglob("ray_current_cluster")
-            address = file.read_text().strip()
+            address = noted_address(Path(place["RAY_TMPDIR"]))
             [refused] = told_by(address, **place)
             told = f"refused 2 the Ray cluster at {address} wants a token, and there is none here"
             assert refused.startswith(told)

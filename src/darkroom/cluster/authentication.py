@@ -11,7 +11,7 @@ from darkroom.cluster.private_ray import read_settings_anew, token
 from darkroom.errors import InputError
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-STRANGER_S = 8.0
+STRANGER_S = 6.0
 """So long a cluster may take to answer; `ray.init` would wait for most of a minute."""
 MEND = f"put the cluster's token into ~/.ray/auth_token, or set {TOKEN} or {TOKEN_PATH}"
 
@@ -42,7 +42,7 @@ def _check_answers(address: str, answer: str) -> None:
     """InputError where something listens that is no cluster, or one that hangs. One that wants TLS cannot be
     asked in this way."""
     tls = os.environ.get("RAY_USE_TLS", "").lower() in ("1", "true")
-    if answer in ("DEADLINE_EXCEEDED", "UNAVAILABLE") and not tls:
+    if answer in ("DEADLINE_EXCEEDED", "UNAVAILABLE", "UNIMPLEMENTED") and not tls:
         why = f"within {STRANGER_S:g} s" if answer == "DEADLINE_EXCEEDED" else "as one"
         raise InputError(
             f"something listens at {address} and does not answer {why}: no Ray cluster, or one that hangs",

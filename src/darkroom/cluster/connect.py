@@ -24,6 +24,7 @@ LOCAL, AUTO = "local", "auto"
 TYPE = "accelerator_type:"  # what Ray calls a node's resource that names its accelerator
 NAMESPACE = "darkroom"
 REACH_S = 5.0  # how long a cluster may take to answer
+TRIES = 5  # at joining, about a second each, where what answers is no Ray; Ray's own 20 take 22 s
 # What of the user's environment the workers get too. No secret: Ray shows a job's environment to all who can
 # ask it, so credentials belong to the machines (a role, a mounted secret).
 CARRIED = (
@@ -187,7 +188,8 @@ def _start(ray: Any, *, dashboard: bool, num_cpus: int | None) -> None:
 
 def _join(ray: Any, address: str) -> None:
     try:
-        ray.init(address=address, **_settings())
+        with unless_set("RAY_gcs_server_port_wait_time_s", str(TRIES)):
+            ray.init(address=address, **_settings())
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
         raise _refused(ray, address, error) from error
 
