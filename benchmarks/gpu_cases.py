@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -275,7 +275,7 @@ def smoke_compile(lab: Lab) -> Rows:
         unit = drawing.size[0]
         for size in ((unit, unit), (2 * unit, unit), (unit, 2 * unit)):
             for num in (1, 2):
-                drawing.run(backend, num=num, size=size)
+                replace(drawing, size=size).run(backend, num=num)
         return {
             "graphs": counters["stats"].get("unique_graphs", 0),
             "graph_breaks": sum(counters["graph_break"].values()),

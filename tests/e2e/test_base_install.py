@@ -184,6 +184,7 @@ def test_a_second_set_up_does_nothing_and_extras_are_added(base):
 FROM_PICTURES_TO_PICTURES = [
     "import photos p.lance",
     f"{VAE} --out runs/vae",
+    "prepare p.lance --model runs/vae/model --resolution 32",
     f"train {ROOT}/recipes/pretrain.yaml model.vae=runs/vae/model {SMALL} --out runs/first",
     "generate runs/first/model red --steps 2 --out drawn",
     "inspect p.lance",

@@ -115,8 +115,8 @@ def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: An
             return [one for one in super()._create_default_callbacks() if not isinstance(one, useless)]
 
         def _initialize_and_run_controller(self, **given: Any) -> Any:
+            given["failure_policy"] = _failure_policy(self.run_config.failure_config, mail)
             if len(counts) > 1:
-                given["failure_policy"] = _failure_policy(self.run_config.failure_config, mail)
                 given["scaling_policy"] = scaling_policy(self.scaling_config, counts, mail)
             elif local:
                 given["scaling_policy"] = _unasking_policy(self.scaling_config)
@@ -167,15 +167,17 @@ def _unasking_policy(scaling_config: Any) -> Any:
 
 
 def _failure_policy(failure_config: Any, mail: Any) -> Any:
-    """Ray's policy, for which a pause is no failure."""
+    """Ray's policy, for which a pause is no failure, and an error that would come again is the last."""
     import ray
 
-    retry = private("FailureDecision.RETRY")
+    retry, give_up = private("FailureDecision.RETRY"), private("FailureDecision.RAISE")
 
     class PausingFailurePolicy(to_extend("DefaultFailurePolicy")):  # type: ignore[misc]
         def make_decision(self, training_failed_error: Exception) -> Any:
             if ray.get(mail.end_pause.remote()):
                 return retry
+            if ray.get(mail.over.remote()):
+                return give_up
             return super().make_decision(training_failed_error)
 
     return PausingFailurePolicy(failure_config)

@@ -84,6 +84,7 @@ NAMES: dict[str, tuple[str, tuple[str, ...] | None]] = {
         ("self", "training_failed_error"),
     ),
     "FailureDecision.RETRY": (f"{_TRAIN}.execution.failure_handling:FailureDecision.RETRY", None),
+    "FailureDecision.RAISE": (f"{_TRAIN}.execution.failure_handling:FailureDecision.RAISE", None),
 }
 """By the name used here: where Ray has it, and its parameters where darkroom relies on them."""
 
