@@ -1,12 +1,14 @@
 """What marks, credentials and bit-identical serving cost: one JSON line a finding.
 
     python benchmarks/marks_and_bits.py provenance --side 512 --pictures 20
+    python benchmarks/marks_and_bits.py unmarked --pictures 10000 --photographs FOLDER
     python benchmarks/marks_and_bits.py deterministic MODEL --requests 64 --rounds 5 --precision float32
 
 `provenance`: seconds and bytes a picture that the watermark and the credentials add, and seconds to find the
-mark. `deterministic`: pictures a second of the engine with and without `--deterministic`, on the same
-requests in turns (a round of each, the first one untimed), and whether the pictures of all rounds with it
-have the same bits; each round has the requests in another order. Its ratio is the median over rounds.
+mark. `unmarked`: in how many pictures without a mark one is found: crops of photographs, turned and mirrored,
+each scaled to 256 px. `deterministic`: pictures a second of the engine with and without `--deterministic`, on
+the same requests in turns (a round of each, the first one untimed), and whether the pictures of all rounds
+with it have the same bits; each round has the requests in another order. Its ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -72,6 +74,25 @@ def cost_of_provenance(side: int, count: int) -> dict[str, Any]:
             assert found.payload == seed
     told = {name: float(f"{median(values):.4g}") for name, values in spent.items()}
     return {"benchmark": "provenance", "side": side, "pictures": count, "signs": marks.signs, **told}
+
+
+def false_alarms(photographs: Path, count: int) -> dict[str, Any]:
+    """Of crops of photographs and of noise with their spectrum."""
+    draw, images = random.Random(1), []
+    for file in sorted(photographs.rglob("*.jpg")):
+        with Image.open(file) as opened:
+            least = min(opened.size)
+            images.append(opened.convert("RGB").crop((0, 0, least, least)).resize((1024, 1024)))
+    found, photographed = 0, len(images)
+    images += [picture(1024, seed) for seed in range(12)]
+    for i in range(count):
+        side = draw.randint(256, 1024)
+        left, top = draw.randint(0, 1024 - side), draw.randint(0, 1024 - side)
+        part = images[i % len(images)].crop((left, top, left + side, top + side)).resize((256, 256))
+        way = draw.choice([None, *Image.Transpose])
+        found += watermark.find(part if way is None else part.transpose(way)) is not None
+    counts = {"photographs": photographed, "pictures": count, "taken_for_marked": found}
+    return {"benchmark": "unmarked", **counts}
 
 
 class Ended:
@@ -173,6 +194,9 @@ def main() -> None:
     one = which.add_parser("provenance")
     one.add_argument("--side", type=int, default=512)
     one.add_argument("--pictures", type=int, default=20)
+    unmarked = which.add_parser("unmarked")
+    unmarked.add_argument("--photographs", type=Path, required=True)
+    unmarked.add_argument("--pictures", type=int, default=10_000)
     other = which.add_parser("deterministic")
     other.add_argument("model")
     other.add_argument("--requests", type=int, default=64)
@@ -181,6 +205,8 @@ def main() -> None:
     told = parser.parse_args()
     if told.which == "provenance":
         print(json.dumps(cost_of_provenance(told.side, told.pictures)))
+    elif told.which == "unmarked":
+        print(json.dumps(false_alarms(told.photographs, told.pictures)))
     else:
         print(json.dumps(cost_of_bits(told.model, told.requests, told.rounds, told.precision)))
 

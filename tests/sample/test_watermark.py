@@ -144,11 +144,12 @@ def test_99_of_100_photographs_keep_their_payload(shared_data):
 
 
 @pytest.mark.nightly
-def test_no_mark_is_found_in_10_000_unmarked_pictures(shared_data):
+def test_no_mark_is_found_in_1000_unmarked_pictures(shared_data):
+    """10,000 take a quarter of an hour: benchmarks/marks_and_bits.py."""
     draw = np.random.default_rng(1)
     images = list(attacked_photographs(shared_data, 1024))
     images += [photo(1024, seed) for seed in range(12)]  # and what resembles none of them
-    for i in range(10_000):
+    for i in range(1000):
         image = images[i % len(images)]
         side = int(draw.integers(256, 1025))
         left, top = (int(draw.integers(0, 1025 - side)) for _ in range(2))
