@@ -181,7 +181,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def waiting() -> Iterator[None]:
     """Let `LIBRARIES`, torch's compiler and the `__init__` of `PACKAGES` wait while others are imported.
 
-    What is imported already stays as it is. On leaving the stand-ins are gone: whoever imports one of the
+    What is imported already stays as it is. On leaving the stand-ins are gone: an import of one of the
     libraries from then on gets it.
     """
     finder = _Finder()

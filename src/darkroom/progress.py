@@ -46,7 +46,7 @@ def _lines(label: str) -> Iterator[Progress]:
 
 
 def _so_far(done: int, total: int | None, seconds: float) -> str:
-    """'1 of 3, 64 s each, 2 min left': rates below one a second are told as seconds each."""
+    """'1 of 3, 64 s each, 2 min left': rates below one a second are shown as seconds each."""
     of = f" of {total:,}" if total else ""
     rate = done / seconds if seconds > 0 else 0.0
     if rate == 0:

@@ -192,7 +192,7 @@ def test_a_worker_that_is_told_to_end_saves_first(recipe, tmp_path):
     driver = Driver(recipe, out, *asked, longer, "checkpoint.every=1000", out=out)
     driver.wait_for("step +20/")
     os.kill(workers_of(out)[-1], signal.SIGTERM)
-    driver.wait_for("was told to end: saving, then going on")
+    driver.wait_for("was asked to stop: saving, then going on")
     step = int(driver.wait_for("going on after step ").split("after step ")[1].split()[0].rstrip(",;:."))
     assert step >= 20  # no checkpoint was due before the end
     assert driver.end() == 0, driver.said

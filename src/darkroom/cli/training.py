@@ -310,18 +310,20 @@ def export(
     elif not merge and models.is_model(source):
         made = models.export_model(source, to, single_file=True, dtype=_precision(precision))
     else:
-        with TemporaryDirectory(prefix=".export-", dir=to.parent if to.parent.is_dir() else None) as beside:
+        with TemporaryDirectory(
+            prefix=".export-", dir=to.parent if to.parent.is_dir() else None
+        ) as temporary:
             folder = _exported(
-                source, Path(beside) / "model", merge, checkpoint, ema, False, None, console(as_json)
+                source, Path(temporary) / "model", merge, checkpoint, ema, False, None, console(as_json)
             )
             made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
     kind = "adapter" if models.is_adapter(made) else "model"
-    told = {kind: made}
+    files = {kind: made}
     if sign is not None:
         from darkroom.models.signing import sign as signed
 
-        told["signature"] = signed(Path(made), sign)
-    show(told, as_json, lambda: [f"{name}: {path}" for name, path in told.items()])
+        files["signature"] = signed(Path(made), sign)
+    show(files, as_json, lambda: [f"{name}: {path}" for name, path in files.items()])
 
 
 def _precision(name: str | None) -> Any:

@@ -123,7 +123,7 @@ def _authentication(cluster: Cluster) -> Check:
     if refused is None:
         detail = "not known: the cluster could not be called without a token"
     else:
-        detail = "by token" if refused else "off: whoever reaches the cluster's ports runs programs on it"
+        detail = "by token" if refused else "off: anyone who reaches the cluster's ports runs programs on it"
     return Check("authentication", bool(refused), detail, "" if refused else mend, optional=True)
 
 
@@ -148,9 +148,9 @@ def _versions(nodes: Sequence[Node]) -> Check:
         more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
         mend = "install the same on all, as in requirements.lock: python make.py setup ray"
         return Check("versions", False, "; ".join(odd[:3]) + more, mend)
-    told = ", ".join(f"{name} {version}" for name, version in usual.items() if version != "missing")
+    versions = ", ".join(f"{name} {version}" for name, version in usual.items() if version != "missing")
     where = f"the same on all {len(abouts)} nodes: " if len(abouts) > 1 else ""
-    return Check("versions", True, f"{where}{told}")
+    return Check("versions", True, f"{where}{versions}")
 
 
 def _accelerators(nodes: Sequence[Node]) -> Iterator[Check]:

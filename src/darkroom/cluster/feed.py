@@ -5,9 +5,9 @@ tasks read and cut the rows, encoder actors encode them, and they come straight 
 noise. So the batches are those of `data.encode=inline` at the same seed; going on at step k asks for batch k
 first; and what a dead worker or encoder had is asked for again. Nothing of the order is given up. What is:
 rows are read one by one, not in blocks that stay in memory for a window, so an object store is asked more
-often where global batches are small beside the order's window; text states come in float16, as stored ones.
+often where global batches are small against the order's window; text states come in float16, as stored ones.
 
-The encoders belong to a keeper, an actor beside the driver: they outlive the workers that train, who may be
+Encoders belong to a keeper, an actor on the driver's node: they outlive the workers that train, who may be
 started again, and all ranks share them.
 """
 

@@ -5,7 +5,7 @@ dead encoder's blocks go to another one. What is in flight is bounded at every p
 the ones before it, and memory does not grow.
 
 Not Ray Data's `map_batches`: a block here must hold exactly the rows that share an encoder's batch, finished
-blocks must be told one by one so that a restart goes on from them, an online feed asks for blocks by number
+blocks must be reported one by one so that a restart resumes from them, an online feed takes blocks by number
 and in its own order, and the time that each stage is busy must be known. That is a loop over `ray.wait`.
 """
 

@@ -1,6 +1,6 @@
 """Training in workers of a Ray cluster: the same `train`, placed by Ray and started again where it fails.
 
-What a worker says, why it ended and what it made goes through one small actor beside the driver; the run's
+What a worker says, why it ended and what it made goes through one small actor on the driver's node; the run's
 state goes where it always goes, its folder or `checkpoint.url`, never through Ray.
 """
 
@@ -73,7 +73,7 @@ class Lost(DarkroomError):
 
 
 class WorkersFailed(DarkroomError):
-    """The workers ended with an error that one of them told, with the exit code it means."""
+    """The workers ended with an error that one of them reported, with the exit code it means."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -214,8 +214,8 @@ def _run(
     made = ray.get(mail.what_was_made.remote())
     if made is not None and (failure is None or isinstance(failure, Stopped)):
         return _result(made)
-    told, starts = ray.get([mail.failed.remote(), mail.new_starts.remote()])
-    raise _why(failure, told, placement.max_failures, starts) from failure
+    failures, starts = ray.get([mail.failed.remote(), mail.new_starts.remote()])
+    raise _why(failure, failures, placement.max_failures, starts) from failure
 
 
 def _trainer(
@@ -284,7 +284,7 @@ def _followed(
     def fit() -> None:
         try:
             trainer.fit()
-        except Exception as error:  # every kind: it is told below
+        except Exception as error:  # every kind: it is reported below
             ended.append(error)
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
@@ -320,7 +320,7 @@ def _end(thread: threading.Thread, mail: Any) -> None:
     until = time.monotonic() + LEAVE_S
     try:
         while thread.is_alive() and time.monotonic() < until:
-            # A controller that is still starting has not told of itself.
+            # A controller that is still starting has not registered itself.
             controller = ray.get(mail.controlled_by.remote(), timeout=LEAVE_S)
             if controller is not None:
                 ray.kill(controller)
@@ -360,13 +360,13 @@ def _result(made: dict[str, Any]) -> TrainResult:
 
 
 def _why(
-    failure: Exception | None, told: list[tuple[str, int, bool, str]], retries: int, starts: int = 0
+    failure: Exception | None, failures: list[tuple[str, int, bool, str]], retries: int, starts: int = 0
 ) -> DarkroomError:
     """The one error that a user should read. `starts`: how often workers were in fact started again."""
     import ray
     from ray.train import WorkerGroupError
 
-    for kind, code, final, message in told:
+    for kind, code, final, message in failures:
         if final:
             return Stopped(message) if kind == Stopped.__name__ else WorkersFailed(message, code)
     if isinstance(failure, Stopped):
@@ -383,13 +383,13 @@ def _why(
         again = f"after {starts} new starts"
     if lost := _lost(failure):
         return Lost(f"{lost}, {again}; {go_on}")
-    causes = [message for kind, _, _, message in told if kind != LOST] or [end[3] for end in told]
+    causes = [message for kind, _, _, message in failures if kind != LOST] or [end[3] for end in failures]
     cause = causes[-1] if causes else " ".join(str(failure).split())[:300]
     return Lost(f"{cause}, {again}; {go_on}")
 
 
 def _lost(failure: Exception | None) -> str:
-    """Which workers are gone, as words; nothing where all lived and told an error."""
+    """Which workers are gone, as words; nothing where all lived and reported an error."""
     lost = private("RayTrainError")
     failures = getattr(failure, "worker_failures", {})
     gone = [rank for rank, error in failures.items() if isinstance(error, lost)]

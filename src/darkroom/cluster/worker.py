@@ -110,9 +110,9 @@ def _goes_on(job: dict[str, Any], out: Path, *, again: bool) -> bool:
     there = (out / "recipe.yaml").is_file()
     there = there or bool(again and url is not None and place_of(url, out).kept())
     if int(os.environ["WORLD_SIZE"]) > 1:
-        told = torch.tensor([int(there)])
-        dist.broadcast(told, 0)
-        there = bool(told)
+        agreed = torch.tensor([int(there)])
+        dist.broadcast(agreed, 0)
+        there = bool(agreed)
     return there
 
 

@@ -100,11 +100,11 @@ def describe(store: Store) -> dict[str, Any]:
 
 
 def _doubles(store: Store, distinct: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"of_one_hash": store.num_rows - distinct}
+    counts: dict[str, Any] = {"of_one_hash": store.num_rows - distinct}
     if DOUBLE_OF in store.columns():
         marked = store.dataset.count_rows(filter=f"{DOUBLE_OF} IS NOT NULL")
-        return {**told, "marked": int(marked)}
-    return told
+        return {**counts, "marked": int(marked)}
+    return counts
 
 
 def _made(store: Store, name: str, noted: dict[str, str]) -> str:
@@ -120,16 +120,16 @@ def _made(store: Store, name: str, noted: dict[str, str]) -> str:
 
 
 def _sizes(shapes: Counter[tuple[int, int]]) -> dict[str, int]:
-    told = {f"{width} x {height}": number for (width, height), number in shapes.most_common(SHOWN_SIZES)}
-    rest = len(shapes) - len(told)
-    return told | ({f"{rest:,} others": shapes.total() - sum(told.values())} if rest else {})
+    counts = {f"{width} x {height}": number for (width, height), number in shapes.most_common(SHOWN_SIZES)}
+    rest = len(shapes) - len(counts)
+    return counts | ({f"{rest:,} others": shapes.total() - sum(counts.values())} if rest else {})
 
 
 def _ratios(shapes: Counter[tuple[int, int]]) -> dict[str, int]:
-    told = dict.fromkeys((name for _, name in RATIOS), 0)
+    counts = dict.fromkeys((name for _, name in RATIOS), 0)
     for (width, height), number in shapes.items():
-        told[next(name for least, name in reversed(RATIOS) if width / height >= least)] += number
-    return {name: number for name, number in told.items() if number}
+        counts[next(name for least, name in reversed(RATIOS) if width / height >= least)] += number
+    return {name: number for name, number in counts.items() if number}
 
 
 def _bincount(shapes: Counter[tuple[int, int]], side: Any) -> np.ndarray[Any, Any]:
@@ -194,9 +194,9 @@ def contact_sheet(store: Store, path: str | Path, *, pictures: int = 64, filter:
         top += _row_height(row) + GAP
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}")
-    sheet.save(beside, "PNG")
-    return atomic_replace(beside, target)
+    temporary = target.with_name(f".{target.name}")
+    sheet.save(temporary, "PNG")
+    return atomic_replace(temporary, target)
 
 
 def _subtitle(store: Store, shown: int, filter: str | None) -> str:

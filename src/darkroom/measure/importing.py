@@ -87,7 +87,7 @@ class _Runs:
         return import_pictures(source, self._store, workers=self._workers).added
 
     def decoded(self, source: Path) -> int:
-        """Every picture of the zip read and decoded in as many threads, and let go."""
+        """Every picture of the zip read and decoded in as many threads, and dropped."""
         reader = ZipReader(source / "images.zip")
         names = (member.name for member in reader.members())
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 MOST_DEVICES = 65536
-USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` unless told
+USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` by default
 UNCOUNTED = "train.align is not counted: its extractor is not opened"
 
 
@@ -107,8 +107,8 @@ def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:
         else listed(where.card, where.cores, plan.cost.device_hours, target.prices)
     )
     plan = with_intervals(replace(plan, offers=offers), where, software)
-    told = (*software_notes(target, where, software), *unsourced(where.card))
-    plan = replace(plan, notes=(*plan.notes, *told))
+    notes = (*software_notes(target, where, software), *unsourced(where.card))
+    plan = replace(plan, notes=(*plan.notes, *notes))
     price = storage_price(
         plan.cost.provider, usd_per_gb_month=target.usd_per_gb_month, usd_per_gb_out=target.usd_per_gb_out
     )

@@ -30,7 +30,7 @@ KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
 TRAIN_STAGES = ("inputs", "forward", "backward", "update")
 GENERATE_STAGES = ("text", "denoise", "decode")
 MAX_ROWS = 65536
-# Stages of a run beside its steps.
+# Stages of a run besides its steps.
 LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"
 # What a CPU's process keeps of freed activations, as shares of those alive: glibc gives blocks from 32 MB on
 # back, others lie between ones that live on. Medians of ordinary runs (memory-cpu.csv, memory-runs.csv).
@@ -296,14 +296,14 @@ def cache_folder() -> Path:
 
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    atomic_replace(beside, file)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    atomic_replace(temporary, file)
 
 
 def _digest(key: dict[str, Any]) -> str:
-    told = json.dumps([key, _code()], sort_keys=True, default=str)
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
+    text = json.dumps([key, _code()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache

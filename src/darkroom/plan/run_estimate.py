@@ -1,4 +1,4 @@
-"""The plan of a run on its own machine: kept as the run starts, and told beside what was measured."""
+"""The plan of a run on its own machine: kept as the run starts, and shown with what was measured."""
 
 from __future__ import annotations
 

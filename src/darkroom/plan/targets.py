@@ -146,7 +146,7 @@ def software_notes(target: Target, where: Where, software: Software) -> Iterator
 
 
 def fast_precision(card: Card) -> str:
-    """The precision that a device is fastest in and trains in unless told otherwise."""
+    """The precision that a device is fastest in and trains in by default."""
     if "bf16" in card.flops:
         return "bf16"
     return "fp16" if card.kind == "gpu" and "fp16" in card.flops else "float32"

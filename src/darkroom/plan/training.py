@@ -170,7 +170,7 @@ def _adapter_bytes(masters: Mapping[str, Any]) -> int:
 
 
 def _masters_apart(weights: Any) -> bool:
-    """Whether the step computes with weights of their own, beside the float32 ones that it trains."""
+    """Whether the step computes with weights of their own, besides the float32 ones that it trains."""
     computing = {id(param) for param in weights.computing.values()}
     return not any(id(master) in computing for master in weights.masters.values())
 

@@ -52,7 +52,7 @@ def read_sweep(
 ) -> list[tuple[dict[str, Any], Recipe]]:
     """The recipes that overrides with several values mean, each with what sets it apart; one without any.
 
-    `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` beside it, four. A text's commas are its
+    `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` as well, four. A text's commas are its
     own: `data.prompt='a dog, sitting'` is one value. `of` is the trainer whose file it is (kohya); None: a
     recipe.
     """

@@ -300,7 +300,7 @@ def _check_subject(task: str, data: DataSettings) -> None:
 def _check_prior(data: DataSettings) -> None:
     if data.class_prompt is None and (said := _said_of_prior(data)):
         raise RecipeError(
-            "data.class_prompt", f"missing beside data.{said}", mend="such as 'a photo of a dog'"
+            "data.class_prompt", f"missing besides data.{said}", mend="such as 'a photo of a dog'"
         )
     if data.class_prompt is not None and data.class_prompt == data.prompt:
         raise RecipeError(
@@ -311,7 +311,7 @@ def _check_prior(data: DataSettings) -> None:
     if data.class_prompt is not None and data.buckets:
         raise RecipeError(
             "data.buckets",
-            "true, but class pictures, which are square, go beside the subject's",
+            "true, but class pictures, which are square, go with the subject's",
             mend="leave data.class_prompt out, or set data.buckets=false",
         )
 
@@ -342,7 +342,7 @@ def _check_preference(
 
 
 def _said_of_prior(data: DataSettings) -> str | None:
-    """A setting of prior preservation that was said beside no class prompt."""
+    """A setting of prior preservation that was given without a class prompt."""
     if data.class_images is not None:
         return "class_images"
     for name in ("num_class_images", "prior_weight"):

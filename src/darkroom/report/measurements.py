@@ -31,7 +31,7 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "warmup_s": ("warm-up", lambda v: seconds(v)),
 }
 _MEASURED = ("psnr_db", "ssim", "nrmse", "max_diff", "lpips", "in_place")
-"""What settings hold beside what a case was run with."""
+"""What settings hold besides what a case was run with."""
 _SAME = ("machine", "device", "num_devices", "commit", "date", "note")
 
 
@@ -161,7 +161,7 @@ Rows = Sequence[Measurement]
 
 
 def _drawing_plots(rows: Rows) -> Iterator[str]:
-    """What is drawn beside the plots that every table has; nothing for other benchmarks."""
+    """What is drawn besides the plots that every table has; nothing for other benchmarks."""
     draw = {"ladder": _ladder, "batch": _batch, "precision": _precision}.get(rows[0].benchmark)
     if draw is not None:
         yield from draw(rows)

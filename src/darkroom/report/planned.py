@@ -1,4 +1,4 @@
-"""A run's plan beside what was measured: time, speed, memory and dollars, each with the plan's error."""
+"""A run's plan and what was measured: time, speed, memory and dollars, each with the plan's error."""
 
 from __future__ import annotations
 

@@ -235,8 +235,8 @@ def _marked(axes: Axes, place: float, row: Marks, longest: float) -> None:
 
 
 def _tell(axes: Axes, x: float, y: float, value: float, longest: float) -> None:
-    told = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
-    axes.text(x + longest * 0.02, y, told, va="center", fontsize=7.5)
+    label = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    axes.text(x + longest * 0.02, y, label, va="center", fontsize=7.5)
 
 
 def marked_curves(

@@ -146,8 +146,8 @@ def _encode_parts(
     """Weighted states [N, L, D] of the i-th encoder, and for SDXL its pooled text [N, D]."""
     tokenizer, encoder = model.tokenizers[i], model.text_encoders[i]
     is_weighted = [any(weight != 1 for weight in part.weights) for part in parts]
-    told = [*parts, *[PromptChunk([], [])] * (weighting == "compel" and any(is_weighted))]
-    ids_NL = torch.tensor([_ids(tokenizer, part, _length(encoder)) for part in told])
+    padded = [*parts, *[PromptChunk([], [])] * (weighting == "compel" and any(is_weighted))]
+    ids_NL = torch.tensor([_ids(tokenizer, part, _length(encoder)) for part in padded])
     states, pooled = [], []
     for some_BL in torch.split(ids_NL, ENCODE_BATCH):
         text_BLD, given = _states(encoder, some_BL, model.is_sdxl, clip_skip)

@@ -9,7 +9,7 @@ question, and finds scale and crop where the sync correlates (spread spectrum: C
 1997; a lattice as template: Kutter 1998). Each coefficient gets what it lacks, not a fixed amount (informed
 embedding: Malvar & Florencio 2003), more of it where the picture has texture.
 
-Whoever has the key can find the mark, and whoever means to remove it can: it answers "was this drawn here,
+Anyone with the key can find the mark, and anyone determined can remove it: it answers "was this drawn here,
 and by which job", not "is this genuine". Pictures with a side below `LEAST_SIDE` carry none.
 """
 
@@ -116,8 +116,8 @@ def embed(
 def too_small(sizes: Iterable[tuple[int, int]]) -> str:
     """One line where pictures of these sizes (width, height) carry no mark; else nothing."""
     small = sorted({size for size in sizes if min(size) < LEAST_SIDE})
-    told = ", ".join(f"{width}x{height}" for width, height in small)
-    return f"no watermark in pictures of {told}: it needs {LEAST_SIDE} pixels a side" if small else ""
+    listed = ", ".join(f"{width}x{height}" for width, height in small)
+    return f"no watermark in pictures of {listed}: it needs {LEAST_SIDE} pixels a side" if small else ""
 
 
 def find(image: Image.Image, key: str = "darkroom") -> WatermarkReading | None:

@@ -95,7 +95,7 @@ class Limits(BaseModel):
 
 
 class ServeSettings(BaseModel):
-    """One server. Its limits stand beside, in `Limits`."""
+    """One server. Its limits are in `Limits`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -151,14 +151,14 @@ class ServeSettings(BaseModel):
         description="sizes (512x768) that are compiled or captured before the first job; with `pad` all "
         "of their batches that fit the capacity, else single pictures",
     )
-    deterministic: bool = Field(False, description="calls of few shapes: the same bits whoever shares them")
+    deterministic: bool = Field(False, description="calls of few shapes: the same bits in any batch")
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"
     optimise: str | None = Field(None, description="of `sample.ladder`; None: auto, as far as adapters allow")
     variant: str | None = None
     revision: str | None = None
-    drain_s: float = Field(30.0, ge=0, description="time to finish what is on its way when told to stop")
+    drain_s: float = Field(30.0, ge=0, description="time to finish running jobs at shutdown")
     hooks: tuple[str, ...] = Field(
         (), description="MODULE:FUNCTION: each sees every picture before it is kept"
     )

@@ -121,7 +121,7 @@ def _flow_config(settings: ObjectiveSettings, base: Mapping[str, Any], latent_pi
 def resolution_shift(latent_pixels: int) -> float:
     """sqrt(m / n), the shift that hides a picture of m latent pixels as well as one of n without any.
 
-    A constant picture's value can be told from m noisy pixels sqrt(m) times better than from one (Esser et
+    A constant picture's value can be read from m noisy pixels sqrt(m) times better than from one (Esser et
     al. 2024, section 5.3.2). n is that of 256 px; smaller pictures are not shifted.
     """
     return max(1.0, math.sqrt(latent_pixels / FLOW_BASE_PIXELS))

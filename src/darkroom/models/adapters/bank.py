@@ -379,7 +379,7 @@ class Bank:
     adds them as needed, until `seal` is called (before compiling or capturing), when an adapter that touches
     other layers is refused; `reserve` adds layers beforehand. One call of the U-Net, and one of the text
     encoders, runs at a time, unless `threads` says that several threads call them at once; loading into a
-    slot that no row uses may go on meanwhile. `whole_calls` has calls take the same shapes whoever has what.
+    slot that no row uses may go on meanwhile. `whole_calls` has calls take the same shapes whatever rows use.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class Bank:
         return sum(delta.nbytes for at, delta in deltas if slot is None or at == slot)
 
     def take_whole_calls(self) -> None:
-        """From now on calls have the same shapes whoever has what."""
+        """From now on calls have the same shapes whatever rows use."""
         for rows in self._rows.values():
             rows.whole_calls = True
 
@@ -467,8 +467,8 @@ class Bank:
                     )
                 changes[path] = change
         if self.sealed and (new := changes.keys() - self._held.keys()):
-            told = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has no room for"
-            raise ModelError(f"{told}: {min(new)}")
+            message = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has no room for"
+            raise ModelError(f"{message}: {min(new)}")
         return Staged(adapter.name, changes)
 
     def load(self, slot: int, adapter: Adapter | Staged) -> None:

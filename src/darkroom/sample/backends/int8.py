@@ -237,7 +237,7 @@ def refuse_broken(found: dict[str, Any]) -> None:
         )
 
 
-def told(found: dict[str, Any], kept: Sequence[str]) -> str:
+def summary(found: dict[str, Any], kept: Sequence[str]) -> str:
     """The quality in a line."""
     steps = ", ".join(f"{value:.0f}" for value in found["psnr_db_by_step"])
     return (
@@ -247,7 +247,7 @@ def told(found: dict[str, Any], kept: Sequence[str]) -> str:
 
 
 def write_report(folder: Path, found: dict[str, Any], kept: Sequence[str], calibration: Calibration) -> None:
-    """Keep the quality beside the export."""
+    """Keep the quality next to the export."""
     about = {"quality": found, "float_layers": list(kept), "calibration": asdict(calibration)}
     (folder / REPORT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 

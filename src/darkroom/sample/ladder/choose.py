@@ -123,7 +123,7 @@ def parse(names: Sequence[str] | str) -> list[Choice]:
 
 
 def check(choices: Iterable[Choice], place: ComputeTarget) -> None:
-    """InputError where a choice cannot work on the device, or two cannot stand beside each other."""
+    """InputError where a choice cannot work on the device, or two exclude each other."""
     for choice in choices:
         if place.is_dit and RUNGS[choice.name].needs_unet:
             raise InputError(f"optimise '{choice}' with a diffusion transformer", mend="leave it out")
@@ -161,7 +161,7 @@ def left_out(place: ComputeTarget) -> dict[str, str]:
 
 
 def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice], list[str]]:
-    """The choices with `auto` replaced by what it takes beside the others."""
+    """The choices with `auto` replaced by what it takes besides the others."""
     named = [choice for choice in choices if choice.name != AUTO]
     taken, reasons = list(named), []
     for name, reason in best(place).items():

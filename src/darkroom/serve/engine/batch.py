@@ -51,7 +51,7 @@ class Bucket:
         """Seconds that one evaluation a step has cost since the bucket was made."""
 
     def add(self, ticket: Ticket) -> None:
-        """Take a prepared row aboard, for the next step."""
+        """Add a prepared row to the running batch, for the next step."""
         self._unpack()
         ticket.meter_s = self.meter_s
         self.tickets.append(ticket)

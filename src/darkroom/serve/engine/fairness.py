@@ -201,8 +201,8 @@ def admitted_after(
     def fits(one: PendingPicture) -> bool:
         most = (calls - 1) * capacity
         here, taken = there.get(one.size, 0.0), sum(min(load, most) for load in there.values())
-        beside = taken <= 0 or taken + min(one.load, most) <= calls * capacity
-        return beside and (here <= 0 or here + one.load <= capacity)
+        has_calls = taken <= 0 or taken + min(one.load, most) <= calls * capacity
+        return has_calls and (here <= 0 or here + one.load <= capacity)
 
     for one in drawn:
         begin(one)

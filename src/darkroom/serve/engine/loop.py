@@ -1,6 +1,6 @@
 """The engine: a thread that packs whatever rows are on their way and has them stepped, again and again.
 
-Between two steps of a size it lets go of rows that are done, cancelled or failed, and takes aboard what came;
+Between two steps of a size it removes rows that are done, cancelled or failed, and adds what came;
 pictures that wait are admitted while their load fits: load is U-Net evaluations a call, counted in pictures
 of the model's own size. Each size has its own calls, and so its own room. On a CPU the steps are taken in
 lanes, several sizes at once, and the engine's thread is free meanwhile; on an accelerator it takes them
@@ -104,13 +104,13 @@ class Engine:
         self._condition = threading.Condition()
         self._queue = FairQueue(shares)
         self._unprepared: list[Ticket] = []  # admitted, with their adapters
-        self._arrived: list[Ticket] = []  # prepared, to go aboard
+        self._arrived: list[Ticket] = []  # prepared, to join the batch
         self._failed: list[tuple[EngineJob, BaseException]] = []
         self._parked: list[Ticket] = []  # admitted, waiting for adapters
         self._finished: list[Ticket] = []  # denoised, to be decoded
-        self._through: list[Ticket] = []  # the first of two passes, to be made larger
+        self._through: list[Ticket] = []  # the first of two passes, to be upscaled
         self._suspects: list[EngineJob] = []  # to be computed alone, one after the other, before all else
-        self._between: set[Ticket] = set()  # made larger or waiting to, with their adapters held
+        self._between: set[Ticket] = set()  # being upscaled or waiting for it, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
         self._buckets: dict[Hashable, Bucket] = {}  # those stepped longest ago first
         self._stepping: set[Hashable] = set()  # buckets that a lane has; nobody else touches them
@@ -225,8 +225,8 @@ class Engine:
             waiting = [self._drawing(entry.item) for entry in order]
             speed = self._work_done / self._work_s / BESIDE_STEPS
             times = admitted_after(drawn, waiting, self.capacity, FULL_CALLS, speed)
-            told = [Admission(e.key, e.cost, s) for e, s in zip(order, times, strict=True)]
-            self._forecast = now_s, told
+            admitted = [Admission(e.key, e.cost, s) for e, s in zip(order, times, strict=True)]
+            self._forecast = now_s, admitted
         return self._forecast[1]
 
     def _drawing(self, ticket: Ticket) -> PendingPicture:
@@ -380,7 +380,7 @@ class Engine:
             self._call()
 
     def _board(self) -> None:
-        """Rows that are ready go aboard; works that could not be prepared fail."""
+        """Rows that are ready join the running batch; works that could not be prepared fail."""
         with self._condition:
             arrived, self._arrived = self._arrived, []
             failed, self._failed = self._failed, []

@@ -114,9 +114,9 @@ class Nets(Shelf):
                 self._note_trouble(file, error)
                 raise
             except Exception as error:
-                told = self._unreadable(file, error)
-                self._note_trouble(file, told)
-                raise told from error
+                message = self._unreadable(file, error)
+                self._note_trouble(file, message)
+                raise message from error
         return self._known[file]
 
     def check_room(self, names: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """Where a run's checkpoints are: its own folder, or an address of an object store.
 
 Object stores have no rename. There each checkpoint has a prefix of its own, `step-00000500.<token>/`, and
-its manifest, put last and in one piece, is what makes it count: whoever looks finds a whole checkpoint or
+its manifest, put last and in one piece, is what makes it count: a reader finds a whole checkpoint or
 none. It is read back and hashed before an older one goes, whose manifest goes first. The address also holds
 the run's metrics and bill, so that a run goes on in an empty folder.
 """
@@ -57,7 +57,7 @@ class CheckpointStorage(Protocol):
         """Write what one process holds or has taken on."""
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
-        """When all shares are there: bind them, prove them, let go of all but the newest `keep`."""
+        """When all shares are there: bind them, verify them, delete all but the newest `keep`."""
 
     def failed(self, step: int, token: str, rank: int) -> None:
         """This process will not come with its share."""
@@ -125,12 +125,12 @@ class RemotePlace:
             self._fs.pipe_file(probe, b"darkroom")
             self._fs.rm_file(probe)
         except Exception as error:  # each kind of store has its own
-            told = f"'{self.address}' cannot be written: {local.line_of(error)}"
+            message = f"'{self.address}' cannot be written: {local.line_of(error)}"
             if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | ValueError):
-                raise RecipeError("checkpoint.url", told) from error
+                raise RecipeError("checkpoint.url", message) from error
             if local.is_bug(error):
                 raise
-            raise CheckpointError(f"checkpoint.url: {told}") from error
+            raise CheckpointError(f"checkpoint.url: {message}") from error
         whole = {kept.name for kept in self.kept()}
         for name in self._names():
             if name not in whole:
@@ -219,7 +219,7 @@ class RemotePlace:
                 self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def _prove(self, name: str, files: Mapping[str, Any]) -> None:
-        damaged = [told for file, said in files.items() if (told := self._copy(name, file, said, None))]
+        damaged = [problem for file, said in files.items() if (problem := self._copy(name, file, said, None))]
         if damaged:
             raise CheckpointError(f"'{self._root}/{name}' did not arrive whole: {', '.join(damaged)}")
 
@@ -250,10 +250,10 @@ class RemotePlace:
     # ---- reading
 
     def load(self, kept: Kept) -> Checkpoint:
-        told, folder, damaged = f"checkpoint '{self._told(kept)}'", self._folder(kept), list[str]()
-        with local.reading(told):
+        label, folder, damaged = f"checkpoint '{self._told(kept)}'", self._folder(kept), list[str]()
+        with local.reading(label):
             raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))
-            files = local.read_manifest(raw, kept.step, told)["files"]
+            files = local.read_manifest(raw, kept.step, label)["files"]
             if not _holds(folder, raw):
                 remove_tree(folder.parent)
                 folder.mkdir(parents=True)
@@ -261,8 +261,8 @@ class RemotePlace:
                 damaged = [*filter(None, copied)]
         if damaged:
             remove_tree(folder.parent)
-            raise DamagedCheckpoint(f"{told} is damaged: {', '.join(damaged)}")
-        with local.reading(told):
+            raise DamagedCheckpoint(f"{label} is damaged: {', '.join(damaged)}")
+        with local.reading(label):
             (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
         return local.open_checkpoint(folder)
 
@@ -338,11 +338,11 @@ def newest(
     Rank 0 verifies. A damaged one is passed over aloud; CheckpointError where all are.
     """
     found = _newest(places, say) if ranks.first else None
-    told = ranks.tell(lambda: found and [places.index(found[0]), found[1].step, found[1].name])
-    if told is None:
+    newest_kept = ranks.tell(lambda: found and [places.index(found[0]), found[1].step, found[1].name])
+    if newest_kept is None:
         return None, None
-    place = places[told[0]]
-    opened = found[2] if found else place.open(Kept(told[1], told[2]), ranks)
+    place = places[newest_kept[0]]
+    opened = found[2] if found else place.open(Kept(newest_kept[1], newest_kept[2]), ranks)
     ranks.meet()
     return place, opened
 

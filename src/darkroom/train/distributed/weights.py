@@ -116,7 +116,7 @@ class Weights:
 
 
 class CastWeights(Weights):
-    """Trained modules in bf16 or fp16, with float32 masters beside them."""
+    """Trained modules in bf16 or fp16, with float32 masters."""
 
     def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
         masters = Weights(modules).masters

@@ -158,8 +158,8 @@ class Distillation(Diffusion):
         with self._as_teacher() as unet:
             out = self._call(unet, x_2bChw, t_2b, twice, self._with_nothing(text))
         guided = (
-            without + _wide(guidance_b) * (told - without)
-            for told, without in (each.chunk(2) for each in self._both(x_2bChw, t_2b, out))
+            without + _wide(guidance_b) * (conditioned - without)
+            for conditioned, without in (each.chunk(2) for each in self._both(x_2bChw, t_2b, out))
         )
         picture_bChw, noise_bChw = guided
         # The first of DDIM's alphas belongs to timestep 0.
