@@ -33,13 +33,13 @@ def _bar(label: str) -> Iterator[Progress]:
 
 @contextmanager
 def _lines(label: str) -> Iterator[Progress]:
-    started = said = time.monotonic()
+    started = shown_at = time.monotonic()
 
     def advance(done: int, total: int | None) -> None:
-        nonlocal said
+        nonlocal shown_at
         now = time.monotonic()
-        if now - said >= LINE_EVERY_S:
-            said = now
+        if now - shown_at >= LINE_EVERY_S:
+            shown_at = now
             print(f"{label}: {_so_far(done, total, now - started)}", file=sys.stderr, flush=True)
 
     yield advance

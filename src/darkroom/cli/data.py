@@ -134,10 +134,10 @@ def delete(
     from darkroom.data.store import Store
 
     deleted = Store.open(store).delete(ids=ids or None, source=source)
-    said = {"deleted": deleted.rows, "purged": deleted.purged}
+    counts = {"deleted": deleted.rows, "purged": deleted.purged}
     before = "" if deleted.rows else ": what was asked for was deleted before"
     line = f"{deleted.rows:,} pictures deleted from {store}{before}"
-    show(said, as_json, lambda: [line, *deleted.purged.lines()])
+    show(counts, as_json, lambda: [line, *deleted.purged.lines()])
 
 
 @app.command()

@@ -136,7 +136,7 @@ def train(
     from darkroom.train.run import sweep
     from darkroom.train.run import train as run
 
-    place, said = out or Path("runs") / recipe.stem, console(as_json)
+    place, say = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [], of=of)
     if engine not in ("auto", "local", "torchrun", "ray"):
         raise InputError(f"--engine {engine}", allowed="auto, local, torchrun, ray")
@@ -146,7 +146,7 @@ def train(
         from darkroom.cluster.train import train as train_on_ray
 
         placement = on_ray.placement()
-        made = train_on_ray(recipes[0][1], out=place, placement=placement, resume=resume, console=said)
+        made = train_on_ray(recipes[0][1], out=place, placement=placement, resume=resume, console=say)
         return _show_run(made, as_json)
     on_ray.check_engine(engine)
     if engine != "local" and starts_processes(recipes[0][1].parallel):
@@ -159,9 +159,9 @@ def train(
         return launch([*arguments, "--engine", "local", *flags], count)
     estimate = partial(foretell, count=plan_first)
     if len(recipes) > 1:
-        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=said)
+        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=say)
         return _show_sweep(tried, as_json) if is_first() else None
-    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=said)
+    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=say)
     return _show_run(result, as_json) if is_first() else None
 
 

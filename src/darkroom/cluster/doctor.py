@@ -309,9 +309,9 @@ def _stored(verb: str, storage: str, seconds: Sequence[float], of: int) -> Check
 def _not_stored(storage: str, what: str, failed: Sequence[tuple[Node, str]]) -> Check:
     node, error = failed[0]
     more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-    said = f"{storage}: cannot be {what}" if what.startswith("written") else f"{storage}: {what}"
+    message = f"{storage}: cannot be {what}" if what.startswith("written") else f"{storage}: {what}"
     mend = "mount one folder on all nodes, or give an address that their role may write: --storage s3://..."
-    return Check("storage", False, f"{said} {node.name}{more}: {error}", mend)
+    return Check("storage", False, f"{message} {node.name}{more}: {error}", mend)
 
 
 def _line(error: BaseException) -> str:

@@ -96,10 +96,10 @@ class Keeper:
         if not uses:
             return []
         use, lost = together(uses), self._lost + (self._pool.lost if self._pool else 0)
-        said = [f"online encoding: {use.rows_per_s():,.1f} rows/s; {use.bottleneck()}"]
+        lines = [f"online encoding: {use.rows_per_s():,.1f} rows/s; {use.bottleneck()}"]
         if lost or use.repeated:
-            said.append(f"{lost} encoders were lost and replaced, {use.repeated} blocks made again")
-        return said
+            lines.append(f"{lost} encoders were lost and replaced, {use.repeated} blocks made again")
+        return lines
 
     def close(self) -> None:
         """Stop the encoders."""

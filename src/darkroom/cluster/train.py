@@ -288,7 +288,7 @@ def _followed(
             ended.append(error)
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-    said = time.monotonic()
+    shown_at = time.monotonic()
     try:
         thread.start()
         while thread.is_alive():
@@ -300,9 +300,9 @@ def _followed(
                 ray.get(mail.ask_stop.remote())
                 if silent_s > SILENT_S:
                     return Stopped("stopped while no worker ran; the same command goes on")
-            if min(silent_s, time.monotonic() - said) > WAIT_SAID_S:
+            if min(silent_s, time.monotonic() - shown_at) > WAIT_SAID_S:
                 say(waits())
-                said = time.monotonic()
+                shown_at = time.monotonic()
         for line in ray.get(mail.take.remote()):
             say(line)
     except ray.exceptions.RayError as error:

@@ -77,19 +77,19 @@ class Purged:
 
     def lines(self) -> list[str]:
         """What stayed, for a reader; nothing where nothing did."""
-        said = []
+        lines = []
         if self.pinned:
             pins = ", ".join(f"version {version} by '{name}'" for name, version in self.pinned.items())
-            said.append(
+            lines.append(
                 f"{self.left_bytes:,} bytes with deleted pictures stay for what is pinned ({pins}); they go "
                 "with the first write after it is unpinned"
             )
         elif self.left_files:
-            said.append(
+            lines.append(
                 f"{self.left_bytes:,} bytes with deleted pictures stay for versions of the last ten minutes; "
                 "they go with the first write after that"
             )
-        return said
+        return lines
 
 
 @dataclass(frozen=True)

@@ -207,13 +207,13 @@ def _unet_rows(
     timings = interleave(turns, repeats=repeats)
     found = [measurement("backends-unet", timings[DIFFUSERS], settings=settings)]
     for case in ready:
-        said = {**settings, **case.row_settings, "mean_error": float(f"{errors[case.name]:.3g}")}
+        settings_shown = {**settings, **case.row_settings, "mean_error": float(f"{errors[case.name]:.3g}")}
         found.append(
             measurement(
                 "backends-unet",
                 timings[case.name],
                 baseline=timings[DIFFUSERS],
-                settings=said,
+                settings=settings_shown,
                 peak_memory_bytes=case.grown_bytes,
                 note="memory: growth while opened and first called",
             ).model_copy(update={"warmup_s": case.warmup_s})

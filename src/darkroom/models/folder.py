@@ -228,8 +228,8 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_store
 
         model.vae = read_part(AutoencoderKL, path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
-        said = read_json(path / "vae" / "config.json")
-        model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
+        config = read_json(path / "vae" / "config.json")
+        model.vae.register_to_config(force_upcast=bool(config.get("force_upcast")))
         LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():

@@ -194,9 +194,9 @@ def _recognised(path: Path, shapes: _FileShapes) -> tuple[str, dict[str, Config]
 
 
 def _predicts_v(path: Path, shapes: _FileShapes) -> bool:
-    said = (shapes.file.metadata() or {}).get("modelspec.prediction_type", "")
-    if said:
-        return bool(said.startswith("v"))
+    prediction = (shapes.file.metadata() or {}).get("modelspec.prediction_type", "")
+    if prediction:
+        return bool(prediction.startswith("v"))
     if V_WEIGHT not in shapes.keys:
         return False
     predicts_v = float(shapes.file.get_tensor(V_WEIGHT).float().std(unbiased=False)) > V_SPREAD

@@ -286,9 +286,11 @@ def _training_options(
     say: Callable[[str], None],
     phase: int | None = None,
 ) -> Iterator[Option]:
-    said = {override.partition("=")[0] for override in overrides}
+    names_given = {override.partition("=")[0] for override in overrides}
     fixed = asked.settings
-    checkpointing = [fixed["checkpointing"]] if "train.gradient_checkpointing" in said else [False, True]
+    checkpointing = (
+        [fixed["checkpointing"]] if "train.gradient_checkpointing" in names_given else [False, True]
+    )
     modes = ("ddp", "fsdp") if target.mode == "auto" else (target.mode,)
     encodes = ["inline", "stored", "online"] if fixed["task"] == "pretrain" else [fixed["encode"]]
     for recompute in checkpointing:

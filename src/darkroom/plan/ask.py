@@ -58,12 +58,12 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
     """The plan on the card asked for; of all cards the cheapest first, those that do not fit or keep the
     deadline and the budget last.
     """
-    said = asked.settings
+    settings = asked.settings
     target = replace(
         target,
         mode=mode_of(asked, target),
-        shard=said.get("shard", "grads"),
-        node_devices=said.get("node_devices") or target.node_devices,
+        shard=settings.get("shard", "grads"),
+        node_devices=settings.get("node_devices") or target.node_devices,
     )
     own = target.gpu == "here"
     wheres = [here(target)] if own else [place(card, target) for card in able_cards(asked, target)]
@@ -86,13 +86,13 @@ def own_count(asked: PlanRequest, target: Target) -> int:
     """The number of devices that a recipe says: on each machine as many as it says, else one a GPU."""
     from darkroom.hardware.machine import machine
 
-    said = asked.settings
-    if said.get("alone", True):
+    settings = asked.settings
+    if settings.get("alone", True):
         return 1
-    each = said["node_devices"]
+    each = settings["node_devices"]
     if each is None:
         each = max(1, len(machine().devices)) if target.gpu == "here" else 1
-    return int(said["nodes"] * each)
+    return int(settings["nodes"] * each)
 
 
 def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:

@@ -91,7 +91,7 @@ def differences(recipe: Path) -> list[str]:
         return [f"{recipe}: quotes no plan"]
     now = list(head(recipe, found.overrides, found.on))
     pairs = zip(found.lines, now, strict=False)
-    wrong = [f"{recipe}: {said} <> {says}" for said, says in pairs if not alike(said, says)]
+    wrong = [f"{recipe}: {stated} <> {says}" for stated, says in pairs if not alike(stated, says)]
     if len(found.lines) != len(now):
         wrong.append(f"{recipe}: {len(found.lines)} lines, the plan has {len(now)}")
     return wrong

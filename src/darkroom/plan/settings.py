@@ -133,8 +133,8 @@ def runs_of(text: str, folder: Path) -> list[Any]:
     """
     names = sorted(set(re.findall(r"runs/([\w.-]+)/", text)))
     files = [folder / f"{name}.yaml" for name in names]
-    said = [file.read_text(encoding="utf-8") if file.is_file() else "" for file in files]
-    return [Path("runs", name).exists() for name in names] + said
+    texts = [file.read_text(encoding="utf-8") if file.is_file() else "" for file in files]
+    return [Path("runs", name).exists() for name in names] + texts
 
 
 def _stood_in(model: ModelSettings, folder: Path) -> tuple[ModelSettings, list[str]]:

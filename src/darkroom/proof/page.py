@@ -120,14 +120,14 @@ def measured(table: str, case: str, rows: Sequence[Measurement]) -> tuple[float,
 
 
 def _drawn(table: str, match: re.Match[str], row: Measurement) -> float | None:
-    said = row.settings
+    settings = row.settings
     same = (
         row.benchmark == "batch"
-        and said.get("model") == "sd15"
-        and said.get("size") == "512x512"
-        and said.get("steps") == 50
-        and said.get("batch") == int(match["batch"])
-        and said.get("precision") in _PRECISIONS[match["precision"]]
+        and settings.get("model") == "sd15"
+        and settings.get("size") == "512x512"
+        and settings.get("steps") == 50
+        and settings.get("batch") == int(match["batch"])
+        and settings.get("precision") in _PRECISIONS[match["precision"]]
         and _card_of(row) == match["card"]
     )
     if not same:
@@ -138,11 +138,11 @@ def _drawn(table: str, match: re.Match[str], row: Measurement) -> float | None:
 
 
 def _trained(match: re.Match[str], row: Measurement) -> float | None:
-    said = row.settings
+    settings = row.settings
     same = (
         row.benchmark == "train"
-        and said.get("model") == "sd2"
-        and said.get("resolution") == int(match["side"])
+        and settings.get("model") == "sd2"
+        and settings.get("resolution") == int(match["side"])
         and row.num_devices == int(match["count"])
         and _card_of(row) == "A100-SXM4-40GB"
     )

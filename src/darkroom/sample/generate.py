@@ -878,10 +878,10 @@ def _solver(name: Any, karras: bool | None) -> dict[str, Any]:
     """A solver's own name, and Karras sigmas where A1111's name says so."""
     if not isinstance(name, str):
         return {}
-    solver, said = parse_solver(name)
-    if said and karras is False:
+    solver, given = parse_solver(name)
+    if given and karras is False:
         raise InputError(f"solver '{name}' without Karras sigmas", mend=f"say {solver}")
-    return {"solver": solver, **({"karras": True} if said else {})}
+    return {"solver": solver, **({"karras": True} if given else {})}
 
 
 Settings = TypeVar("Settings", bound=BaseModel)

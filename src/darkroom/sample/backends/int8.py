@@ -82,7 +82,7 @@ Inputs = dict[str, torch.Tensor]
 def draw(model: Model, unet: Unet, calibration: Calibration, prompt: str) -> list[torch.Tensor]:
     """The predicted latents after each step of one prompt's picture."""
     size = (model.sample_size, model.sample_size)
-    (said, silent), _ = encode_prompts(model, [prompt, ""], size)
+    (positive, silent), _ = encode_prompts(model, [prompt, ""], size)
     solver = None if model.scheduler else "ddim"
     table = make_table(solver, model.scheduler, calibration.steps)
     generator = torch.Generator().manual_seed(calibration.seed)
@@ -92,7 +92,7 @@ def draw(model: Model, unet: Unet, calibration: Calibration, prompt: str) -> lis
     row = Row(
         table,
         noise,
-        said,
+        positive,
         None if distilled else silent,
         1.0 if distilled else calibration.guidance,
         generator=generator,

@@ -64,12 +64,12 @@ def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
         for name in ("hires", "controls", "only_masked", "exponential")
         if getattr(request, name) in (None, ())
     }
-    said = request.model_dump(mode="json", exclude=later)
-    for adapter in said["adapters"]:
+    values = request.model_dump(mode="json", exclude=later)
+    for adapter in values["adapters"]:
         for name in ("text_weight", "blocks"):
             if adapter[name] in (None, []):
                 del adapter[name]
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
         digest.update(hashlib.sha256(part or b"").digest())
     for part in itertools.chain.from_iterable(uploads.controls if uploads is not None else ()):

@@ -229,9 +229,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint that another process of the job has verified."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     tensors: dict[str, Saved] = {}
-    for name, said in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         if name.endswith(".safetensors"):
-            tensors.setdefault(re.split(r"[-.]", name)[0], Saved()).add(path / name, said.get("parts", {}))
+            tensors.setdefault(re.split(r"[-.]", name)[0], Saved()).add(path / name, entry.get("parts", {}))
     return Checkpoint(
         manifest["step"], path, tensors, json.loads((path / "state.json").read_text(encoding="utf-8"))
     )
@@ -290,7 +290,7 @@ def read_manifest(raw: bytes, step: int, label: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{label} is damaged: manifest.json: {line_of(error)}") from error
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not all(_is_entry(said) for said in files.values()):
+    if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
         raise DamagedCheckpoint(f"{label} is damaged: manifest.json lists no files")
     if strange := [name for name in files if Path(name).name != name]:
         raise DamagedCheckpoint(f"{label} is damaged: manifest.json: '{strange[0]}' is no file name")
@@ -300,20 +300,22 @@ def read_manifest(raw: bytes, step: int, label: str) -> dict[str, Any]:
     return found
 
 
-def _is_entry(said: Any) -> bool:
+def _is_entry(entry: Any) -> bool:
     return (
-        isinstance(said, dict) and isinstance(said.get("bytes"), int) and isinstance(said.get("sha256"), str)
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
     )
 
 
-def _damage(file: Path, said: Mapping[str, Any]) -> str | None:
+def _damage(file: Path, entry: Mapping[str, Any]) -> str | None:
     if not file.is_file():
         return f"{file.name}: No such file"
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if file.stat().st_size != said["bytes"]:
-        return f"{file.name} has {file.stat().st_size} bytes, not {said['bytes']}"
-    return None if digest == said["sha256"] else f"{file.name} has another hash"
+    if file.stat().st_size != entry["bytes"]:
+        return f"{file.name} has {file.stat().st_size} bytes, not {entry['bytes']}"
+    return None if digest == entry["sha256"] else f"{file.name} has another hash"
 
 
 def _write_hashed(file: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:

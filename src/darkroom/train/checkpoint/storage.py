@@ -219,7 +219,9 @@ class RemotePlace:
                 self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def _prove(self, name: str, files: Mapping[str, Any]) -> None:
-        damaged = [problem for file, said in files.items() if (problem := self._copy(name, file, said, None))]
+        damaged = [
+            problem for file, entry in files.items() if (problem := self._copy(name, file, entry, None))
+        ]
         if damaged:
             raise CheckpointError(f"'{self._root}/{name}' did not arrive whole: {', '.join(damaged)}")
 
@@ -257,7 +259,7 @@ class RemotePlace:
             if not _holds(folder, raw):
                 remove_tree(folder.parent)
                 folder.mkdir(parents=True)
-                copied = (self._copy(kept.name, file, said, folder) for file, said in files.items())
+                copied = (self._copy(kept.name, file, entry, folder) for file, entry in files.items())
                 damaged = [*filter(None, copied)]
         if damaged:
             remove_tree(folder.parent)
@@ -288,7 +290,7 @@ class RemotePlace:
     def _told(self, kept: Kept) -> str:
         return f"{self.address}/{kept.name}"
 
-    def _copy(self, name: str, file: str, said: Mapping[str, Any], to: Path | None) -> str | None:
+    def _copy(self, name: str, file: str, entry: Mapping[str, Any], to: Path | None) -> str | None:
         """Read a file whole, into a folder where one is given; what is wrong with it, or None."""
         digest, size = hashlib.sha256(), 0
         target = None if to is None else (to / file).open("wb")
@@ -306,9 +308,9 @@ class RemotePlace:
         finally:
             if target is not None:
                 target.close()
-        if size != said["bytes"]:
-            return f"{file} has {size} bytes, not {said['bytes']}"
-        return None if digest.hexdigest() == said["sha256"] else f"{file} has another hash"
+        if size != entry["bytes"]:
+            return f"{file} has {size} bytes, not {entry['bytes']}"
+        return None if digest.hexdigest() == entry["sha256"] else f"{file} has another hash"
 
 
 def place_of(url: str | None, run: Path) -> CheckpointStorage:
