@@ -36,6 +36,7 @@ def _lines(label: str) -> Iterator[Progress]:
     started = shown_at = time.monotonic()
 
     def advance(done: int, total: int | None) -> None:
+        """Print how far the work is, at most every `LINE_EVERY_S` seconds."""
         nonlocal shown_at
         now = time.monotonic()
         if now - shown_at >= LINE_EVERY_S:

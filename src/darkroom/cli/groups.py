@@ -32,6 +32,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
+        """The command's options, put together into its dataclasses."""
         made = {
             name: group(**{field.name: given.pop(field.name) for field in fields(group)})
             for name, group in groups.items()

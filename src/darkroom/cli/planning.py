@@ -255,6 +255,7 @@ def _show_plans(asked: list[Any], target: Any, numbers: list[int], plot: Path | 
     _draw(found, plot, by_job=len(asked) > 1)
 
     def text_lines() -> Iterator[str]:
+        """The plans for a reader: one by one, or as a table that compares them."""
         for one in found if not compared else ():
             yield from lines(one)
         yield from columns(comparison(found)) if compared else ()

@@ -142,6 +142,7 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
             return rounded_down(super()._count_possible_workers(there), counts)
 
         def make_decision_for_running_worker_group(self, worker_group_state: Any, **status: Any) -> Any:
+            """Ray Train's hook: another number of workers is a pause, never a restart."""
             decision = super().make_decision_for_running_worker_group(worker_group_state, **status)
             if isinstance(decision, resize):
                 why = f"there is room for {decision.num_workers} workers"

@@ -108,6 +108,7 @@ def _waits_said(keeper: Any, say: Say) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
+        """Show every `LOOK_S` seconds what encoders wait for, until the block is left."""
         pause_s = LOOK_S
         while not over.wait(pause_s):
             pause_s = LOOK_S
@@ -186,6 +187,7 @@ class OnlineFeed:
 
         @contextmanager
         def feed(k: int) -> Iterator[Iterator[Columns]]:
+            """Batches from step `k` on; the stream is closed on leaving."""
             stream = Stream(job, k)
             try:
                 yield iter(stream)

@@ -185,6 +185,7 @@ def _stopping(mail: Any, leaving: Callable[[], str]) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
+        """Ask every `TICK_S` seconds for a pause or stop until the block is left."""
         with suppress(ray.exceptions.RayError):  # the driver is gone, and Ray ends this worker
             while not over.wait(TICK_S):
                 if why := leaving():

@@ -48,6 +48,7 @@ class _Counts:
     hashes: SeenIds = field(default_factory=SeenIds)
 
     def add(self, batch: pa.RecordBatch) -> None:
+        """Count a batch of rows: formats, sources, lengths in characters and words, captions by hash."""
         for name, counter in (("format", self.formats), ("source", self.sources)):
             for entry in batch.column(name).value_counts().to_pylist():
                 counter[entry["values"]] += entry["counts"]

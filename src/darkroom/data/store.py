@@ -530,6 +530,7 @@ class Store:
             return [f for f in dataset.get_fragments() if f.data_files()[0].path in files]
 
         def join(dataset: lance.LanceDataset) -> None:
+            """Write the chosen fragments of a data set again as one."""
             several = chosen(dataset)
             sizes.clear()
             sizes.update(sum((self._shapes_of(fragment) for fragment in several), Counter()))
@@ -551,6 +552,7 @@ class Store:
 
     def _rewrite(self, rows_per_fragment: int, *, only_deletions: bool = False) -> None:
         def rewrite(dataset: lance.LanceDataset) -> None:
+            """Write fragments again without their deleted rows, or all of them at the wanted size."""
             lost_rows = with_deletions(dataset)
             if lost_rows:
                 self._journal.add(None, set().union(*map(files_of, lost_rows)))

@@ -252,6 +252,7 @@ def _clip(name: str, folder: Path, device: str | torch.device) -> Extractor:
         return _cells(states, x_B3HW, int(module.config.vision_config.patch_size))
 
     def read(prompts: Sequence[str]) -> Tensor:
+        """Text embeddings [N, D] of prompts, cut to the length that the encoder takes."""
         length = min(tokenizer.model_max_length, int(module.config.text_config.max_position_embeddings))
         tokens = tokenizer(
             list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -315,6 +316,7 @@ def _efficientnet(device: str | torch.device) -> Extractor:
     ends = [i for i, block in enumerate(module._blocks) if block._depthwise_conv.stride[0] == 2][1:]
 
     def maps(x_B3HW: Tensor) -> list[Tensor]:
+        """Feature maps [B, C, h, w] at each of the network's strides, then the last [B, C, h, w]."""
         x, found = module._swish(module._bn0(module._conv_stem(x_B3HW))), []
         for i, block in enumerate(module._blocks):
             if i in ends:
@@ -484,6 +486,7 @@ class _E(nn.Module):
         self.branch_pool = _Conv(wide, 192, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Four branches side by side, [B, C, H, W] to [B, 2048, H, W]."""
         three = self.branch3x3_1(x)
         double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
         pooled = F.max_pool2d(x, 3, stride=1, padding=1) if self.largest else _mean_pool(x)

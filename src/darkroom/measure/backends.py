@@ -238,6 +238,7 @@ def _picture_rows(
     asked: dict[str, Any] = {"size": size, "guidance": GUIDANCE, "solver": SOLVER}
 
     def theirs(steps: int = steps) -> None:
+        """Draw with diffusers' own pipeline and keep the picture."""
         made = pipeline(
             PROMPT,
             num_inference_steps=steps,
@@ -316,6 +317,7 @@ def _overhead_rows(
     shares: dict[str, list[float]] = {}
 
     def theirs() -> object:
+        """Denoise with diffusers' own pipeline, to latents."""
         return pipeline(
             prompt_embeds=positive,
             negative_prompt_embeds=negative,

@@ -211,6 +211,7 @@ def search(content: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
         ended = False
 
         def fits(batch: int) -> bool:
+            """Whether a step of `batch` pictures fits; the peak and what ended it are kept."""
             nonlocal ended
             some = {name: tensor[: batch * job.task.rows_a_picture] for name, tensor in inputs.items()}
             give_back()  # what a larger try left is not this one's

@@ -92,6 +92,7 @@ class _Runs:
         names = (member.name for member in reader.members())
 
         def decode(chunk: list[str]) -> int:
+            """Read and decode the members of a chunk; returns how many."""
             for name in chunk:
                 member = reader.find(name)
                 if member is not None:

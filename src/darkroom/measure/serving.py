@@ -168,6 +168,7 @@ class _ServingRun:
         self._sent = 0
 
     async def rows(self) -> list[Measurement]:
+        """Run all rounds and return the table's rows. Starts the server and the plain pipelines."""
         found = {name: [] for name in (ONE, SAME_KEY, DARKROOM)}  # type: dict[str, list[Trial]]
         with self._server() as server:
             client = Client(server.port)

@@ -269,6 +269,7 @@ class _Text(_Unet):
     """How a text encoder's weights stand in the original: OpenAI's names, or OpenCLIP's, packed."""
 
     def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
+        """The file's keys of one text encoder, each with the names of the weights that make its tensor."""
         inside = {name.removeprefix("text_model."): name for name in module.state_dict()}
         projection = inside.pop("text_projection.weight", None)
         if self.prefix not in (OPENCLIP, SDXL_OPENCLIP):

@@ -198,6 +198,7 @@ def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = Tru
     """The same of a recipe that is read already. Without `count` only kept counts serve, else NotCounted."""
 
     def counted(precision: str, gpu: bool) -> Profile:
+        """The recipe's counts in a precision. Raises NotCounted where nothing may be counted."""
         from darkroom.plan.training import profile_recipe
 
         if not count:
@@ -227,6 +228,7 @@ def _asked_training(
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
+        """The training plan of one place, with the recipe's notes."""
         made = plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
         uncounted = [UNCOUNTED] if settings["aligns"] else []
         return replace(made, notes=(*made.notes, *settings["notes"], *uncounted))
@@ -309,6 +311,7 @@ def planner(gpu: str, count: int) -> Callable[[Recipe], dict[str, Any]]:
     """Asks recipes on `count` cards; a batch smaller than that on as many cards as it has pictures."""
 
     def ask(recipe: Recipe) -> dict[str, Any]:
+        """Columns of a benchmark's row for a recipe that is planned, not run, in bytes and USD."""
         number = min(count, recipe.train.global_batch)
         micro = recipe.train.model_copy(update={"micro_batch": -(-recipe.train.global_batch // number)})
         shared = recipe.model_copy(update={"train": micro})

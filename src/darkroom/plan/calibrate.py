@@ -237,6 +237,7 @@ def _seconds(call: Call, device: torch.device, *, wait: bool = True) -> float:
     """The median of several calls, after two that are left out; `wait`: until the device is done."""
 
     def once() -> float:
+        """Seconds that one call takes, on a device with its queue waited for."""
         accelerator.synchronize(device)
         start = time.perf_counter()
         call()

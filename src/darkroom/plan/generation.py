@@ -150,6 +150,7 @@ def unet_call(unet: Any) -> Callable[..., Tensor]:
     dtype = next(unet.parameters()).dtype
 
     def call(x: Tensor, t: Tensor, text: Tensor, added: dict[str, Tensor]) -> Tensor:
+        """The U-Net's output for latents [B, C, h, w], as its forward takes them."""
         added_states = {name: added[name] for name in ("text_embeds", "time_ids") if name in added}
         out: Tensor = unet(
             x.to(dtype),

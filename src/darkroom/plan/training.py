@@ -183,6 +183,7 @@ def _columns(
     draws = {"u": (), "offset": (model.latent_channels, 1, 1)}
 
     def columns(pictures: int) -> dict[str, Any]:
+        """A batch of rows as the task reads it, on the meta device: shapes and types without values."""
         rows = pictures * task.rows_a_picture
         given: dict[str, Any] = {
             name: torch.empty(rows, *draws.get(name, latent), device="meta") for name in task.read.draws

@@ -248,6 +248,7 @@ class _ColumnJob:
         usable: list[Note] = []
 
         def commit() -> lance.LanceDataset:
+            """Commit every finished file that still fits the store's rows; returns the new version."""
             self._store.refresh()
             usable[:] = [note for note in notes.all() if self._still_fits(notes, note)]
             for note in usable:

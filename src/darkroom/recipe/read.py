@@ -229,6 +229,7 @@ class _Loader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping, refused where a key comes twice or is no scalar. Raises MarkedYAMLError."""
         if not isinstance(node, yaml.MappingNode):
             raise _wrong(f"{_shown(node.value)} is no mapping", node.start_mark)
         seen: set[Any] = set()
@@ -243,6 +244,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """A value, refused where YAML 1.1 and 1.2 read another number or the tag does not fit."""
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep)
         if node.tag.endswith((":int", ":float")) and AMBIGUOUS.fullmatch(node.value):

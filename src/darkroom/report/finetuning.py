@@ -172,6 +172,7 @@ def _memory_by(rows: Rows, file: Path) -> bool:
     """Peak memory by batch, by resolution and by rank; of a card's rows the host's as well, dashed."""
 
     def of(group: Rows) -> tuple[str, list[Value]]:
+        """The axis' label and the curves of a group: the device's peak, and the host's where it differs."""
         unit, scale = _unit(row.peak_memory_bytes or 0 for row in group)
         lines: list[Value] = [("-", lambda row: row.peak_memory_bytes and row.peak_memory_bytes / scale)]
         apart = any(row.settings.get("host_peak_bytes", row.peak_memory_bytes) != row.peak_memory_bytes

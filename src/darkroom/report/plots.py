@@ -104,6 +104,7 @@ def curves(
     """Each run's values, thin, under their smoothed course; held-out values as dots on a line."""
 
     def draw(axes: Axes) -> None:
+        """Curves, faint points behind, and held-out values dashed."""
         for i, curve in enumerate(raw):
             _curve(axes, curve, SERIES[i % NUM_SERIES], faint=0.3 / len(raw) ** 0.5)
         names = list(dict.fromkeys(curve.name for curve in (*raw, *held_out)))
@@ -125,6 +126,7 @@ def by_timestep(curve_by_timestep: Mapping[int, Curve], *, label: str) -> str:
     """Held-out loss over the steps, one line a timestep, named at its end."""
 
     def draw(axes: Axes) -> None:
+        """A curve for each timestep, from light to dark, named at its end."""
         timesteps = sorted(curve_by_timestep)
         many = len(timesteps) - 1 or 1
         for i, timestep in enumerate(timesteps):
@@ -245,6 +247,7 @@ def marked_curves(
     """Each name's published course (dashed, dots), its retelling (hollow diamonds) and one's own (solid)."""
 
     def draw(axes: Axes) -> None:
+        """Published points, the plan's of the same runs, and own ones, on doubling axes."""
         names = list(dict.fromkeys(curve.name for curve in (*published, *retold, *own)))
         for group, style in ((published, "o"), (retold, "D"), (own, "")):
             for curve in group:

@@ -158,6 +158,7 @@ def _pictures(
     unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
 
     def run(rows: list[Row]) -> None:
+        """Denoise some rows together and count their steps."""
         nonlocal done
         for state in denoise(unet, rows):
             done += len(state.rows)

@@ -135,6 +135,7 @@ def _made(name: str) -> bytes:
         return x509.Name([x509.NameAttribute(oid, text) for oid, text in names.items()])
 
     def made(subject: str, key: ec.EllipticCurvePrivateKey, *, vouches: bool) -> x509.Certificate:
+        """A certificate of a key for `subject`, signed by the authority's."""
         usage = dict.fromkeys(
             ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
         )

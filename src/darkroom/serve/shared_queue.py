@@ -253,6 +253,7 @@ class Leases:
         """
 
         def action(connection: sql.Connection) -> Record:
+            """Keep a job, and lease it at once where this server draws it."""
             now_s = self._now(connection)
             kept = self._store.keep(connection, record.accepted(now_s), per_day)
             if take and kept.uid == record.uid:
@@ -275,6 +276,7 @@ class Leases:
         """
 
         def action(connection: sql.Connection) -> list[Record]:
+            """Lease the jobs whose turn it is, and those first whose adapters are at hand."""
             now_s = self._now(connection)
             lines = self._free(sql.select(JOBS, TURN), now_s).subquery()
             query = sql.select(lines).order_by(lines.c.turn, lines.c.created_s, lines.c.uid).limit(LOOKED_AT)
@@ -341,6 +343,7 @@ class Leases:
         """
 
         def action(connection: sql.Connection) -> set[str]:
+            """Renew this server's leases with their steps; returns the ids that it still holds."""
             until_s = self._now(connection) + self._lease_s
             self._shorten(connection, until_s)
             self._be_there(connection, until_s, holds)
@@ -383,6 +386,7 @@ class Leases:
         """What nobody works on. Leases of jobs that are over go on the way, and overdue jobs fail."""
 
         def action(connection: sql.Connection) -> Backlog:
+            """Pictures and the longest wait of what no server has leased, by key."""
             now_s = self._now(connection)
             self._fail_overdue(connection, now_s)
             live = sql.select(JOBS.c.uid).where(JOBS.c.state.in_(LIVE))
@@ -412,6 +416,7 @@ class Leases:
         """A job that another server may be drawing."""
 
         def action(connection: sql.Connection) -> RemoteJob | None:
+            """A job as any server sees it, with its place in the queue while it waits."""
             query = sql.select(JOBS, LEASES.c.owner, LEASES.c.steps_done, LEASES.c.steps_total)
             query = query.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
             row = connection.execute(query.where(JOBS.c.key == key, JOBS.c.id == job_id)).first()

@@ -290,6 +290,7 @@ class Looking:
         began = shown_at = time.monotonic()
 
         def drawn(done: int, total: int) -> None:
+            """Show how far a long grid is. Raises Abandoned when the run is to stop."""
             nonlocal shown_at
             self._watch.note(k, "sample")
             now = time.monotonic()

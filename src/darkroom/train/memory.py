@@ -116,6 +116,7 @@ def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
     alive: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        """Count a saved tensor's storage once; returns the tensor as it is."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -152,12 +153,14 @@ class _WithoutInput(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, given: tuple[Any, ...]
     ) -> Tensor:
+        """conv2d that saves its weight alone: the input's gradient needs no input."""
         ctx.save_for_backward(weight)
         ctx.given, ctx.size, ctx.stride = given, input.size(), input.stride()
         return F.conv2d(input, weight, bias, *given)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The input's gradient; the input itself stands in by its shape."""
         (weight,) = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.given
         # Its shape and layout are looked at, never its numbers.

@@ -198,6 +198,7 @@ def _in_8_bits(
     )
 
     def make(folder: Path) -> None:
+        """Quantise the exported U-Net into a folder and write its report next to the files."""
         start = time.perf_counter()
         notice("the U-Net is quantised to 8 bits, once: this takes minutes for a large one")
         samples = int8.inputs_of(model, _unet_of(plain), calibration, notice)

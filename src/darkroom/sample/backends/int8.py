@@ -130,6 +130,8 @@ def sensitive_layers(unet: nn.Module, samples: Sequence[Inputs], call: Callable[
     layers = {n: m for n, m in unet.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
 
     def hook(name: str) -> Callable[[Any, Any, torch.Tensor], None]:
+        """A forward hook that notes the relative error of rounding layer `name` to 8 bits."""
+
         def measure(layer: Any, given: Any, out: torch.Tensor) -> None:
             rounded = _same(layer, _rounded(given[0]), _rounded(layer.weight, by_channel=True))
             change = (rounded - out).square().mean() / out.square().mean().clamp(min=1e-12)

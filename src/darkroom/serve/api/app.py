@@ -75,6 +75,7 @@ def make_app(
 
     @asynccontextmanager
     async def served() -> AsyncIterator[None]:
+        """The application's lifetime: start the core, load the model, and drain at the end of a replica."""
         await core.start()
         settling = asyncio.create_task(_settle(core))
         if replica:
@@ -155,6 +156,7 @@ def under(prefix: str, app: AsgiApp) -> AsgiApp:
         return app
 
     async def below(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Requests under the prefix go to the application without it; its root is redirected to."""
         path = scope.get("path", "")
         if scope["type"] == "http" and path == prefix and scope["method"] in ("GET", "HEAD"):
             await RedirectResponse(f"{prefix}/", 308)(scope, receive, send)

@@ -227,6 +227,7 @@ def controlnet_router(core: Core) -> APIRouter:
         check_map(name)
 
         def made() -> list[str]:
+            """The maps of the pictures, as PNG in base64."""
             images = [
                 checked_picture(
                     decoded(one, "controlnet_input_images"), core.limits, "controlnet_input_images"

@@ -250,6 +250,7 @@ class Guard:
         method = _method(scope)
 
         async def noted(message: Message) -> None:
+            """Send a message on, with the safe headers, and count it."""
             if message["type"] == "http.response.start":
                 sent.status = message["status"]
                 self.metrics.requests.labels(method, str(message["status"])).inc()
@@ -421,6 +422,7 @@ def connection(most: int, head_s: float) -> type[H11Protocol]:
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """A connection opens: it has so long to send its request, and the longest idle one makes way."""
             super().connection_made(transport)
             _cut_off_who_reads_nothing(transport)
             self._wait()
@@ -432,6 +434,7 @@ def connection(most: int, head_s: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            """Bytes arrive: the wait ends with a request's first byte."""
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._stop_waiting()

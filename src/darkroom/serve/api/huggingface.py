@@ -75,6 +75,7 @@ def huggingface_router(core: Core) -> APIRouter:
     router = APIRouter(tags=["huggingface"], route_class=route)
 
     async def answer(request: Request) -> Response:
+        """A picture of the prompt, in the type that the request accepts."""
         wanted = TextToImage.model_validate(await json_body(request))
         kind = _accepted(request.headers.get("accept", ""))
         uploads = await with_controls(wanted.parameters.controls)

@@ -189,9 +189,11 @@ def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
 
     class Dialect(APIRoute):
         def get_route_handler(self) -> Handler:
+            """The route's handler, its mistakes answered in the API's shape."""
             handle = super().get_route_handler()
 
             async def handle_or_refuse(request: Request) -> Response:
+                """Answer a request, or its mistake in the API's shape."""
                 try:
                     return await handle(request)
                 except (RequestValidationError, ValidationError) as error:

@@ -133,6 +133,7 @@ def padded(unet: Unet, sizes: Sequence[int]) -> Unet:
     def call(
         x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """The U-Net's call filled up to one of the compiled sizes with copies of the first row."""
         count = len(x_BCHW)
         size = next((size for size in rising if size >= count), count)
         if size == count:

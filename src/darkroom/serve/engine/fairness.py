@@ -107,6 +107,7 @@ class _Ring:
         return None
 
     def take(self, admits: Admits) -> Entry:
+        """Remove and return the entry whose turn it is, at the price of its cost."""
         assert self.head(admits) is not None
         name = self.turns[0]
         entry = self.flows[name].take(admits)
@@ -137,6 +138,7 @@ class _KeyFlow:
         self.rings = rings if rings is not None else {}
 
     def line(self, entry: Entry) -> _Line:
+        """The queue of entries of this size and priority, made at its first."""
         ring = self.rings.setdefault(entry.priority, _Ring(self.quantum))
         if entry.size not in ring.flows:
             ring.add(entry.size, _Line())

@@ -304,6 +304,7 @@ class Engine:
         suspect = self._suspects[0] if self._suspects else None
 
         def admits(entry: Entry) -> bool:
+            """Whether an entry may start now, for the queue's choice."""
             nonlocal full
             if full or entry.size in closed:
                 return False

@@ -366,6 +366,7 @@ class Core:
         model, engine = self._model, self._engine
 
         def checked() -> Shape:
+            """The shape of what a request makes, after all checks that open its pictures. Raises Refused."""
             image, mask = admission.opened_images(request, uploads, self.limits)
             shape = admission.check_shape(model, request, self.limits, image, mask=mask)
             admission.check_controls(request, uploads, self.limits, engine.nets, shape)

@@ -172,6 +172,7 @@ class Files:
         """Keep a job's files, by name; returns their bytes."""
 
         def action(connection: sql.Connection) -> None:
+            """Replace a job's files of these names."""
             of_job = FILES.c.uid == uid
             connection.execute(sql.delete(FILES).where(of_job, FILES.c.name.in_(list(files))))
             if files:

@@ -221,6 +221,7 @@ class JobStore:
         oldest = sql.select(JOBS.c.uid, JOBS.c.bytes).where(*kept).order_by(JOBS.c.finished_s)
 
         def action(connection: sql.Connection) -> list[str]:
+            """The ids of jobs that are too old, then of the oldest until the rest fits in `keep_bytes`."""
             found = [uid for (uid,) in connection.execute(too_old)]
             total = connection.execute(sql.select(sql.func.sum(JOBS.c.bytes)).where(*kept)).scalar() or 0
             if total > keep_bytes:
@@ -237,6 +238,7 @@ class JobStore:
         """Which of these uids have a row."""
 
         def action(connection: sql.Connection) -> set[str]:
+            """Which of these ids there are, asked in parts."""
             found: set[str] = set()
             for start in range(0, len(uids), UIDS_AT_ONCE):
                 query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids[start : start + UIDS_AT_ONCE]))

@@ -120,6 +120,9 @@ class RemotePlace:
         self._root = str(root).rstrip("/")
 
     def prepare(self) -> None:
+        """Write and delete a probe, and remove unfinished checkpoints. RecipeError where the address
+        cannot be written, CheckpointError where the storage fails.
+        """
         probe = f"{self._root}/.probe"
         try:
             self._fs.pipe_file(probe, b"darkroom")
@@ -159,6 +162,7 @@ class RemotePlace:
     def write_share(
         self, step: int, token: str, rank: int, size: int, tensors: Tensors, parts: Parts
     ) -> None:
+        """Upload one rank's tensors, and last the index that says its share is complete."""
         name = _name(step, token)
         files = {
             file: self._put(self._at(name, file), chunks) | cut
@@ -167,6 +171,10 @@ class RemotePlace:
         self._put(self._at(name, local.index_name(rank)), local.as_json(files))
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
+        """Wait for every rank's share, verify all files, then put the manifest: only now it counts.
+
+        Raises CheckpointError where a share failed or a file did not arrive as it was sent.
+        """
         name = _name(step, token)
         files: dict[str, Any] = {}
         for rank in range(size):
@@ -211,6 +219,7 @@ class RemotePlace:
             time.sleep(POLL_S)
 
     def failed(self, step: int, token: str, rank: int) -> None:
+        """Say that a rank could not write its share; rank 0 removes what has no manifest. Never raises."""
         with suppress(Exception):  # the store that just failed may fail again
             name = _name(step, token)
             if rank:
@@ -252,6 +261,7 @@ class RemotePlace:
     # ---- reading
 
     def load(self, kept: Kept) -> Checkpoint:
+        """Download a checkpoint, verify each file by its SHA-256, and open it. Raises DamagedCheckpoint."""
         label, folder, damaged = f"checkpoint '{self._told(kept)}'", self._folder(kept), list[str]()
         with local.reading(label):
             raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))

@@ -145,6 +145,7 @@ def make_feed(
 
     @contextmanager
     def feed(k: int) -> Iterator[Iterator[Columns]]:
+        """Batches from step `k` on, of all sources in turn; loaders end on leaving."""
         with ExitStack() as stack:
             loaders = [
                 stack.enter_context(
