@@ -145,7 +145,7 @@ def is_system_failure(error: BaseException) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write found no room: the disk's, or what the user may have of it."""
+    """Whether a write found the disk full, or the user's quota."""
     return _number(error) in (errno.ENOSPC, errno.EDQUOT)
 
 

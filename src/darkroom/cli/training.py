@@ -128,7 +128,7 @@ def train(
                 "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
             )
         return plan_here(recipe, overrides or [], as_json)
-    from darkroom.plan.run_estimate import foretell
+    from darkroom.plan.run_estimate import estimate_run
     from darkroom.recipe.read import read_sweep
     from darkroom.train.checks import check_settings
     from darkroom.train.distributed.launch import launch, num_processes, starts_processes
@@ -157,7 +157,7 @@ def train(
         arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         return launch([*arguments, "--engine", "local", *flags], count)
-    estimate = partial(foretell, count=plan_first)
+    estimate = partial(estimate_run, count=plan_first)
     if len(recipes) > 1:
         tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=say)
         return _show_sweep(tried, as_json) if is_first() else None

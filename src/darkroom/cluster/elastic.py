@@ -1,6 +1,6 @@
 """Workers that come and go: how many may train, and pauses in which they save before others go on.
 
-A pause is asked for when the cluster has room for another number of workers, when a machine is about to be
+A pause is asked for when the cluster fits another number of workers, when a machine is about to be
 taken away, or when a worker gets SIGTERM. All workers save the same step and leave; others go on
 from it. Pauses are not failures. A worker or a machine that is gone without a word is one: the others go on
 from the newest checkpoint.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import TrainSettings
 
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-MONITOR_S = 10.0  # how often it is looked whether there is room for another number of workers
+MONITOR_S = 10.0  # how often it is looked whether another number of workers fits
 TOLD_TO_END = threading.Event()  # in a worker: SIGTERM came
 
 
@@ -145,7 +145,7 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
             """Ray Train's hook: another number of workers is a pause, never a restart."""
             decision = super().make_decision_for_running_worker_group(worker_group_state, **status)
             if isinstance(decision, resize):
-                why = f"there is room for {decision.num_workers} workers"
+                why = f"the cluster now fits {decision.num_workers} workers"
                 ray.get(mail.ask_pause.remote(f"{why} instead of {worker_group_state.num_workers}"))
             return noop()
 

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from darkroom.cluster.capacity import resources_of_nodes
 from darkroom.cluster.connect import describe
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
 from darkroom.cluster.encoding import OnlineEncoder, Parts, RowSource, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
-from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_nodes, stores_here
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import ONLINE, Use
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 LAST_WORD_S = 5.0
-LOOK_S = 5.0  # how often it is looked whether encoders wait for room
+LOOK_S = 5.0  # how often it is looked whether encoders wait for a node
 SAID_EVERY_S = 60.0  # how often that is said at most
 
 

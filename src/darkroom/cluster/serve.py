@@ -32,7 +32,7 @@ MOST_REQUESTS = 1024
 MOST_WATCHERS = MOST_REQUESTS // 2
 """Of these event streams, which last; the rest is for all other requests, health among them."""
 MOST_QUEUED = 256
-"""Requests that wait for a replica with room; who comes then is answered with 503."""
+"""Requests that wait for a free replica; further ones are answered with 503."""
 HEALTH_S = 5.0
 KILL_S = 15.0
 """Beyond the drain, until Ray ends a replica by force."""

@@ -99,19 +99,19 @@ class Stages:
         self._ticked = now
 
     def _fill(self) -> None:
-        """Start what there is room for. Ready blocks that wait are bounded, so the CPU stage waits too."""
+        """Start what fits. Ready blocks that wait are bounded, so the CPU stage waits too."""
         while self._ready and (encoder := self.pool.free()) is not None:
             block = self._ready.popleft()
             method = getattr(encoder.handle, self._encode).options(num_returns=2)
             result, seconds = method.remote(block.data, block.ask)
             encoder.calls.add(seconds)
             self._at_encoder[seconds] = block, encoder, result
-        room = max(QUEUE, self.use.cpu_workers // 2)
+        queue_length = max(QUEUE, self.use.cpu_workers // 2)
         while (
             self._queue
             and len(self._on_cpu) < self.use.cpu_workers
-            and len(self._ready) + len(self._on_cpu) < room + self.use.cpu_workers
-            and len(self._ready) < room
+            and len(self._ready) + len(self._on_cpu) < queue_length + self.use.cpu_workers
+            and len(self._ready) < queue_length
         ):
             block = self._queue.popleft()
             block.data, seconds = self._start(block.ask)

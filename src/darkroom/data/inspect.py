@@ -226,14 +226,14 @@ Placed = list[tuple[_Tile, int, int]]
 
 def _rows(tiles: list[_Tile]) -> Iterator[Placed]:
     """Tiles in rows that fill the width, all of a row as high as each other."""
-    room = SHEET_WIDTH - 2 * MARGIN
+    width_left = SHEET_WIDTH - 2 * MARGIN
     row: list[_Tile] = []
     height = float(ROW_HEIGHT)
     for tile in tiles:
         row.append(tile)
         ratios, gaps = sum(t.ratio for t in row), GAP * (len(row) - 1)
-        if ratios * ROW_HEIGHT + gaps >= room:
-            height = (room - gaps) / ratios
+        if ratios * ROW_HEIGHT + gaps >= width_left:
+            height = (width_left - gaps) / ratios
             yield _placed(row, height)
             row = []
     if row:
@@ -276,7 +276,7 @@ def _rounded(size: tuple[int, int]) -> Image.Image:
 
 
 def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
-    """A caption in as many lines as there is room for, the last with an ellipsis where it goes on."""
+    """A caption in as many lines as fit, the last with an ellipsis where it goes on."""
     words, lines = " ".join(text.split())[:400].split(" "), [""]
     for word in words:
         longer = f"{lines[-1]} {word}".strip()

@@ -311,8 +311,8 @@ def _code() -> str:
     """The source that counting runs through, and the packages below it."""
     root = Path(darkroom.__file__).parent
     digest = hashlib.sha256()
-    for room in CODE:
-        place = root / room
+    for package in CODE:
+        place = root / package
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(file.read_bytes())
     digest.update(repr([(name, _version(name)) for name in PACKAGES]).encode())

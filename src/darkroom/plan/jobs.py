@@ -129,12 +129,12 @@ class TrainJob:
 
 def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
     """The most pictures a micro-batch can have; 0 where not one fits."""
-    room = where.usable_bytes
-    if room is None:
+    limit_bytes = where.usable_bytes
+    if limit_bytes is None:
         return most
 
     def fits(rows: int) -> bool:
-        return sum(where.memory(profile, rows, accumulate=accumulate).values()) <= room
+        return sum(where.memory(profile, rows, accumulate=accumulate).values()) <= limit_bytes
 
     low, high = 0, 1
     while high <= most and fits(high):

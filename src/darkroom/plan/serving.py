@@ -174,8 +174,8 @@ class _SimulatedFleet:
         waiting = bisect_right(self._arrivals, now) - self._begun + len(self._again)
         self._grow(now, waiting)
         share = -(-(waiting + self._under_way) // max(1, self._serving))
-        room = max(0, min(waiting, min(server.most, share) - device.held))
-        begun = self._take(room)
+        free = max(0, min(waiting, min(server.most, share) - device.held))
+        begun = self._take(free)
         device.begin(begun, now)
         if not device.held:
             self._rest(device, number, now)

@@ -94,7 +94,7 @@ def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
         "latency_p50_s": "half within {}{} s",
         "latency_p95_s": "95 of 100 within {}{} s",
         "latency_p99_s": "99 of 100 within {}{} s",
-        "capacity_images_per_s": "room for {}{} images/s",
+        "capacity_images_per_s": "capacity {}{} images/s",
         "busy": "{:.0%}{} busy",
         "usd_per_image": "USD {:.2g}{} an image",
         "usd_per_month": "USD {:,.0f}{} a month",

@@ -234,7 +234,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 COLOURS = dict(zip(PARTS, ("#8d99ae", "#2a9d8f", "#2f6690", "#d9822b", "#b5179e", "#6a994e"), strict=True))
 GIB = 2**30
-SHORT = 0.035  # of the width: below it a part has no room for its name
+SHORT = 0.035  # of the width: below it a part is too narrow for its name
 
 
 def draw_iteration(profile: IterationProfile, path: Path) -> Path:
@@ -275,7 +275,7 @@ def draw_iteration(profile: IterationProfile, path: Path) -> Path:
 
 
 def _split(axis: Any, profile: IterationProfile) -> None:
-    """One bar of the parts' shares, each with its name and per cent where there is room."""
+    """One bar of the parts' shares, each with its name and per cent where they fit."""
     left = 0.0
     for part, share in shares(profile):
         axis.barh(0, share, left=left, color=COLOURS[part], label=f"{part} {100 * share:.1f} %")

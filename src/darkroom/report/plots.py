@@ -378,8 +378,8 @@ def _scale(
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif len(known) > 50:
-        room = 0.06 * (typical[1] - typical[0]) or abs(high) or 1.0
-        axes.set_ylim(max(low, typical[0]) - room, min(high, typical[1]) + room)
+        margin = 0.06 * (typical[1] - typical[0]) or abs(high) or 1.0
+        axes.set_ylim(max(low, typical[0]) - margin, min(high, typical[1]) + margin)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
 
 

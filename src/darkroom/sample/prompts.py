@@ -44,7 +44,7 @@ def read_prompt(
     tokenizer: CLIPTokenizer, prompt: str, *, weighting: str = "none", length: int = 77
 ) -> list[PromptChunk]:
     """A prompt in parts of at most `length` - 2 tokens, at least one part. InputError beyond MAX_PARTS."""
-    room = min(length, tokenizer.model_max_length) - 2
+    part_length = min(length, tokenizer.model_max_length) - 2
     comma = tokenizer.convert_tokens_to_ids(",</w>") if weighting == "a1111" else None
     parts = [PromptChunk([], [])]
     for piece in pieces(prompt, weighting):
@@ -53,13 +53,13 @@ def read_prompt(
             continue
         text = spelled(tokenizer, [with_words(tokenizer, piece.text)])[0]
         for token in tokenizer(text, verbose=False).input_ids[1:-1]:
-            if len(parts[-1].ids) == room:
+            if len(parts[-1].ids) == part_length:
                 parts.append(_carried_over(parts[-1], token, comma))
             parts[-1].ids.append(token)
             parts[-1].weights.append(piece.weight)
     if len(parts) > MAX_PARTS:
         raise InputError(
-            f"the prompt '{_short(prompt)}' has {len(parts)} parts of {room} tokens",
+            f"the prompt '{_short(prompt)}' has {len(parts)} parts of {part_length} tokens",
             allowed=f"up to {MAX_PARTS}",
         )
     return parts

@@ -32,7 +32,7 @@ LEAST_SIDE = 256
 LOW, HIGH = 0.045, 0.19
 """Cycles a pixel: below is most of a picture's energy, above is lost in halving it."""
 PSNR_DB, LEAST_PSNR_DB = 41.0, 40.2
-"""Of pictures of 512 px and more, and of the smallest, which have less room for it."""
+"""Of pictures of 512 px and more, and of the smallest, which hold less of it."""
 SCALES = (0.48, 1.56)
 TURNED, SIZED = np.radians(2.2), 0.03
 """The most that a picture may be turned, in radians, and its size changed in that case, as a logarithm."""

@@ -1,6 +1,6 @@
 """`Sharing`: several servers on one database draw from one queue, and each answers for every job.
 
-A job that is accepted is drawn by the server that took it in if no other waits, that one has room and the
+A job that is accepted is drawn by the server that took it in if no other waits, that one has capacity and the
 job's adapters at hand. Else a server with the adapters and capacity takes it; where nobody has them, or after
 `patience_s`, any with capacity: work goes to where its adapters are, and does not wait long for a server that
 is busy. Leases (`leases`) say who has what.
@@ -119,9 +119,9 @@ class Sharing:
         self.backlog = await asyncio.wrap_future(self.leases.backlog())
 
     async def _claim(self) -> None:
-        if not self.claims or (room := self._room()) < 1 or self._take_up is None:
+        if not self.claims or (free := self._room()) < 1 or self._take_up is None:
             return
-        for record in await asyncio.wrap_future(self.leases.claim(self._at_hand(), room, self._patience_s)):
+        for record in await asyncio.wrap_future(self.leases.claim(self._at_hand(), free, self._patience_s)):
             await self._take_up(record)
 
     async def release(self, uids: list[str] | None = None) -> None:

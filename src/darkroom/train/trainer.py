@@ -167,7 +167,7 @@ class Trainer:
             if not is_disk_full(error):
                 raise
             raise DarkroomError(
-                f"the disk of '{self.run.path}' is full after step {self.k}; {self._kept()}; make room, "
+                f"the disk of '{self.run.path}' is full after step {self.k}; {self._kept()}; free space, "
                 "and the same command goes on"
             ) from error
         finally:

@@ -467,7 +467,7 @@ class Bank:
                     )
                 changes[path] = change
         if self.sealed and (new := changes.keys() - self._held.keys()):
-            message = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has no room for"
+            message = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has not reserved"
             raise ModelError(f"{message}: {min(new)}")
         return Staged(adapter.name, changes)
 
@@ -528,11 +528,13 @@ class Bank:
             raise ModelError(f"slot {slot} of the adapter bank", allowed=f"1 to {self.slots}")
 
     def reserve(self, paths: Iterable[str], low_rank: Iterable[str] | None = None) -> None:
-        """Make room in layers before an adapter that changes them is loaded; for LoRAs in some or all."""
+        """Reserve layers before an adapter that changes them is loaded; for LoRAs in some or all."""
         paths = list(paths)
         new = [path for path in paths if path not in self._held]
         if new and self.sealed:
-            raise ModelError(f"the adapter bank has no room for '{new[0]}'", mend="reserve it before sealing")
+            raise ModelError(
+                f"the adapter bank has nothing reserved for '{new[0]}'", mend="reserve it before sealing"
+            )
         for path in new:
             if path not in self._known:
                 raise ModelError(f"no layer '{path}' to adapt in this model")

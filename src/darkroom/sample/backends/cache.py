@@ -137,7 +137,7 @@ def _make(place: Path, key: CacheKey, make: Callable[[Path], None]) -> None:
         remove_tree(temporary)
         if is_disk_full(error):
             raise DarkroomError(
-                f"no room left in '{place.parent}' for the export of the {key.part}"
+                f"no space left in '{place.parent}' for the export of the {key.part}"
             ) from error
         raise
 

@@ -392,7 +392,7 @@ class Body:
         if self.held_bytes + num_bytes > most_bytes:
             raise _too_large(most_bytes)
         if self._bodies.held_bytes + num_bytes > self._bodies.most_bytes:
-            raise Refused(503, "busy", "no room for a body of this size just now", retry_after_s=AGAIN_S)
+            raise Refused(503, "busy", "no memory for a body of this size just now", retry_after_s=AGAIN_S)
         self.held_bytes += num_bytes
         self._bodies.held_bytes += num_bytes
 

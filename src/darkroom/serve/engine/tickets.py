@@ -171,7 +171,7 @@ class Ticket:
     """The bucket's meter when it joined the batch."""
     done: bool = False
     load: float = 0.0
-    """What it takes of the room of its size; 0 while it waits."""
+    """What it takes of the capacity of its size; 0 while it waits."""
     earlier_steps: int = 0
     """Of the first pass, once it is in the second."""
     dropped_at: int = 0

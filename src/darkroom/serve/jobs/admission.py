@@ -1,4 +1,4 @@
-"""Whether a request may become a job: limits, what the model can do, rates, and room in the queue."""
+"""Whether a request may become a job: limits, what the model can do, rates, and the queue's length."""
 
 from __future__ import annotations
 
