@@ -452,7 +452,7 @@ RECIPE_IS_ONE_ARGUMENT = {
         "plan/training.py:profile_recipe",
         "plan/training.py:_without_store",
     ),
-    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/run_estimate.py:foretell"),
+    *("plan/ask.py:ask_recipe_object", "plan/ask.py:planner.ask", "plan/run_estimate.py:estimate_run"),
     # the same run, measured
     *("measure/training.py:bench_train", "measure/profiling.py:profile_recipe"),
 }

@@ -79,12 +79,12 @@ class Bill(BaseModel):
     def save(self, path: Path | str) -> None:
         """Write as JSON; a reader sees the old bill or the new one, never half of one."""
         target = Path(path)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        with beside.open("w", encoding="utf-8") as file:
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(self.model_dump_json(indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        atomic_replace(beside, target)
+        atomic_replace(temporary, target)
 
     def line(self) -> str:
         """One line for the console."""

@@ -1,6 +1,6 @@
 """FLOPs, bytes moved and live memory of any callable, by running it on fake tensors: no data, no GPU.
 
-The very code that trains or samples is run, so the count is of that code and not of a formula beside it.
+The very code that trains or samples is run, so the count is of that code and not of a formula for it.
 FLOPs are 2 per multiply-add of matrix products, convolutions and attention; element-wise work is left out.
 A matrix operation without a formula is an error, never silence. Imports torch only.
 """

@@ -145,7 +145,7 @@ def is_system_failure(error: BaseException) -> bool:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write found no room: the disk's, or what the user may have of it."""
+    """Whether a write found the disk full, or the user's quota."""
     return _number(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -153,8 +153,8 @@ def _number(error: BaseException) -> int | None:
     """The system's number of an error; libraries in Rust (Lance, safetensors) have it in their message."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    told = RUST.search(str(error)) if isinstance(error, Exception) else None
-    return int(told[1]) if told else None
+    match = RUST.search(str(error)) if isinstance(error, Exception) else None
+    return int(match[1]) if match else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -128,6 +128,7 @@ class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of torch's compiler, with this loader; None for all other modules."""
         if name != COMPILER or (spec := importlib.machinery.PathFinder.find_spec(name, path)) is None:
             return None
         self.own, spec.loader = spec.loader, self
@@ -137,6 +138,7 @@ class _OnCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        """Import the module, then apply the marks that waited for it."""
         module.__loader__ = self.own
         self.own.exec_module(module)
         for mark, what in self.marked:
@@ -158,6 +160,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """The spec of a package or module that is imported late: its stand-in; None for all other modules."""
         if name in PACKAGES:
             spec = importlib.machinery.PathFinder.find_spec(name, path)
             if spec is not None:
@@ -181,7 +184,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def waiting() -> Iterator[None]:
     """Let `LIBRARIES`, torch's compiler and the `__init__` of `PACKAGES` wait while others are imported.
 
-    What is imported already stays as it is. On leaving the stand-ins are gone: whoever imports one of the
+    What is imported already stays as it is. On leaving the stand-ins are gone: an import of one of the
     libraries from then on gets it.
     """
     finder = _Finder()

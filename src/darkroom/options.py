@@ -191,7 +191,7 @@ CREDENTIALS = ("model", "settings", "all")
 
 
 def check_credentials(given: str) -> None:
-    """InputError for what credentials cannot be told to say."""
+    """InputError for what credentials cannot state."""
     if given not in CREDENTIALS:
         raise InputError(f"--credentials {given}", allowed=", ".join(CREDENTIALS))
 

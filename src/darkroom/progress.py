@@ -33,20 +33,21 @@ def _bar(label: str) -> Iterator[Progress]:
 
 @contextmanager
 def _lines(label: str) -> Iterator[Progress]:
-    started = said = time.monotonic()
+    started = shown_at = time.monotonic()
 
     def advance(done: int, total: int | None) -> None:
-        nonlocal said
+        """Print how far the work is, at most every `LINE_EVERY_S` seconds."""
+        nonlocal shown_at
         now = time.monotonic()
-        if now - said >= LINE_EVERY_S:
-            said = now
+        if now - shown_at >= LINE_EVERY_S:
+            shown_at = now
             print(f"{label}: {_so_far(done, total, now - started)}", file=sys.stderr, flush=True)
 
     yield advance
 
 
 def _so_far(done: int, total: int | None, seconds: float) -> str:
-    """'1 of 3, 64 s each, 2 min left': rates below one a second are told as seconds each."""
+    """'1 of 3, 64 s each, 2 min left': rates below one a second are shown as seconds each."""
     of = f" of {total:,}" if total else ""
     rate = done / seconds if seconds > 0 else 0.0
     if rate == 0:

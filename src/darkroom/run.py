@@ -154,7 +154,7 @@ class Run:
         return [row for row, _ in self._rows()]
 
     def truncate(self, step: int) -> None:
-        """Drop the rows of steps later than `step`, and a torn one, as a whole or not at all."""
+        """Drop the rows of steps later than `step`, and a torn one, atomically."""
         if (self.path / METRICS).exists():
             kept = [line for row, line in self._rows() if row["step"] <= step]
             write_whole(self.path / METRICS, "".join(kept))
@@ -316,12 +316,12 @@ def numbered_folder(path: Path) -> Path:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old one or the new one, never half of one."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    atomic_replace(beside, path)
+    atomic_replace(temporary, path)
 
 
 def _try_lock(descriptor: int, *, tries: int = 1) -> bool:

@@ -31,12 +31,12 @@ def append_rows(path: Path, kind: type[Row], rows: Iterable[Row], *, digits: int
         writer.writerow(columns)
     writer.writerows([_cell(getattr(row, name), digits) for name in columns] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(
         before + ("" if before.endswith("\n") or not before else "\n") + text.getvalue(), "utf-8"
     )
-    sync_file(beside)
-    atomic_replace(beside, path)
+    sync_file(temporary)
+    atomic_replace(temporary, path)
     return path
 
 
@@ -47,8 +47,8 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
     dicts = [name for name, field in kind.model_fields.items() if "dict" in str(field.annotation)]
     found = []
     for cells in csv.DictReader(io.StringIO(_text(path, kind))):
-        told = {name: text for name, text in cells.items() if text}
-        found.append(kind.model_validate(told | {name: json.loads(cells[name] or "{}") for name in dicts}))
+        values = {name: text for name, text in cells.items() if text}
+        found.append(kind.model_validate(values | {name: json.loads(cells[name] or "{}") for name in dicts}))
     return found
 
 

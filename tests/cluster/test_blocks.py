@@ -16,11 +16,11 @@ import pytest
 from cluster_material import made_store
 
 from darkroom.cluster import encoders, prepare
+from darkroom.cluster.capacity import Capacity
 from darkroom.cluster.encoders import Bounds, Encoder, Pool, check_room, on_one_machine
 from darkroom.cluster.feed import share_of
 from darkroom.cluster.keeper import Keeper, RankStatus, SharedPool
 from darkroom.cluster.prepare import Ask, _Fragments, _Sized, cut_block, parts_folder
-from darkroom.cluster.room import Room
 from darkroom.cluster.usage import Use
 from darkroom.data.commit_retry import vanished
 from darkroom.errors import DarkroomError, InputError, StoreError
@@ -75,12 +75,12 @@ def test_all_cpu_tasks_are_shared_out() -> None:
 
 
 def test_encoders_are_counted_node_by_node() -> None:
-    with pytest.raises(InputError, match="1 encoders of 4 CPUs each: the nodes have room for 0 .* 2 CPUs"):
+    with pytest.raises(InputError, match="1 encoders of 4 CPUs each: the nodes fit 0 .* 2 CPUs"):
         check_room(Bounds(1, 1, fraction=4), [{"CPU": 2.0}] * 4)
     check_room(Bounds(4, 4, fraction=0.5), [{"GPU": 1.0}, {"GPU": 1.0}])
-    with pytest.raises(InputError, match="5 encoders of 0.5 GPUs each: the nodes have room for 4"):
+    with pytest.raises(InputError, match="5 encoders of 0.5 GPUs each: the nodes fit 4"):
         check_room(Bounds(5, 5, fraction=0.5), [{"GPU": 1.0}, {"GPU": 1.0}])
-    room = Room(((2, 0), (7, 2), (4, 8)))
+    room = Capacity(((2, 0), (7, 2), (4, 8)))
     assert (room.holds(1, 0), room.holds(3, 0), room.holds(1, 1), room.holds(4, 1)) == (13, 3, 6, 2)
 
 
@@ -99,7 +99,7 @@ def test_cpus_of_one_machine_that_do_not_go_round_are_shared() -> None:
     assert shared(Bounds(4, 4), 2) == Bounds(4, 4)
     assert shared(Bounds(1, 1, "T4"), 2) == Bounds(1, 1, "T4")
     assert on_one_machine(plain, [{"CPU": 2, "GPU": 1}], 1) == plain
-    with pytest.raises(InputError, match="4 encoders of 1 CPUs each: the nodes have room for 1"):
+    with pytest.raises(InputError, match="4 encoders of 1 CPUs each: the nodes fit 1"):
         check_room(shared(Bounds(4, 4), 2), [{"CPU": 2}])
 
 

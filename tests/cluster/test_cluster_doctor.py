@@ -40,7 +40,7 @@ def test_one_machine_is_looked_at(laptop, tmp_path: Path, monkeypatch: pytest.Mo
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     assert not left.value.code
     assert "1 node, 2 CPUs (Ray 2.60.0)" in found["cluster"]["detail"]
-    assert found["authentication"]["detail"].startswith("off: whoever reaches")
+    assert found["authentication"]["detail"].startswith("off: anyone who reaches")
     assert "torch 2." in found["versions"]["detail"]
     assert found["network"]["detail"] == "one node: nothing goes over a network"
     rate = found["storage read"]["detail"].removeprefix(f"{tmp_path}: ").split()[0]
@@ -77,7 +77,7 @@ def test_a_cluster_that_is_well_is_measured(cluster, tmp_path: Path, monkeypatch
     assert not list(tmp_path.iterdir())
     assert not found["authentication"].ok
     assert found["authentication"].optional
-    assert found["authentication"].detail.startswith("off: whoever reaches")
+    assert found["authentication"].detail.startswith("off: anyone who reaches")
     missing = by_name(doctor(cluster.address, storage=str(tmp_path / "nowhere")))
     assert not missing["storage"].ok
     assert "nowhere: cannot be written by" in missing["storage"].detail

@@ -203,7 +203,7 @@ def test_a_killed_driver_goes_on_from_the_parts(cluster, calm, store) -> None:
 def test_what_cannot_be_is_told_in_one_line(cluster, store) -> None:
     with pytest.raises(InputError, match="accelerator 'H100' is not in the cluster; allowed: SMALL"):
         on_ray(store.path, cluster.address, Bounds(1, 1, "H100"))
-    with pytest.raises(InputError, match="20 encoders of 1 CPUs each: the nodes have room for 6"):
+    with pytest.raises(InputError, match="20 encoders of 1 CPUs each: the nodes fit 6"):
         on_ray(store.path, cluster.address, Bounds(20, 20, SMALL))
     with pytest.raises(InputError, match="1 encoders of 4 CPUs each: .* 0 .*, the largest has 3 CPUs"):
         on_ray(store.path, cluster.address, Bounds(1, 1, SMALL, fraction=4))

@@ -21,7 +21,7 @@ from ray.exceptions import ActorDiedError
 from safetensors.torch import load_file
 
 from darkroom import cli
-from darkroom.cluster.room import Room
+from darkroom.cluster.capacity import Capacity
 from darkroom.cluster.train import Placement, _target, _uses_gpus, _why, _workers, train
 from darkroom.data.importers import import_pictures
 from darkroom.data.store import Store
@@ -265,14 +265,14 @@ def test_workers_are_for_ray(recipe):
 def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
     two = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
     one = make_recipe(content(Path("x.lance")), ["parallel.mode=none", "parallel.devices=auto"])
-    room = Room(((2, 0), (2, 0)))
+    room = Capacity(((2, 0), (2, 0)))
     assert _workers([two.train], two.parallel, Placement(), room) == [2]
     assert _workers([two.train], two.parallel, Placement(workers=4), room) == [4]
     assert _workers([one.train], one.parallel, Placement(), room) == [1]
-    assert _workers([two.train], two.parallel, Placement(workers=8), Room((), grows=True)) == [8]
-    with pytest.raises(InputError, match="8 workers of 1 CPUs each: the cluster's nodes have room for 4"):
+    assert _workers([two.train], two.parallel, Placement(workers=8), Capacity((), grows=True)) == [8]
+    with pytest.raises(InputError, match="8 workers of 1 CPUs each: the cluster's nodes fit 4"):
         _workers([two.train], two.parallel, Placement(workers=8), room)
-    with pytest.raises(InputError, match="2 workers of 4 CPUs each: .* room for 0, the largest has 2 CPUs"):
+    with pytest.raises(InputError, match="2 workers of 4 CPUs each: .* fit 0, the largest has 2 CPUs"):
         _workers([two.train], two.parallel, Placement(cpus=4), room)
     with pytest.raises(RecipeError, match="parallel.mode: none, with 2 workers"):
         _workers([one.train], one.parallel, Placement(workers=2), room)
@@ -283,11 +283,11 @@ def test_workers_that_recipe_or_cluster_do_not_allow(recipe):
 def test_an_accelerator_that_is_still_to_come_is_one_of_gpus():
     recipe = make_recipe(content(Path("x.lance")), ["train.micro_batch=1"])
     on_cpus = make_recipe(content(Path("x.lance")), ["train.micro_batch=1", "train.device=cpu"])
-    later, none_up = Placement(accelerator="H100"), Room((), grows=True)
+    later, none_up = Placement(accelerator="H100"), Capacity((), grows=True)
     assert _uses_gpus(recipe.train.device, later, none_up)
     assert not _uses_gpus(on_cpus.train.device, later, none_up)
     assert not _uses_gpus(
-        recipe.train.device, later, Room(((8, 0),), grows=True)
+        recipe.train.device, later, Capacity(((8, 0),), grows=True)
     )  # nodes of that type have none
     assert not _uses_gpus(recipe.train.device, Placement(), none_up)
     automatic = make_recipe(content(Path("x.lance")), ["train.micro_batch=1", "parallel.devices=auto"])

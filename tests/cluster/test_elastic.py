@@ -19,9 +19,9 @@ import pytest
 import yaml
 from test_cluster_train import command, content, environment, recipe, trained, weights, workers_of
 
+from darkroom.cluster.capacity import Capacity
 from darkroom.cluster.elastic import WATCHER, WorkerRange, allowed_counts, job_trainer, rounded_down
 from darkroom.cluster.mail import Mail
-from darkroom.cluster.room import Room
 from darkroom.cluster.train import Placement, _workers
 from darkroom.errors import InputError, RecipeError
 from darkroom.recipe import make_recipe
@@ -107,7 +107,7 @@ def test_a_lost_node_leaves_fewer_workers_and_an_added_one_is_used(head, recipe,
         driver.wait_for(r"step +\d+/")
         assert len(workers_of(out)) == 1
         nodes += [head.add_node(**NODE) for _ in range(4)]  # five now, but five do not divide eight
-        driver.wait_for(r"there is room for 4 workers instead of [12]: saving, then going on")
+        driver.wait_for(r"the cluster now fits 4 workers instead of [12]: saving, then going on")
         driver.wait_for("4 processes .ddp")
         driver.wait_for(r"step +\d+/")
         assert len(workers_of(out)) == 4
@@ -192,7 +192,7 @@ def test_a_worker_that_is_told_to_end_saves_first(recipe, tmp_path):
     driver = Driver(recipe, out, *asked, longer, "checkpoint.every=1000", out=out)
     driver.wait_for("step +20/")
     os.kill(workers_of(out)[-1], signal.SIGTERM)
-    driver.wait_for("was told to end: saving, then going on")
+    driver.wait_for("was asked to stop: saving, then going on")
     step = int(driver.wait_for("going on after step ").split("after step ")[1].split()[0].rstrip(",;:."))
     assert step >= 20  # no checkpoint was due before the end
     assert driver.end() == 0, driver.said
@@ -220,9 +220,9 @@ def test_only_counts_that_divide_the_batch_are_taken() -> None:
     with pytest.raises(RecipeError, match="8 .micro_batch auto. over 5:7 processes"):
         allowed_counts([eight.train], WorkerRange(5, 7))
     assert [rounded_down(n, [2, 4, 8]) for n in (1, 2, 3, 7, 100)] == [0, 2, 2, 4, 8]
-    room = Room(((3, 0),))
+    room = Capacity(((3, 0),))
     assert _workers([eight.train], eight.parallel, Placement(workers=WorkerRange(2, 8)), room) == [2, 4, 8]
-    with pytest.raises(InputError, match="4 workers of 1 CPUs each: the cluster's nodes have room for 3"):
+    with pytest.raises(InputError, match="4 workers of 1 CPUs each: the cluster's nodes fit 3"):
         _workers([eight.train], eight.parallel, Placement(workers=WorkerRange(3, 8)), room)
 
 

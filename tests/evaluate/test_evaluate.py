@@ -364,7 +364,7 @@ def test_fid_infinity_of_a_set_with_itself_is_not_to_be_told_from_zero(small_fol
     assert same.value == 0 == same.low
     assert same.settings["line_at_zero"] < 0
     assert same.high >= -same.settings["line_at_zero"] - 1e-6
-    assert "which no distance is: 0 is written; not to be told from 0" in same.note
+    assert "which no distance is: 0 is written; indistinguishable from 0" in same.note
     assert "80 pictures are in both sets" in same.note
     assert apart.low > 0
     assert "not to be told" not in apart.note

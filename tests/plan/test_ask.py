@@ -18,7 +18,7 @@ from darkroom.hardware.machine import Device, Machine
 from darkroom.plan import advise, ask, pictures, targets
 from darkroom.plan.jobs import PrepareJob, Where, largest_rows, plan_preparing
 from darkroom.plan.roofline import Software
-from darkroom.plan.run_estimate import foretell
+from darkroom.plan.run_estimate import estimate_run
 from darkroom.recipe import read_recipe
 from darkroom.train import setup as job
 
@@ -71,21 +71,21 @@ def test_all_cards_come_cheapest_first_and_broken_limits_last(capsys, recipe):
 
 def test_a_run_keeps_its_plan_where_it_was_counted_before(recipe):
     other = read_recipe(recipe, ["train.global_batch=48", "train.ema.enabled=false"])
-    assert foretell(other) is None
-    counted = foretell(other, count=True)
-    kept = foretell(other)
+    assert estimate_run(other) is None
+    counted = estimate_run(other, count=True)
+    kept = estimate_run(other)
     assert kept == counted
     assert kept["steps"] == 100
     assert kept["batch"]["global"] == 48
     assert kept["line"].startswith("planned: ")
-    assert foretell(read_recipe(recipe, ["task=autoencoder"]), count=False) is None
+    assert estimate_run(read_recipe(recipe, ["task=autoencoder"]), count=False) is None
 
 
 def test_what_the_verb_counted_serves_the_run(capsys, recipe):
     changed = "train.global_batch=40"
     code, out, _ = told(capsys, recipe, changed, "--json")
     assert code == 0
-    kept = foretell(read_recipe(recipe, [changed]))
+    kept = estimate_run(read_recipe(recipe, [changed]))
     assert kept["step_s"] == json.loads(out)["plans"][0]["step_s"]
 
 
@@ -93,9 +93,9 @@ def test_a_run_of_another_machine_is_planned_for_that_machine(recipe):
     there = replace(machine(), devices=(Device("cuda", 0, "Tesla T4", 16 * 10**9),))
     again = Machine.from_dict(json.loads(json.dumps(there.to_dict())))
     assert again == there
-    found = foretell(read_recipe(recipe), count=True, on=again)
+    found = estimate_run(read_recipe(recipe), count=True, on=again)
     assert found["device"] == "T4"
-    on_cpu = foretell(read_recipe(recipe, ["train.device=cpu"]), count=True, on=again)
+    on_cpu = estimate_run(read_recipe(recipe, ["train.device=cpu"]), count=True, on=again)
     assert on_cpu["device"].startswith("CPU")
 
 

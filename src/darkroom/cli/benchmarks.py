@@ -201,7 +201,7 @@ def bench_backends(
     from darkroom.measure.backends import bench_backends as run
 
     asked = size_of(size)
-    told = run(
+    rows_measured = run(
         models.load(model),
         cases=tuple(cases or DEFAULT_CASES),
         size=asked,
@@ -211,7 +211,7 @@ def bench_backends(
         pictures=pictures,
         say=lambda text: print(text, file=sys.stderr),
     )
-    _measured(told, out, as_json)
+    _measured(rows_measured, out, as_json)
 
 
 Model = Annotated[str, typer.Argument(help="a model folder, a hub id, or a family (random weights)")]

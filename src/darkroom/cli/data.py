@@ -84,8 +84,8 @@ def inspect(
 
         with progress_bar("doubles", as_json) as progress:
             data.mark_doubles(data.Store.open(what), progress=progress)
-    told = _described(what, out)
-    show(told, as_json, lambda: table(told))
+    description = _described(what, out)
+    show(description, as_json, lambda: table(description))
 
 
 def _described(what: Path, out: Path | None) -> dict[str, Any]:
@@ -134,10 +134,10 @@ def delete(
     from darkroom.data.store import Store
 
     deleted = Store.open(store).delete(ids=ids or None, source=source)
-    said = {"deleted": deleted.rows, "purged": deleted.purged}
+    counts = {"deleted": deleted.rows, "purged": deleted.purged}
     before = "" if deleted.rows else ": what was asked for was deleted before"
     line = f"{deleted.rows:,} pictures deleted from {store}{before}"
-    show(said, as_json, lambda: [line, *deleted.purged.lines()])
+    show(counts, as_json, lambda: [line, *deleted.purged.lines()])
 
 
 @app.command()
@@ -154,7 +154,7 @@ def verify(
     """Check a store, a picture's credentials or a model's signature.
 
     A store: reads every picture, compares hashes and counts, names what is left over. A picture: credentials
-    and their chain, watermark, parameters. A model folder, adapter or recipe: the signature beside it.
+    and their chain, watermark, parameters. A model folder, adapter or recipe: its `.sig` file.
 
     Exit code 0: nothing is wrong. 1: something is, one line each.
 
@@ -165,9 +165,9 @@ def verify(
     Example: darkroom verify model/ --trust signer.pub.pem
     """
     found = [_verified(path, purge, trust, as_json) for path in paths]
-    told = [one.to_dict() for one in found]
+    findings = [one.to_dict() for one in found]
     show(
-        told[0] if len(told) == 1 else {"files": told},
+        findings[0] if len(findings) == 1 else {"files": findings},
         as_json,
         lambda: [x for one in found for x in one.lines()],
     )

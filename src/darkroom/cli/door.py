@@ -70,9 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(1)
     except Exception as error:
-        if (told := _failure_of_machine(error)) is None:
+        if (message := _failure_of_machine(error)) is None:
             raise
-        _leave(_failed(told, 1))
+        _leave(_failed(message, 1))
     # The parser turns Ctrl-C into 130; a stopped job is one that was not done.
     _leave(_failed("stopped", 1) if code == 130 else code if isinstance(code, int) else 0)
 
@@ -124,7 +124,7 @@ def _failed(message: str, code: int) -> int:
     """Tell an error; of several ranks that found the same mistake the first tells it."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and code == 2:
-        time.sleep(FIRST_TELLS_S)  # its end ends the others: a mistake that only this one finds is told after
+        time.sleep(FIRST_TELLS_S)  # its end ends the others: what only this one finds is shown after
     message = "".join(sign if sign.isprintable() else " " for sign in message)  # names may hold anything
     if message:
         print(f"darkroom: {message}" if rank == "0" else f"darkroom: rank {rank}: {message}", file=sys.stderr)

@@ -98,7 +98,7 @@ def evaluate(
     names = [name.strip() for name in metrics.split(",") if name.strip()]
     is_pictures = _is_pictures(model)
     needs_none = is_pictures or (asked.prompts is None and not draws_prompts(names))
-    told = [] if needs_none else _prompts(asked, against.class_word, against.token)
+    prompts = [] if needs_none else _prompts(asked, against.class_word, against.token)
     common: dict[str, Any] = {
         "extractors": open_extractors(names, _extractors(against.extractor or []), device=_device(device)),
         "reference": against.reference,
@@ -119,7 +119,7 @@ def evaluate(
             scores = _of_model(
                 opened,
                 names,
-                told,
+                prompts,
                 base=None if base is None else _opened(base, [], precision, device),
                 class_word=against.class_word,
                 num=num,
@@ -154,9 +154,11 @@ def _options(drawing: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(given: dict[str, Any]) -> None:
-    told = [name for name, value in given.items() if value]
-    if told:
-        raise InputError(f"{' and '.join(told)} with a folder of pictures", mend="they are drawn already")
+    options_given = [name for name, value in given.items() if value]
+    if options_given:
+        raise InputError(
+            f"{' and '.join(options_given)} with a folder of pictures", mend="they are drawn already"
+        )
 
 
 def _of_folder(folder: str, names: list[str], token: str | None, progress: Any, common: Any) -> Any:
@@ -214,9 +216,9 @@ def _opened(where: str, adapters: list[str], precision: str, device: str) -> Mod
 
     place = models.device(device)
     model = models.load(_model_of(where), dtype=models.precision(precision, place), device=place)
-    told = [_adapter(one) for one in adapters]
-    merge_all(model, [(read_adapter(file, name=name), weight) for name, file, weight in told])
-    for name, _, weight in told:
+    weighted = [_adapter(one) for one in adapters]
+    merge_all(model, [(read_adapter(file, name=name), weight) for name, file, weight in weighted])
+    for name, _, weight in weighted:
         model.path = f"{model.path or model.family}+{name}" + ("" if weight == 1 else f":{weight:g}")
     return model
 

@@ -23,8 +23,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
-        told = groups.get(name)
-        given = {name: (hints[name], parameter.default)} if told is None else _options(told)
+        group = groups.get(name)
+        given = {name: (hints[name], parameter.default)} if group is None else _options(group)
         parameters += [
             inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
             for key, (hint, default) in given.items()
@@ -32,9 +32,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
+        """The command's options, put together into its dataclasses."""
         made = {
-            name: told(**{field.name: given.pop(field.name) for field in fields(told)})
-            for name, told in groups.items()
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
         }
         return command(**given, **made)
 

@@ -96,7 +96,7 @@ class LargerOptions:
 
 @dataclass(frozen=True)
 class InputOptions:
-    """What is read beside the model and the prompts."""
+    """What is read besides the model and the prompts."""
 
     image: Annotated[str | None, typer.Option(help="a PNG, JPEG or WebP to start from")] = None
     mask: Annotated[str | None, typer.Option(help="white where the picture is painted anew")] = None
@@ -112,7 +112,7 @@ class InputOptions:
         ),
     ] = None
     image_encoder: Annotated[
-        Path | None, typer.Option(help="CLIP's image encoder of IP-Adapters, where it is not beside them")
+        Path | None, typer.Option(help="CLIP's image encoder of IP-Adapters, where it is not in their folder")
     ] = None
     embeddings: Annotated[
         Path | None,
@@ -328,8 +328,8 @@ def _with_wildcards(call: _GenerateCall, folder: Path) -> _GenerateCall:
 
     first, num = call.settings["seed"], call.settings["num"]
     seeds = [first + i for i in range(num * len(call.prompts))]
-    told = [prompt for prompt in call.prompts for _ in range(num)]
-    expanded = [sample.expand(prompt, seed, folder) for prompt, seed in zip(told, seeds, strict=True)]
+    repeated = [prompt for prompt in call.prompts for _ in range(num)]
+    expanded = [sample.expand(prompt, seed, folder) for prompt, seed in zip(repeated, seeds, strict=True)]
     return _GenerateCall(expanded, {**call.settings, "num": 1})
 
 

@@ -52,9 +52,7 @@ class TargetOptions:
     ] = None
     precision: Annotated[
         str,
-        typer.Option(
-            help="bf16, fp16, float32; of pictures fp8, int8; auto: as the job computes unless told"
-        ),
+        typer.Option(help="bf16, fp16, float32; of pictures fp8, int8; auto: as the job computes by default"),
     ] = "auto"
     tf32: Annotated[bool, typer.Option("--tf32", help="float32 products on tensor cores too")] = False
     engine: Annotated[str, typer.Option(help="eager, compile or graphs")] = "eager"
@@ -256,7 +254,8 @@ def _show_plans(asked: list[Any], target: Any, numbers: list[int], plot: Path | 
     several, compared = len(found) > 1, len(found) > len(asked)
     _draw(found, plot, by_job=len(asked) > 1)
 
-    def told() -> Iterator[str]:
+    def text_lines() -> Iterator[str]:
+        """The plans for a reader: one by one, or as a table that compares them."""
         for one in found if not compared else ():
             yield from lines(one)
         yield from columns(comparison(found)) if compared else ()
@@ -264,7 +263,7 @@ def _show_plans(asked: list[Any], target: Any, numbers: list[int], plot: Path | 
         yield from price_lines(found) if several else ()
         yield from _drawn(plot)
 
-    show({"plans": [to_dict(one) for one in found]}, as_json, told)
+    show({"plans": [to_dict(one) for one in found]}, as_json, text_lines)
 
 
 def _compare_phases(
@@ -277,13 +276,13 @@ def _compare_phases(
     found = compared(asked, target, numbers)
     _draw(found, plot)
 
-    def told() -> Iterator[str]:
+    def text_lines() -> Iterator[str]:
         yield from columns([one.row() for one in found])
         yield from price_lines([plan for one in found for plan in one.plans])
         yield from _drawn(plot)
 
     name = "cards" if target.several else "counts"
-    show({name: [one.to_dict() for one in found]}, as_json, told)
+    show({name: [one.to_dict() for one in found]}, as_json, text_lines)
 
 
 def _draw(found: list[Any], plot: Path | None, *, by_job: bool = False) -> None:
@@ -305,8 +304,8 @@ def _advise(
     from darkroom.plan.advise import advise, advise_phases
 
     rest, say = (recipe, overrides, target, numbers), console(as_json)
-    told = advise(asked[0], *rest, say) if len(asked) == 1 else advise_phases(asked, *rest, say)
-    show(told.to_dict(), as_json, told.lines)
+    advice = advise(asked[0], *rest, say) if len(asked) == 1 else advise_phases(asked, *rest, say)
+    show(advice.to_dict(), as_json, advice.lines)
 
 
 def _head(job: str, overrides: list[str], on: str, write: bool, as_json: bool) -> None:
@@ -352,8 +351,8 @@ def _calibrate(tables: list[Path], as_json: bool) -> None:
 def _validate(as_json: bool) -> None:
     from darkroom.proof.published import validate
 
-    told = validate(say=console(as_json))
-    show(told.to_dict(), as_json, told.lines)
+    validation = validate(say=console(as_json))
+    show(validation.to_dict(), as_json, validation.lines)
 
 
 def _prices(file: Path | None, **asked: Any) -> Any:

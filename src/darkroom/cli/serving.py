@@ -77,11 +77,11 @@ Rate = Annotated[float | None, typer.Option(min=0.01, help="new jobs a minute wi
 Keep = Annotated[float | None, typer.Option(min=0.001, help="hours that finished jobs are kept; 24")]
 KEEP_GB_HELP = "of pictures that are kept; the oldest go first; default: 10"
 KeepGb = Annotated[float | None, typer.Option(min=0.001, help=KEEP_GB_HELP)]
-Drain = Annotated[float, typer.Option(min=0, help="seconds to finish when told to stop")]
+Drain = Annotated[float, typer.Option(min=0, help="seconds to finish running jobs at shutdown")]
 LANES_HELP = "on a CPU, sizes stepped at once, sharing the cores; 2 for a small model, else 1"
 LaneCount = Annotated[int | None, typer.Option("--lanes", min=1, max=256, help=LANES_HELP)]
 Pad = Annotated[bool, typer.Option(help="only a few batch sizes, for compiled backends")]
-DETERMINISTIC_HELP = "calls of few shapes: a picture has the same bits whoever shares them"
+DETERMINISTIC_HELP = "calls of few shapes: a picture has the same bits in any batch"
 Deterministic = Annotated[bool, typer.Option(help=DETERMINISTIC_HELP)]
 WarmSize = Annotated[
     list[str] | None,
@@ -244,7 +244,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
     routes = routes_of() if said["vertex"] else None
     elsewhere = {} if routes is None else {"host": "0.0.0.0", "port": routes.port}
     same = {name: said[name] for name in ServeSettings.model_fields if name in said}
-    told = {
+    settings = {
         "model": said["model"] if said["model"] is not None else model_of(),
         "adapter_memory": _bytes(said["adapter_memory"]),
         "control_memory": _bytes(said["control_memory"]),
@@ -261,7 +261,7 @@ def _settings(said: dict[str, Any]) -> ServeSettings:
         "prefix": _prefix(said["path_prefix"]),
         "limits": _limits(said),
     }
-    return ServeSettings(**{**same, **told, **elsewhere})
+    return ServeSettings(**{**same, **settings, **elsewhere})
 
 
 def _limits(said: dict[str, Any]) -> Limits:
@@ -270,22 +270,22 @@ def _limits(said: dict[str, Any]) -> Limits:
 
     from darkroom.serve.settings import Limits
 
-    told = {} if said["limits"] is None else _limits_file(said["limits"])
+    limits = {} if said["limits"] is None else _limits_file(said["limits"])
     for one in said["limit"] or ():
         name, equals, value = one.partition("=")
         if not equals or name not in Limits.model_fields or name == "keys":
             known = ", ".join(sorted(set(Limits.model_fields) - {"keys"}))
             raise InputError(f"--limit {one}", allowed=f"NAME=VALUE, NAME one of {known}")
-        told[name] = value
+        limits[name] = value
     for option, (name, factor) in OWN_OPTIONS.items():
         if said[option] is not None:
             value = said[option] * factor
-            told[name] = int(value) if name in ("queue", "keep_bytes") else value
-    queue = told.get("queue", Limits.model_fields["queue"].default)
-    if "queue_per_key" not in told and isinstance(queue, int):
-        told["queue_per_key"] = max(1, queue // 2) if said["api_key_file"] is not None else queue
+            limits[name] = int(value) if name in ("queue", "keep_bytes") else value
+    queue = limits.get("queue", Limits.model_fields["queue"].default)
+    if "queue_per_key" not in limits and isinstance(queue, int):
+        limits["queue_per_key"] = max(1, queue // 2) if said["api_key_file"] is not None else queue
     try:
-        return Limits.model_validate(told)
+        return Limits.model_validate(limits)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -298,14 +298,14 @@ def _limits_file(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        told = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--limits '{path}' cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise InputError(f"--limits '{path}' is no YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(told, dict):
+    if not isinstance(content, dict):
         raise InputError(f"--limits '{path}'", allowed="NAME: VALUE lines, and keys: with limits by key")
-    return told
+    return content
 
 
 def _bytes(given: str | None) -> int | None:
@@ -344,12 +344,16 @@ def _replicas(said: dict[str, Any]) -> Replicas:
     least, most = int(words[0]), int(words[-1])
     if not 1 <= least <= most <= MOST_REPLICAS:
         raise InputError(f"--replicas {said['replicas']}", allowed=f"1 to {MOST_REPLICAS}, LEAST first")
-    told = {"jobs_each": said["jobs_per_replica"], "cpus": said["replica_cpus"], "gpus": said["replica_gpus"]}
+    settings = {
+        "jobs_each": said["jobs_per_replica"],
+        "cpus": said["replica_cpus"],
+        "gpus": said["replica_gpus"],
+    }
     try:
-        return Replicas(least=least, most=most, **{k: v for k, v in told.items() if v is not None})
+        return Replicas(least=least, most=most, **{k: v for k, v in settings.items() if v is not None})
     except ValueError as error:
         raise InputError(
-            f"--jobs-per-replica, --replica-cpus, --replica-gpus: {told}",
+            f"--jobs-per-replica, --replica-cpus, --replica-gpus: {settings}",
             allowed="above 0, above 0, 0 or more",
         ) from error
 

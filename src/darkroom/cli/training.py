@@ -128,7 +128,7 @@ def train(
                 "--plan with --from", mend="write the recipe first: darkroom recipe --from kohya"
             )
         return plan_here(recipe, overrides or [], as_json)
-    from darkroom.plan.run_estimate import foretell
+    from darkroom.plan.run_estimate import estimate_run
     from darkroom.recipe.read import read_sweep
     from darkroom.train.checks import check_settings
     from darkroom.train.distributed.launch import launch, num_processes, starts_processes
@@ -136,7 +136,7 @@ def train(
     from darkroom.train.run import sweep
     from darkroom.train.run import train as run
 
-    place, said = out or Path("runs") / recipe.stem, console(as_json)
+    place, say = out or Path("runs") / recipe.stem, console(as_json)
     recipes = read_sweep(recipe, overrides or [], of=of)
     if engine not in ("auto", "local", "torchrun", "ray"):
         raise InputError(f"--engine {engine}", allowed="auto, local, torchrun, ray")
@@ -146,7 +146,7 @@ def train(
         from darkroom.cluster.train import train as train_on_ray
 
         placement = on_ray.placement()
-        made = train_on_ray(recipes[0][1], out=place, placement=placement, resume=resume, console=said)
+        made = train_on_ray(recipes[0][1], out=place, placement=placement, resume=resume, console=say)
         return _show_run(made, as_json)
     on_ray.check_engine(engine)
     if engine != "local" and starts_processes(recipes[0][1].parallel):
@@ -157,11 +157,11 @@ def train(
         arguments += [] if of is None else ["--from", of]
         flags = [flag for flag, is_set in (("--json", as_json), ("--plan-first", plan_first)) if is_set]
         return launch([*arguments, "--engine", "local", *flags], count)
-    estimate = partial(foretell, count=plan_first)
+    estimate = partial(estimate_run, count=plan_first)
     if len(recipes) > 1:
-        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=said)
+        tried = sweep(recipes, out=place, resume=resume, estimate=estimate, console=say)
         return _show_sweep(tried, as_json) if is_first() else None
-    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=said)
+    result = run(recipes[0][1], out=place, resume=resume, estimate=estimate, console=say)
     return _show_run(result, as_json) if is_first() else None
 
 
@@ -310,18 +310,20 @@ def export(
     elif not merge and models.is_model(source):
         made = models.export_model(source, to, single_file=True, dtype=_precision(precision))
     else:
-        with TemporaryDirectory(prefix=".export-", dir=to.parent if to.parent.is_dir() else None) as beside:
+        with TemporaryDirectory(
+            prefix=".export-", dir=to.parent if to.parent.is_dir() else None
+        ) as temporary:
             folder = _exported(
-                source, Path(beside) / "model", merge, checkpoint, ema, False, None, console(as_json)
+                source, Path(temporary) / "model", merge, checkpoint, ema, False, None, console(as_json)
             )
             made = models.export_model(folder, to, single_file=True, dtype=_precision(precision))
     kind = "adapter" if models.is_adapter(made) else "model"
-    told = {kind: made}
+    files = {kind: made}
     if sign is not None:
         from darkroom.models.signing import sign as signed
 
-        told["signature"] = signed(Path(made), sign)
-    show(told, as_json, lambda: [f"{name}: {path}" for name, path in told.items()])
+        files["signature"] = signed(Path(made), sign)
+    show(files, as_json, lambda: [f"{name}: {path}" for name, path in files.items()])
 
 
 def _precision(name: str | None) -> Any:

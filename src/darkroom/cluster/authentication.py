@@ -66,7 +66,7 @@ def local_token() -> Iterator[None]:
 @contextmanager
 def admitted(address: str) -> Iterator[None]:
     """Within, this process may call the cluster at HOST:PORT. InputError where that wants another token."""
-    told, mode = f"the Ray cluster at {address}", os.environ.get(MODE, "").lower()
+    cluster, mode = f"the Ray cluster at {address}", os.environ.get(MODE, "").lower()
     answer = _answer_to(address, "")
     _check_answers(address, answer)
     if answer != "UNAUTHENTICATED":
@@ -76,12 +76,12 @@ def admitted(address: str) -> Iterator[None]:
             yield
         return
     if mode not in ("", "token"):
-        raise InputError(f"{told} wants a token, and {MODE}={os.environ[MODE]}", mend=f"set {MODE}=token")
+        raise InputError(f"{cluster} wants a token, and {MODE}={os.environ[MODE]}", mend=f"set {MODE}=token")
     bearer = _users_token()
     if not bearer:
-        raise InputError(f"{told} wants a token, and there is none here", mend=MEND)
+        raise InputError(f"{cluster} wants a token, and there is none here", mend=MEND)
     if refuses(address, bearer):
-        raise InputError(f"{told} refuses the token from {_where()}", mend=MEND)
+        raise InputError(f"{cluster} refuses the token from {_where()}", mend=MEND)
     with _settings(**{MODE: "token"}):
         yield
 

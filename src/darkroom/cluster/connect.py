@@ -47,7 +47,7 @@ class Cluster:
     ray: str = ""
     python: str = ""
     local: bool = False  # started for this process alone
-    grows: bool = False  # told so: nodes come when they are asked for
+    grows: bool = False  # set so: nodes come when they are asked for
     logs: Path | None = None  # where the Ray of this machine writes its logs
 
     @property
@@ -86,7 +86,7 @@ class Cluster:
 def require_ray() -> Any:
     """The ray module; MissingExtra where it is not installed."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's own new way, without its warning
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
     try:
         import ray
     except ImportError:
@@ -157,7 +157,7 @@ def _take_sigterm(handler: Any) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    """What `ray.init` is told in both cases."""
+    """Arguments of `ray.init` in both cases."""
     return {
         "runtime_env": {"env_vars": worker_environment()},
         "namespace": NAMESPACE,
@@ -180,9 +180,9 @@ def _start(ray: Any, *, dashboard: bool, num_cpus: int | None) -> None:
             # It takes an address from the environment even where none is asked for.
             ray.init(address=LOCAL, **_settings(), **more)
     except Exception as error:  # Ray has no class of its own for this
-        if (told := _too_slow(error)) is None:
+        if (too_slow := _too_slow(error)) is None:
             raise
-        raise told from error
+        raise too_slow from error
     stop_log_monitor()  # nobody reads what it would bring
 
 
@@ -196,11 +196,11 @@ def _join(ray: Any, address: str) -> None:
 
 def _too_slow(error: Exception) -> DarkroomError | None:
     """What a start that took longer than Ray allows is called, in one line; None for any other error."""
-    told = " ".join(str(error).split())
-    if "timed out" not in told.lower():
+    message = " ".join(str(error).split())
+    if "timed out" not in message.lower():
         return None
     return DarkroomError(
-        f"Ray did not start on this machine within the time that it allows itself ({told[:100]}); is the "
+        f"Ray did not start on this machine within the time that it allows itself ({message[:100]}); is the "
         "machine busy, or short of memory? Start again, or start Ray once with 'ray start --head' and give "
         "--ray-address auto"
     )
@@ -235,9 +235,9 @@ def _checked_address(given: str) -> str:
 
 def _refused(ray: Any, address: str, error: Exception) -> InputError:
     """Why a cluster could not be joined, in one line."""
-    told = str(error)
-    if "ersion mismatch" in told:
-        theirs = [line.split(":", 1)[1].strip() for line in told.splitlines() if line.startswith("    ")]
+    message = str(error)
+    if "ersion mismatch" in message:
+        theirs = [line.split(":", 1)[1].strip() for line in message.splitlines() if line.startswith("    ")]
         other = f"Ray {theirs[0]} and Python {theirs[1]}" if len(theirs) >= 2 else "another Ray or Python"
         mine = ".".join(map(str, sys.version_info[:3]))
         return InputError(
@@ -245,7 +245,7 @@ def _refused(ray: Any, address: str, error: Exception) -> InputError:
             f"this machine Ray {ray.__version__} and Python {mine}",
             mend="install the same on both",
         )
-    first = " ".join(told.split())[:200]
+    first = " ".join(message.split())[:200]
     return InputError(
         f"the Ray cluster at {address} cannot be joined from this machine ({first})",
         mend=f"run the command on one of its machines, or make this one one: ray start --address {address}",
@@ -280,7 +280,7 @@ def describe(*, local: bool = False, grows: bool = False) -> Cluster:
 
 
 def _planned() -> frozenset[str]:
-    """Accelerators of the node groups that an autoscaler may start, where it has told Ray.
+    """Accelerators of the node groups that an autoscaler may start, where it has reported them to Ray.
 
     None of open-source Ray's autoscalers does: there `grows` says it.
     """

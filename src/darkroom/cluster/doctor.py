@@ -123,7 +123,7 @@ def _authentication(cluster: Cluster) -> Check:
     if refused is None:
         detail = "not known: the cluster could not be called without a token"
     else:
-        detail = "by token" if refused else "off: whoever reaches the cluster's ports runs programs on it"
+        detail = "by token" if refused else "off: anyone who reaches the cluster's ports runs programs on it"
     return Check("authentication", bool(refused), detail, "" if refused else mend, optional=True)
 
 
@@ -148,9 +148,9 @@ def _versions(nodes: Sequence[Node]) -> Check:
         more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
         mend = "install the same on all, as in requirements.lock: python make.py setup ray"
         return Check("versions", False, "; ".join(odd[:3]) + more, mend)
-    told = ", ".join(f"{name} {version}" for name, version in usual.items() if version != "missing")
+    versions = ", ".join(f"{name} {version}" for name, version in usual.items() if version != "missing")
     where = f"the same on all {len(abouts)} nodes: " if len(abouts) > 1 else ""
-    return Check("versions", True, f"{where}{told}")
+    return Check("versions", True, f"{where}{versions}")
 
 
 def _accelerators(nodes: Sequence[Node]) -> Iterator[Check]:
@@ -309,9 +309,9 @@ def _stored(verb: str, storage: str, seconds: Sequence[float], of: int) -> Check
 def _not_stored(storage: str, what: str, failed: Sequence[tuple[Node, str]]) -> Check:
     node, error = failed[0]
     more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-    said = f"{storage}: cannot be {what}" if what.startswith("written") else f"{storage}: {what}"
+    message = f"{storage}: cannot be {what}" if what.startswith("written") else f"{storage}: {what}"
     mend = "mount one folder on all nodes, or give an address that their role may write: --storage s3://..."
-    return Check("storage", False, f"{said} {node.name}{more}: {error}", mend)
+    return Check("storage", False, f"{message} {node.name}{more}: {error}", mend)
 
 
 def _line(error: BaseException) -> str:

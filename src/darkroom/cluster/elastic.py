@@ -1,7 +1,7 @@
 """Workers that come and go: how many may train, and pauses in which they save before others go on.
 
-A pause is asked for when the cluster has room for another number of workers, when a machine is about to be
-taken away, or when a worker is told to end (SIGTERM). All workers save the same step and leave; others go on
+A pause is asked for when the cluster fits another number of workers, when a machine is about to be
+taken away, or when a worker gets SIGTERM. All workers save the same step and leave; others go on
 from it. Pauses are not failures. A worker or a machine that is gone without a word is one: the others go on
 from the newest checkpoint.
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import TrainSettings
 
 WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
-MONITOR_S = 10.0  # how often it is looked whether there is room for another number of workers
+MONITOR_S = 10.0  # how often it is looked whether another number of workers fits
 TOLD_TO_END = threading.Event()  # in a worker: SIGTERM came
 
 
@@ -100,7 +100,7 @@ def rounded_down(count: int, counts: Sequence[int]) -> int:
 def job_trainer(counts: Sequence[int], mail: Any, *, local: bool, **settings: Any) -> Any:
     """Ray's TorchTrainer; with several counts allowed its workers come and go, and pause.
 
-    What Ray Train starts beside the workers are processes that wake a hundred times a second and take about
+    What Ray Train starts besides the workers are processes that wake a hundred times a second and take about
     one percent of a core each. Those of no use are left out: that of Ray's datasets, and in a Ray that ends
     with this job (`local`) that which looks for nodes that go (unless the user asked for it), that which
     clears up after a dead job and, where the number of workers is fixed, that which asks for nodes.
@@ -142,9 +142,10 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
             return rounded_down(super()._count_possible_workers(there), counts)
 
         def make_decision_for_running_worker_group(self, worker_group_state: Any, **status: Any) -> Any:
+            """Ray Train's hook: another number of workers is a pause, never a restart."""
             decision = super().make_decision_for_running_worker_group(worker_group_state, **status)
             if isinstance(decision, resize):
-                why = f"there is room for {decision.num_workers} workers"
+                why = f"the cluster now fits {decision.num_workers} workers"
                 ray.get(mail.ask_pause.remote(f"{why} instead of {worker_group_state.num_workers}"))
             return noop()
 
@@ -152,7 +153,7 @@ def scaling_policy(scaling_config: Any, counts: Sequence[int], mail: Any) -> Any
 
 
 def _unasking_policy(scaling_config: Any) -> Any:
-    """Ray's policy of a fixed number of workers, for a machine beside which there will be no other."""
+    """Ray's policy of a fixed number of workers, for a single machine that no other will join."""
 
     class UnaskingScalingPolicy(to_extend("FixedScalingPolicy")):  # type: ignore[misc]
         """Asks nobody for nodes."""
@@ -208,7 +209,7 @@ def _note_sigterm() -> None:
 def why_leave() -> str:
     """In a worker: why this machine or process is about to go, or nothing."""
     if TOLD_TO_END.is_set():
-        return f"rank {os.environ.get('RANK', '?')} was told to end"
+        return f"rank {os.environ.get('RANK', '?')} was asked to stop"
     try:
         info = private("train_context")().preemption_context.preemption_info
     except (RuntimeError, AttributeError) as error:  # not public: a later Ray may have it elsewhere

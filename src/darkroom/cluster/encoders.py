@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from darkroom.cluster.capacity import WAIT_SAID_S, waiting
 from darkroom.cluster.connect import TYPE
-from darkroom.cluster.room import WAIT_SAID_S, waiting
 from darkroom.cluster.usage import PREPARE, SettingNames
 from darkroom.errors import DarkroomError, InputError
 
@@ -167,8 +167,8 @@ class Pool:
             return
         self._busy_since = self._busy_since or now
         if now - self._busy_since > GROW_AFTER_S:
-            room = self.bounds.most - len(self.encoders)
-            for _ in range(min(room, max(0, len(self.up) - len(self.starting)))):
+            addable = self.bounds.most - len(self.encoders)
+            for _ in range(min(addable, max(0, len(self.up) - len(self.starting)))):
                 self._start()
             self._busy_since = now
 
@@ -224,7 +224,7 @@ def on_one_machine(bounds: Bounds, nodes: Sequence[dict[str, float]], reserved: 
 
 
 def check_room(bounds: Bounds, nodes: Sequence[dict[str, float]], words: SettingNames = PREPARE) -> None:
-    """InputError when encoders find no room, each whole on one node, or would leave no CPU to decode with.
+    """InputError when encoders do not fit, each whole on one node, or would leave no CPU to decode with.
 
     `nodes` are their resources.
     """
@@ -233,15 +233,18 @@ def check_room(bounds: Bounds, nodes: Sequence[dict[str, float]], words: Setting
     if not fitting or bounds.shares:
         return  # their nodes are still to come, or there is one for all
     kind = "GPU" if any(node.get("GPU", 0) for node in fitting) else "CPU"
-    room, left = sum(_whole(node.get(kind, 0.0), bounds.fraction) for node in fitting), ""
+    capacity, left = sum(_whole(node.get(kind, 0.0), bounds.fraction) for node in fitting), ""
     if kind == "CPU":
         total = sum(node.get("CPU", 0.0) for node in nodes)
-        room, left = max(0, min(room, int((total - 1) // bounds.fraction))), " with one CPU left to decode"
-    if bounds.least > room:
+        capacity, left = (
+            max(0, min(capacity, int((total - 1) // bounds.fraction))),
+            " with one CPU left to decode",
+        )
+    if bounds.least > capacity:
         largest = max(node.get(kind, 0.0) for node in fitting)
         raise InputError(
-            f"{bounds.least} encoders of {bounds.fraction:g} {kind}s each: the nodes have room for "
-            f"{room}{left}, the largest has {largest:g} {kind}s",
+            f"{bounds.least} encoders of {bounds.fraction:g} {kind}s each: the nodes fit "
+            f"{capacity}{left}, the largest has {largest:g} {kind}s",
             mend=f"ask for fewer ({words.encoders}) or less of each ({words.fraction}), or add nodes",
         )
 

@@ -5,9 +5,9 @@ tasks read and cut the rows, encoder actors encode them, and they come straight 
 noise. So the batches are those of `data.encode=inline` at the same seed; going on at step k asks for batch k
 first; and what a dead worker or encoder had is asked for again. Nothing of the order is given up. What is:
 rows are read one by one, not in blocks that stay in memory for a window, so an object store is asked more
-often where global batches are small beside the order's window; text states come in float16, as stored ones.
+often where global batches are small against the order's window; text states come in float16, as stored ones.
 
-The encoders belong to a keeper, an actor beside the driver: they outlive the workers that train, who may be
+Encoders belong to a keeper, an actor on the driver's node: they outlive the workers that train, who may be
 started again, and all ranks share them.
 """
 
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from darkroom.cluster.capacity import resources_of_nodes
 from darkroom.cluster.connect import describe
 from darkroom.cluster.encoders import QUEUE, Bounds, check_room, on_one_machine
 from darkroom.cluster.encoding import OnlineEncoder, Parts, RowSource, asked, read_rows
 from darkroom.cluster.keeper import Keeper, SharedPool
-from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_nodes, stores_here
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import ONLINE, Use
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 LAST_WORD_S = 5.0
-LOOK_S = 5.0  # how often it is looked whether encoders wait for room
+LOOK_S = 5.0  # how often it is looked whether encoders wait for a node
 SAID_EVERY_S = 60.0  # how often that is said at most
 
 
@@ -108,6 +108,7 @@ def _waits_said(keeper: Any, say: Say) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
+        """Show every `LOOK_S` seconds what encoders wait for, until the block is left."""
         pause_s = LOOK_S
         while not over.wait(pause_s):
             pause_s = LOOK_S
@@ -186,6 +187,7 @@ class OnlineFeed:
 
         @contextmanager
         def feed(k: int) -> Iterator[Iterator[Columns]]:
+            """Batches from step `k` on; the stream is closed on leaving."""
             stream = Stream(job, k)
             try:
                 yield iter(stream)

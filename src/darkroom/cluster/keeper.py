@@ -1,4 +1,4 @@
-"""The keeper of an online feed: an actor beside the driver that holds the encoders for all ranks.
+"""The keeper of an online feed: an actor on the driver's node that holds the encoders for all ranks.
 
 It outlives the workers that train, who may be started again, fewer or more of them. A rank asks it from time
 to time which encoders are up, and tells what it waits for and how busy its stages were. The keeper has
@@ -28,7 +28,7 @@ class RankStatus:
     waiting: int = 0  # blocks that are ready and find no free encoder
     calls: dict[int, int] = field(default_factory=dict)  # how many blocks each encoder has of it
     dead: list[int] = field(default_factory=list)  # encoders that it found dead
-    made: int = 0  # blocks since it last told
+    made: int = 0  # blocks since its last report
     use: Use | None = None
     at: float = 0.0  # by the keeper's clock
 
@@ -67,17 +67,17 @@ class Keeper:
         self._pool = Pool(self._bounds, lambda options: actor.options(**options).remote(held))
         self._identity, self._ranks = identity, {}
 
-    def state(self, rank: int, told: RankStatus) -> list[tuple[int, Any]]:
+    def state(self, rank: int, status: RankStatus) -> list[tuple[int, Any]]:
         """The encoders that are up, by number."""
         pool, now = self._pool, time.monotonic()
         if pool is None:
             return []
-        if told.made:
+        if status.made:
             pool.made()
-        for number in told.dead:
+        for number in status.dead:
             pool.lose(number)
-        told.at = now
-        self._ranks[rank] = told
+        status.at = now
+        self._ranks[rank] = status
         there = [one for one in self._ranks.values() if now - one.at < SILENT_S]
         for number, encoder in pool.encoders.items():
             encoder.calls = set(range(sum(one.calls.get(number, 0) for one in there)))
@@ -90,16 +90,16 @@ class Keeper:
 
     def lines(self) -> list[str]:
         """What is to be said of the encoding, for the console."""
-        last = max((told.at for told in self._ranks.values()), default=0.0)
-        ranks = (told for told in self._ranks.values() if last - told.at < SILENT_S)
-        uses = [told.use for told in ranks if told.use is not None]
+        last = max((status.at for status in self._ranks.values()), default=0.0)
+        ranks = (status for status in self._ranks.values() if last - status.at < SILENT_S)
+        uses = [status.use for status in ranks if status.use is not None]
         if not uses:
             return []
         use, lost = together(uses), self._lost + (self._pool.lost if self._pool else 0)
-        said = [f"online encoding: {use.rows_per_s():,.1f} rows/s; {use.bottleneck()}"]
+        lines = [f"online encoding: {use.rows_per_s():,.1f} rows/s; {use.bottleneck()}"]
         if lost or use.repeated:
-            said.append(f"{lost} encoders were lost and replaced, {use.repeated} blocks made again")
-        return said
+            lines.append(f"{lost} encoders were lost and replaced, {use.repeated} blocks made again")
+        return lines
 
     def close(self) -> None:
         """Stop the encoders."""

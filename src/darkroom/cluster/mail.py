@@ -20,7 +20,7 @@ class Mail:
     pauses: int = 0
     result: dict[str, Any] | None = None
     starts: int = 0
-    told: int = 0  # losses that the console knows of
+    reported: int = 0  # losses that the console has shown
     heard_at: float = -math.inf  # when a worker last asked whether it is to stop
     controller: Any = None  # the actor by which Ray Train runs the job
 
@@ -48,8 +48,8 @@ class Mail:
 
     def newly_lost(self) -> int:
         """The same where it grew since it was asked; 0 otherwise."""
-        lost, before = self.new_starts(), self.told
-        self.told = lost
+        lost, before = self.new_starts(), self.reported
+        self.reported = lost
         return lost if lost > before else 0
 
     def fail(self, kind: str, exit_code: int, final: bool, message: str) -> None:

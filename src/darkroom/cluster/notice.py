@@ -2,7 +2,7 @@
 
     python -m darkroom.cluster.notice --address HEAD:6379
 
-runs beside `ray start` on every machine and ends with it. It needs no program but Python and ray.
+runs next to `ray start` on every machine and ends with it. It needs no program but Python and ray.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def noticed(metadata: str = METADATA) -> bool:
 def _asked(url: str, method: str, headers: dict[str, str]) -> str:
     request = urllib.request.Request(url, method=method, headers=headers)
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        told: bytes = answer.read()
-    return told.decode()
+        body: bytes = answer.read()
+    return body.decode()
 
 
 def drain_command(address: str) -> list[str]:

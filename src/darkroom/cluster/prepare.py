@@ -1,11 +1,11 @@
 """The Ray engine of `darkroom prepare`: the same job, its blocks read, cut and encoded all over a cluster.
 
 A block is a few pieces of one fragment: rows that share an encoder's batch in the local engine do so here.
-An encoder writes its block as a part file beside the job's notes; when all parts of a fragment are there, a
+An encoder writes its block as a part file next to the job's notes; when all parts of a fragment are there, a
 CPU task joins them to the one file that the local engine would have written, and note and commit are its
 own. So whatever dies costs the blocks it had, and a job that was killed whole goes on from the parts.
 
-The store, and the parts beside it, lie on storage that every node sees.
+The store, and its parts, lie on storage that every node sees.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import lance
 import pyarrow as pa
 
 from darkroom import models
+from darkroom.cluster.capacity import resources_of_nodes
 from darkroom.cluster.connect import connected
 from darkroom.cluster.encoders import Bounds, Pool, check_room, device_here, on_one_machine, options_of
-from darkroom.cluster.room import resources_of_nodes
 from darkroom.cluster.seen import check_here, check_nodes
 from darkroom.cluster.stages import MOST_TRIES, Stages
 from darkroom.cluster.usage import BlockTimes, Use
@@ -118,7 +118,7 @@ def prepare_on_ray(
         report = prepare(place, model, progress=progress, engine=engine, device="cpu", **options)
         for column in report.columns:
             remove_tree(place / "_prepare" / f"{column}.{PARTS}")
-        return ClusterReport(**vars(report), cluster=cluster.line(), **engine.told())
+        return ClusterReport(**vars(report), cluster=cluster.line(), **engine.usage())
 
 
 @dataclass(frozen=True)
@@ -151,19 +151,19 @@ class _Engine:
         self._bounds, self._sized, self._say = bounds, sized, say
         self._lost = self._repeated = 0
         self._longest_s = 0.0
-        self._told: dict[str, Any] = {}
+        self._usage: dict[str, Any] = {}
 
-    def told(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """How the stages were used, by the column that took longest."""
-        return self._told
+        return self._usage
 
     def _count(self, use: Use, lost: int) -> None:
         self._lost, self._repeated = self._lost + lost, self._repeated + use.repeated
-        self._told |= {"encoders_lost": self._lost, "blocks_repeated": self._repeated}
+        self._usage |= {"encoders_lost": self._lost, "blocks_repeated": self._repeated}
         if use.wall_s >= self._longest_s:
             self._longest_s = use.wall_s
             shares = {name: round(share, 4) for name, share in use.shares().items()}
-            self._told |= {"stages": shares, "bottleneck": use.bottleneck()}
+            self._usage |= {"stages": shares, "bottleneck": use.bottleneck()}
 
     def __call__(self, work: EncodeTask) -> Iterator[Note]:
         import ray
@@ -334,7 +334,7 @@ class _Fragments:
 
 
 def parts_folder(notes: Path) -> Path:
-    """Where the parts of a column lie, beside its notes."""
+    """Where the parts of a column lie, next to its notes."""
     return notes.with_name(f"{notes.name}.{PARTS}")
 
 
@@ -397,7 +397,7 @@ class BlockEncoder:
 
 
 def join_parts(fragment: Fragment, column: Column, folder: str) -> Note:
-    """Write a fragment's file from its parts; they are let go when it has been noted."""
+    """Write a fragment's file from its parts; they are deleted when it has been noted."""
     dataset = _opened(fragment.store, fragment.version)
     layout = Layout.of(dataset, column.name, column.source)
     metadata = dataset.get_fragment(fragment.number).metadata
@@ -409,25 +409,25 @@ def join_parts(fragment: Fragment, column: Column, folder: str) -> Note:
 
 
 def _write_part(path: str, encoded: list[Encoded], field: pa.Field) -> None:
-    """Write a block's values as one Arrow file, whole or not at all."""
+    """Write a block's values as one Arrow file, atomically."""
     schema = pa.schema([pa.field("offset", pa.int64()), field])
-    told = json.dumps([[one.rows, one.unreadable] for one in encoded])
-    beside = Path(f"{path}.{platform.node()}.{os.getpid()}")
+    counts = json.dumps([[one.rows, one.unreadable] for one in encoded])
+    temporary = Path(f"{path}.{platform.node()}.{os.getpid()}")
     with (
-        pa.OSFile(str(beside), "wb") as file,
-        pa.ipc.new_file(file, schema.with_metadata({"told": told})) as out,
+        pa.OSFile(str(temporary), "wb") as file,
+        pa.ipc.new_file(file, schema.with_metadata({"told": counts})) as out,
     ):
         for one in encoded:
             out.write_batch(pa.record_batch([pa.array(one.offsets, pa.int64()), one.values], schema=schema))
-    sync_file(beside)
-    atomic_replace(beside, path)
+    sync_file(temporary)
+    atomic_replace(temporary, path)
 
 
 def read_part(path: str) -> Iterator[Encoded]:
     """The pieces of a part."""
     with pa.memory_map(path) as file:
         reader = pa.ipc.open_file(file)
-        told = json.loads(reader.schema.metadata[b"told"])
-        for i, (rows, unreadable) in enumerate(told):
+        counts = json.loads(reader.schema.metadata[b"told"])
+        for i, (rows, unreadable) in enumerate(counts):
             batch = reader.get_batch(i)
             yield Encoded(batch.column(0).to_pylist(), batch.column(1), rows, unreadable)

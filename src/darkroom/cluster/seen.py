@@ -59,7 +59,7 @@ def _look(store: str, node: dict[str, Any]) -> Any:
 
 
 def _answers(asked: dict[Any, str], answer_s: float) -> tuple[list[str], list[str]]:
-    """What the nodes told, and the names of those that told nothing."""
+    """What the nodes reported, and the names of those that reported nothing."""
     import ray
 
     if not asked:

@@ -1,4 +1,4 @@
-"""The server in replicas under Ray Serve: each a whole engine behind the same doors, on one database.
+"""The server in replicas under Ray Serve: each a whole engine behind the same endpoints, on one database.
 
 Ray gives a request to any replica, and every replica knows every job (`darkroom.serve.shared_queue`). Who
 draws it is settled in the database: a replica that has the adapters comes before one that would have to load
@@ -32,7 +32,7 @@ MOST_REQUESTS = 1024
 MOST_WATCHERS = MOST_REQUESTS // 2
 """Of these event streams, which last; the rest is for all other requests, health among them."""
 MOST_QUEUED = 256
-"""Requests that wait for a replica with room; who comes then is answered with 503."""
+"""Requests that wait for a free replica; further ones are answered with 503."""
 HEALTH_S = 5.0
 KILL_S = 15.0
 """Beyond the drain, until Ray ends a replica by force."""
@@ -68,7 +68,7 @@ class OnRay(BaseModel):
 
 
 class Replica:
-    """One engine and its doors, in an actor of Ray Serve."""
+    """One engine and its endpoints, in an actor of Ray Serve."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from darkroom.serve.jobs.core import Core
@@ -198,7 +198,7 @@ def told_to_stop(stop: threading.Event) -> None:
 
 
 def _cpus(replicas: Replicas, address: str | None) -> int | None:
-    """A cluster of this machine alone is told of as many cores as the replicas want, threads or not."""
+    """A cluster of this machine alone is given as many cores as the replicas want, threads or not."""
     import math
     import os
 
@@ -224,10 +224,10 @@ class ByQueue:
         self.jobs_per_replica = jobs_per_replica
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """Replicas wanted, for what the replicas told lately."""
-        told = context.aggregated_metrics or {}
-        waiting = max(told.get(WAITING, {}).values(), default=0.0)
-        drawn = sum(told.get(DRAWN, {}).values())
-        if not told:
+        """Replicas wanted, for what the replicas reported lately."""
+        metrics = context.aggregated_metrics or {}
+        waiting = max(metrics.get(WAITING, {}).values(), default=0.0)
+        drawn = sum(metrics.get(DRAWN, {}).values())
+        if not metrics:
             return context.target_num_replicas, {}
         return math.ceil((waiting + drawn) / self.jobs_per_replica), {}

@@ -5,7 +5,7 @@ dead encoder's blocks go to another one. What is in flight is bounded at every p
 the ones before it, and memory does not grow.
 
 Not Ray Data's `map_batches`: a block here must hold exactly the rows that share an encoder's batch, finished
-blocks must be told one by one so that a restart goes on from them, an online feed asks for blocks by number
+blocks must be reported one by one so that a restart resumes from them, an online feed takes blocks by number
 and in its own order, and the time that each stage is busy must be known. That is a loop over `ray.wait`.
 """
 
@@ -99,19 +99,19 @@ class Stages:
         self._ticked = now
 
     def _fill(self) -> None:
-        """Start what there is room for. Ready blocks that wait are bounded, so the CPU stage waits too."""
+        """Start what fits. Ready blocks that wait are bounded, so the CPU stage waits too."""
         while self._ready and (encoder := self.pool.free()) is not None:
             block = self._ready.popleft()
             method = getattr(encoder.handle, self._encode).options(num_returns=2)
             result, seconds = method.remote(block.data, block.ask)
             encoder.calls.add(seconds)
             self._at_encoder[seconds] = block, encoder, result
-        room = max(QUEUE, self.use.cpu_workers // 2)
+        queue_length = max(QUEUE, self.use.cpu_workers // 2)
         while (
             self._queue
             and len(self._on_cpu) < self.use.cpu_workers
-            and len(self._ready) + len(self._on_cpu) < room + self.use.cpu_workers
-            and len(self._ready) < room
+            and len(self._ready) + len(self._on_cpu) < queue_length + self.use.cpu_workers
+            and len(self._ready) < queue_length
         ):
             block = self._queue.popleft()
             block.data, seconds = self._start(block.ask)

@@ -1,6 +1,6 @@
 """Training in workers of a Ray cluster: the same `train`, placed by Ray and started again where it fails.
 
-What a worker says, why it ended and what it made goes through one small actor beside the driver; the run's
+What a worker says, why it ended and what it made goes through one small actor on the driver's node; the run's
 state goes where it always goes, its folder or `checkpoint.url`, never through Ray.
 """
 
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from darkroom.cluster.capacity import WAIT_SAID_S, Capacity, capacity_of, waiting
 from darkroom.cluster.connect import connected
 from darkroom.cluster.elastic import (
     MONITOR_S,
@@ -31,7 +32,6 @@ from darkroom.cluster.elastic import (
 from darkroom.cluster.feed import online
 from darkroom.cluster.mail import Mail
 from darkroom.cluster.private_ray import private, to_extend
-from darkroom.cluster.room import WAIT_SAID_S, Room, room_of, waiting
 from darkroom.cluster.seen import stores_here
 from darkroom.cluster.worker import LOST, TICK_S, work
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped
@@ -73,7 +73,7 @@ class Lost(DarkroomError):
 
 
 class WorkersFailed(DarkroomError):
-    """The workers ended with an error that one of them told, with the exit code it means."""
+    """The workers ended with an error that one of them reported, with the exit code it means."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -103,12 +103,12 @@ def train(
         console(cluster.line())
         if waits := cluster.waits_for(placement.accelerator):
             console(waits)
-        room = room_of(cluster, placement.accelerator)
+        capacity = capacity_of(cluster, placement.accelerator)
         phases = [one.train for _, one in phase_recipes(recipe, Path())] or [recipe.train]
-        counts = _workers(phases, recipe.parallel, placement, room)
+        counts = _workers(phases, recipe.parallel, placement, capacity)
         target = _target(Path(out).absolute(), resume, in_phases=bool(recipe.phases))
         try:
-            return _run(recipe, target, resume, counts, placement, room, console)
+            return _run(recipe, target, resume, counts, placement, capacity, console)
         except Lost as error:
             raise DarkroomError(f"{error}; Ray's logs are in {cluster.logs}") from error
 
@@ -117,16 +117,16 @@ def train(
 
 
 def _workers(
-    phases: Sequence[TrainSettings], parallel: ParallelSettings, placement: Placement, room: Room
+    phases: Sequence[TrainSettings], parallel: ParallelSettings, placement: Placement, capacity: Capacity
 ) -> list[int]:
     """How many workers there may be; InputError where the recipe or the cluster does not allow any."""
-    on_gpus = _uses_gpus(phases[0].device, placement, room)
+    on_gpus = _uses_gpus(phases[0].device, placement, capacity)
     counted = placement.workers is None and parallel.devices == "auto" and parallel.mode != "none"
-    if counted and on_gpus and not room.gpus:
+    if counted and on_gpus and not capacity.gpus:
         raise InputError(
             "--workers is not said, and no GPU is up to count", mend="give --workers N or MIN:MAX"
         )
-    gpus = int(room.gpus) if on_gpus else 0
+    gpus = int(capacity.gpus) if on_gpus else 0
     asked = max(1, gpus) if parallel.devices == "auto" else parallel.devices * parallel.nodes
     given = placement.workers or (1 if parallel.mode == "none" else asked)
     span = given if isinstance(given, WorkerRange) else WorkerRange(given, given)
@@ -135,23 +135,25 @@ def _workers(
     if span.most > 1 and parallel.mode == "none":
         raise RecipeError("parallel.mode", f"none, with {span} workers", mend="set parallel.mode=ddp or fsdp")
     counts = allowed_counts(phases, span)
-    holds = room.holds(placement.cpus, 1 if on_gpus else 0)
-    if counts[0] > holds and not room.grows:
+    holds = capacity.holds(placement.cpus, 1 if on_gpus else 0)
+    if counts[0] > holds and not capacity.grows:
         of = f" of type {placement.accelerator}" if placement.accelerator else ""
         each = f"{placement.cpus} CPUs" + (" and a GPU" if on_gpus else "")
         raise InputError(
-            f"{counts[0]} workers of {each} each: the cluster's nodes{of} have room for {holds}, "
-            f"the largest has {room.largest}",
+            f"{counts[0]} workers of {each} each: the cluster's nodes{of} fit {holds}, "
+            f"the largest has {capacity.largest}",
             mend="ask for fewer with --workers or less with --cpus, add nodes, or say --grows where an "
             "autoscaler brings them",
         )
     return counts
 
 
-def _uses_gpus(device: str, placement: Placement, room: Room) -> bool:
+def _uses_gpus(device: str, placement: Placement, capacity: Capacity) -> bool:
     """Whether workers get a GPU each: where nodes have some, or will: an accelerator still to come is one."""
-    comes = room.grows and (device == "cuda" or (placement.accelerator is not None and not room.nodes))
-    return device != "cpu" and (room.gpus >= 1 or comes)
+    comes = capacity.grows and (
+        device == "cuda" or (placement.accelerator is not None and not capacity.nodes)
+    )
+    return device != "cpu" and (capacity.gpus >= 1 or comes)
 
 
 def _target(out: Path, resume: str, *, in_phases: bool) -> Path:
@@ -173,7 +175,13 @@ def _target(out: Path, resume: str, *, in_phases: bool) -> Path:
 
 
 def _run(
-    recipe: Recipe, out: Path, resume: str, counts: list[int], placement: Placement, room: Room, say: Say
+    recipe: Recipe,
+    out: Path,
+    resume: str,
+    counts: list[int],
+    placement: Placement,
+    capacity: Capacity,
+    say: Say,
 ) -> TrainResult:
     import ray
 
@@ -192,8 +200,10 @@ def _run(
         "elastic": len(counts) > 1,
         "stores": stores_here(recipe.data),
     }
-    gpus = 1 if _uses_gpus(recipe.train.device, placement, room) else 0
-    at_once = rounded_down(room.holds(placement.cpus, gpus), counts) or counts[0]  # on the nodes there are
+    gpus = 1 if _uses_gpus(recipe.train.device, placement, capacity) else 0
+    at_once = (
+        rounded_down(capacity.holds(placement.cpus, gpus), counts) or counts[0]
+    )  # on the nodes there are
     timeout_s = recipe.parallel.timeout_s
 
     def waits() -> str:
@@ -209,13 +219,13 @@ def _run(
             grows=placement.grows,
         ) as job["feed"],
     ):
-        trainer = _trainer(job, timeout_s, counts, placement, room, records, gpus=bool(gpus))
+        trainer = _trainer(job, timeout_s, counts, placement, capacity, records, gpus=bool(gpus))
         failure = _followed(trainer, mail, asked, waits, say)
     made = ray.get(mail.what_was_made.remote())
     if made is not None and (failure is None or isinstance(failure, Stopped)):
         return _result(made)
-    told, starts = ray.get([mail.failed.remote(), mail.new_starts.remote()])
-    raise _why(failure, told, placement.max_failures, starts) from failure
+    failures, starts = ray.get([mail.failed.remote(), mail.new_starts.remote()])
+    raise _why(failure, failures, placement.max_failures, starts) from failure
 
 
 def _trainer(
@@ -223,7 +233,7 @@ def _trainer(
     timeout_s: float,
     counts: list[int],
     placement: Placement,
-    room: Room,
+    capacity: Capacity,
     records: str,
     *,
     gpus: bool,
@@ -235,7 +245,7 @@ def _trainer(
     return job_trainer(
         counts,
         job["mail"],
-        local=room.local,
+        local=capacity.local,
         train_loop_per_worker=work,
         train_loop_config=job,
         torch_config=TorchConfig(
@@ -284,11 +294,11 @@ def _followed(
     def fit() -> None:
         try:
             trainer.fit()
-        except Exception as error:  # every kind: it is told below
+        except Exception as error:  # every kind: it is reported below
             ended.append(error)
 
     thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-    said = time.monotonic()
+    shown_at = time.monotonic()
     try:
         thread.start()
         while thread.is_alive():
@@ -300,9 +310,9 @@ def _followed(
                 ray.get(mail.ask_stop.remote())
                 if silent_s > SILENT_S:
                     return Stopped("stopped while no worker ran; the same command goes on")
-            if min(silent_s, time.monotonic() - said) > WAIT_SAID_S:
+            if min(silent_s, time.monotonic() - shown_at) > WAIT_SAID_S:
                 say(waits())
-                said = time.monotonic()
+                shown_at = time.monotonic()
         for line in ray.get(mail.take.remote()):
             say(line)
     except ray.exceptions.RayError as error:
@@ -320,7 +330,7 @@ def _end(thread: threading.Thread, mail: Any) -> None:
     until = time.monotonic() + LEAVE_S
     try:
         while thread.is_alive() and time.monotonic() < until:
-            # A controller that is still starting has not told of itself.
+            # A controller that is still starting has not registered itself.
             controller = ray.get(mail.controlled_by.remote(), timeout=LEAVE_S)
             if controller is not None:
                 ray.kill(controller)
@@ -360,13 +370,13 @@ def _result(made: dict[str, Any]) -> TrainResult:
 
 
 def _why(
-    failure: Exception | None, told: list[tuple[str, int, bool, str]], retries: int, starts: int = 0
+    failure: Exception | None, failures: list[tuple[str, int, bool, str]], retries: int, starts: int = 0
 ) -> DarkroomError:
     """The one error that a user should read. `starts`: how often workers were in fact started again."""
     import ray
     from ray.train import WorkerGroupError
 
-    for kind, code, final, message in told:
+    for kind, code, final, message in failures:
         if final:
             return Stopped(message) if kind == Stopped.__name__ else WorkersFailed(message, code)
     if isinstance(failure, Stopped):
@@ -383,13 +393,13 @@ def _why(
         again = f"after {starts} new starts"
     if lost := _lost(failure):
         return Lost(f"{lost}, {again}; {go_on}")
-    causes = [message for kind, _, _, message in told if kind != LOST] or [end[3] for end in told]
+    causes = [message for kind, _, _, message in failures if kind != LOST] or [end[3] for end in failures]
     cause = causes[-1] if causes else " ".join(str(failure).split())[:300]
     return Lost(f"{cause}, {again}; {go_on}")
 
 
 def _lost(failure: Exception | None) -> str:
-    """Which workers are gone, as words; nothing where all lived and told an error."""
+    """Which workers are gone, as words; nothing where all lived and reported an error."""
     lost = private("RayTrainError")
     failures = getattr(failure, "worker_failures", {})
     gone = [rank for rank, error in failures.items() if isinstance(error, lost)]

@@ -96,18 +96,18 @@ class Use:
         if self.blocks < FEW:
             return "too few blocks yet to say what holds it up" if self.begun else "nothing was encoded yet"
         shares, words = self.shares(), self.words
-        told = f"cpu stage {shares['cpu']:.0%} busy, encoders {shares['encode']:.0%}"
+        message = f"cpu stage {shares['cpu']:.0%} busy, encoders {shares['encode']:.0%}"
         if shares["encode"] >= BUSY:
             if self.busy.write_s > self.busy.encode_s:
-                return f"{told}: writing encoded values is the limit: take faster storage"
+                return f"{message}: writing encoded values is the limit: take faster storage"
             up = max(1, round(self.encoder_s / self.wall_s))
-            return f"{told}: encoding is the limit: raise {words.encoders} above {up}, or {words.fraction}"
+            return f"{message}: encoding is the limit: raise {words.encoders} above {up}, or {words.fraction}"
         if max(shares["cpu"], self._slots()) >= BUSY:
-            return f"{told}: {self._starving(shares)}"
+            return f"{message}: {self._starving(shares)}"
         waits = self.waited_s / self.wall_s
         if waits > WAITS:
-            return f"{told}: neither is full, and training waits {waits:.0%} of its time: raise data.ahead"
-        return f"{told}: {words.idle}"
+            return f"{message}: neither is full, and training waits {waits:.0%} of its time: raise data.ahead"
+        return f"{message}: {words.idle}"
 
     def _slots(self) -> float:
         return self.slot_s / self._places()

@@ -110,9 +110,9 @@ def _goes_on(job: dict[str, Any], out: Path, *, again: bool) -> bool:
     there = (out / "recipe.yaml").is_file()
     there = there or bool(again and url is not None and place_of(url, out).kept())
     if int(os.environ["WORLD_SIZE"]) > 1:
-        told = torch.tensor([int(there)])
-        dist.broadcast(told, 0)
-        there = bool(told)
+        agreed = torch.tensor([int(there)])
+        dist.broadcast(agreed, 0)
+        there = bool(agreed)
     return there
 
 
@@ -185,6 +185,7 @@ def _stopping(mail: Any, leaving: Callable[[], str]) -> Iterator[None]:
     over = threading.Event()
 
     def look() -> None:
+        """Ask every `TICK_S` seconds for a pause or stop until the block is left."""
         with suppress(ray.exceptions.RayError):  # the driver is gone, and Ray ends this worker
             while not over.wait(TICK_S):
                 if why := leaving():

@@ -2,11 +2,11 @@
 
 Lance gives a version its number by making a file that must not be there yet. Where versions are dropped
 between a writer's look at the newest and its commit, that number may be free again: the commit goes well,
-below the newest version, and its rows are in no version after it. So whoever commits holds a shared lock on
-the store's folder, and whoever drops versions an exclusive one.
+below the newest version, and its rows are in no version after it. A process that commits thus holds a shared
+lock on the store's folder, and one that drops versions an exclusive one.
 
-A data file is in no version until its commit. So whoever writes one holds a second lock, shared, from the
-file's start to its commit, and whoever removes files that no version names holds it exclusively.
+A data file is in no version until its commit. So a process that writes one holds a second lock, shared, from
+the file's start to its commit, and one that removes files that no version names holds it exclusively.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class _Counts:
     hashes: SeenIds = field(default_factory=SeenIds)
 
     def add(self, batch: pa.RecordBatch) -> None:
+        """Count a batch of rows: formats, sources, lengths in characters and words, captions by hash."""
         for name, counter in (("format", self.formats), ("source", self.sources)):
             for entry in batch.column(name).value_counts().to_pylist():
                 counter[entry["values"]] += entry["counts"]
@@ -100,11 +101,11 @@ def describe(store: Store) -> dict[str, Any]:
 
 
 def _doubles(store: Store, distinct: int) -> dict[str, Any]:
-    told: dict[str, Any] = {"of_one_hash": store.num_rows - distinct}
+    counts: dict[str, Any] = {"of_one_hash": store.num_rows - distinct}
     if DOUBLE_OF in store.columns():
         marked = store.dataset.count_rows(filter=f"{DOUBLE_OF} IS NOT NULL")
-        return {**told, "marked": int(marked)}
-    return told
+        return {**counts, "marked": int(marked)}
+    return counts
 
 
 def _made(store: Store, name: str, noted: dict[str, str]) -> str:
@@ -120,16 +121,16 @@ def _made(store: Store, name: str, noted: dict[str, str]) -> str:
 
 
 def _sizes(shapes: Counter[tuple[int, int]]) -> dict[str, int]:
-    told = {f"{width} x {height}": number for (width, height), number in shapes.most_common(SHOWN_SIZES)}
-    rest = len(shapes) - len(told)
-    return told | ({f"{rest:,} others": shapes.total() - sum(told.values())} if rest else {})
+    counts = {f"{width} x {height}": number for (width, height), number in shapes.most_common(SHOWN_SIZES)}
+    rest = len(shapes) - len(counts)
+    return counts | ({f"{rest:,} others": shapes.total() - sum(counts.values())} if rest else {})
 
 
 def _ratios(shapes: Counter[tuple[int, int]]) -> dict[str, int]:
-    told = dict.fromkeys((name for _, name in RATIOS), 0)
+    counts = dict.fromkeys((name for _, name in RATIOS), 0)
     for (width, height), number in shapes.items():
-        told[next(name for least, name in reversed(RATIOS) if width / height >= least)] += number
-    return {name: number for name, number in told.items() if number}
+        counts[next(name for least, name in reversed(RATIOS) if width / height >= least)] += number
+    return {name: number for name, number in counts.items() if number}
 
 
 def _bincount(shapes: Counter[tuple[int, int]], side: Any) -> np.ndarray[Any, Any]:
@@ -194,9 +195,9 @@ def contact_sheet(store: Store, path: str | Path, *, pictures: int = 64, filter:
         top += _row_height(row) + GAP
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}")
-    sheet.save(beside, "PNG")
-    return atomic_replace(beside, target)
+    temporary = target.with_name(f".{target.name}")
+    sheet.save(temporary, "PNG")
+    return atomic_replace(temporary, target)
 
 
 def _subtitle(store: Store, shown: int, filter: str | None) -> str:
@@ -225,14 +226,14 @@ Placed = list[tuple[_Tile, int, int]]
 
 def _rows(tiles: list[_Tile]) -> Iterator[Placed]:
     """Tiles in rows that fill the width, all of a row as high as each other."""
-    room = SHEET_WIDTH - 2 * MARGIN
+    width_left = SHEET_WIDTH - 2 * MARGIN
     row: list[_Tile] = []
     height = float(ROW_HEIGHT)
     for tile in tiles:
         row.append(tile)
         ratios, gaps = sum(t.ratio for t in row), GAP * (len(row) - 1)
-        if ratios * ROW_HEIGHT + gaps >= room:
-            height = (room - gaps) / ratios
+        if ratios * ROW_HEIGHT + gaps >= width_left:
+            height = (width_left - gaps) / ratios
             yield _placed(row, height)
             row = []
     if row:
@@ -275,7 +276,7 @@ def _rounded(size: tuple[int, int]) -> Image.Image:
 
 
 def _wrapped(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> list[str]:
-    """A caption in as many lines as there is room for, the last with an ellipsis where it goes on."""
+    """A caption in as many lines as fit, the last with an ellipsis where it goes on."""
     words, lines = " ".join(text.split())[:400].split(" "), [""]
     for word in words:
         longer = f"{lines[-1]} {word}".strip()

@@ -77,19 +77,19 @@ class Purged:
 
     def lines(self) -> list[str]:
         """What stayed, for a reader; nothing where nothing did."""
-        said = []
+        lines = []
         if self.pinned:
             pins = ", ".join(f"version {version} by '{name}'" for name, version in self.pinned.items())
-            said.append(
+            lines.append(
                 f"{self.left_bytes:,} bytes with deleted pictures stay for what is pinned ({pins}); they go "
                 "with the first write after it is unpinned"
             )
         elif self.left_files:
-            said.append(
+            lines.append(
                 f"{self.left_bytes:,} bytes with deleted pictures stay for versions of the last ten minutes; "
                 "they go with the first write after that"
             )
-        return said
+        return lines
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,9 @@ class Journal:
         if self._folder is None or not self._folder.is_dir():
             return []
         read = ((path, json.loads(path.read_text("utf-8"))) for path in sorted(self._folder.glob("*.json")))
-        return [PendingPurge(path, told["source"], told["files"], told["pins"]) for path, told in read]
+        return [
+            PendingPurge(path, record["source"], record["files"], record["pins"]) for path, record in read
+        ]
 
     def settle(self, note: PendingPurge, left: list[str], pins: dict[str, int]) -> None:
         """Note what is left of a deletion, or that nothing is."""
@@ -217,9 +219,9 @@ def stale_preparations(root: Path, newest: set[str]) -> Iterator[Path]:
                 continue  # a running prepare lets go itself of what no longer fits
             kept = {"lock"}
             for path in sorted(folder.glob("[0-9]*.json")):
-                told: dict[str, Any] = json.loads(path.read_text("utf-8"))
-                if f"data/{told['base']}" in newest:
-                    kept |= {path.name, told["file"]}
+                record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+                if f"data/{record['base']}" in newest:
+                    kept |= {path.name, record["file"]}
             yield from (path for path in sorted(folder.iterdir()) if path.name not in kept)
 
 

@@ -108,14 +108,14 @@ class Sidecars:
     def rejected_before(self) -> SeenIds:
         """What stands in `rejected.jsonl`, so that it is listed once however often it is imported."""
         seen = SeenIds(self.root)
-        for told in self._lines(REJECTED):
-            place = {"source": told.get("source"), "key": told.get("key")}
-            seen.add(short_id(f"{told.get('reason')}|{told.get('id') or place}"))
+        for record in self._lines(REJECTED):
+            place = {"source": record.get("source"), "key": record.get("key")}
+            seen.add(short_id(f"{record.get('reason')}|{record.get('id') or place}"))
         return seen
 
     def rejected_counts(self) -> dict[str, int]:
         """How many entries of `rejected.jsonl` there are of each reason."""
-        return dict(Counter(str(told.get("reason")) for told in self._lines(REJECTED)).most_common())
+        return dict(Counter(str(record.get("reason")) for record in self._lines(REJECTED)).most_common())
 
     def add_rejected(self, lines: Iterable[str]) -> None:
         """Append lines of JSON to `rejected.jsonl`."""
@@ -125,9 +125,9 @@ class Sidecars:
     def finished(self, source: str, settings: str) -> dict[str, Finished]:
         """The parts of a source that were read to the end with the same settings."""
         return {
-            told["part"]: Finished(told["added"], told["doubles"], Counter(told["rejected"]))
-            for told in self._lines(PARTS)
-            if told.get("source") == source and told.get("settings") == settings
+            record["part"]: Finished(record["added"], record["doubles"], Counter(record["rejected"]))
+            for record in self._lines(PARTS)
+            if record.get("source") == source and record.get("settings") == settings
         }
 
     def add_finished(self, source: str, settings: str, parts: Mapping[str, Finished]) -> None:
@@ -141,7 +141,7 @@ class Sidecars:
 
     def forget_finished(self, source: str) -> None:
         """Have a source read anew from its start."""
-        lines = [json.dumps(told) + "\n" for told in self._lines(PARTS) if told.get("source") != source]
+        lines = [json.dumps(record) + "\n" for record in self._lines(PARTS) if record.get("source") != source]
         if self.root is not None and (self.root / PARTS).is_file():
             write_atomically(self.root / PARTS, "".join(lines))
 

@@ -110,7 +110,7 @@ class Deleted:
 class Store:
     """A picture store at one version; what changes the store moves on to the version that it made.
 
-    `sidecars` are the small files beside its rows.
+    `sidecars` are the small files next to its rows.
     """
 
     def __init__(self, dataset: lance.LanceDataset, path: str) -> None:
@@ -455,15 +455,15 @@ class Store:
         A path that is no longer there gives its name away: the source was moved.
         """
         place = path.resolve()
-        known, told = self.dataset.config(), readable(str(place))
+        known, location = self.dataset.config(), readable(str(place))
         name = readable(place.name)
         for parent in place.parents:
             noted = known.get(SOURCE_KEY + name)
-            if noted is None or noted == told or not Path(noted).exists():
+            if noted is None or noted == location or not Path(noted).exists():
                 break
             name = readable(f"{parent.name}/{name}")
-        if known.get(SOURCE_KEY + name) != told:
-            self.change(methodcaller("update_config", {SOURCE_KEY + name: told}))
+        if known.get(SOURCE_KEY + name) != location:
+            self.change(methodcaller("update_config", {SOURCE_KEY + name: location}))
         return name
 
     def note_licence(self, path: Path, licence: str) -> None:
@@ -473,8 +473,8 @@ class Store:
 
     def licences(self) -> dict[str, str]:
         """By the name of a source, the licence that was noted for it."""
-        told = self.dataset.config()
-        return {key[len(LICENCE_KEY) :]: text for key, text in told.items() if key.startswith(LICENCE_KEY)}
+        config = self.dataset.config()
+        return {key[len(LICENCE_KEY) :]: text for key, text in config.items() if key.startswith(LICENCE_KEY)}
 
     def sources(self) -> dict[str, int]:
         """The name of each source and how many rows came from it."""
@@ -530,6 +530,7 @@ class Store:
             return [f for f in dataset.get_fragments() if f.data_files()[0].path in files]
 
         def join(dataset: lance.LanceDataset) -> None:
+            """Write the chosen fragments of a data set again as one."""
             several = chosen(dataset)
             sizes.clear()
             sizes.update(sum((self._shapes_of(fragment) for fragment in several), Counter()))
@@ -551,6 +552,7 @@ class Store:
 
     def _rewrite(self, rows_per_fragment: int, *, only_deletions: bool = False) -> None:
         def rewrite(dataset: lance.LanceDataset) -> None:
+            """Write fragments again without their deleted rows, or all of them at the wanted size."""
             lost_rows = with_deletions(dataset)
             if lost_rows:
                 self._journal.add(None, set().union(*map(files_of, lost_rows)))
@@ -594,7 +596,7 @@ class Store:
         """Drop versions older than given, the newest and pinned ones excepted; returns the bytes freed.
 
         At an address, and on a file system without locks, those of the last ten minutes stay too: another
-        process may be committing beside them.
+        process may be committing at the same time.
         """
         with dropping(self.sidecars.root) as alone:
             age = timedelta(seconds=older_than_s if alone else max(older_than_s, COMMIT_S))

@@ -1,6 +1,6 @@
 """Text from files of any age: UTF-8, else what its mark says, else Windows' Western encoding, counted.
 
-What is none of these is no text and is set aside: a letter that was replaced is noticed by nobody.
+What is none of these is no text and is rejected: a letter that was replaced is noticed by nobody.
 """
 
 from __future__ import annotations

@@ -58,19 +58,19 @@ class Verification:
 
     def lines(self) -> list[str]:
         """For a reader."""
-        told = [
+        lines = [
             f"{self.store}: version {self.version}, {self.rows:,} rows in {self.fragments:,} fragments, "
             f"{self.versions:,} versions",
             f"{self.hashed:,} of {self.rows:,} pictures have the hash of their bytes and caption",
         ]
         if self.purged is not None:
-            told.append(f"purged: {self.purged.files:,} files, {self.purged.bytes:,} bytes")
+            lines.append(f"purged: {self.purged.files:,} files, {self.purged.bytes:,} bytes")
         if self.pinned:
             pins = ", ".join(f"version {version} by '{name}'" for name, version in self.pinned.items())
-            told.append(f"deleted pictures stay for what is pinned: {pins}")
+            lines.append(f"deleted pictures stay for what is pinned: {pins}")
         if self.others_writing:
-            told.append("others are writing: files that no version names were not judged")
-        return told + ([f"wrong: {problem}" for problem in self.problems] or ["nothing is wrong"])
+            lines.append("others are writing: files that no version names were not judged")
+        return lines + ([f"wrong: {problem}" for problem in self.problems] or ["nothing is wrong"])
 
 
 def verify(
@@ -106,7 +106,7 @@ def verify(
 def _check_files(store: Store, found: Verification) -> None:
     """Every version's files, each once."""
     looked_at: set[str] = set()
-    for version in [told["version"] for told in store.dataset.versions()]:
+    for version in [entry["version"] for entry in store.dataset.versions()]:
         dataset = store.dataset if version == store.version else lance.dataset(store.path, version=version)
         for fragment in dataset.get_fragments():
             wanted = (fragment.metadata.physical_rows, fragment.metadata.num_deletions)
@@ -183,8 +183,8 @@ def _check_left_over(store: Store, root: Path, found: Verification) -> None:
     found.unreferenced_bytes = sum(path.stat().st_size for path in over if path.is_file())
     mend = f"run: darkroom verify {store.path} --purge"
     if over:
-        told = f"files that belong to no version: {len(over):,} of {found.unreferenced_bytes:,} bytes"
-        found.problems.append(f"{told}, such as {over[0].relative_to(root)}; {mend}")
+        message = f"files that belong to no version: {len(over):,} of {found.unreferenced_bytes:,} bytes"
+        found.problems.append(f"{message}, such as {over[0].relative_to(root)}; {mend}")
     notes = Journal(root).notes()
     found.pinned = {name: version for note in notes for name, version in note.pins.items()}
     waiting = {file for note in notes if not note.pins for file in note.files} - files.newest

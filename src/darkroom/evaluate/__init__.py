@@ -45,7 +45,7 @@ _MODULES = ("extractors", "job", "metrics", "pictures", "prompts", "scores")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the doors when they are used: a recipe needs the small extractor's settings alone."""
+    """Import the public functions when they are used: a recipe needs the small extractor's settings alone."""
     from importlib import import_module
 
     for module in _MODULES if name in __all__ else ():

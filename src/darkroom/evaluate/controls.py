@@ -1,4 +1,4 @@
-"""Controls beside a likeness: what the same measure says of pictures that are not the subject.
+"""Controls of a likeness: what the same measure says of pictures that are not the subject.
 
 A likeness is the mean cosine between the features of pictures and of a subject's photographs. Alone it says
 little: a network may find grey murk as like a cat as another photograph of it. So the same number is taken of
@@ -46,11 +46,11 @@ class ControlScores:
     def lines(self) -> list[str]:
         """As the terminal shows them, highest first, and the verdict."""
         ranked = sorted(self.values.items(), key=lambda one: -one[1])
-        told = [f"{name:34} {value:.3f}" for name, value in ranked]
+        lines = [f"{name:34} {value:.3f}" for name, value in ranked]
         verdict = "ranks photographs > another subject > murk: it may be called likeness"
         if not self.holds:
             verdict = "does not rank photographs > another subject > murk: it is no likeness"
-        return [*told, f"{self.extractor} {verdict}"]
+        return [*lines, f"{self.extractor} {verdict}"]
 
 
 def likeness(features_ND: Array, subject_MD: Array, *, same: bool = False) -> float:

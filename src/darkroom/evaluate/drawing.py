@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 
 
 class Generate(Protocol):
-    """What draws pictures: `darkroom.sample.generate`, handed in by whoever stands above both rooms."""
+    """What draws pictures: `darkroom.sample.generate`, handed in by a package above both."""
 
     def __call__(
         self, model: Model, prompts: Sequence[str], *, seed: int, num: int, **settings: Any
@@ -54,8 +54,8 @@ def draw(
     Pictures that are there already are taken as they are. InputError where the folder's pictures are another
     model's or were drawn with other settings.
     """
-    told = {"model_sha256": model_sha256, **(settings or {})}
-    _claim(folder, json.loads(json.dumps(told, default=str)))
+    recorded = {"model_sha256": model_sha256, **(settings or {})}
+    _claim(folder, json.loads(json.dumps(recorded, default=str)))
     wanted = [(seed + i, prompts[i // num]) for i in range(len(prompts) * num)]
     files = [folder / file_name(one_seed, prompt) for one_seed, prompt in wanted]
     missing = [i for i, file in enumerate(files) if not file.is_file()]
@@ -95,28 +95,28 @@ def _runs(indices: Sequence[int]) -> Iterator[list[int]]:
         yield run
 
 
-def _claim(folder: Path, told: dict[str, Any]) -> None:
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Note in the folder what its pictures are drawn with; refuse one that says something else."""
     note = folder / NOTE_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if note.is_file():
-            _compare(folder, json.loads(note.read_text(encoding="utf-8")), told)
+            _compare(folder, json.loads(note.read_text(encoding="utf-8")), settings)
         else:
             if any(folder.iterdir()):
                 raise InputError(f"'{folder}' holds something else", mend="choose another --keep-pictures")
-            note.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            note.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"pictures cannot be kept in '{folder}': {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"'{note}' cannot be read", mend="choose another --keep-pictures") from error
 
 
-def _compare(folder: Path, before: dict[str, Any], told: dict[str, Any]) -> None:
-    odd = [name for name in sorted(before.keys() | told.keys()) if before.get(name) != told.get(name)]
+def _compare(folder: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
+    odd = [name for name in sorted(before.keys() | settings.keys()) if before.get(name) != settings.get(name)]
     if odd:
         changes = ", ".join(
-            f"{name} {_short(before.get(name))}, not {_short(told.get(name))}" for name in odd
+            f"{name} {_short(before.get(name))}, not {_short(settings.get(name))}" for name in odd
         )
         raise InputError(
             f"'{folder}' holds pictures drawn with {changes}",
@@ -130,13 +130,13 @@ def _short(value: Any) -> str:
 
 
 def _save(picture: Any, file: Path) -> None:
-    """A PNG with the picture's parameters, there whole or not at all."""
+    """A PNG with the picture's parameters, written atomically."""
     info = PngImagePlugin.PngInfo()
     info.add_text(TEXT_KEY, json.dumps(picture.parameters, ensure_ascii=True, default=str))
-    beside = file.with_name(f".{uuid.uuid4().hex}.png")
+    temporary = file.with_name(f".{uuid.uuid4().hex}.png")
     try:
         image: Image.Image = picture.image
-        image.save(beside, "PNG", pnginfo=info)
-        atomic_replace(beside, file)
+        image.save(temporary, "PNG", pnginfo=info)
+        atomic_replace(temporary, file)
     finally:
-        remove_file(beside)
+        remove_file(temporary)

@@ -161,12 +161,12 @@ def _from_hub(name: str) -> Path:
 
 def _kind(folder: Path) -> str:
     try:
-        told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         if is_system_failure(error):
             raise
         raise ModelError(f"'{folder}' is no extractor", allowed=f"a folder of {KINDS}") from error
-    kind = told.get("kind") or told.get("model_type")
+    kind = config.get("kind") or config.get("model_type")
     if kind not in (KIND, INCEPTION, "clip", *VISION):
         raise ModelError(f"'{folder}' is a {kind}, which is no known extractor", allowed=KINDS)
     if not any(folder.glob("*.safetensors")):
@@ -178,7 +178,7 @@ def _kind(folder: Path) -> str:
 
 def _pretrained(cls: Any, folder: Path, **more: Any) -> Any:
     try:
-        module, told = cls.from_pretrained(
+        module, info = cls.from_pretrained(
             str(folder),
             use_safetensors=True,
             local_files_only=True,
@@ -191,7 +191,7 @@ def _pretrained(cls: Any, folder: Path, **more: Any) -> Any:
             raise
         raise ModelError(f"'{folder}' could not be opened: {str(error).strip().splitlines()[0]}") from error
     # transformers fills what a file lacks with random numbers, which would give a score all the same.
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise ModelError(f"'{folder}' lacks the weights {missing[0]} and {len(missing) - 1} more")
     return module.eval()
 
@@ -216,7 +216,7 @@ def _vision(name: str, folder: Path, kind: str, device: str | torch.device) -> E
 
 
 def _grid(module: Any, x_B3HW: Tensor) -> dict[str, bool]:
-    """ViT takes other sizes than its own where it is told to; DINOv2 always does."""
+    """ViT takes other sizes than its own where it is asked to; DINOv2 always does."""
     own = module.config.image_size
     sides = (own, own) if isinstance(own, int) else tuple(own)
     is_vit = module.config.model_type == "vit"
@@ -252,6 +252,7 @@ def _clip(name: str, folder: Path, device: str | torch.device) -> Extractor:
         return _cells(states, x_B3HW, int(module.config.vision_config.patch_size))
 
     def read(prompts: Sequence[str]) -> Tensor:
+        """Text embeddings [N, D] of prompts, cut to the length that the encoder takes."""
         length = min(tokenizer.model_max_length, int(module.config.text_config.max_position_embeddings))
         tokens = tokenizer(
             list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -315,6 +316,7 @@ def _efficientnet(device: str | torch.device) -> Extractor:
     ends = [i for i, block in enumerate(module._blocks) if block._depthwise_conv.stride[0] == 2][1:]
 
     def maps(x_B3HW: Tensor) -> list[Tensor]:
+        """Feature maps [B, C, h, w] at each of the network's strides, then the last [B, C, h, w]."""
         x, found = module._swish(module._bn0(module._conv_stem(x_B3HW))), []
         for i, block in enumerate(module._blocks):
             if i in ends:
@@ -360,10 +362,10 @@ def _open_clip(name: str, device: str | torch.device) -> Extractor:
         raise ModelError(f"open_clip knows no '{architecture}'")
     module = open_clip.create_model(architecture, pretrained=file).eval().to(device)
     tokenizer = open_clip.get_tokenizer(architecture)
-    told = module.visual.preprocess_cfg
-    side = told["size"] if isinstance(told["size"], int) else told["size"][0]
+    config = module.visual.preprocess_cfg
+    side = config["size"] if isinstance(config["size"], int) else config["size"][0]
     preprocess = Preprocess(
-        shortest=side, crop=(side, side), mean=tuple(told["mean"]), std=tuple(told["std"])
+        shortest=side, crop=(side, side), mean=tuple(config["mean"]), std=tuple(config["std"])
     )
 
     def read(prompts: Sequence[str]) -> Tensor:
@@ -484,6 +486,7 @@ class _E(nn.Module):
         self.branch_pool = _Conv(wide, 192, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Four branches side by side, [B, C, H, W] to [B, 2048, H, W]."""
         three = self.branch3x3_1(x)
         double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
         pooled = F.max_pool2d(x, 3, stride=1, padding=1) if self.largest else _mean_pool(x)
@@ -535,9 +538,9 @@ def _open_inception(folder: Path) -> Inception:
             raise
         raise ModelError(f"'{folder}' has no {WEIGHTS_FILE} that can be read") from error
     network = Inception()
-    told = network.load_state_dict(state, strict=False)
-    missing = [name for name in told.missing_keys if not name.endswith("num_batches_tracked")]
-    unknown = [name for name in told.unexpected_keys if not name.startswith(("fc.", "AuxLogits."))]
+    keys = network.load_state_dict(state, strict=False)
+    missing = [name for name in keys.missing_keys if not name.endswith("num_batches_tracked")]
+    unknown = [name for name in keys.unexpected_keys if not name.startswith(("fc.", "AuxLogits."))]
     if missing or unknown:
         odd = f"{missing[0]} lacks" if missing else f"{unknown[0]} is new"
         raise ModelError(

@@ -63,7 +63,7 @@ def evaluate(
     `base` too. Pictures are kept in `keep` and drawn once. Raises InputError for what cannot be.
     """
     names = chosen(metrics)
-    told = _prompts(prompts, names)
+    prompts_read = _prompts(prompts, names)
     there = {
         "reference": reference is not None,
         "subject": subject is not None,
@@ -88,9 +88,11 @@ def evaluate(
         drawing = _Drawing(generate, folder, rows, seed, settings, progress, kept=keep is not None)
         sets = rows.sets(FolderPictures("", ()), ())
         if draws_prompts(names):
-            where |= {"prompts": told.name, "prompts_sha256": told.sha256}
+            where |= {"prompts": prompts_read.name, "prompts_sha256": prompts_read.sha256}
             more["num"] = num
-            sets = rows.sets(drawing("pictures", model, told.texts, num), _repeated(told.plain, num))
+            sets = rows.sets(
+                drawing("pictures", model, prompts_read.texts, num), _repeated(prompts_read.plain, num)
+            )
         if "class_pictures" in needs:
             more |= {"class_prompt": f"a photo of a {class_word}", "class_num": class_num}
             drawn = drawing("class", model, [more["class_prompt"]], class_num)
@@ -164,7 +166,7 @@ class _Rows:
     ) -> list[Score]:
         """A row for each metric; `named` says what a drawn set stands for instead of its files."""
         scorer = Scorer(sets, self.seed, self.progress)
-        told: dict[str, str] = {}
+        notes_by_file: dict[str, str] = {}
         made = []
         for name in self.names:
             metric = METRICS[name]
@@ -174,8 +176,8 @@ class _Rows:
             score = _score(name, found, extractor, compared, where, settings)
             if found.compared is not None and found.compared in (sets.reference, sets.subject):
                 score = self._with_overlap(name, score, found.compared)
-            if score.note and score.note not in told:
-                told[score.note] = name
+            if score.note and score.note not in notes_by_file:
+                notes_by_file[score.note] = name
                 self.say(f"{name}: {score.note}")
             made.append(score)
         return made
@@ -237,7 +239,7 @@ def evaluate_folder(
     """Score the pictures that lie in a folder, as `evaluate` does.
 
     For metrics that need prompts, `prompt_of` tells that of a picture's file; where it does not, it is read
-    from a text beside the picture or a metadata file (see `prompts_of_pictures`). `token` is left out of it.
+    from a picture's `.txt` or a metadata file (see `prompts_of_pictures`). `token` is left out of it.
     """
     names = chosen(metrics)
     check_needs(names, {"reference": reference is not None, "subject": subject is not None})

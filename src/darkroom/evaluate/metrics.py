@@ -62,7 +62,7 @@ class Scorer:
             self._features[key] = extractor.pictures(images(pictures), progress=counted)
         return self._features[key]
 
-    def beside(self, sets: Sets) -> Scorer:
+    def with_sets(self, sets: Sets) -> Scorer:
         """A scorer of other pictures against the same reference, whose features are kept."""
         kept = {key: f for key, f in self._features.items() if key[1] == id(sets.reference)}
         return Scorer(sets, self.seed, self.progress, kept)
@@ -113,7 +113,7 @@ def _fid_infinity(scorer: Scorer, extractor: Extractor) -> MetricResult:
     if line.value < 0:
         notes.append(f"the line lands at {line.value:.4g}, which no distance is: 0 is written")
     if interval.low <= 0:
-        notes.append("not to be told from 0")
+        notes.append("indistinguishable from 0")
     if min(len(x_ND), len(y_MD)) <= 2 * x_ND.shape[1]:
         notes.append(f"fewer than twice {x_ND.shape[1]} pictures: the bias is no straight line yet")
     if shared := _in_both(x_ND, y_MD):

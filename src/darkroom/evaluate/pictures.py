@@ -175,29 +175,29 @@ class Preprocess(BaseModel):
     def read(cls, folder: Path) -> Preprocess:
         """As the folder's file says; ModelError where there is none."""
         try:
-            told = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            config = json.loads((folder / FILE).read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelError(f"'{folder}' has no {FILE}", mend="it says how pictures are resized") from error
         except ValueError as error:
             raise ModelError(f"'{folder / FILE}' is no JSON: {error}") from error
-        return cls.of(told)
+        return cls.of(config)
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Preprocess:
+    def of(cls, config: Mapping[str, Any]) -> Preprocess:
         """From the content of such a file."""
-        size = told.get("size", 224) if told.get("do_resize", True) else None
-        crop = told.get("crop_size", 224) if told.get("do_center_crop", "crop_size" in told) else None
+        size = config.get("size", 224) if config.get("do_resize", True) else None
+        crop = config.get("crop_size", 224) if config.get("do_center_crop", "crop_size" in config) else None
         shortest, both = _size(size)
         if isinstance(size, int) and crop is None:
             shortest, both = None, (size, size)  # ViT's old files mean both sides by one number
-        normalises = told.get("do_normalize", True)
+        normalises = config.get("do_normalize", True)
         return cls(
             shortest=shortest,
             size=both,
             crop=None if crop is None else _pair(crop),
-            resampling=RESAMPLING[int(told.get("resample", 3))],
-            mean=tuple(told["image_mean"]) if normalises else (0.0, 0.0, 0.0),
-            std=tuple(told["image_std"]) if normalises else (1.0, 1.0, 1.0),
+            resampling=RESAMPLING[int(config.get("resample", 3))],
+            mean=tuple(config["image_mean"]) if normalises else (0.0, 0.0, 0.0),
+            std=tuple(config["image_std"]) if normalises else (1.0, 1.0, 1.0),
         )
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -232,15 +232,15 @@ class Preprocess(BaseModel):
         return image.crop((left, top, left + width, top + height))
 
 
-def _size(told: Any) -> tuple[int | None, tuple[int, int] | None]:
-    if told is None:
+def _size(size: Any) -> tuple[int | None, tuple[int, int] | None]:
+    if size is None:
         return None, None
-    if isinstance(told, int):
-        return told, None
-    if "shortest_edge" in told:
-        return int(told["shortest_edge"]), None
-    return None, _pair(told)
+    if isinstance(size, int):
+        return size, None
+    if "shortest_edge" in size:
+        return int(size["shortest_edge"]), None
+    return None, _pair(size)
 
 
-def _pair(told: Any) -> tuple[int, int]:
-    return (told, told) if isinstance(told, int) else (int(told["height"]), int(told["width"]))
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (int(size["height"]), int(size["width"]))

@@ -54,7 +54,7 @@ class Prompts:
 
 
 def without_token(text: str, token: str | None) -> str:
-    """A prompt without the rare token, which CLIP has never seen beside the subject."""
+    """A prompt without the rare token, which CLIP has never seen with the subject."""
     if not token:
         return text
     return " ".join(re.sub(rf"(?<!\w){re.escape(token)}(?!\w)", " ", text).split())
@@ -89,7 +89,7 @@ def read_prompts(
 def prompts_of_pictures(
     pictures: FolderPictures, own: Callable[[Path], str | None] | None = None
 ) -> tuple[str, ...]:
-    """The prompt of each picture in a folder: what `own` reads in its file, else what lies beside it.
+    """The prompt of each picture in a folder: what `own` reads in its file, else its caption file.
 
     Beside it are a text of the same name (`.txt`, `.caption`) or a line of `metadata.jsonl`, `captions.jsonl`
     or their `.csv`, as `import` reads them; of several captions the first. InputError where one has none.
@@ -97,17 +97,17 @@ def prompts_of_pictures(
     found = {file: None if own is None else own(file) for file in pictures.files}
     if None in found.values():
         folder = Path(pictures.name)
-        beside: dict[str, str | None] = {}
+        captions: dict[str, str | None] = {}
         for key, caption in FolderSource(folder, Columns()).captions():
-            beside.setdefault(key, caption)
+            captions.setdefault(key, caption)
         for file, prompt in found.items():
             if prompt is None:
-                found[file] = beside.get(file.relative_to(folder).as_posix())
+                found[file] = captions.get(file.relative_to(folder).as_posix())
     missing = [file for file, prompt in found.items() if prompt is None]
     if missing:
         raise InputError(
             f"{len(missing)} of {len(found)} pictures do not say their prompt, such as '{missing[0].name}'",
-            allowed="pictures that darkroom or A1111 wrote, a .txt beside each, or a metadata.jsonl",
+            allowed="pictures that darkroom or A1111 wrote, a .txt for each, or a metadata.jsonl",
         )
     return tuple(prompt or "" for prompt in found.values())
 

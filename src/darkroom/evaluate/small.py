@@ -1,4 +1,4 @@
-"""darkroom's own small extractor: a convolutional network, and words beside it where it learned captions.
+"""darkroom's own small extractor: a convolutional network, and a text encoder where it learned captions.
 
 It is trained by `darkroom train` (task extractor) on a store's own pictures, so that similarities and Frechet
 distances can be followed where no published extractor is at hand. Its numbers compare with numbers of the
@@ -153,23 +153,23 @@ def normalised(pixels_B3HW: Tensor) -> Tensor:
 
 
 def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -> None:
-    """Write an extractor's folder: beside its place first, then renamed into it."""
+    """Write an extractor's folder: to a temporary name first, then renamed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        beside.chmod(0o755)
+        temporary.chmod(0o755)
         state = {name: value.float().contiguous().cpu() for name, value in network.state_dict().items()}
-        write_tensors(beside / WEIGHTS_FILE, state)
-        write_tensors(beside / SEEN_FILE, {name: values.contiguous() for name, values in seen.items()})
-        (beside / CONFIG_FILE).write_text(json.dumps(network.config, indent=2) + "\n", "utf-8")
-        (beside / PREPROCESS_FILE).write_text(
+        write_tensors(temporary / WEIGHTS_FILE, state)
+        write_tensors(temporary / SEEN_FILE, {name: values.contiguous() for name, values in seen.items()})
+        (temporary / CONFIG_FILE).write_text(json.dumps(network.config, indent=2) + "\n", "utf-8")
+        (temporary / PREPROCESS_FILE).write_text(
             json.dumps(_preprocess(network.resolution), indent=2) + "\n", "utf-8"
         )
         if folder.exists():
             remove_tree(folder, must=True)
-        atomic_replace(beside, folder)
+        atomic_replace(temporary, folder)
     except BaseException:
-        remove_tree(beside)
+        remove_tree(temporary)
         raise
 
 
@@ -196,10 +196,10 @@ def open_small(folder: Path) -> SmallExtractor:
     from safetensors.torch import load_file
 
     try:
-        told = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        settings = SmallSettings(**{name: told[name] for name in SmallSettings.model_fields})
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        settings = SmallSettings(**{name: config[name] for name in SmallSettings.model_fields})
         network = SmallExtractor(
-            settings, resolution=int(told["resolution"]), text=bool(told["text"]), labels=told["labels"]
+            settings, resolution=int(config["resolution"]), text=bool(config["text"]), labels=config["labels"]
         )
         network.load_state_dict(load_file(str(folder / WEIGHTS_FILE)))
     except (OSError, ValueError, KeyError, RuntimeError, ValidationError, SafetensorError) as error:

@@ -183,7 +183,7 @@ class KernelMatrices:
         return float(self.mmd_of(*ones)[0])
 
     def mmd_of(self, counts_RN: Array, counts_RM: Array) -> Array:
-        """The same of R resamples [R], told by how often each picture stands in one.
+        """The same of R resamples [R], given by how often each picture stands in one.
 
         Copies of a picture do not meet either: that would be the kernel's largest value.
         """

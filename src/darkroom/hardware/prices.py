@@ -131,8 +131,8 @@ def _pick(offers: list[Price], pick: str) -> Price:
     by_cost = sorted(fresh, key=lambda row: row.usd_per_device_hour)
     middle = statistics.median_low(range(len(by_cost)))
     chosen = by_cost[middle if pick == "median" else 0]
-    said = f"{pick} of {len(by_cost)} offers" if len(by_cost) > 1 else "the only offer"
-    return replace(chosen, picked=chosen.picked or said)
+    choice = f"{pick} of {len(by_cost)} offers" if len(by_cost) > 1 else "the only offer"
+    return replace(chosen, picked=chosen.picked or choice)
 
 
 def offers_of(device: str, table: Sequence[Price] | None = None) -> list[Price]:

@@ -1,6 +1,6 @@
 """How things are timed and weighed: interleaved timing, the tidy table of measurements, one file a benchmark.
 
-This file hands out what every benchmark needs; a benchmark is imported from its own file with its room.
+This file hands out what every benchmark needs; a benchmark is imported from its own file with its package.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ DEFAULT_CASES = (PLAIN, "torch bf16", "onnx float32", "openvino bf16")
 PROMPT = "a photo of an astronaut riding a horse"
 GUIDANCE, SOLVER = 7.5, "ddim"
 SLOW_CALL_S = 0.5
-"""A U-Net call beside which the loop's overhead is small whatever is measured: one short loop then does."""
+"""A U-Net call so long that the loop's overhead is small whatever is measured: one short loop then does."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class OpenedBackend:
     warmup_s: float
 
     @property
-    def told(self) -> dict[str, Any]:
+    def row_settings(self) -> dict[str, Any]:
         """What a row says of it."""
         times = {f"{what}_s": round(seconds, 3) for what, seconds in self.backend.times_s.items()}
         return {"backend": self.backend.name, "precision": self.backend.precision, **times}
@@ -116,8 +116,8 @@ def _tables(
     yield from calls
     if pictures:
         say(f"backends: pictures of {steps} steps")
-        told = {**settings, "steps": steps, "guidance": GUIDANCE, "solver": SOLVER}
-        yield from _picture_rows(model, ready, (wide, high), steps, pictures, told)
+        case_settings = {**settings, "steps": steps, "guidance": GUIDANCE, "solver": SOLVER}
+        yield from _picture_rows(model, ready, (wide, high), steps, pictures, case_settings)
     say("backends: the loop around the U-Net")
     if (calls[0].median_s or 0) > SLOW_CALL_S:
         steps, repeats = min(steps, 2), 1
@@ -207,13 +207,13 @@ def _unet_rows(
     timings = interleave(turns, repeats=repeats)
     found = [measurement("backends-unet", timings[DIFFUSERS], settings=settings)]
     for case in ready:
-        said = {**settings, **case.told, "mean_error": float(f"{errors[case.name]:.3g}")}
+        settings_shown = {**settings, **case.row_settings, "mean_error": float(f"{errors[case.name]:.3g}")}
         found.append(
             measurement(
                 "backends-unet",
                 timings[case.name],
                 baseline=timings[DIFFUSERS],
-                settings=said,
+                settings=settings_shown,
                 peak_memory_bytes=case.grown_bytes,
                 note="memory: growth while opened and first called",
             ).model_copy(update={"warmup_s": case.warmup_s})
@@ -238,6 +238,7 @@ def _picture_rows(
     asked: dict[str, Any] = {"size": size, "guidance": GUIDANCE, "solver": SOLVER}
 
     def theirs(steps: int = steps) -> None:
+        """Draw with diffusers' own pipeline and keep the picture."""
         made = pipeline(
             PROMPT,
             num_inference_steps=steps,
@@ -263,7 +264,7 @@ def _picture_rows(
     turns |= {case.name: (lambda case=case: ours(case)) for case in ready}  # type: ignore[misc]
     timings = interleave(turns, repeats=pictures, warmup=0)
     reference = drawn.get(PLAIN, drawn[DIFFUSERS])
-    told = {case.name: case.told for case in ready}
+    case_settings = {case.name: case.row_settings for case in ready}
     return [
         measurement(
             "backends-picture",
@@ -271,7 +272,7 @@ def _picture_rows(
             baseline=None if name == DIFFUSERS else timings[DIFFUSERS],
             images=1,
             steps=steps,
-            settings={**settings, **told.get(name, {}), **_told_likeness(drawn[name], reference)},
+            settings={**settings, **case_settings.get(name, {}), **_told_likeness(drawn[name], reference)},
         ).model_copy(update={"warmup_s": warm[name]})
         for name, timing in timings.items()
     ]
@@ -316,6 +317,7 @@ def _overhead_rows(
     shares: dict[str, list[float]] = {}
 
     def theirs() -> object:
+        """Denoise with diffusers' own pipeline, to latents."""
         return pipeline(
             prompt_embeds=positive,
             negative_prompt_embeds=negative,
@@ -338,14 +340,16 @@ def _overhead_rows(
         job = Generation(model, [PROMPT], asked, open_backend("torch", model, optimise=rungs))
         turns[name] = functools.partial(ours, name, job)
     timings = interleave(turns, repeats=repeats)
-    told = {**settings, "steps": steps, "guidance": GUIDANCE, "solver": SOLVER}
+    case_settings = {**settings, "steps": steps, "guidance": GUIDANCE, "solver": SOLVER}
     return [
         measurement(
             "backends-overhead",
             timing,
             baseline=None if name not in shares else timings["diffusers loop"],
             steps=steps,
-            settings=told if name not in shares else {**told, "share_outside_the_unet": _share(shares[name])},
+            settings=case_settings
+            if name not in shares
+            else {**case_settings, "share_outside_the_unet": _share(shares[name])},
         )
         for name, timing in timings.items()
     ]

@@ -78,7 +78,7 @@ class Workload:
         self, backend: Backend, *, num: int = 1, watch: StepTimer | None = None, **changes: Any
     ) -> list[Picture]:
         """End to end: text, steps, pictures."""
-        told: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "steps": self.steps,
             "guidance": self.guidance,
             "solver": self.solver,
@@ -93,7 +93,7 @@ class Workload:
             backend=backend,
             progress=watch,
             notice=lambda _: None,
-            **told,
+            **settings,
         )
 
     def flops_per_image(self) -> int:

@@ -60,12 +60,14 @@ class Case:
 
     def settings(self) -> dict[str, Any]:
         """What a row says of it."""
-        told: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "method": self.method,
             "batch": self.batch,
             "resolution": self.resolution,
         }
-        return told | ({"rank": self.rank} if self.has_rank else {}) | ({"lr": self.lr} if self.lr else {})
+        return (
+            settings | ({"rank": self.rank} if self.has_rank else {}) | ({"lr": self.lr} if self.lr else {})
+        )
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,14 @@ class Finetuning:
 def row(benchmark: str, case: str, settings: Mapping[str, Any], **columns: Any) -> Measurement:
     """A row of what was not timed in repeats, with where and when."""
     here = machine()
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "machine": here.name,
         "device": here.devices[0].name if here.devices else here.cpu_class,
         "versions": versions(("torch", "diffusers", "peft", "numpy")),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    return Measurement(benchmark=benchmark, case=case, settings=dict(settings), **(told | columns))
+    return Measurement(benchmark=benchmark, case=case, settings=dict(settings), **(values | columns))
 
 
 # ---- another model, by its plan
@@ -246,15 +248,22 @@ def parameter_rows(measured: Iterable[Measurement]) -> list[Measurement]:
     """Trainable parameters by method and rank, of every model that was measured or planned."""
     found: dict[tuple[str, str, Any], Measurement] = {}
     for one in measured:
-        told = one.settings
-        if "trained" not in told:
+        row_settings = one.settings
+        if "trained" not in row_settings:
             continue
-        key = (told["model"], told["method"], told.get("rank"))
-        case = " ".join(filter(None, [told["method"], f"rank {told['rank']}" if "rank" in told else ""]))
+        key = (row_settings["model"], row_settings["method"], row_settings.get("rank"))
+        case = " ".join(
+            filter(
+                None,
+                [row_settings["method"], f"rank {row_settings['rank']}" if "rank" in row_settings else ""],
+            )
+        )
         kept = ("model", "method", "rank", "trained", "total")
-        settings = {name: told[name] for name in kept if name in told}
-        settings["percent"] = round(100 * told["trained"] / told["total"], 4)
-        found.setdefault(key, row(PARAMETERS, f"{told['model']} {case}", settings, device="", note="counted"))
+        settings = {name: row_settings[name] for name in kept if name in row_settings}
+        settings["percent"] = round(100 * row_settings["trained"] / row_settings["total"], 4)
+        found.setdefault(
+            key, row(PARAMETERS, f"{row_settings['model']} {case}", settings, device="", note="counted")
+        )
     return list(found.values())
 
 
@@ -281,14 +290,14 @@ class Growing:
 
 
 def check_same(file: Path, table: Path, asked: Mapping[str, Any]) -> None:
-    """Note what was asked beside its table. InputError where other rows than these are in the table."""
-    told = json.loads(json.dumps(asked, default=str))
+    """Note what was asked next to its table. InputError where other rows than these are in the table."""
+    settings = json.loads(json.dumps(asked, default=str))
     if not table.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         return
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    other = [key for key, value in told.items() if before.get(key) != value]
+    other = [key for key, value in settings.items() if before.get(key) != value]
     if other:
         raise InputError(
             f"'{table}' was measured with another {other[0]} ({before.get(other[0], 'not noted')})",

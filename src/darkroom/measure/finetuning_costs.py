@@ -107,7 +107,7 @@ def _largest_row(
     case = bench.case(method, resolution=side, batch=most)
     found, failure = alone_if_it_fits(search, bench.content(case), budget_bytes)
     found = found or {"batch": 0, "peak_bytes": 0, "tried": 0, "ended": True}
-    told = bench.case(method, resolution=side).settings() | {
+    settings = bench.case(method, resolution=side).settings() | {
         "batch": found["batch"],
         "budget_bytes": budget_bytes,
         "tried": found["tried"],
@@ -116,7 +116,7 @@ def _largest_row(
     }
     note = "out of memory ended the search" if found["ended"] else "the process's memory was the limit"
     note = failure or (note if found["batch"] < most else f"the search went to {most} only")
-    return row(LARGEST, name, told, peak_memory_bytes=found["peak_bytes"] or None, note=note)
+    return row(LARGEST, name, settings, peak_memory_bytes=found["peak_bytes"] or None, note=note)
 
 
 def alone_if_it_fits(
@@ -211,6 +211,7 @@ def search(content: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
         ended = False
 
         def fits(batch: int) -> bool:
+            """Whether a step of `batch` pictures fits; the peak and what ended it are kept."""
             nonlocal ended
             some = {name: tensor[: batch * job.task.rows_a_picture] for name, tensor in inputs.items()}
             give_back()  # what a larger try left is not this one's

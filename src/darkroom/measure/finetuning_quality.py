@@ -107,16 +107,16 @@ def follow(
     result, failure = attempted(lambda: train(bench.recipe(case), out=run, console=lambda _: None))
     if result is None:
         say(f"{series}: {failure}")
-        told = case.settings() | {"series": series}
-        return Followed([table.add(row(benchmark, series, told, note=failure.partition(";")[0]))])
+        settings = case.settings() | {"series": series}
+        return Followed([table.add(row(benchmark, series, settings, note=failure.partition(";")[0]))])
     found = Followed()
     for step in [0, *range(bench.every, bench.steps, bench.every), bench.steps]:
         name = f"{series} step {step}"
         one = table.find(benchmark, name)
         if one is None:
             scores = _judge(bench, run, step, judging)
-            told = case.settings() | {"series": series} | _point(bench, case, result.bill, step, scores)
-            one = table.add(row(benchmark, name, told, note=_how(judging, scores)))
+            settings = case.settings() | {"series": series} | _point(bench, case, result.bill, step, scores)
+            one = table.add(row(benchmark, name, settings, note=_how(judging, scores)))
             subject, prompt = one.settings["subject_fidelity"], one.settings["prompt_fidelity"]
             say(f"{name}: subject {subject:.3f}, prompt {prompt:.3f}")
         found.rows.append(one)
@@ -169,11 +169,13 @@ def _judge(bench: Finetuning, run: Path, step: int, judging: Judging) -> list[Sc
 
 
 def _fidelities(scores: Sequence[Score]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for score, name in zip(scores, ("subject", "prompt"), strict=True):
-        told[f"{name}_fidelity"] = round(score.value, 5)
-        told[f"{name}_low"], told[f"{name}_high"] = (round(v or 0.0, 5) for v in (score.low, score.high))
-    return told | {"photographs_with_each_other": scores[0].settings.get("photographs_with_each_other")}
+        settings[f"{name}_fidelity"] = round(score.value, 5)
+        settings[f"{name}_low"], settings[f"{name}_high"] = (
+            round(v or 0.0, 5) for v in (score.low, score.high)
+        )
+    return settings | {"photographs_with_each_other": scores[0].settings.get("photographs_with_each_other")}
 
 
 def _how(judging: Judging, scores: Sequence[Score]) -> str:
@@ -191,10 +193,10 @@ def balance(one: Measurement, rows: Iterable[Measurement]) -> float:
     """Harmonic mean of what was gained in likeness to the subject and what was kept of the prompt, each
     from 0 (the base's and the lowest) to 1 (the highest and the base's) over all rows.
     """
-    told = [r.settings for r in rows]
-    base = [s for s in told if s["step"] == 0] or told
-    start, top = base[0]["subject_fidelity"], max(s["subject_fidelity"] for s in told)
-    kept, low = base[0]["prompt_fidelity"], min(s["prompt_fidelity"] for s in told)
+    settings = [r.settings for r in rows]
+    base = [s for s in settings if s["step"] == 0] or settings
+    start, top = base[0]["subject_fidelity"], max(s["subject_fidelity"] for s in settings)
+    kept, low = base[0]["prompt_fidelity"], min(s["prompt_fidelity"] for s in settings)
     gained = _share(one.settings["subject_fidelity"], start, top)
     held = _share(one.settings["prompt_fidelity"], low, kept)
     return 2 * gained * held / (gained + held) if gained + held else 0.0
@@ -220,12 +222,12 @@ def best_rows(
     for series in dict.fromkeys(r.settings["series"] for r in followed):
         own = [r for r in followed if r.settings["series"] == series and r.settings["step"]]
         best = max(own, key=lambda r: balance(r, followed))
-        told = {**best.settings, "balance": round(balance(best, followed), 4)}
+        settings = {**best.settings, "balance": round(balance(best, followed), 4)}
         if planner is not None:
-            case = Case(series, told["batch"], told.get("rank", bench.rank), 512)
-            plan = planner(bench.recipe(case, base=base, steps=told["step"]))
-            told |= {"planned_model": base, "planned_memory_bytes": int(plan["memory_bytes"])}
-            told |= {"planned_usd": round((plan["usd_per_image"] or 0.0) * told["samples"], 5)}
-            told |= {"planned_on": f"{plan['count']} x {plan['device']}, 512 px"}
-        rows.append(row(BEST, f"{series}, {told['step']} steps", told, note=best.note))
+            case = Case(series, settings["batch"], settings.get("rank", bench.rank), 512)
+            plan = planner(bench.recipe(case, base=base, steps=settings["step"]))
+            settings |= {"planned_model": base, "planned_memory_bytes": int(plan["memory_bytes"])}
+            settings |= {"planned_usd": round((plan["usd_per_image"] or 0.0) * settings["samples"], 5)}
+            settings |= {"planned_on": f"{plan['count']} x {plan['device']}, 512 px"}
+        rows.append(row(BEST, f"{series}, {settings['step']} steps", settings, note=best.note))
     return [table.add(one) for one in sorted(rows, key=lambda r: -r.settings["balance"])]

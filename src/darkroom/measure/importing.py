@@ -87,11 +87,12 @@ class _Runs:
         return import_pictures(source, self._store, workers=self._workers).added
 
     def decoded(self, source: Path) -> int:
-        """Every picture of the zip read and decoded in as many threads, and let go."""
+        """Every picture of the zip read and decoded in as many threads, and dropped."""
         reader = ZipReader(source / "images.zip")
         names = (member.name for member in reader.members())
 
         def decode(chunk: list[str]) -> int:
+            """Read and decode the members of a chunk; returns how many."""
             for name in chunk:
                 member = reader.find(name)
                 if member is not None:

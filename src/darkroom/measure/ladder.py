@@ -129,7 +129,7 @@ def _case(drawing: Workload, names: str, plain: Start, repeats: int, flops: int)
     rows = [
         _row(
             drawing, names, timings[names], timings[PLAIN], run, watch, peak,
-            told(likely) | {"in_place": ",".join(cold.backend.optimised)},
+            rounded(likely) | {"in_place": ",".join(cold.backend.optimised)},
             None if lossy else flops, cold.seconds,
         )
     ]  # fmt: skip
@@ -223,7 +223,7 @@ def why_not(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {first}"
 
 
-def told(likely: dict[str, float]) -> dict[str, float | str]:
+def rounded(likely: dict[str, float]) -> dict[str, float | str]:
     """Likeness in few digits; equal pictures have no PSNR, which JSON cannot say as a number."""
     return {name: "inf" if math.isinf(value) else float(f"{value:.5g}") for name, value in likely.items()}
 

@@ -41,8 +41,8 @@ class Pipeline:
         """Draw requests of one key together, to PNG bytes; which of them came to a picture."""
         first = batch[0]
         self._switch(first.adapter)
-        told = [asked.cancel_step for asked in batch]
-        stop_at = max(step for step in told if step is not None) if None not in told else None
+        cancel_steps = [asked.cancel_step for asked in batch]
+        stop_at = max(step for step in cancel_steps if step is not None) if None not in cancel_steps else None
 
         def after_step(pipe: Any, step: int, _: Any, more: dict[str, Any]) -> dict[str, Any]:
             pipe._interrupt = stop_at is not None and step + 1 >= stop_at
@@ -89,7 +89,7 @@ def serve(
     """
     due = {asked.number: start_s + (asked.at / rate if rate else 0.0) for asked in trace}
     waiting = list(trace)
-    told = []
+    outcomes = []
     while waiting and (limit_s is None or time.time() < start_s + limit_s):
         if (early_s := due[waiting[0].number] - time.time()) > 0:
             time.sleep(early_s)
@@ -99,7 +99,7 @@ def serve(
         started_s = time.time()
         drawn = dict(zip(begun, pipeline.draw(begun), strict=True)) if begun else {}
         now_s = time.time()
-        told += [
+        outcomes += [
             {
                 "number": asked.number,
                 "state": "done" if drawn.get(asked) else "cancelled",
@@ -109,7 +109,7 @@ def serve(
             }
             for asked in batch
         ]
-    return told
+    return outcomes
 
 
 def _together(waiting: Sequence[TraceRequest], due: dict[int, float], most_rows: int) -> list[TraceRequest]:
@@ -136,8 +136,8 @@ def main() -> None:
             )
             pipeline.draw([warm])
     start_s = time.time()
-    told = serve(pipeline, trace, task["rate"], task["most_rows"], start_s, task["limit_s"])
-    print(json.dumps({"outcomes": told, "start_s": start_s, "end_s": time.time()}))
+    outcomes = serve(pipeline, trace, task["rate"], task["most_rows"], start_s, task["limit_s"])
+    print(json.dumps({"outcomes": outcomes, "start_s": start_s, "end_s": time.time()}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from PIL import Image
 
 from darkroom.errors import InputError
 from darkroom.measure.drawing import Workload
-from darkroom.measure.ladder import told
+from darkroom.measure.ladder import rounded
 from darkroom.measure.timing import Measurement, Timing, interleave, measurement
 from darkroom.sample import denoise
 from darkroom.sample.backends.backend import Backend
@@ -134,7 +134,7 @@ def _rows(
     by_series = {pair.series: pair for pair in pairs}
     rows = []
     for name, series, base in ((own, APART, None), (other, RUNS, timings[own])):
-        settings = drawing.settings(series=series, against=other, **told(by_series[series].likeness))
+        settings = drawing.settings(series=series, against=other, **rounded(by_series[series].likeness))
         rows.append(
             measurement(
                 "precision", timings[name], baseline=base, images=1, device=drawing.device,
@@ -144,7 +144,7 @@ def _rows(
             )
         )  # fmt: skip
     settings = drawing.settings(
-        series=INTERMEDIATES, against=other, **told(by_series[INTERMEDIATES].likeness)
+        series=INTERMEDIATES, against=other, **rounded(by_series[INTERMEDIATES].likeness)
     )
     like = rows[-1]
     rows.append(

@@ -46,6 +46,7 @@ class _Loss:
     objective: Objective | FlowObjective
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The objective's loss of each row [B], by diffusers' U-Net called as it is."""
         t_b = inputs["t"]
         latents, noise, dtype = inputs["latents"], inputs["noise"], self.unet.dtype
         added = {key: inputs[name] for key, name in _ADDED.items() if name in inputs}

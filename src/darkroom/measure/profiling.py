@@ -1,11 +1,11 @@
 """Where one training iteration's time goes, and its memory: load, encode, forward, backward, communication,
 optimiser.
 
-The step is the one that trains. Its parts are told by the calls it makes: losses are the forward pass, what
+The step is the one that trains. Its parts are known by the calls it makes: losses are the forward pass, what
 follows up to `exchange` is the backward pass, `exchange` itself the wait for other ranks, and the rest is the
 optimiser with clipping, casting and averaging. The device is waited for at each border, so what would overlap
 stands one after the other: the parts are true, their sum is more than a step that nobody looks at, whose time
-stands beside them.
+stands next to them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class IterationProfile:
         ]
         unwatched = Timing("iteration, not looked at", self.unwatched_s, 0.0, None)
         peak = max(one.peak_bytes for one in self.iterations)
-        told = {"name": self.name, **self.settings}
+        settings = {"name": self.name, **self.settings}
         return [
             measurement(
                 "train-profile",
@@ -102,7 +102,7 @@ class IterationProfile:
                 baseline=whole,
                 images=self.images if timing.name in (WHOLE, unwatched.name) else None,
                 device=self.device,
-                settings=told,
+                settings=settings,
                 peak_memory_bytes=peak,
                 note="the device waited for at each border" if timing is not unwatched else "",
             )

@@ -168,6 +168,7 @@ class _ServingRun:
         self._sent = 0
 
     async def rows(self) -> list[Measurement]:
+        """Run all rounds and return the table's rows. Starts the server and the plain pipelines."""
         found = {name: [] for name in (ONE, SAME_KEY, DARKROOM)}  # type: dict[str, list[Trial]]
         with self._server() as server:
             client = Client(server.port)
@@ -229,7 +230,7 @@ class _ServingRun:
         )
         if done.returncode:
             raise DarkroomError(f"the plain pipeline failed: {done.stderr.strip().splitlines()[-1:]}")
-        told = json.loads(done.stdout.splitlines()[-1])
+        report = json.loads(done.stdout.splitlines()[-1])
         by_number = {asked.number: asked for asked in trace}
         outcomes = [
             Outcome(
@@ -239,9 +240,9 @@ class _ServingRun:
                 admitted_after_s=max(0.0, one["started_s"] - one["due_s"]),
                 finished_s=one["finished_s"],
             )
-            for one in told["outcomes"]
+            for one in report["outcomes"]
         ]
-        return Trial(outcomes, told["start_s"], told["end_s"], rate)
+        return Trial(outcomes, report["start_s"], report["end_s"], rate)
 
     async def _darkroom(self, client: Client, trace: Sequence[TraceRequest], rate: float | None) -> Trial:
         """The same trace over HTTP; without a rate, each of `CLIENTS` asks anew once it is served."""
@@ -251,8 +252,8 @@ class _ServingRun:
         errors = _server_errors(client)
         if rate is None:
             left = iter(numbered)
-            told = await asyncio.gather(*(_in_turn(client, left) for _ in range(CLIENTS)))
-            outcomes = [outcome for some in told for outcome in some]
+            by_client = await asyncio.gather(*(_in_turn(client, left) for _ in range(CLIENTS)))
+            outcomes = [outcome for some in by_client for outcome in some]
         else:
             outcomes = await asyncio.gather(
                 *(_ask(client, name, asked, start_s + asked.at / rate) for name, asked in numbered)
@@ -327,7 +328,7 @@ def _retry_after(head: str) -> float | None:
 
 
 async def _wait_out(client: Client, name: str, refused: Outcome, after_s: float) -> Outcome:
-    """Ask again when told to, and give the place back: whether it was there is what is asked."""
+    """Ask again after `Retry-After`, and give the place back: only whether there was one counts."""
     await asyncio.sleep(after_s)
     status, _ = await client.ask("PUT", f"/jobs/{name}-again", body_of(refused.asked))
     if status == 202:
@@ -336,7 +337,7 @@ async def _wait_out(client: Client, name: str, refused: Outcome, after_s: float)
 
 
 def body_of(asked: TraceRequest) -> dict[str, Any]:
-    """A request as the jobs door takes it."""
+    """A request as `/jobs` takes it."""
     chosen = [] if asked.adapter is None else [{"name": asked.adapter}]
     return {
         "prompt": asked.prompt,
@@ -392,28 +393,28 @@ def _row(benchmark: str, name: str, trial: Trial, settings: dict[str, Any]) -> M
     load = load_average()
     rate = trial.goodput()
     timing = Timing(name, (1 / rate if rate else trial.wall_s,), 0.0, load)
-    told = settings | figures(trial)
+    row_settings = settings | figures(trial)
     return measurement(
-        benchmark, timing, images=1 if rate else None, settings=told, note="images/s is goodput"
+        benchmark, timing, images=1 if rate else None, settings=row_settings, note="images/s is goodput"
     )
 
 
 def figures(trial: Trial) -> dict[str, Any]:
     """What is said of a trial besides its pictures a second."""
     states = [outcome.state for outcome in trial.outcomes]
-    told: dict[str, Any] = {"http_5xx": trial.errors}
+    settings: dict[str, Any] = {"http_5xx": trial.errors}
     for state in ("done", "cancelled", "refused", "failed", "lost"):
-        told[state] = states.count(state)
-    told |= _spread("latency", [o.latency_s for o in trial.outcomes])
-    told |= _spread("admission", [o.admitted_after_s for o in trial.outcomes])
-    told |= _spread("refusal", [o.refused_after_s for o in trial.outcomes])
+        settings[state] = states.count(state)
+    settings |= _spread("latency", [o.latency_s for o in trial.outcomes])
+    settings |= _spread("admission", [o.admitted_after_s for o in trial.outcomes])
+    settings |= _spread("refusal", [o.refused_after_s for o in trial.outcomes])
     if (true := trial.retry_true()) is not None:
-        told["retry_after_true"] = true
+        settings["retry_after_true"] = true
     if trial.after:
-        told["step_s"] = _mean_between(trial.before, trial.after, "darkroom_step_seconds")
-        told["evaluations_a_step"] = _mean_between(trial.before, trial.after, "darkroom_step_evaluations")
-        told["steps_to_free_most"] = most_between(trial.before, trial.after, "darkroom_cancel_steps")
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in told.items()}
+        settings["step_s"] = _mean_between(trial.before, trial.after, "darkroom_step_seconds")
+        settings["evaluations_a_step"] = _mean_between(trial.before, trial.after, "darkroom_step_evaluations")
+        settings["steps_to_free_most"] = most_between(trial.before, trial.after, "darkroom_cancel_steps")
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in settings.items()}
 
 
 def _spread(name: str, values: Sequence[float | None]) -> dict[str, float]:
@@ -504,8 +505,8 @@ class Client:
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """The status and the body of an answer; a dropped connection is tried once more."""
-        status, _, told = await self.whole(method, path, body)
-        return status, told
+        status, _, received = await self.whole(method, path, body)
+        return status, received
 
     async def whole(self, method: str, path: str, body: Any = None) -> tuple[int, str, bytes]:
         """The same with the answer's head."""
@@ -517,7 +518,7 @@ class Client:
             kept = bool(self._free)
             at = self._free.pop() if kept else await asyncio.open_connection("127.0.0.1", self.port)
             try:
-                status, answer, told = await _exchange(at, head.encode() + b"\r\n" + content)
+                status, answer, received = await _exchange(at, head.encode() + b"\r\n" + content)
             except (ConnectionError, asyncio.IncompleteReadError):
                 at[1].close()
                 if kept:
@@ -525,18 +526,18 @@ class Client:
                 raise
             self._free.append(at)
             self.statuses[status] += 1
-            return status, answer, told
+            return status, answer, received
 
     async def json(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
         """The same, of an answer in JSON."""
-        status, told = await self.ask(method, path, body)
-        found: dict[str, Any] = json.loads(told)
+        status, received = await self.ask(method, path, body)
+        found: dict[str, Any] = json.loads(received)
         return status, found
 
     async def metrics(self) -> dict[str, float]:
         """The server's counters by name and labels."""
-        _, told = await self.ask("GET", "/metrics")
-        lines = [line.rsplit(" ", 1) for line in told.decode().splitlines() if not line.startswith("#")]
+        _, received = await self.ask("GET", "/metrics")
+        lines = [line.rsplit(" ", 1) for line in received.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in lines}
 
     def close(self) -> None:
@@ -579,7 +580,7 @@ def most_between(before: dict[str, float], after: dict[str, float], name: str) -
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure beside what it should be."""
+    """A figure with its target."""
 
     name: str
     value: float
@@ -600,7 +601,7 @@ class Goal:
 
 
 def goals(rows: Sequence[Measurement]) -> list[Goal]:
-    """All that can be told from the rows there are."""
+    """All that can be concluded from the rows there are."""
     return [*_throughput(rows), *_under_load(rows)]
 
 

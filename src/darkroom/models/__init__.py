@@ -1,10 +1,10 @@
 """Stable Diffusion models: families, folders in the diffusers layout, tokenizers.
 
 A model is a folder (`unet/ vae/ text_encoder/ tokenizer/ scheduler/ model_index.json`), a hub id, or the
-name of a family (random weights of that architecture). `create`, `load` and `save` are the three doors;
+name of a family (random weights of that architecture). `create`, `load` and `save` are its three entries;
 everything loaded from here is plain diffusers and transformers modules, from safetensors only.
 
-An adapter is a file of what was learned beside a model: `read_adapter`, `write_adapter`, `merge`.
+An adapter is a file of what was learned on top of a model: `read_adapter`, `write_adapter`, `merge`.
 """
 
 from darkroom.models.adapters.adapter import Adapter

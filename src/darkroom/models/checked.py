@@ -124,19 +124,22 @@ def tensor_types(files: Iterable[Path]) -> dict[str, str]:
             raise ModelError(
                 f"'{file}' is damaged: {reason}", mend="it may have been cut short: copy it anew"
             ) from error
-        for name, told in _header(file):
+        for name, entry in _header(file):
             if name == "__metadata__":
                 continue
             if name in types:
                 raise ModelError(f"'{file}' holds the tensor '{name}' twice")
-            types[name] = told["dtype"]
+            types[name] = entry["dtype"]
     return types
 
 
 def tensor_shapes(files: Iterable[Path]) -> dict[str, list[int]]:
     """Of each tensor in safetensors files its shape; `tensor_types` has found them whole."""
     return {
-        name: list(told["shape"]) for file in files for name, told in _header(file) if name != "__metadata__"
+        name: list(entry["shape"])
+        for file in files
+        for name, entry in _header(file)
+        if name != "__metadata__"
     }
 
 

@@ -96,7 +96,7 @@ class CompiledBlocks:
 
 
 def _known(seen: set[Shapes], shapes: Shapes) -> bool:
-    """Whether a call has a graph of its own, noted now if there is room."""
+    """Whether a call has a graph of its own, noted now if there is a free place."""
     if shapes not in seen:
         if len(seen) >= MOST_SHAPES:
             return False

@@ -1,6 +1,6 @@
 """What steers a U-Net by a picture, read and matched to a model: ControlNets and T2I-Adapters.
 
-A ControlNet (Zhang, Rao and Agrawala 2023, arXiv 2302.05543) runs at every step beside the U-Net and adds
+A ControlNet (Zhang, Rao and Agrawala 2023, arXiv 2302.05543) runs at every step with the U-Net and adds
 residuals to its skip connections. A T2I-Adapter (Mou et al. 2023, arXiv 2302.08453) runs once a picture and
 adds features to the U-Net's down blocks.
 
@@ -149,14 +149,14 @@ class ControlNet:
     ) -> list[torch.Tensor]:
         """A ControlNet's residuals for one step: of each skip connection, then of the middle block."""
         dtype = next(self.module.parameters()).dtype
-        told = {name: added[name] for name in ("text_embeds", "time_ids") if name in added}
+        added_states = {name: added[name] for name in ("text_embeds", "time_ids") if name in added}
         down, mid = self.module(
             x_BCHW[:, : self.module.config.in_channels].to(dtype),
             t_B,
             encoder_hidden_states=text_BLD.to(dtype),
             controlnet_cond=hint_BDHW,
             timestep_cond=added.get("timestep_cond"),
-            added_cond_kwargs=told or None,
+            added_cond_kwargs=added_states or None,
             return_dict=False,
         )
         found = [*down, mid]
@@ -331,9 +331,9 @@ def take_residuals(added: dict[str, torch.Tensor]) -> dict[str, Any]:
     down, features = (
         [added.pop(name) for name in sorted(added) if name.startswith(prefix)] for prefix in (DOWN, FEATURE)
     )
-    told: dict[str, Any] = {}
+    added_states: dict[str, Any] = {}
     if MID in added:
-        told = {
+        added_states = {
             "down_block_additional_residuals": tuple(down),
             "mid_block_additional_residual": added.pop(MID),
         }
@@ -346,7 +346,7 @@ def take_residuals(added: dict[str, torch.Tensor]) -> dict[str, Any]:
         for prefix in (TOKENS, STRENGTH)
     )
     if tokens:
-        told["cross_attention_kwargs"] = {"ip_hidden_states": tokens, "ip_adapter_masks": strengths}
+        added_states["cross_attention_kwargs"] = {"ip_hidden_states": tokens, "ip_adapter_masks": strengths}
     if features:
-        told["down_intrablock_additional_residuals"] = features
-    return told
+        added_states["down_intrablock_additional_residuals"] = features
+    return added_states

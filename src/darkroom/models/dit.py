@@ -202,6 +202,7 @@ class _Attention(nn.Module):
         self.norm_k = nn.RMSNorm(width // heads, eps=1e-6)
 
     def forward(self, x_BND: Tensor, text_BLD: Tensor | None, turns: Rotation | None) -> Tensor:
+        """Attention from [B, N, D] to the text [B, L, D], or to itself without one; returns [B, N, D]."""
         seen = x_BND if text_BLD is None else text_BLD
         q, k, v = (
             layer(source).unflatten(-1, (self.heads, -1)).transpose(1, 2)

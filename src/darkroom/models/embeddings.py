@@ -101,19 +101,19 @@ def find_embeddings(folder: str | Path, texts: Iterable[str] | None = None) -> l
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"--embeddings '{folder}' is no folder")
-    said = None if texts is None else list(texts)
+    text_list = None if texts is None else list(texts)
     found = []
     for file in sorted(folder.iterdir()):
         if not file.is_file() or file.suffix not in (SUFFIX, *PICKLED):
             continue
-        named = said is not None and any(_pattern([file.stem]).search(text) for text in said)
+        named = text_list is not None and any(_pattern([file.stem]).search(text) for text in text_list)
         try:
             one = read_embedding(file)
         except ModelError:
             if named:
                 raise
             continue
-        if said is None or any(_pattern(one.names).search(text) for text in said):
+        if text_list is None or any(_pattern(one.names).search(text) for text in text_list):
             found.append(one)
     return found
 

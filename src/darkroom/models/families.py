@@ -292,26 +292,26 @@ def create(
     return model
 
 
-def check_text_width(model: Model, told: str) -> None:
+def check_text_width(model: Model, name: str) -> None:
     """ModelError where the text encoders give another width than the denoiser takes."""
     encoders: list[Any] = [*model.text_encoders]
     given = sum(encoder.config.hidden_size for encoder in encoders)
     takes = None if model.unet is None else model.unet.config.cross_attention_dim
     if encoders and isinstance(takes, int) and takes != given:
         raise ModelError(
-            f"{told}: its {model.denoiser} takes text of width {takes}, its text encoders give {given}",
+            f"{name}: its {model.denoiser} takes text of width {takes}, its text encoders give {given}",
             mend="a part is of another model",
         )
 
 
-def check_fit(model: Model, told: str) -> None:
+def check_fit(model: Model, name: str) -> None:
     """ModelError where parts do not go together: the first step would fail far from here."""
-    check_text_width(model, told)
+    check_text_width(model, name)
     if model.unet is not None and model.vae is not None:
         made, read = int(model.unet.config.out_channels), int(model.vae.config.latent_channels)
         if made not in (read, 2 * read):
             raise ModelError(
-                f"{told}: its {model.denoiser} makes latents of {made} channels, its VAE reads {read}",
+                f"{name}: its {model.denoiser} makes latents of {made} channels, its VAE reads {read}",
                 mend="a part is of another model",
             )
     encoders: list[Any] = [*model.text_encoders]
@@ -319,7 +319,7 @@ def check_fit(model: Model, told: str) -> None:
         most = max(tokenizer.get_vocab().values(), default=0)
         if most >= encoder.config.vocab_size:
             raise ModelError(
-                f"{told}: its tokenizer has words up to number {most}, its text encoder knows "
+                f"{name}: its tokenizer has words up to number {most}, its text encoder knows "
                 f"{encoder.config.vocab_size}",
                 mend="a part is of another model",
             )

@@ -228,8 +228,8 @@ def _open(path: Path, parts: Sequence[str] | None, variant: str | None, as_store
 
         model.vae = read_part(AutoencoderKL, path / "vae", variant, as_stored)
         # SDXL's says that float16 overflows in it; of older ones diffusers' class assumes it.
-        said = read_json(path / "vae" / "config.json")
-        model.vae.register_to_config(force_upcast=bool(said.get("force_upcast")))
+        config = read_json(path / "vae" / "config.json")
+        model.vae.register_to_config(force_upcast=bool(config.get("force_upcast")))
         LatentScaling.of(model.vae)  # raises for what nobody could decode with
     for i in range(2):
         if "text_encoder" in wanted and (folder := path / numbered("text_encoder", i)).is_dir():
@@ -306,7 +306,7 @@ def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: boo
     try:
         if not as_stored and (exact := opened_exactly(cls, folder, files, stored)) is not None:
             return exact
-        opened, told = cls.from_pretrained(
+        opened, info = cls.from_pretrained(
             str(folder),
             variant=variant,
             use_safetensors=True,
@@ -319,13 +319,13 @@ def read_part(cls: Any, folder: Path, variant: str | None = None, as_stored: boo
             raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"'{folder}' could not be opened: {reason}") from error
-    extra = {name for name in told["unexpected_keys"] if not name.endswith("position_ids")}
+    extra = {name for name in info["unexpected_keys"] if not name.endswith("position_ids")}
     whole = [name for name, kind in types.items() if kind not in FLOATS and not name.endswith("position_ids")]
     check_complete(
         f"'{folder}'",
-        missing=list(told["missing_keys"]),
+        missing=list(info["missing_keys"]),
         whole_numbers=[name for name in whole if name not in extra],
-        shapes=list(told["mismatched_keys"]),
+        shapes=list(info["mismatched_keys"]),
     )
     if unused := sorted(extra):
         LOG.warning("'%s': %d tensors are not used, such as %s", folder, len(unused), unused[0])
@@ -347,8 +347,8 @@ def _stored_type(folder: Path, variant: str | None) -> torch.dtype:
 
     kind = f"*.{variant}*.safetensors" if variant else "*.safetensors"
     with safe_open(str(min(folder.glob(kind))), framework="pt") as file:
-        told = file.get_slice(min(file.keys())).get_dtype()
-    return {"F16": torch.float16, "BF16": torch.bfloat16}.get(told, torch.float32)
+        dtype = file.get_slice(min(file.keys())).get_dtype()
+    return {"F16": torch.float16, "BF16": torch.bfloat16}.get(dtype, torch.float32)
 
 
 def _scheduler(path: Path) -> dict[str, Any]:
@@ -409,22 +409,22 @@ def save(model: Model, path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        beside.chmod(0o755)
+        temporary.chmod(0o755)
         with quiet():
             for name, module in model.modules.items():
-                _saver(module)(str(beside / (model.denoiser if name == "unet" else name)))
+                _saver(module)(str(temporary / (model.denoiser if name == "unet" else name)))
         for i, tokenizer in enumerate(model.tokenizers):
-            tokenizer.save_pretrained(str(beside / numbered("tokenizer", i)))
+            tokenizer.save_pretrained(str(temporary / numbered("tokenizer", i)))
         if model.scheduler:
-            (beside / "scheduler").mkdir()
-            _write_json(beside / "scheduler" / "scheduler_config.json", model.scheduler)
-        _write_json(beside / "model_index.json", _index(model))
-        _readable(beside)
-        _swap(beside, path)
+            (temporary / "scheduler").mkdir()
+            _write_json(temporary / "scheduler" / "scheduler_config.json", model.scheduler)
+        _write_json(temporary / "model_index.json", _index(model))
+        _readable(temporary)
+        _swap(temporary, path)
     except BaseException:
-        remove_tree(beside)
+        remove_tree(temporary)
         raise
 
 
@@ -458,12 +458,12 @@ def _saver(module: nn.Module) -> Callable[[str], None]:
     return save_pretrained
 
 
-def _swap(beside: Path, path: Path) -> None:
+def _swap(temporary: Path, path: Path) -> None:
     """Put a finished folder in its place; what stood there goes only when the new one is in."""
     old = path.with_name(f".{path.name}-old-{os.getpid()}")
     if path.exists():
         atomic_replace(path, old)
-    atomic_replace(beside, path)
+    atomic_replace(temporary, path)
     remove_tree(old)
 
 
@@ -530,14 +530,18 @@ def identity(*modules: nn.Module) -> str:
 def describe(ref: str | Path) -> dict[str, Any]:
     """What `darkroom inspect MODEL` tells: family, parameters, sizes, scheduler, identities."""
     model = load(ref)
-    told: dict[str, Any] = {"path": str(ref), "family": model.family, "parameters": model.num_parameters}
+    description: dict[str, Any] = {
+        "path": str(ref),
+        "family": model.family,
+        "parameters": model.num_parameters,
+    }
     if model.unet is not None:
-        told["picture_size"] = model.sample_size
-        told["denoiser"] = f"{model.denoiser}: {type(model.unet).__name__}"
-        told["prediction"] = model.prediction
+        description["picture_size"] = model.sample_size
+        description["denoiser"] = f"{model.denoiser}: {type(model.unet).__name__}"
+        description["prediction"] = model.prediction
     if model.vae is not None:
-        told["latents"] = f"{model.latent_channels} channels, 1/{model.vae_factor} of each side"
-    told["scheduler"] = model.scheduler.get("_class_name")
-    told["tokens"] = [len(tokenizer) for tokenizer in model.tokenizers]
-    told["sha256"] = {name: identity(module) for name, module in model.modules.items()}
-    return told
+        description["latents"] = f"{model.latent_channels} channels, 1/{model.vae_factor} of each side"
+    description["scheduler"] = model.scheduler.get("_class_name")
+    description["tokens"] = [len(tokenizer) for tokenizer in model.tokenizers]
+    description["sha256"] = {name: identity(module) for name, module in model.modules.items()}
+    return description

@@ -1,6 +1,6 @@
 """Repositories on the Hugging Face hub: from the cache where all of it is there, else in one short try.
 
-Nothing is retried before the hub has answered once: without a network that is told within `ANSWER_S`.
+Nothing is retried before the hub has answered once: without a network that is reported within `ANSWER_S`.
 What the hub's client raises may quote the token, so nothing of it goes on unread.
 """
 

@@ -1,6 +1,6 @@
 """IP-Adapters: pictures as prompts (Ye et al. 2023, arXiv 2308.06721), plain, plus and full.
 
-A picture becomes a few tokens that the U-Net's cross-attentions read beside the text, with keys and values of
+A picture becomes some tokens that the U-Net's cross-attentions read after the text, with keys and values of
 their own. Here every row has its own tokens, weight and mask; a row without any has weight 0.
 
 Shapes: B rows, N tokens, D text width, L places of a level, H heads.

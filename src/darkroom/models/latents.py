@@ -71,9 +71,9 @@ class LatentScaling:
 
     def noted(self) -> dict[str, str]:
         """As a column of latents notes it."""
-        said = {"scale": repr(self.factor)}
-        said |= {"shift": repr(list(self.shift))} if self.shift else {}
-        return said | ({"std": repr(list(self.std))} if self.std else {})
+        metadata = {"scale": repr(self.factor)}
+        metadata |= {"shift": repr(list(self.shift))} if self.shift else {}
+        return metadata | ({"std": repr(list(self.std))} if self.std else {})
 
 
 def _numbers(config: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:

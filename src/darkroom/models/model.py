@@ -36,7 +36,7 @@ class Model:
 
     `text_encoders` and `tokenizers` hold one each, two for SDXL. `scheduler` is the content of
     `scheduler/scheduler_config.json`, with its `_class_name`. `guidance` is the scale that it is drawn with
-    unless told otherwise; None: what is usual. `path` is the folder, file or hub id that it was opened from.
+    by default; None: what is usual. `path` is the folder, file or hub id that it was opened from.
     """
 
     family: str

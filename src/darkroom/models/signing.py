@@ -1,6 +1,6 @@
 """Signatures of model folders, adapters and recipes, by a key that needs no network (OpenSSF Model Signing).
 
-The signature lies beside what it is of: `model.sig` in a folder, `NAME.sig` beside a file. It is a Sigstore
+The signature lies next to what it signs: `model.sig` in a folder, `NAME.sig` for a file. It is a Sigstore
 bundle over the SHA-256 of every file, which other tools for OpenSSF's format verify too. Needs the extra
 `signing`.
 """
@@ -42,8 +42,8 @@ class SignatureCheck:
 
     def lines(self) -> list[str]:
         """For a reader."""
-        told = "as it was signed" if self.ok else "not as it was signed"
-        lines = [f"{self.path}: {told}, by the key {self.key_sha256[:16]}"]
+        verdict = "as it was signed" if self.ok else "not as it was signed"
+        lines = [f"{self.path}: {verdict}, by the key {self.key_sha256[:16]}"]
         return [*lines, *(f"  WRONG  {problem}" for problem in self.problems)]
 
 

@@ -1,6 +1,6 @@
 """Single-file checkpoints in the original Stable Diffusion layout (SD 1.x, 2.x, SDXL): read and written.
 
-The architecture is told by the shapes of a few weights, or by what darkroom wrote into the file's metadata.
+The architecture is known by the shapes of a few weights, or by what darkroom wrote into the file's metadata.
 Nothing is fetched: configurations are the families'. Only safetensors are opened, never pickles.
 """
 
@@ -94,8 +94,8 @@ def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, w
     keys = set(file.keys())
     prefixes = _prefixes(path, keys)
     shape = _FileShapes(file, keys, prefixes)
-    told = _told(file)
-    family, overrides = (told["family"], told["configs"]) if told else _recognised(path, shape)
+    metadata = _told(file)
+    family, overrides = (metadata["family"], metadata["configs"]) if metadata else _recognised(path, shape)
     there: list[str] = [part for part in ("unet", "vae", "text_encoder") if part in prefixes]
     if "text_encoder" in there:
         there.append("tokenizer")
@@ -105,12 +105,12 @@ def _read(path: Path, file: Any, parts: Sequence[str] | None, as_stored: bool, w
     wanted = [part for part in PARTS if part in (parts or there)]
     model = create(
         family,
-        tokenizer=_tokenizer(told),
+        tokenizer=_tokenizer(metadata),
         overrides=overrides,
         parts=wanted,
         device="meta",
     )
-    model.path, model.guidance = str(path), noted_guidance(told)
+    model.path, model.guidance = str(path), noted_guidance(metadata)
     if not with_weights:
         return model
     if model.unet is not None:
@@ -194,9 +194,9 @@ def _recognised(path: Path, shapes: _FileShapes) -> tuple[str, dict[str, Config]
 
 
 def _predicts_v(path: Path, shapes: _FileShapes) -> bool:
-    said = (shapes.file.metadata() or {}).get("modelspec.prediction_type", "")
-    if said:
-        return bool(said.startswith("v"))
+    prediction = (shapes.file.metadata() or {}).get("modelspec.prediction_type", "")
+    if prediction:
+        return bool(prediction.startswith("v"))
     if V_WEIGHT not in shapes.keys:
         return False
     predicts_v = float(shapes.file.get_tensor(V_WEIGHT).float().std(unbiased=False)) > V_SPREAD
@@ -211,15 +211,17 @@ def _told(file: Any) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        told = json.loads(text)
-        known = told["family"] in FAMILIES and all(isinstance(c, dict) for c in told["configs"].values())
+        metadata = json.loads(text)
+        known = metadata["family"] in FAMILIES and all(
+            isinstance(c, dict) for c in metadata["configs"].values()
+        )
     except (ValueError, KeyError, TypeError, AttributeError):
         known = False
-    return told if known else None
+    return metadata if known else None
 
 
-def _tokenizer(told: dict[str, Any] | None) -> CLIPTokenizer | None:
-    written = (told or {}).get("tokenizer")
+def _tokenizer(metadata: dict[str, Any] | None) -> CLIPTokenizer | None:
+    written = (metadata or {}).get("tokenizer")
     if not written:
         return None
     from darkroom.models.parts import CLIPTokenizer
@@ -267,6 +269,7 @@ class _Text(_Unet):
     """How a text encoder's weights stand in the original: OpenAI's names, or OpenCLIP's, packed."""
 
     def entries(self, module: Any) -> Iterator[tuple[str, list[str]]]:
+        """The file's keys of one text encoder, each with the names of the weights that make its tensor."""
         inside = {name.removeprefix("text_model."): name for name in module.state_dict()}
         projection = inside.pop("text_projection.weight", None)
         if self.prefix not in (OPENCLIP, SDXL_OPENCLIP):
@@ -347,12 +350,12 @@ def save_single_file(model: Model, path: str | Path) -> Path:
         )
     weights = {name: tensor.contiguous().cpu() for name, tensor in original_weights(model)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
-        write_tensors(beside, weights, _metadata(model))
-        atomic_replace(beside, path)
+        write_tensors(temporary, weights, _metadata(model))
+        atomic_replace(temporary, path)
     finally:
-        remove_file(beside)
+        remove_file(temporary)
     return path
 
 
@@ -388,13 +391,13 @@ def _metadata(model: Model) -> dict[str, str]:
             configs[name] = {key: getattr(config, key) for key in CLIP_L}
         else:
             configs[name] = {key: value for key, value in dict(config).items() if key[0] != "_"}
-    told: dict[str, Any] = {"family": family, "configs": configs}
+    metadata: dict[str, Any] = {"family": family, "configs": configs}
     if model.guidance is not None:
-        told["guidance"] = model.guidance
+        metadata["guidance"] = model.guidance
     if model.tokenizers and len(model.tokenizers[0]) != CLIP_VOCABULARY:
-        told["tokenizer"] = _written(model.tokenizers[0])
+        metadata["tokenizer"] = _written(model.tokenizers[0])
     prediction = model.scheduler.get("prediction_type", "epsilon").removesuffix("_prediction")
-    return {"format": "pt", "modelspec.prediction_type": prediction, METADATA: json.dumps(told)}
+    return {"format": "pt", "modelspec.prediction_type": prediction, METADATA: json.dumps(metadata)}
 
 
 def _written(tokenizer: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def train_tokenizer(
     """A tokenizer of CLIP's kind (lower-cased byte-level BPE, `</w>` at a word's end) learned from captions.
 
     The vocabulary starts with all 256 bytes, so any caption can be written with it; it ends with CLIP's two
-    special tokens. Raises InputError where `vocab_size` leaves no room for them.
+    special tokens. Raises InputError where `vocab_size` is too small for them.
     """
     from tokenizers import pre_tokenizers, trainers
 

@@ -192,9 +192,9 @@ def read_upscaler(file: str | Path) -> Upscaler:
     blocks = {int(key.split(".")[1]) for key in tensors if key.startswith("body.")}
     first, second = tensors.get("conv_first.weight"), tensors.get("body.0.rdb1.conv2.weight")
     if first is None or second is None or first.ndim != 4 or second.ndim != 4:
-        told = f"upscaler '{path.name}' is no ESRGAN or Real-ESRGAN network"
+        message = f"upscaler '{path.name}' is no ESRGAN or Real-ESRGAN network"
         raise ModelError(
-            told, allowed="RRDBNet's keys: conv_first, body, conv_body, conv_up1, conv_hr, conv_last"
+            message, allowed="RRDBNet's keys: conv_first, body, conv_body, conv_up1, conv_hr, conv_last"
         )
     features, growth = int(first.shape[0]), int(second.shape[1] - first.shape[0])
     fold = {3: 1, 12: 2, 48: 4}.get(int(first.shape[1]))

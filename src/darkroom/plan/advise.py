@@ -20,7 +20,7 @@ from darkroom.plan.roofline import Software
 from darkroom.plan.show import hours, price_lines, to_dict, usd
 from darkroom.plan.targets import PlanRequest, Target, here, place
 
-ENCODER_CARD = "A10G"  # what encodes beside the training machines, as the published online system had it
+ENCODER_CARD = "A10G"  # what encodes next to the training machines, as the published online system had it
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Option:
     plan: Plan
     more_hours: float = 0.0  # encoding beforehand
     more_usd: float | None = 0.0  # None: no price is known of what encodes
-    beside: Plan | None = None  # of the encoding
+    encoding: Plan | None = None
     asked: PlanRequest | None = None  # what was planned, to plan it again with another micro-batch
     target: Target | None = None
     notes: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Option:
     @property
     def device_hours(self) -> float:
         """Of the training devices, and of encoding beforehand."""
-        before = self.beside.cost.device_hours if self.beside and self.more_hours else 0.0
+        before = self.encoding.cost.device_hours if self.encoding and self.more_hours else 0.0
         return self.plan.cost.device_hours + before
 
     @property
@@ -116,7 +116,7 @@ class Advice:
     def priced(self) -> list[Plan]:
         """The plans whose prices count."""
         chosen = (self.cheapest, self.fastest)
-        return [one.plan for one in chosen] + [one.beside for one in chosen if one.beside]
+        return [one.plan for one in chosen] + [one.encoding for one in chosen if one.encoding]
 
     def found(self) -> Iterator[str]:
         """What was found, without the dates of its prices."""
@@ -286,17 +286,19 @@ def _training_options(
     say: Callable[[str], None],
     phase: int | None = None,
 ) -> Iterator[Option]:
-    said = {override.partition("=")[0] for override in overrides}
+    names_given = {override.partition("=")[0] for override in overrides}
     fixed = asked.settings
-    checkpointing = [fixed["checkpointing"]] if "train.gradient_checkpointing" in said else [False, True]
+    checkpointing = (
+        [fixed["checkpointing"]] if "train.gradient_checkpointing" in names_given else [False, True]
+    )
     modes = ("ddp", "fsdp") if target.mode == "auto" else (target.mode,)
     encodes = ["inline", "stored", "online"] if fixed["task"] == "pretrain" else [fixed["encode"]]
     for recompute in checkpointing:
         for encode in encodes:
-            told = "stored" if encode == "online" else encode
+            stored_or_online = "stored" if encode == "online" else encode
             changes = [f"train.gradient_checkpointing={str(recompute).lower()}"]
             if fixed["task"] == "pretrain":
-                changes.append(f"data.encode={told}")
+                changes.append(f"data.encode={stored_or_online}")
             say(f"counting {' '.join(changes)}")
             variant = ask_recipe(recipe, [*overrides, *changes], phase=phase)
             for number, mode in itertools.product([n for n in numbers if n <= fixed["global_batch"]], modes):
@@ -321,16 +323,16 @@ def _with_encoding(option: Option, asked: PlanRequest, target: Target) -> Option
         return option
     samples, pictures = _samples(asked)
     if encode == "stored":
-        beside = _encoding(asked, option.plan.device, pictures, target, option.plan.count)
-        more = beside.cost.usd
+        encoding = _encoding(asked, option.plan.device, pictures, target, option.plan.count)
+        more = encoding.cost.usd
         priced = "no price known" if more is None else usd(more)
-        note = f"encoding {pictures:,} pictures first: {hours(beside.hours)}, {priced}"
-        return replace(option, more_hours=beside.hours, more_usd=more, beside=beside, notes=(note,))
-    beside = _encoding(asked, ENCODER_CARD, samples, target, 1)
-    number = max(1, -(-option.plan.images_per_s // beside.images_per_s))
-    spent = (beside.cost.usd_per_device_hour or 0.0) * number * option.plan.hours
-    note = f"{number:.0f} x {ENCODER_CARD} encode beside it: {usd(spent)}"
-    return replace(option, more_usd=spent, beside=beside, notes=(note,))
+        note = f"encoding {pictures:,} pictures first: {hours(encoding.hours)}, {priced}"
+        return replace(option, more_hours=encoding.hours, more_usd=more, encoding=encoding, notes=(note,))
+    encoding = _encoding(asked, ENCODER_CARD, samples, target, 1)
+    number = max(1, -(-option.plan.images_per_s // encoding.images_per_s))
+    spent = (encoding.cost.usd_per_device_hour or 0.0) * number * option.plan.hours
+    note = f"{number:.0f} x {ENCODER_CARD} encode meanwhile: {usd(spent)}"
+    return replace(option, more_usd=spent, encoding=encoding, notes=(note,))
 
 
 def _encoding(asked: PlanRequest, device: str, pictures: int, target: Target, count: int) -> Plan:
@@ -434,12 +436,12 @@ class PhasesAdvice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        told = {name: self.way(name) for name in ("cheapest", "fastest")}
+        ways = {name: self.way(name) for name in ("cheapest", "fastest")}
         return {
             "phases": [
                 {"job": name, **one.to_dict()} for name, one in zip(self.names, self.phases, strict=True)
             ],
-            "together": {name: {"hours": hours_of(way), "usd": usd_of(way)} for name, way in told.items()},
+            "together": {name: {"hours": hours_of(way), "usd": usd_of(way)} for name, way in ways.items()},
         }
 
     def lines(self) -> Iterator[str]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 MOST_DEVICES = 65536
-USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` unless told
+USUAL_PRECISION = "float32"  # of `generate`, `serve` and `prepare` by default
 UNCOUNTED = "train.align is not counted: its extractor is not opened"
 
 
@@ -58,12 +58,12 @@ def plans(asked: PlanRequest, target: Target) -> list[Plan]:
     """The plan on the card asked for; of all cards the cheapest first, those that do not fit or keep the
     deadline and the budget last.
     """
-    said = asked.settings
+    settings = asked.settings
     target = replace(
         target,
         mode=mode_of(asked, target),
-        shard=said.get("shard", "grads"),
-        node_devices=said.get("node_devices") or target.node_devices,
+        shard=settings.get("shard", "grads"),
+        node_devices=settings.get("node_devices") or target.node_devices,
     )
     own = target.gpu == "here"
     wheres = [here(target)] if own else [place(card, target) for card in able_cards(asked, target)]
@@ -86,13 +86,13 @@ def own_count(asked: PlanRequest, target: Target) -> int:
     """The number of devices that a recipe says: on each machine as many as it says, else one a GPU."""
     from darkroom.hardware.machine import machine
 
-    said = asked.settings
-    if said.get("alone", True):
+    settings = asked.settings
+    if settings.get("alone", True):
         return 1
-    each = said["node_devices"]
+    each = settings["node_devices"]
     if each is None:
         each = max(1, len(machine().devices)) if target.gpu == "here" else 1
-    return int(said["nodes"] * each)
+    return int(settings["nodes"] * each)
 
 
 def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:
@@ -107,8 +107,8 @@ def _plan_on(asked: PlanRequest, where: Where, target: Target) -> Plan:
         else listed(where.card, where.cores, plan.cost.device_hours, target.prices)
     )
     plan = with_intervals(replace(plan, offers=offers), where, software)
-    told = (*software_notes(target, where, software), *unsourced(where.card))
-    plan = replace(plan, notes=(*plan.notes, *told))
+    notes = (*software_notes(target, where, software), *unsourced(where.card))
+    plan = replace(plan, notes=(*plan.notes, *notes))
     price = storage_price(
         plan.cost.provider, usd_per_gb_month=target.usd_per_gb_month, usd_per_gb_out=target.usd_per_gb_out
     )
@@ -198,6 +198,7 @@ def ask_recipe_object(recipe: Recipe, name: str = "recipe", *, count: bool = Tru
     """The same of a recipe that is read already. Without `count` only kept counts serve, else NotCounted."""
 
     def counted(precision: str, gpu: bool) -> Profile:
+        """The recipe's counts in a precision. Raises NotCounted where nothing may be counted."""
         from darkroom.plan.training import profile_recipe
 
         if not count:
@@ -227,6 +228,7 @@ def _asked_training(
     def plan(
         profile: Profile, where: Where, software: Software, usd: float | None, prices: Sequence[Price] | None
     ) -> Plan:
+        """The training plan of one place, with the recipe's notes."""
         made = plan_training(profile, job, where, software, usd_per_hour=usd, prices=prices)
         uncounted = [UNCOUNTED] if settings["aligns"] else []
         return replace(made, notes=(*made.notes, *settings["notes"], *uncounted))
@@ -309,6 +311,7 @@ def planner(gpu: str, count: int) -> Callable[[Recipe], dict[str, Any]]:
     """Asks recipes on `count` cards; a batch smaller than that on as many cards as it has pictures."""
 
     def ask(recipe: Recipe) -> dict[str, Any]:
+        """Columns of a benchmark's row for a recipe that is planned, not run, in bytes and USD."""
         number = min(count, recipe.train.global_batch)
         micro = recipe.train.model_copy(update={"micro_batch": -(-recipe.train.global_batch // number)})
         shared = recipe.model_copy(update={"train": micro})

@@ -237,6 +237,7 @@ def _seconds(call: Call, device: torch.device, *, wait: bool = True) -> float:
     """The median of several calls, after two that are left out; `wait`: until the device is done."""
 
     def once() -> float:
+        """Seconds that one call takes, on a device with its queue waited for."""
         accelerator.synchronize(device)
         start = time.perf_counter()
         call()
@@ -294,23 +295,23 @@ def factors(where: Where, rows: Iterable[MeasurementLike]) -> list[float]:
 def _own(where: Where, rows: Iterable[MeasurementLike]) -> Iterator[MeasurementLike]:
     name = machine().name
     for row in rows:
-        told = row.settings
-        plain = told.get("backend", "torch") == "torch" and not told.get("autocast")
+        settings = row.settings
+        plain = settings.get("backend", "torch") == "torch" and not settings.get("autocast")
         own = row.machine == name and find_card(row.device) == where.card
-        if row.benchmark == "batch" and own and plain and told.get("model") in FAMILIES:
+        if row.benchmark == "batch" and own and plain and settings.get("model") in FAMILIES:
             yield row
 
 
 def _planned_rate(where: Where, row: MeasurementLike) -> float:
     """Images a second that the plan gives for a row's settings."""
-    told = row.settings
-    width, height = parse_size(told["size"])
-    precision = told["precision"]
+    settings = row.settings
+    width, height = parse_size(settings["size"])
+    precision = settings["precision"]
     # Half precisions move and hold the same bytes: one count serves both.
     counted = "bf16" if precision == "fp16" else precision
-    profile = picture_profile(told["model"], width, height, told["guidance"] > 1, counted, "fused")
+    profile = picture_profile(settings["model"], width, height, settings["guidance"] > 1, counted, "fused")
     batch = max(1, round((row.images_per_s or 0.0) * (row.median_s or 0.0)))
-    job = GenerateJob("bench", batch, batch, told["steps"])
+    job = GenerateJob("bench", batch, batch, settings["steps"])
     software = Software(precision, channels_last=precision != "float32")  # as `auto` picks it
     return plan_generating(profile, job, where, software).images_per_s
 

@@ -12,7 +12,7 @@ from darkroom.hardware.prices import Price, offers_of, price
 PUE = (
     1.3  # power of the building over that of the machines: between hyperscalers' 1.1 and the 1.55 of a survey
 )
-HOST_SHARE = 0.25  # processors, memory and fans beside each accelerator, as a share of its rating
+HOST_SHARE = 0.25  # processors, memory and fans for each accelerator, as a share of its rating
 KG_CO2E_PER_KWH = 0.475  # world average of electricity (IEA, 2019)
 
 
@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Storage:
-    """What a job's data cost beside its devices: the data set and one checkpoint, kept and sent out once."""
+    """What a job's data cost besides its devices: the data set and one checkpoint, kept and sent out once."""
 
     size_bytes: float
     usd_per_month: float

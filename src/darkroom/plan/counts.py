@@ -30,7 +30,7 @@ KINDS = ("weights", "gradients", "optimiser", "ema", "activations", "temporary")
 TRAIN_STAGES = ("inputs", "forward", "backward", "update")
 GENERATE_STAGES = ("text", "denoise", "decode")
 MAX_ROWS = 65536
-# Stages of a run beside its steps.
+# Stages of a run besides its steps.
 LATENTS, SAMPLES, DECODED = "latents", "samples", "decoded samples"
 # What a CPU's process keeps of freed activations, as shares of those alive: glibc gives blocks from 32 MB on
 # back, others lie between ones that live on. Medians of ordinary runs (memory-cpu.csv, memory-runs.csv).
@@ -296,14 +296,14 @@ def cache_folder() -> Path:
 
 def _write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    atomic_replace(beside, file)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    atomic_replace(temporary, file)
 
 
 def _digest(key: dict[str, Any]) -> str:
-    told = json.dumps([key, _code()], sort_keys=True, default=str)
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
+    text = json.dumps([key, _code()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache
@@ -311,8 +311,8 @@ def _code() -> str:
     """The source that counting runs through, and the packages below it."""
     root = Path(darkroom.__file__).parent
     digest = hashlib.sha256()
-    for room in CODE:
-        place = root / room
+    for package in CODE:
+        place = root / package
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(file.read_bytes())
     digest.update(repr([(name, _version(name)) for name in PACKAGES]).encode())

@@ -62,7 +62,7 @@ class Fit:
             need = gb(plan.peak_bytes)
             return {"task": self.task, "fits": "no", "batch": "-", "up to": "-", "memory": need, "time": "-",
                     "settings": "takes more than the card has, even so"}  # fmt: skip
-        said = " ".join(f"{key}={value}" for key, value in self.settings.items())
+        settings = " ".join(f"{key}={value}" for key, value in self.settings.items())
         return {
             "task": f"{self.task}, {self.resolution} px",
             "fits": "yes",
@@ -70,7 +70,7 @@ class Fit:
             "up to": f"{self.largest_resolution} px",
             "memory": gb(plan.peak_bytes, plan.intervals.get("peak_bytes")),
             "time": _time(plan),
-            "settings": said or "as they are",
+            "settings": settings or "as they are",
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -94,9 +94,9 @@ def _trace_pictures(counter: Counter, model: Model, spec: GenerateSpec, rows: in
     trace = counter.start_trace()
     with torch.no_grad():
         counter.stage = "text"
-        told = _conditions(model, spec, rows)
+        conditions = _conditions(model, spec, rows)
         counter.stage = "denoise"
-        latents = _denoise(counter, model, spec, told)
+        latents = _denoise(counter, model, spec, conditions)
         counter.stage = "decode"
         decoded(model.vae, latents)
     counter.stage, counter.trace = "", None
@@ -124,13 +124,13 @@ def _conditions(model: Model, spec: GenerateSpec, rows: int) -> list[Condition]:
     ]
 
 
-def _denoise(counter: Counter, model: Model, spec: GenerateSpec, told: list[Condition]) -> Tensor:
+def _denoise(counter: Counter, model: Model, spec: GenerateSpec, conditions: list[Condition]) -> Tensor:
     """The second of three steps is counted; the first makes what stays alive."""
     factor = model.vae_factor
     shape = (model.latent_channels, spec.height // factor, spec.width // factor)
     table = make_table("flow_euler" if is_flow(model.scheduler) else "ddim", model.scheduler, 3)
-    negative = told[-1] if spec.guided else None
-    positives = told[: len(told) - spec.guided]
+    negative = conditions[-1] if spec.guided else None
+    positives = conditions[: len(conditions) - spec.guided]
     rows = [
         Row(table, noise, condition, negative, guidance=7.5 if spec.guided else 1.0)
         for noise, condition in zip(torch.zeros(len(positives), *shape), positives, strict=True)
@@ -146,16 +146,17 @@ def _denoise(counter: Counter, model: Model, spec: GenerateSpec, told: list[Cond
 
 
 def unet_call(unet: Any) -> Callable[..., Tensor]:
-    """The U-Net as `sample.denoise` calls it: latents, timestep, text and what else it is told."""
+    """The U-Net as `sample.denoise` calls it: latents, timestep, text and its further conditions."""
     dtype = next(unet.parameters()).dtype
 
     def call(x: Tensor, t: Tensor, text: Tensor, added: dict[str, Tensor]) -> Tensor:
-        told = {name: added[name] for name in ("text_embeds", "time_ids") if name in added}
+        """The U-Net's output for latents [B, C, h, w], as its forward takes them."""
+        added_states = {name: added[name] for name in ("text_embeds", "time_ids") if name in added}
         out: Tensor = unet(
             x.to(dtype),
             t,
             encoder_hidden_states=text,
-            added_cond_kwargs=told or None,
+            added_cond_kwargs=added_states or None,
             return_dict=False,
         )[0]
         return out

@@ -129,12 +129,12 @@ class TrainJob:
 
 def largest_rows(profile: Profile, where: Where, *, accumulate: bool = False, most: int = MOST_ROWS) -> int:
     """The most pictures a micro-batch can have; 0 where not one fits."""
-    room = where.usable_bytes
-    if room is None:
+    limit_bytes = where.usable_bytes
+    if limit_bytes is None:
         return most
 
     def fits(rows: int) -> bool:
-        return sum(where.memory(profile, rows, accumulate=accumulate).values()) <= room
+        return sum(where.memory(profile, rows, accumulate=accumulate).values()) <= limit_bytes
 
     low, high = 0, 1
     while high <= most and fits(high):
@@ -219,7 +219,7 @@ def _plan(
         memory_bytes=memory,
         device_memory_bytes=where.total_bytes,
         usable_memory_bytes=where.usable_bytes,
-        machine=where.cluster.told(where.card) if where.cluster.count > 1 else "",
+        machine=where.cluster.describe(where.card) if where.cluster.count > 1 else "",
         step_s=_split(seconds),
         mfu=known["flops_an_image"] * known["images_per_s"] / peak,
         cost=cost(where.card, device_hours, cores=where.cores, offer=offer),
@@ -363,12 +363,12 @@ def plan_generating(
         sizes_bytes={},
         notes=() if fits else (f"does not fit: at most {largest} pictures at once",),
     )
-    told = {
+    figures = {
         "latency_s": seconds.total,
         "usd_per_image": None if plan.cost.usd is None else plan.cost.usd / job.pictures,
         "steps_per_s": 1 / where.roofline(software).stage(profile, "denoise", job.batch).total,
     }
-    return replace(plan, extra=told)
+    return replace(plan, extra=figures)
 
 
 def batch_seconds(

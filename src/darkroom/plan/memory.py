@@ -1,4 +1,4 @@
-"""What a run's memory holds beside its steps: latents made before, samples drawn between, parts that rest."""
+"""A run's memory besides its steps: latents made before, samples drawn between, offloaded parts."""
 
 from __future__ import annotations
 
@@ -93,17 +93,17 @@ def there_early(settings: ModelSettings, model: Model, *, gpu: bool, cast: bool)
 def samples(
     counter: Counter, number: int, guidance: float | None, resolution: int, model: Model, *, gpu: bool
 ) -> tuple[Moment, ...]:
-    """What is alive while a grid of samples is drawn, beside the optimiser's state and the average."""
+    """What is alive while a grid of samples is drawn, besides the optimiser's state and the average."""
     side = resolution // model.vae_factor
     together = min(number, pictures_a_call(side**2))
     rows = together if guidance is not None and guidance <= 1 else 2 * together
     at_once = max(1, min(together, DECODE_PICTURES, DECODE_PIXELS // resolution**2))
     call, x = unet_call(model.unet), torch.empty(rows, model.latent_channels, side, side)
-    told = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
+    inputs = _told(model, rows, next(model.modules["unet"].parameters()).dtype)
     trace = counter.start_trace()
     with torch.no_grad():
         counter.stage = SAMPLES
-        call(x, torch.zeros(()), told.pop("text"), told)
+        call(x, torch.zeros(()), inputs.pop("text"), inputs)
         counter.stage = DECODED
         decoded(model.vae, x[:at_once])
     counter.stage, counter.trace = "", None
@@ -111,7 +111,7 @@ def samples(
 
 
 def _told(model: Model, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a U-Net is told beside its latents: states of its texts, and SDXL's sizes and pooled states."""
+    """A U-Net's inputs other than latents: states of its texts, and SDXL's sizes and pooled states."""
     configs = text_configs(model)
     width, length = sum(c.hidden_size for c in configs), configs[0].max_position_embeddings
     found = {"text": torch.empty(rows, length, width, dtype=dtype)}

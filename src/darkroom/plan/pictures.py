@@ -50,6 +50,7 @@ def picture_profile(
     }
 
     def count() -> Profile:
+        """Count the job's kernels, decoding in as many pixels at once as `generate` does."""
         from darkroom.plan.generation import GenerateSpec, profile_generation
         from darkroom.sample.pictures import DECODE_PIXELS
 

@@ -65,7 +65,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
 
 def _curve(axes: Sequence[Any], found: Sequence[Point]) -> None:
-    """A card's speed over devices beside the ideal, and what each number of devices costs."""
+    """A card's speed over devices against the ideal, and what each number of devices costs."""
     left, right = axes
     numbers = [point.count for point in found]
     speeds, unit = _speeds(found)

@@ -62,11 +62,11 @@ def _line(plan: Plan) -> str:
     if not plan.fits:
         return f"{many}{plan.device}: does not fit, {gb(plan.peak_bytes)} of {gb(plan.device_memory_bytes)}"
     held = f"{plan.peak_bytes / 1e9:.2g}" if plan.peak_bytes < 1e10 else f"{plan.peak_bytes / 1e9:.0f}"
-    room = f"{held} GB of {(plan.device_memory_bytes or 0) / 1e9:.0f}{' each' if plan.count > 1 else ''}"
+    memory = f"{held} GB of {(plan.device_memory_bytes or 0) / 1e9:.0f}{' each' if plan.count > 1 else ''}"
     speed = f"{seconds(plan.step_s['total'])} a step"
     money = "no price known" if plan.cost.usd is None else usd(plan.cost.usd)
     dated = f" (price of {plan.cost.price_as_of})" if plan.cost.price_as_of else ""
-    return f"{many}{plan.device}: {room}, {speed}, {hours(plan.hours)}, {money}{dated}"
+    return f"{many}{plan.device}: {memory}, {speed}, {hours(plan.hours)}, {money}{dated}"
 
 
 def quoted(recipe: Path) -> Quoted | None:
@@ -91,7 +91,7 @@ def differences(recipe: Path) -> list[str]:
         return [f"{recipe}: quotes no plan"]
     now = list(head(recipe, found.overrides, found.on))
     pairs = zip(found.lines, now, strict=False)
-    wrong = [f"{recipe}: {said} <> {says}" for said, says in pairs if not alike(said, says)]
+    wrong = [f"{recipe}: {stated} <> {says}" for stated, says in pairs if not alike(stated, says)]
     if len(found.lines) != len(now):
         wrong.append(f"{recipe}: {len(found.lines)} lines, the plan has {len(now)}")
     return wrong

@@ -115,7 +115,7 @@ class TimeBreakdown:
 
 
 def graphics(card: Card) -> bool:
-    """Whether a card's chip is of the kind that draws too: fewer tensor units beside each float32 unit, half
+    """Whether a card's chip is of the kind that draws too: fewer tensor units for each float32 unit, half
     of which are shared with integers.
     """
     return card.flops.get("fp16", 0.0) < 10 * card.flops["float32"] and card.architecture in GRAPHICS

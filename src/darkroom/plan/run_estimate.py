@@ -1,4 +1,4 @@
-"""The plan of a run on its own machine: kept as the run starts, and told beside what was measured."""
+"""The plan of a run on its own machine: kept as the run starts, and shown with what was measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
 
 
-def foretell(
+def estimate_run(
     recipe: Recipe, devices: int = 1, *, count: bool = False, on: Machine | None = None
 ) -> dict[str, Any] | None:
     """The plan of a recipe's run as plain values, on this machine or another; None where there is none.

@@ -31,7 +31,7 @@ class ClusterSpec:
         """Machines, the last perhaps not full."""
         return -(-self.count // self.node_devices)
 
-    def told(self, card: Card) -> str:
+    def describe(self, card: Card) -> str:
         """Machines, links and network in one line."""
         inside = f"{min(self.count, self.node_devices)} on {card.link}"
         between = f", {self.nodes} machines on {self.network}" if self.nodes > 1 else ""

@@ -67,9 +67,9 @@ def read_trace(path: Path, rate: float = 1.0) -> tuple[Request, ...]:
 
 def _request(path: Path, number: int, line: str, rate: float) -> Request:
     try:
-        said = json.loads(line)
-        at, guidance = float(said["at"]) / rate, float(said["guidance"])
-        whole = [int(said[key]) for key in ("width", "height", "steps")]
+        record = json.loads(line)
+        at, guidance = float(record["at"]) / rate, float(record["guidance"])
+        whole = [int(record[key]) for key in ("width", "height", "steps")]
         if not (at >= 0 and math.isfinite(at + guidance) and min(whole) >= 1):
             raise ValueError
     except (ValueError, TypeError, KeyError):
@@ -174,8 +174,8 @@ class _SimulatedFleet:
         waiting = bisect_right(self._arrivals, now) - self._begun + len(self._again)
         self._grow(now, waiting)
         share = -(-(waiting + self._under_way) // max(1, self._serving))
-        room = max(0, min(waiting, min(server.most, share) - device.held))
-        begun = self._take(room)
+        free = max(0, min(waiting, min(server.most, share) - device.held))
+        begun = self._take(free)
         device.begin(begun, now)
         if not device.held:
             self._rest(device, number, now)

@@ -1,4 +1,4 @@
-"""What a plan reads of a recipe, its model's folder and its store, beside the counts."""
+"""What a plan reads of a recipe, its model's folder and its store, besides the counts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _default(section: BaseModel, key: str) -> Any:
 
 
 def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What a plan needs of a recipe beside its counts."""
+    """What a plan needs of a recipe besides its counts."""
     from darkroom.train.checks import check_settings
 
     if recipe.task == "extractor":
@@ -129,18 +129,18 @@ def read_phase(path: Path, overrides: Sequence[str], phase: int | None) -> tuple
 
 def runs_of(text: str, folder: Path) -> list[Any]:
     """What of a recipe may change though its text does not: whether the runs that it names are there, and
-    what the recipes beside say that make them.
+    what the recipes in the same folder say that make them.
     """
     names = sorted(set(re.findall(r"runs/([\w.-]+)/", text)))
     files = [folder / f"{name}.yaml" for name in names]
-    said = [file.read_text(encoding="utf-8") if file.is_file() else "" for file in files]
-    return [Path("runs", name).exists() for name in names] + said
+    texts = [file.read_text(encoding="utf-8") if file.is_file() else "" for file in files]
+    return [Path("runs", name).exists() for name in names] + texts
 
 
 def _stood_in(model: ModelSettings, folder: Path) -> tuple[ModelSettings, list[str]]:
     """A model whose VAE or base an earlier run has yet to make, with what stands in for it, and notes.
 
-    Of `runs/NAME/model` that is what NAME.yaml beside the recipe trains; of another VAE the family's own.
+    Of `runs/NAME/model` that is what its NAME.yaml trains; of another VAE the family's own.
     """
     notes, changes = [], dict[str, Any]()
     vae, base = model.vae, str(model.base)
@@ -150,8 +150,8 @@ def _stood_in(model: ModelSettings, folder: Path) -> tuple[ModelSettings, list[s
     if isinstance(vae, str) and _to_be_made(vae):
         before = _model_of(vae, folder)
         changes["vae"] = None if before is None else before.vae
-        told = f"the {model.base} family's own" if before is None else "its recipe says"
-        notes.append(f"model.vae {vae} is not there yet: planned as {told}")
+        stand_in = f"the {model.base} family's own" if before is None else "its recipe says"
+        notes.append(f"model.vae {vae} is not there yet: planned as {stand_in}")
     return model.model_copy(update=changes), notes
 
 
@@ -161,7 +161,7 @@ def _to_be_made(ref: str) -> bool:
 
 
 def _model_of(ref: str, folder: Path) -> ModelSettings | None:
-    """The model of the recipe beside that makes a run's model, with what stands in; None without one."""
+    """The model of the recipe that makes a run's model, with what stands in; None without one."""
     from darkroom.recipe.read import read_recipe
 
     parts = Path(ref).parts

@@ -17,12 +17,12 @@ PARTS = ("compute", "memory_bound", "launch", "communication", "data")
 
 def to_dict(plan: Plan) -> dict[str, Any]:
     """Every number of a plan."""
-    told = {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": plan.kept}
-    return {**told, "intervals": intervals.to_dict(plan.intervals)}
+    values = {**asdict(plan), "peak_bytes": plan.peak_bytes, "kept": plan.kept}
+    return {**values, "intervals": intervals.to_dict(plan.intervals)}
 
 
 def lines(plan: Plan) -> Iterator[str]:
-    """One plan, told in full."""
+    """One plan in full."""
     many = f"{plan.count} x " if plan.count > 1 else ""
     yield f"{plan.job} on {many}{plan.device}: {'fits' if plan.fits else 'does NOT fit'}"
     for label, text in _facts(plan):
@@ -87,14 +87,14 @@ def _room(plan: Plan) -> str:
 
 
 def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
-    told = {
-        "data_hidden_s": "reading beside it, hidden: {} s a step",
+    labels = {
+        "data_hidden_s": "reading meanwhile, hidden: {} s a step",
         "latency_s": "{}{} s for a batch",
         "steps_per_s": "{}{} denoising steps/s",
         "latency_p50_s": "half within {}{} s",
         "latency_p95_s": "95 of 100 within {}{} s",
         "latency_p99_s": "99 of 100 within {}{} s",
-        "capacity_images_per_s": "room for {}{} images/s",
+        "capacity_images_per_s": "capacity {}{} images/s",
         "busy": "{:.0%}{} busy",
         "usd_per_image": "USD {:.2g}{} an image",
         "usd_per_month": "USD {:,.0f}{} a month",
@@ -102,11 +102,11 @@ def _extra(plan: Plan) -> Iterator[tuple[str, str]]:
         "batch": "batches of {}{}",
     }
     found = [
-        told[key].format(
-            value if ":" in told[key] else format_number(value), between(plan.intervals.get(key))
+        labels[key].format(
+            value if ":" in labels[key] else format_number(value), between(plan.intervals.get(key))
         )
         for key, value in plan.extra.items()
-        if key in told and value is not None
+        if key in labels and value is not None
     ]
     for i in range(0, len(found), 4):
         yield "", ", ".join(found[i : i + 4])
@@ -207,10 +207,10 @@ def hours(number: float, interval: Interval | None = None) -> str:
 
 def usd(number: float, interval: Interval | None = None) -> str:
     """'USD 12.30 (10 to 15)', 'USD 1,234', 'USD 0.0034'."""
-    told = f"{number:,.0f}" if number >= 1000 else f"{number:.2f}"
+    amount = f"{number:,.0f}" if number >= 1000 else f"{number:.2f}"
     if 0 < number < 1:
-        told = f"{number:.2g}"
-    return f"USD {told}{between(interval)}"
+        amount = f"{number:.2g}"
+    return f"USD {amount}{between(interval)}"
 
 
 def between(interval: Interval | None, divisor: float = 1.0) -> str:

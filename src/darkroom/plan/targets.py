@@ -103,14 +103,14 @@ def mode_of(asked: PlanRequest, target: Target) -> str:
 
 def choose_precision(asked: PlanRequest, target: Target, card: Card) -> str:
     """The precision to compute in: as asked, else what the hardware is fast in."""
-    said = target.precision if target.precision != "auto" else asked.precision
-    return fast_precision(card) if said == "auto" else said
+    precision = target.precision if target.precision != "auto" else asked.precision
+    return fast_precision(card) if precision == "auto" else precision
 
 
 def software_of(asked: PlanRequest, target: Target, where: Where) -> Software:
     """The program that computes it, in which precision and layout."""
-    said = target.precision if target.precision != "auto" else asked.precision
-    quantised = said if said in QUANTISED else ""
+    chosen = target.precision if target.precision != "auto" else asked.precision
+    quantised = chosen if chosen in QUANTISED else ""
     if quantised and asked.settings:
         raise InputError(f"--precision {quantised}", allowed="generate and serve: training has no such step")
     precision = fast_precision(where.card) if quantised else choose_precision(asked, target, where.card)
@@ -146,7 +146,7 @@ def software_notes(target: Target, where: Where, software: Software) -> Iterator
 
 
 def fast_precision(card: Card) -> str:
-    """The precision that a device is fastest in and trains in unless told otherwise."""
+    """The precision that a device is fastest in and trains in by default."""
     if "bf16" in card.flops:
         return "bf16"
     return "fp16" if card.kind == "gpu" and "fp16" in card.flops else "float32"

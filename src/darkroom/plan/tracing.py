@@ -72,7 +72,7 @@ def moments_of(
 ) -> tuple[Moment, ...]:
     """The moments of two traces that can be the peak, as straight lines.
 
-    On a CPU oneDNN's convolutions have a copy of their largest tensor beside, in their own layout.
+    On a CPU oneDNN's convolutions have a copy of their largest tensor in their own layout.
     """
     kernels = traces[0].kernels
     if not kernels:

@@ -170,7 +170,7 @@ def _adapter_bytes(masters: Mapping[str, Any]) -> int:
 
 
 def _masters_apart(weights: Any) -> bool:
-    """Whether the step computes with weights of their own, beside the float32 ones that it trains."""
+    """Whether the step computes with weights of their own, besides the float32 ones that it trains."""
     computing = {id(param) for param in weights.computing.values()}
     return not any(id(master) in computing for master in weights.masters.values())
 
@@ -183,6 +183,7 @@ def _columns(
     draws = {"u": (), "offset": (model.latent_channels, 1, 1)}
 
     def columns(pictures: int) -> dict[str, Any]:
+        """A batch of rows as the task reads it, on the meta device: shapes and types without values."""
         rows = pictures * task.rows_a_picture
         given: dict[str, Any] = {
             name: torch.empty(rows, *draws.get(name, latent), device="meta") for name in task.read.draws

@@ -163,7 +163,7 @@ def _check_finished(store: Store, column: str, source: str, command: str) -> Non
 
 
 def _missing_rows(store: Store, column: str, source: str) -> int:
-    """Rows that a column is null in: counted, or for a huge store told from the manifest alone.
+    """Rows that a column is null in: counted, or for a huge store read from the manifest alone.
 
     Counting reads a few hundred bytes a fragment (the heights, which compress to nothing). The manifest does
     not know of single nulls in fragments that were joined; those are noticed when they are read.

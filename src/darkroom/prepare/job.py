@@ -51,16 +51,16 @@ class PrepareReport:
 
     def lines(self) -> list[str]:
         """The report for people."""
-        said = [
+        lines = [
             f"{name}: {self.encoded[name]:,} rows encoded, {self.done_before[name]:,} were done before"
             for name in self.columns
         ]
         if self.unreadable:
-            said.append(
+            lines.append(
                 f"{len(self.unreadable):,} pictures could not be decoded and have no latents; training "
                 f"refuses them until they are deleted: {', '.join(self.unreadable[:5])}"
             )
-        return [*said, f"{self.wall_s:,.1f} s, {self.rows_per_s:,.1f} rows/s"]
+        return [*lines, f"{self.wall_s:,.1f} s, {self.rows_per_s:,.1f} rows/s"]
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,7 @@ class _ColumnJob:
         usable: list[Note] = []
 
         def commit() -> lance.LanceDataset:
+            """Commit every finished file that still fits the store's rows; returns the new version."""
             self._store.refresh()
             usable[:] = [note for note in notes.all() if self._still_fits(notes, note)]
             for note in usable:

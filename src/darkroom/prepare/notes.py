@@ -1,6 +1,6 @@
 """What a prepare has finished but not yet committed: small JSON files inside the store's folder.
 
-`_prepare/<column>/<fragment>.json` names a finished file of encoded values that lies beside it. Committing
+`_prepare/<column>/<fragment>.json` names a finished file of encoded values in the same folder. Committing
 moves the file into the dataset and lets the note go, so the folder holds only what a kill would lose; what is
 committed, the dataset itself knows.
 """

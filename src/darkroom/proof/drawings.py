@@ -313,7 +313,7 @@ def _bars(drawing: PlotSpec, found: Sequence[Picked]) -> str:
 
 
 def _name(match: re.Match[str], case: str) -> str:
-    """A container's steps stay beside its card's name, where the case has them."""
+    """A container's steps stay with its card's name, where the case has them."""
     return case if "steps)" in case else match["name"]
 
 

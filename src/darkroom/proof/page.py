@@ -48,7 +48,7 @@ Part = tuple[str, float, float]  # a card, its published USD an hour, its share 
 def write_five_systems(
     out: Path | str, sources: Sequence[Path | str] = (), *, proof: Mapping[str, Any] | None = None
 ) -> tuple[Path, Path]:
-    """Write the page and, beside it, its CSV. `sources` are CSVs of measurements.
+    """Write the page and next to it its CSV. `sources` are CSVs of measurements.
 
     `proof` is what `plan.validate` gives as plain values; it is made anew where it is not given. A cell that
     a row of `sources` measured (same card, work, batch, precision) shows that figure. Raises InputError for a
@@ -61,13 +61,13 @@ def write_five_systems(
     cells = list(five_cells(proof, rows))
     target = Path(out)
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_suffix(".csv")
-    with beside.open("w", newline="", encoding="utf-8") as file:
+    table = target.with_suffix(".csv")
+    with table.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(cells)
     target.write_text(_page(proof, cells, paths), encoding="utf-8")
-    return target, beside
+    return target, table
 
 
 def five_cells(proof: Mapping[str, Any], rows: Sequence[Measurement] = ()) -> Iterator[dict[str, Any]]:
@@ -120,14 +120,14 @@ def measured(table: str, case: str, rows: Sequence[Measurement]) -> tuple[float,
 
 
 def _drawn(table: str, match: re.Match[str], row: Measurement) -> float | None:
-    said = row.settings
+    settings = row.settings
     same = (
         row.benchmark == "batch"
-        and said.get("model") == "sd15"
-        and said.get("size") == "512x512"
-        and said.get("steps") == 50
-        and said.get("batch") == int(match["batch"])
-        and said.get("precision") in _PRECISIONS[match["precision"]]
+        and settings.get("model") == "sd15"
+        and settings.get("size") == "512x512"
+        and settings.get("steps") == 50
+        and settings.get("batch") == int(match["batch"])
+        and settings.get("precision") in _PRECISIONS[match["precision"]]
         and _card_of(row) == match["card"]
     )
     if not same:
@@ -138,11 +138,11 @@ def _drawn(table: str, match: re.Match[str], row: Measurement) -> float | None:
 
 
 def _trained(match: re.Match[str], row: Measurement) -> float | None:
-    said = row.settings
+    settings = row.settings
     same = (
         row.benchmark == "train"
-        and said.get("model") == "sd2"
-        and said.get("resolution") == int(match["side"])
+        and settings.get("model") == "sd2"
+        and settings.get("resolution") == int(match["side"])
         and row.num_devices == int(match["count"])
         and _card_of(row) == "A100-SXM4-40GB"
     )
@@ -196,7 +196,7 @@ def price_parts(table: str, case: str) -> tuple[Part, ...]:
 
 
 def _phase_1(kind: str) -> tuple[Part, ...]:
-    """The training machines, and the small cards that encode beforehand (offline) or beside (online)."""
+    """The training machines, and the small cards that encode beforehand (offline) or meanwhile (online)."""
     _, hours, usd, small = t.ANYSCALE_PHASE_1[kind]
     encoding = t.ANYSCALE_ENCODING_USD if kind == "offline" else hours * small * t.ANYSCALE_A10G_USD
     share = encoding / (usd + (t.ANYSCALE_ENCODING_USD if kind == "offline" else 0))
@@ -283,10 +283,10 @@ def _table_of(found: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> I
 
 def _verdict(found: Mapping[str, Any]) -> str:
     kind = "the median" if found["by_median"] else "each cell"
-    told = f"{kind} within {_bound(found)}; {told_error(found)}"
+    message = f"{kind} within {_bound(found)}; {told_error(found)}"
     if found["holds"]:
-        return _note(f"Holds: {told}.")
-    words = html.escape(f"Misses its bound: {told}.")
+        return _note(f"Holds: {message}.")
+    words = html.escape(f"Misses its bound: {message}.")
     return f'<p class="note"><strong style="color: var(--accent)">{words}</strong></p>'
 
 
@@ -335,13 +335,13 @@ def _remarks(cell: Mapping[str, Any]) -> Iterator[str]:
 
 def _prices(cells: Sequence[Mapping[str, Any]]) -> str:
     """The price of an hour of each card, as published and as of a date."""
-    told = {
+    prices = {
         f"{cell['cards']} {cell['usd_per_hour_then']} then, {cell['usd_per_hour_now']} "
         f"as of {cell['price_as_of']}"
         for cell in cells
         if "price_as_of" in cell
     }
-    return _note(f"USD an hour of one card: {'; '.join(sorted(told))}.")
+    return _note(f"USD an hour of one card: {'; '.join(sorted(prices))}.")
 
 
 def number(value: float) -> str:

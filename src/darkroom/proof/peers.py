@@ -209,7 +209,10 @@ def _norms_of_cuda() -> Iterator[None]:
     plain = {name: getattr(F, name) for name in ("group_norm", "layer_norm", "softmax")}
 
     def widened(call: Any) -> Any:
+        """The call in float32 while autocast is on, as CUDA's autocast has it."""
+
         def wide(*args: Any, **kwargs: Any) -> Any:
+            """The call with its tensors widened while autocast is on."""
             if not torch.is_autocast_enabled("cpu"):
                 return call(*args, **kwargs)
             given = [arg.float() if isinstance(arg, Tensor) else arg for arg in args]

@@ -71,7 +71,7 @@ TABLES: dict[str, tuple[float, bool, Callable[[], Iterator[PublishedValue]], str
         False,
         anyscale_total,
         "32 A100-80: phase 1 by DDP on the fast network, the whole run by FSDP and compile; A10G encode each "
-        "sample once, beforehand or beside",
+        "sample once, beforehand or meanwhile",
     ),
     "days (MosaicML)": (0.0012, False, mosaic_days, "their rates, which they printed rounded"),
     "costs (MosaicML)": (0.03, False, mosaic_costs, "USD 2 an A100-hour"),
@@ -185,7 +185,7 @@ def _near(row: PublishedValue, known: Efficiency) -> bool:
 
 def _as_dict(row: PublishedValue, known: Efficiency) -> dict[str, Any]:
     """A row as `--json` gives it."""
-    told: dict[str, Any] = {
+    values: dict[str, Any] = {
         "case": row.case,
         "published": row.published,
         "predicted": row.predict(known),
@@ -194,14 +194,14 @@ def _as_dict(row: PublishedValue, known: Efficiency) -> dict[str, Any]:
         "unit": row.unit,
     }
     if row.plain is not None:
-        told["plain_reading"] = row.plain(known)
+        values["plain_reading"] = row.plain(known)
     if row.at_least is not None:
-        told["at_least"] = row.at_least
+        values["at_least"] = row.at_least
     if row.derived:
-        told["derived"] = True
+        values["derived"] = True
     if row.note:
-        told["note"] = row.note
-    return told
+        values["note"] = row.note
+    return values
 
 
 @dataclass(frozen=True)
@@ -247,9 +247,9 @@ class Validation:
         yield f"{self.holding} of all {len(self.tables)} tables hold"
         yield f"{self.inside:.0%} of unseen rows lie inside their 80 % interval, each table alike"
         for found in timed:
-            told = f"median error {found['median_error']:.1%}, {found['inside']:.0%} inside 80 %"
+            message = f"median error {found['median_error']:.1%}, {found['inside']:.0%} inside 80 %"
             verdict = "holds" if found["holds"] else "does NOT hold"
-            yield f"  {found['table']:<42} {told}, {verdict}; seen {found['seen_error']:.1%}"
+            yield f"  {found['table']:<42} {message}, {verdict}; seen {found['seen_error']:.1%}"
         for found in (one for one in self.tables if one["table"] in MEMORY):
             yield f"  {found['table']:<42} {found['inside']:.0%} inside 80 %, of memory"
         yield ""

@@ -155,7 +155,7 @@ def anyscale_total() -> Iterator[PublishedValue]:
 
 
 def _phase_1_hours(kind: str, known: Efficiency) -> float:
-    """Hours at 256 px on 32 A100-80 and the fast network; small cards that encode beside must keep up."""
+    """Hours at 256 px on 32 A100-80 and the fast network; small cards that encode meanwhile must keep up."""
     run = _anyscale_run("A100-SXM4-80GB", 32, 256, "DDP fast")
     rate = images_s(replace(run, inline=kind == "inline"), known)
     if kind == "online":

@@ -1,4 +1,4 @@
-"""One published value beside what the plan says of it, and a table of them.
+"""One published value with what the plan says of it, and a table of them.
 
 A prediction is a function of the efficiencies, so that the fit (benchmarks/plan/fit.py) and the proof use the
 same code. `fitted` rows are those whose value the fit has seen; the proof counts the others alone, and of
@@ -28,7 +28,7 @@ class PublishedValue:
     at_least: float | None = None  # a ceiling of the card: the prediction is to be at least this
     derived: bool = False  # another row's published value in another unit: shown, neither fitted nor counted
     note: str = ""  # what a reader should know of it
-    plain: Predict | None = None  # the plain reading, shown beside
+    plain: Predict | None = None  # the plain reading, shown next to it
     unit: str = ""
 
 

@@ -84,7 +84,7 @@ ANYSCALE_MICRO = {256: 128, 512: 32}  # on the A100 of 80 GB
 ANYSCALE_RUNGS = ("DDP TCP", "DDP fast", "FSDP", "FSDP compile")
 ANYSCALE_SAMPLES = {256: 1_126_400_000, 512: 1_740_800_000}
 ANYSCALE_MACHINES, ANYSCALE_MACHINE_USD, ANYSCALE_A10G_USD = 4, 40.96, 1.212
-# images/s, hours, USD (offline: without its encoding), A10G beside
+# images/s, hours, USD (offline: without its encoding), A10G next to them
 ANYSCALE_PHASE_1 = {
     "inline": (2811, 111.3, 18_192, 0),
     "offline": (4068, 76.9, 14_753 - 2_183, 0),

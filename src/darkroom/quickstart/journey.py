@@ -242,11 +242,11 @@ class Journey:
             notice=self._tell,
         )
         self.meter.images += len(pictures)
-        beside = self.out / ".pictures"
-        remove_tree(beside)
-        sample.save_pictures(pictures, beside, grid=False)
+        temporary = self.out / ".pictures"
+        remove_tree(temporary)
+        sample.save_pictures(pictures, temporary, grid=False)
         remove_tree(self.pictures)
-        atomic_replace(beside, self.pictures)
+        atomic_replace(temporary, self.pictures)
         images = [picture.image for picture in pictures]
         scores = score(images, self.wanted)
         gallery(images, self.wanted, scores).save(self.sheet)
@@ -284,9 +284,9 @@ def check_unseen(store: Path | str, hidden: list[Triple]) -> None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    atomic_replace(beside, path)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    atomic_replace(temporary, path)
 
 
 def _silent(line: str) -> None:

@@ -219,7 +219,7 @@ TEXT = ("*layers.*.self_attn.*", "*layers.*.mlp.*")
 
 @dataclass
 class RecipeDraft:
-    """A recipe's content as it grows, and what is to be told of it."""
+    """A recipe's content as it grows, and the notes on it."""
 
     content: dict[str, Any] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)

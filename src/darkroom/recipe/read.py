@@ -52,7 +52,7 @@ def read_sweep(
 ) -> list[tuple[dict[str, Any], Recipe]]:
     """The recipes that overrides with several values mean, each with what sets it apart; one without any.
 
-    `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` beside it, four. A text's commas are its
+    `optim.lr=1e-5,5e-5` is two recipes; with `adapter.rank=4,8` as well, four. A text's commas are its
     own: `data.prompt='a dog, sitting'` is one value. `of` is the trainer whose file it is (kohya); None: a
     recipe.
     """
@@ -229,6 +229,7 @@ class _Loader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping, refused where a key comes twice or is no scalar. Raises MarkedYAMLError."""
         if not isinstance(node, yaml.MappingNode):
             raise _wrong(f"{_shown(node.value)} is no mapping", node.start_mark)
         seen: set[Any] = set()
@@ -243,6 +244,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """A value, refused where YAML 1.1 and 1.2 read another number or the tag does not fit."""
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep)
         if node.tag.endswith((":int", ":float")) and AMBIGUOUS.fullmatch(node.value):

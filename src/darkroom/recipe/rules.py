@@ -177,13 +177,13 @@ def _sources(data: DataSettings) -> list[str]:
 
 
 def _check_sources(task: str, data: DataSettings) -> None:
-    said = _sources(data)
+    sources = _sources(data)
     fine = task in FINE_TUNING
     wanted = "data.instance" if _is_subject(task) else "data.folder" if fine else "data.store"
-    if not said:
+    if not sources:
         raise RecipeError(wanted, "missing", mend=f"say where the pictures are: {wanted}=PATH")
-    if len(said) > 1:
-        raise RecipeError("data", f"{' and '.join(said)} are both given", allowed="one of them")
+    if len(sources) > 1:
+        raise RecipeError("data", f"{' and '.join(sources)} are both given", allowed="one of them")
 
 
 def _check_folder(task: str, data: DataSettings) -> None:
@@ -271,11 +271,11 @@ def _check_text_rates(
     """Rates of what is not trained."""
     trains_text = model.train_text_encoder or (adapter is not None and adapter.text_encoder)
     of_text = ("text_encoder_lr", "text_encoder_2_lr", "text_encoder_steps")
-    said = next((name for name in of_text if getattr(optim, name) is not None), None)
-    if said and not trains_text and task in FINE_TUNING:
+    rate = next((name for name in of_text if getattr(optim, name) is not None), None)
+    if rate and not trains_text and task in FINE_TUNING:
         key = "model.train_text_encoder" if adapter is None else "adapter.text_encoder"
         raise RecipeError(
-            f"optim.{said}", "given, but the text encoder is not trained", mend=f"set {key}=true"
+            f"optim.{rate}", "given, but the text encoder is not trained", mend=f"set {key}=true"
         )
     if optim.loraplus_lr_ratio is not None and (adapter is None or adapter.kind != "lora"):
         raise RecipeError(
@@ -298,9 +298,9 @@ def _check_subject(task: str, data: DataSettings) -> None:
 
 
 def _check_prior(data: DataSettings) -> None:
-    if data.class_prompt is None and (said := _said_of_prior(data)):
+    if data.class_prompt is None and (key := _said_of_prior(data)):
         raise RecipeError(
-            "data.class_prompt", f"missing beside data.{said}", mend="such as 'a photo of a dog'"
+            "data.class_prompt", f"missing besides data.{key}", mend="such as 'a photo of a dog'"
         )
     if data.class_prompt is not None and data.class_prompt == data.prompt:
         raise RecipeError(
@@ -311,7 +311,7 @@ def _check_prior(data: DataSettings) -> None:
     if data.class_prompt is not None and data.buckets:
         raise RecipeError(
             "data.buckets",
-            "true, but class pictures, which are square, go beside the subject's",
+            "true, but class pictures, which are square, go with the subject's",
             mend="leave data.class_prompt out, or set data.buckets=false",
         )
 
@@ -342,13 +342,13 @@ def _check_preference(
 
 
 def _said_of_prior(data: DataSettings) -> str | None:
-    """A setting of prior preservation that was said beside no class prompt."""
+    """A setting of prior preservation that was given without a class prompt."""
     if data.class_images is not None:
         return "class_images"
     for name in ("num_class_images", "prior_weight"):
         # A run's own recipe says every setting, the missing prompt too.
-        said = name in data.model_fields_set and "class_prompt" not in data.model_fields_set
-        if said or getattr(data, name) != type(data).model_fields[name].default:
+        is_given = name in data.model_fields_set and "class_prompt" not in data.model_fields_set
+        if is_given or getattr(data, name) != type(data).model_fields[name].default:
             return name
     return None
 
@@ -389,9 +389,9 @@ CAPTIONS = (
 def _check_text(task: str, data: DataSettings, model: ModelSettings, adapter: AdapterSettings | None) -> None:
     """Stored text states are of the store's captions, by an encoder that stays as it is."""
     if task in ("autoencoder", "extractor") and (
-        said := next((name for name in CAPTIONS if getattr(data, name)), None)
+        caption_key := next((name for name in CAPTIONS if getattr(data, name)), None)
     ):
-        raise RecipeError(f"data.{said}", f"given with the task {task}, which reads no captions")
+        raise RecipeError(f"data.{caption_key}", f"given with the task {task}, which reads no captions")
     if data.text != "stored":
         return
     against = {
@@ -431,8 +431,8 @@ OWN_RATES = (
 
 
 def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
-    if optim.name == "prodigy" and (said := next((name for name in OWN_RATES if getattr(optim, name)), None)):
-        raise RecipeError(f"optim.{said}", "given, but Prodigy has one rate for all", mend="leave it out")
+    if optim.name == "prodigy" and (key := next((name for name in OWN_RATES if getattr(optim, name)), None)):
+        raise RecipeError(f"optim.{key}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
         if optim.decay != "constant":
             raise RecipeError("optim.decay", f"{optim.decay} with schedule-free", allowed="constant")
@@ -527,7 +527,7 @@ def _check_distill(
 ) -> None:
     if task != "distill":
         return
-    said = {
+    keys_given = {
         "objective.min_snr_gamma": objective.min_snr_gamma,
         "objective.noise.offset": objective.noise.offset,
         "objective.prediction": objective.prediction,
@@ -535,7 +535,7 @@ def _check_distill(
         "model.fresh_unet": model.fresh_unet,
         "adapter.text_encoder": adapter is not None and adapter.text_encoder,
     }
-    for key, value in said.items():
+    for key, value in keys_given.items():
         if value:
             raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")
 

@@ -973,7 +973,7 @@ PROMPTS = (
 """What is said of a subject's pictures where the recipe says nothing, in the manner of the paper's."""
 
 SCENES = ("{} in the snow", "{} on the beach")
-"""Of which samples are drawn beside a subject's own prompt."""
+"""Of which samples are drawn besides a subject's own prompt."""
 
 
 def _with_zone(moment: datetime) -> datetime:

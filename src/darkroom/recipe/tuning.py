@@ -109,7 +109,7 @@ class DataSet(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    folder: str = Field(description="its pictures, with texts beside them or metadata.jsonl")
+    folder: str = Field(description="its pictures, with .txt captions or metadata.jsonl")
     captions: str | None = Field(
         default=None, description="a JSON file of kohya's fine-tuning: {picture: {caption: ..., tags: ...}}"
     )

@@ -28,7 +28,7 @@ TILE, MOST_STEPS = 96, 7
 
 
 def write_finetuning(rows: Rows, pictures: Pictures, bench: Finetuning, out: Path) -> tuple[list[Path], Path]:
-    """Write the PNGs and `report.html` beside `measurements.csv`; returns them."""
+    """Write the PNGs and `report.html` next to `measurements.csv`; returns them."""
     draws: dict[str, Callable[[Path], bool]] = {
         "fidelity": lambda file: _fidelity(_of(rows, FIDELITY), _of(rows, BEST), file),
         "rates": lambda file: _fidelity(_of(rows, RATES), (), file),
@@ -75,13 +75,13 @@ def _fidelity(rows: Rows, best: Rows, file: Path) -> bool:
     left, middle, right = figure.subplots(1, 3)
     chosen = {row.settings["series"]: row.settings["step"] for row in best}
     for i, series in enumerate(dict.fromkeys(row.settings["series"] for row in rows)):
-        told = [row.settings for row in rows if row.settings["series"] == series]
-        colour, steps = _colour(series, i), [one["step"] for one in told]
+        points = [row.settings for row in rows if row.settings["series"] == series]
+        colour, steps = _colour(series, i), [one["step"] for one in points]
         for axes, name in ((left, "subject"), (middle, "prompt")):
-            _with_interval(axes, steps, told, name, series, colour)
-        x, y = [one["prompt_fidelity"] for one in told], [one["subject_fidelity"] for one in told]
+            _with_interval(axes, steps, points, name, series, colour)
+        x, y = [one["prompt_fidelity"] for one in points], [one["subject_fidelity"] for one in points]
         right.plot(x, y, "-o", ms=3, color=colour, lw=1.2)
-        for one in told:
+        for one in points:
             if one["step"] == chosen.get(series):
                 right.plot(
                     one["prompt_fidelity"], one["subject_fidelity"], "*", ms=13, color=colour, mec="white"
@@ -106,17 +106,17 @@ def _fidelity(rows: Rows, best: Rows, file: Path) -> bool:
 
 
 def _with_interval(
-    axes: Axes, steps: list[int], told: list[dict[str, Any]], name: str, series: str, colour: str
+    axes: Axes, steps: list[int], points: list[dict[str, Any]], name: str, series: str, colour: str
 ) -> None:
     axes.plot(
-        steps, [one[f"{name}_fidelity"] for one in told], "-o", ms=3, color=colour, label=series, lw=1.4
+        steps, [one[f"{name}_fidelity"] for one in points], "-o", ms=3, color=colour, label=series, lw=1.4
     )
-    low, high = [one[f"{name}_low"] for one in told], [one[f"{name}_high"] for one in told]
+    low, high = [one[f"{name}_low"] for one in points], [one[f"{name}_high"] for one in points]
     axes.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
 
 
 def _memory(rows: Rows, file: Path) -> bool:
-    """Bars by method: what training holds, and the whole peak; measured and planned beside each other."""
+    """Bars by method: what training holds, and the whole peak; measured and planned side by side."""
     groups = [
         (title, _one_a_method(_of(rows, name)))
         for name, title in ((STEP, "Measured here"), (PLANNED, "Planned"))
@@ -136,8 +136,8 @@ def _memory(rows: Rows, file: Path) -> bool:
         axes.set_yticks(range(len(group)), [row.settings["method"] for row in group])
         axes.invert_yaxis()
         axes.set_xlim(0, axes.get_xlim()[1] * 1.4)
-        told = group[0].settings
-        where = f"{told['model']}, batch {told['batch']}, {told['resolution']} px"
+        settings = group[0].settings
+        where = f"{settings['model']}, batch {settings['batch']}, {settings['resolution']} px"
         axes.set_title(f"{title}: {where}", fontsize=9)
         axes.set_xlabel(f"{unit}; grey: whole peak, colour: state of what is trained")
     return _save(figure, file)
@@ -169,9 +169,10 @@ def _speed(rows: Rows, file: Path) -> bool:
 
 
 def _memory_by(rows: Rows, file: Path) -> bool:
-    """Peak memory by batch, by resolution and by rank; of a card's rows the host's beside it, dashed."""
+    """Peak memory by batch, by resolution and by rank; of a card's rows the host's as well, dashed."""
 
     def of(group: Rows) -> tuple[str, list[Value]]:
+        """The axis' label and the curves of a group: the device's peak, and the host's where it differs."""
         unit, scale = _unit(row.peak_memory_bytes or 0 for row in group)
         lines: list[Value] = [("-", lambda row: row.peak_memory_bytes and row.peak_memory_bytes / scale)]
         apart = any(row.settings.get("host_peak_bytes", row.peak_memory_bytes) != row.peak_memory_bytes
@@ -363,11 +364,11 @@ def _best_sheet(best: Rows, pictures: Pictures, bench: Finetuning, file: Path) -
     lines = []
     photo = _photos(bench)[0]
     for row in best:
-        told = row.settings
-        files = pictures[told["series"], told["step"]]
+        settings = row.settings
+        files = pictures[settings["series"], settings["step"]]
         tiles = [photo, *(_tile(files[i]) for i in _by_prompt(files)[:6])]
-        words = [f"subject {told['subject_fidelity']:.2f}  prompt {told['prompt_fidelity']:.2f}"]
-        lines.append((f"{told['series']}\n{told['step']} steps", tiles, ["photograph", *words]))
+        words = [f"subject {settings['subject_fidelity']:.2f}  prompt {settings['prompt_fidelity']:.2f}"]
+        lines.append((f"{settings['series']}\n{settings['step']} steps", tiles, ["photograph", *words]))
     return _draw_lines(lines, 7, file)
 
 

@@ -41,7 +41,7 @@ def plot(title: str, caption: str, svg: str, after: str = "") -> str:
 
 
 def grid(items: Iterable[str], kind: str = "plots") -> str:
-    """Plots, boxes or frames beside each other as the width allows."""
+    """Plots, boxes or frames side by side as the width allows."""
     inside = "\n".join(item for item in items if item)
     return f'<div class="{kind}">\n{inside}\n</div>' if inside else ""
 

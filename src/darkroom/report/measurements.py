@@ -31,7 +31,7 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "warmup_s": ("warm-up", lambda v: seconds(v)),
 }
 _MEASURED = ("psnr_db", "ssim", "nrmse", "max_diff", "lpips", "in_place")
-"""What settings hold beside what a case was run with."""
+"""What settings hold besides what a case was run with."""
 _SAME = ("machine", "device", "num_devices", "commit", "date", "note")
 
 
@@ -161,7 +161,7 @@ Rows = Sequence[Measurement]
 
 
 def _drawing_plots(rows: Rows) -> Iterator[str]:
-    """What is drawn beside the plots that every table has; nothing for other benchmarks."""
+    """What is drawn besides the plots that every table has; nothing for other benchmarks."""
     draw = {"ladder": _ladder, "batch": _batch, "precision": _precision}.get(rows[0].benchmark)
     if draw is not None:
         yield from draw(rows)
@@ -234,7 +234,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 COLOURS = dict(zip(PARTS, ("#8d99ae", "#2a9d8f", "#2f6690", "#d9822b", "#b5179e", "#6a994e"), strict=True))
 GIB = 2**30
-SHORT = 0.035  # of the width: below it a part has no room for its name
+SHORT = 0.035  # of the width: below it a part is too narrow for its name
 
 
 def draw_iteration(profile: IterationProfile, path: Path) -> Path:
@@ -275,7 +275,7 @@ def draw_iteration(profile: IterationProfile, path: Path) -> Path:
 
 
 def _split(axis: Any, profile: IterationProfile) -> None:
-    """One bar of the parts' shares, each with its name and per cent where there is room."""
+    """One bar of the parts' shares, each with its name and per cent where they fit."""
     left = 0.0
     for part, share in shares(profile):
         axis.barh(0, share, left=left, color=COLOURS[part], label=f"{part} {100 * share:.1f} %")

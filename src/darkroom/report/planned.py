@@ -1,4 +1,4 @@
-"""A run's plan beside what was measured: time, speed, memory and dollars, each with the plan's error."""
+"""A run's plan and what was measured: time, speed, memory and dollars, each with the plan's error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plans_of(runs: Sequence[Run], *, make: bool) -> dict[Path, Mapping[str, Any]
 
 def _planned_now(run: Run) -> dict[str, Any] | None:
     """The plan of a run for the machine it ran on; None where its files do not say enough."""
-    from darkroom.plan.run_estimate import foretell
+    from darkroom.plan.run_estimate import estimate_run
     from darkroom.recipe.sections import Recipe
 
     bill = run.bill()
@@ -62,7 +62,7 @@ def _planned_now(run: Run) -> dict[str, Any] | None:
         there = Machine.from_dict(run.environment["machine"])
         on = None if there.name == machine().name else there
         recipe = Recipe.model_validate(run.recipe)
-        found = foretell(recipe, bill.num_devices if bill else 1, count=True, on=on)
+        found = estimate_run(recipe, bill.num_devices if bill else 1, count=True, on=on)
         return None if found is None else {**found, "made_for_report": True}
     return None
 

@@ -104,6 +104,7 @@ def curves(
     """Each run's values, thin, under their smoothed course; held-out values as dots on a line."""
 
     def draw(axes: Axes) -> None:
+        """Curves, faint points behind, and held-out values dashed."""
         for i, curve in enumerate(raw):
             _curve(axes, curve, SERIES[i % NUM_SERIES], faint=0.3 / len(raw) ** 0.5)
         names = list(dict.fromkeys(curve.name for curve in (*raw, *held_out)))
@@ -125,6 +126,7 @@ def by_timestep(curve_by_timestep: Mapping[int, Curve], *, label: str) -> str:
     """Held-out loss over the steps, one line a timestep, named at its end."""
 
     def draw(axes: Axes) -> None:
+        """A curve for each timestep, from light to dark, named at its end."""
         timesteps = sorted(curve_by_timestep)
         many = len(timesteps) - 1 or 1
         for i, timestep in enumerate(timesteps):
@@ -235,8 +237,8 @@ def _marked(axes: Axes, place: float, row: Marks, longest: float) -> None:
 
 
 def _tell(axes: Axes, x: float, y: float, value: float, longest: float) -> None:
-    told = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
-    axes.text(x + longest * 0.02, y, told, va="center", fontsize=7.5)
+    label = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    axes.text(x + longest * 0.02, y, label, va="center", fontsize=7.5)
 
 
 def marked_curves(
@@ -245,6 +247,7 @@ def marked_curves(
     """Each name's published course (dashed, dots), its retelling (hollow diamonds) and one's own (solid)."""
 
     def draw(axes: Axes) -> None:
+        """Published points, the plan's of the same runs, and own ones, on doubling axes."""
         names = list(dict.fromkeys(curve.name for curve in (*published, *retold, *own)))
         for group, style in ((published, "o"), (retold, "D"), (own, "")):
             for curve in group:
@@ -375,8 +378,8 @@ def _scale(
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif len(known) > 50:
-        room = 0.06 * (typical[1] - typical[0]) or abs(high) or 1.0
-        axes.set_ylim(max(low, typical[0]) - room, min(high, typical[1]) + room)
+        margin = 0.06 * (typical[1] - typical[0]) or abs(high) or 1.0
+        axes.set_ylim(max(low, typical[0]) - margin, min(high, typical[1]) + margin)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
 
 

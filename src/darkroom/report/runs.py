@@ -37,18 +37,22 @@ def _run_sections(
     first = [(name, value, "") for name, value in highlights.items()]
     if not runs:
         return [html.cards([], first)]
-    told = [_read(run, name, plans) for run, name in zip(runs, _names(runs), strict=True)]
-    alone = told[0] if len(told) == 1 else None
+    runs_read = [_read(run, name, plans) for run, name in zip(runs, _names(runs), strict=True)]
+    alone = runs_read[0] if len(runs_read) == 1 else None
     return [
-        html.legend([one.name for one in told]) if not alone else "",
+        html.legend([one.name for one in runs_read]) if not alone else "",
         html.cards(_figures(alone) if alone else [], first),
-        "" if alone else _overview(told),
-        html.section("Course", html.grid(_curves(told))),
-        *(_samples(one, titled=alone is None) for one in told),
-        html.section("Planned and measured", *(planned_table(one, titled=alone is None) for one in told)),
-        html.section("Bill", html.grid((_bill(one, titled=alone is None) for one in told), "columns two")),
-        html.section("Settings", _settings(told)),
-        html.section("Environment", _environment(told)),
+        "" if alone else _overview(runs_read),
+        html.section("Course", html.grid(_curves(runs_read))),
+        *(_samples(one, titled=alone is None) for one in runs_read),
+        html.section(
+            "Planned and measured", *(planned_table(one, titled=alone is None) for one in runs_read)
+        ),
+        html.section(
+            "Bill", html.grid((_bill(one, titled=alone is None) for one in runs_read), "columns two")
+        ),
+        html.section("Settings", _settings(runs_read)),
+        html.section("Environment", _environment(runs_read)),
     ]
 
 
@@ -104,7 +108,7 @@ def _bill_figures(bill: Bill) -> list[tuple[str, str, str]]:
     ]
 
 
-def _overview(told: Sequence[RunData]) -> str:
+def _overview(runs_read: Sequence[RunData]) -> str:
     header = [
         "run",
         "steps",
@@ -117,7 +121,7 @@ def _overview(told: Sequence[RunData]) -> str:
         "peak memory",
     ]
     rows = []
-    for one in told:
+    for one in runs_read:
         bill = {label: value for label, value, _ in _bill_figures(one.bill)} if one.bill else {}
         rows.append(
             [
@@ -140,8 +144,8 @@ def _of_steps(one: RunData) -> str:
 # ---- curves
 
 
-def _curves(told: Sequence[RunData]) -> Iterator[str]:
-    losses, held = [one.curve("loss") for one in told], [one.held_out() for one in told]
+def _curves(runs_read: Sequence[RunData]) -> Iterator[str]:
+    losses, held = [one.curve("loss") for one in runs_read], [one.held_out() for one in runs_read]
     if any(len(curve.x) for curve in (*losses, *held)):
         dashed = "; dashed with dots: held out" if any(len(curve.x) for curve in held) else ""
         yield html.plot(
@@ -149,16 +153,16 @@ def _curves(told: Sequence[RunData]) -> Iterator[str]:
             f"thin: each step; thick: smoothed{dashed}",
             plots.curves(losses, label="Loss by step", held_out=[curve for curve in held if len(curve.x)]),
         )
-    for one in told:
+    for one in runs_read:
         found = one.by_timestep()
         if found:
-            whose = f" · {one.name}" if len(told) > 1 else ""
+            whose = f" · {one.name}" if len(runs_read) > 1 else ""
             yield html.plot(
                 f"Held-out loss by timestep{whose}",
                 "fixed pictures and noise; a high timestep is mostly noise",
                 plots.by_timestep(found, label=f"Held-out loss by timestep {one.name}"),
             )
-    rates, norms = [one.curve("lr") for one in told], [one.curve("grad_norm") for one in told]
+    rates, norms = [one.curve("lr") for one in runs_read], [one.curve("grad_norm") for one in runs_read]
     if any(len(curve.x) for curve in (*rates, *norms)):
         yield html.plot(
             "Learning rate and gradient norm",
@@ -167,8 +171,10 @@ def _curves(told: Sequence[RunData]) -> Iterator[str]:
                 rates, norms, labels=("rate", "norm"), label="Learning rate and gradient norm by step"
             ),
         )
-    for key in sorted({key for one in told for row in one.rows for key in row if _is_score(key, row[key])}):
-        scores = [one.curve(key) for one in told]
+    for key in sorted(
+        {key for one in runs_read for row in one.rows for key in row if _is_score(key, row[key])}
+    ):
+        scores = [one.curve(key) for one in runs_read]
         if max(len(curve.x) for curve in scores) < 2:
             continue
         name, _, unit = key.removeprefix("heldout_").partition("_")
@@ -176,7 +182,7 @@ def _curves(told: Sequence[RunData]) -> Iterator[str]:
         yield html.plot(
             title, unit.replace("_", " ").replace("db", "dB"), plots.curves([], label=title, held_out=scores)
         )
-    speeds = [one.curve("images_per_s") for one in told]
+    speeds = [one.curve("images_per_s") for one in runs_read]
     if any(len(curve.x) for curve in speeds):
         yield html.plot(
             "Throughput", "images a second", plots.curves(speeds, label="Images a second by step")
@@ -260,11 +266,11 @@ def _parts(bill: Bill) -> str:
     return html.plot("Where the time went", "", svg, html.legend(names, "key"))
 
 
-def _settings(told: Sequence[RunData]) -> str:
-    if len(told) > 1:
-        return _compared([_flat(one.recipe) for one in told], [one.name for one in told])
+def _settings(runs_read: Sequence[RunData]) -> str:
+    if len(runs_read) > 1:
+        return _compared([_flat(one.recipe) for one in runs_read], [one.name for one in runs_read])
     groups: dict[str, dict[str, str]] = {"recipe": {}}
-    for key, value in told[0].recipe.items():
+    for key, value in runs_read[0].recipe.items():
         if isinstance(value, Mapping):
             groups[key] = {name: text for name, text in _flat(value).items() if text != _NOTHING}
         else:
@@ -272,11 +278,11 @@ def _settings(told: Sequence[RunData]) -> str:
     return html.grid((html.pairs(rows, name) for name, rows in groups.items() if rows), "columns")
 
 
-def _environment(told: Sequence[RunData]) -> str:
-    tables = [_environment_rows(one.environment) for one in told]
-    if len(told) > 1:
-        return _compared(tables, [one.name for one in told])
-    versions = told[0].environment.get("versions")
+def _environment(runs_read: Sequence[RunData]) -> str:
+    tables = [_environment_rows(one.environment) for one in runs_read]
+    if len(runs_read) > 1:
+        return _compared(tables, [one.name for one in runs_read])
+    versions = runs_read[0].environment.get("versions")
     parts = [html.pairs(tables[0])]
     if isinstance(versions, Mapping):
         parts.append(html.pairs({name: str(version) for name, version in versions.items()}))
@@ -297,8 +303,8 @@ def _environment_rows(environment: Mapping[str, Any]) -> dict[str, str]:
     git = environment.get("git")
     if isinstance(git, Mapping):
         rows["commit"] = f"{str(git.get('commit', ''))[:12]}{' + changes' if git.get('changed') else ''}"
-    told = ("machine", "git", "versions", "sessions", "resident_bytes")
-    rest = {k: v for k, v in environment.items() if k not in told}
+    shown = ("machine", "git", "versions", "sessions", "resident_bytes")
+    rest = {k: v for k, v in environment.items() if k not in shown}
     return {key: value for key, value in (rows | _flat(rest)).items() if value}
 
 
@@ -366,7 +372,7 @@ def write_report(
     """Write one HTML file from run folders, CSVs of measurements, pictures and folders of pictures.
 
     Several runs are laid over each other. `highlights` are figures to show first, by name (a score, say).
-    A run's plan stands beside what was measured; with `plan` that of a run which kept none is made now, which
+    A run's plan stands by what was measured; with `plan` that of a run which kept none is made now, which
     may take 20 s.
     What a run has not is left out. Raises InputError for a path that is none of these.
     """
@@ -422,7 +428,7 @@ def _what(runs: Sequence[Run], tables: Sequence[Path], pictures: Sequence[Path])
 
 def _write(target: Path, content: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(content, encoding="utf-8")
-    atomic_replace(beside, target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(content, encoding="utf-8")
+    atomic_replace(temporary, target)
     return target

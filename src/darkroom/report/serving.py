@@ -45,10 +45,10 @@ def write_serving_page(rows: Sequence[Measurement], out: Path | str) -> Path:
         _section(title, [row for row in rows if row.benchmark == name]) for name, title in TABLES.items()
     ]
     now = datetime.now(UTC)
-    told = rows[0].settings
+    settings = rows[0].settings
     page = html.page(
         "Servers under load",
-        f"{told['model']}, {told['adapters']} adapters, mixed sizes, steps and guidance, "
+        f"{settings['model']}, {settings['adapters']} adapters, mixed sizes, steps and guidance, "
         f"{now.day} {now:%B %Y}",
         "\n".join([*body, html.section("The trace", html.pairs(_trace(rows[0])))]),
         f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. One file; nothing is "
@@ -103,10 +103,10 @@ def _table(rows: Sequence[Measurement]) -> str:
 
 def _trace(row: Measurement) -> dict[str, str]:
     """What was asked for, and where."""
-    told = {
+    settings = {
         name: str(value) for name, value in row.settings.items() if name not in COLUMNS and "_p" not in name
     }
-    return told | {"machine": row.machine, "device": row.device, "commit": row.commit, "note": row.note}
+    return settings | {"machine": row.machine, "device": row.device, "commit": row.commit, "note": row.note}
 
 
 def _cell(row: Measurement, name: str) -> str:

@@ -106,9 +106,9 @@ def read_tags(prompt: str) -> tuple[str, list[Tag]]:
     As A1111: `<lora:NAME:TEXT:UNET>`, `te=` and `unet=` by name; and as its block weights are written,
     `lbw=1,0,...`, or the list alone.
     """
-    told = [_tag(tag) for tag in TAG.finditer(prompt)]
-    plain = re.sub(r"[ \t]{2,}", " ", TAG.sub(" ", prompt)).strip() if told else prompt
-    return plain, told
+    tags = [_tag(tag) for tag in TAG.finditer(prompt)]
+    plain = re.sub(r"[ \t]{2,}", " ", TAG.sub(" ", prompt)).strip() if tags else prompt
+    return plain, tags
 
 
 def _tag(tag: re.Match[str]) -> Tag:
@@ -132,8 +132,8 @@ def _tag(tag: re.Match[str]) -> Tag:
             f"'{tag[0][:80]}' in a prompt",
             allowed="<lora:NAME>, <lora:NAME:WEIGHT>, <lora:NAME:TEXT:UNET>, with :lbw=1,0,... for blocks",
         )
-    told, other = (None if math.isnan(one) else one for one in weights[:2])
-    return Tag(tag[1].strip(), told, other, tuple(weights[2:]))
+    text_weight, other = (None if math.isnan(one) else one for one in weights[:2])
+    return Tag(tag[1].strip(), text_weight, other, tuple(weights[2:]))
 
 
 def _number(text: str, otherwise: float) -> float:
@@ -160,12 +160,12 @@ class WeightedAdapter(NamedTuple):
 
 def said_of(name: str, unet: float, text: float, blocks: Blocks, sha256: str) -> dict[str, Any]:
     """An adapter among a picture's parameters; what is as usual is left out."""
-    told: dict[str, Any] = {"name": name, "weight": unet, "sha256": sha256}
+    entry: dict[str, Any] = {"name": name, "weight": unet, "sha256": sha256}
     if text != unet:
-        told["text_weight"] = text
+        entry["text_weight"] = text
     if blocks:
-        told["blocks"] = list(blocks)
-    return told
+        entry["blocks"] = list(blocks)
+    return entry
 
 
 def _summed(tags: Sequence[Tag], given: Mapping[str, Named]) -> list[WeightedAdapter]:
@@ -173,7 +173,9 @@ def _summed(tags: Sequence[Tag], given: Mapping[str, Named]) -> list[WeightedAda
     summed: dict[tuple[str, Blocks], WeightedAdapter] = {}
     for tag in tags:
         one = given[tag.name]
-        text, unet = (one.weight if told is None else told for told in (tag.text, tag.unet))
+        text, unet = (
+            one.weight if weight_given is None else weight_given for weight_given in (tag.text, tag.unet)
+        )
         before = summed.get((tag.name, tag.blocks), WeightedAdapter(one, 0.0, 0.0))
         weights = before.unet + unet, before.text + text
         for weight in (*weights, *tag.blocks):
@@ -275,11 +277,11 @@ class Adapted:
     @property
     def notes(self) -> list[str]:
         """What users should know of the files, and of the memory that they take."""
-        told = [f"adapter '{one.name}': {note}" for one in self.chosen for note in one.adapter.notes]
+        notes = [f"adapter '{one.name}': {note}" for one in self.chosen for note in one.adapter.notes]
         if self.bank is not None and (held := self.bank.dense_bytes()):
             kinds = ", ".join(dict.fromkeys(one.adapter.kind for one in self.chosen))
-            told.append(f"adapters ({kinds}) hold {held / 2**20:.1f} MiB of differences as large as layers")
-        return told
+            notes.append(f"adapters ({kinds}) hold {held / 2**20:.1f} MiB of differences as large as layers")
+        return notes
 
     def encode(
         self, encode: Encode, prompts: Sequence[str], parts: Sequence[int], which: Sequence[int]
@@ -295,8 +297,8 @@ class Adapted:
         notices: list[str] = []
         device = next(bank.model.text_encoders[0].parameters()).device
         for choice, places in by_choice.items():
-            told = lay_out([choice], device)
-            with bank.applied("text", told.get(SLOTS), told.get(WEIGHTS)):
+            slots = lay_out([choice], device)
+            with bank.applied("text", slots.get(SLOTS), slots.get(WEIGHTS)):
                 encoded, more = encode([prompts[i] for i in places], [parts[i] for i in places])
             conditions |= dict(zip(places, encoded, strict=True))
             notices += more

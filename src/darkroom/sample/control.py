@@ -96,7 +96,7 @@ class Control:
     mask: Image.Image | str | Path | None = None
     """Of an IP-Adapter: white where it is at work."""
     image_encoder: str | Path | None = None
-    """Of an IP-Adapter: the folder of its CLIP image encoder, where it does not lie beside it."""
+    """Of an IP-Adapter: the folder of its CLIP image encoder, where it does not lie next to it."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and abs(self.weight) <= MAX_WEIGHT):

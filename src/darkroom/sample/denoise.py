@@ -33,13 +33,13 @@ from darkroom.sample.solvers import (
 )
 
 Unet = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
-"""unet(x_BCHW, t_B, text_BLD, added) -> out_BCHW. `added` holds what else the U-Net is told, by name, each
+"""unet(x_BCHW, t_B, text_BLD, added) -> out_BCHW. `added` holds the U-Net's further conditions, by name, each
 with a row for every row of x (SDXL: text_embeds, time_ids); it is empty for SD 1 and 2."""
 
 
 @dataclass(frozen=True, repr=False)
 class Condition:
-    """What the U-Net is told about one picture: text states [L, D] and further named vectors."""
+    """The U-Net's conditions of one picture: text states [L, D] and further named vectors."""
 
     text_LD: torch.Tensor
     added: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class StepState:
 class RunningBatch:
     """Rows packed for shared U-Net calls; good for `steps_left` steps, until the first row is done.
 
-    While aboard, a row's latents and history live here; `unpack` gives them back. Every row must have the
+    In the batch, a row's latents and history live here; `unpack` gives them back. Every row must have the
     same latent shape; rows whose texts differ in length share a batch, but not a U-Net call.
     """
 
@@ -278,7 +278,7 @@ class RunningBatch:
         return out if out.dtype == torch.float32 else out.float()
 
     def _call_of(self, unet: Unet, places: Sequence[int] | None = None) -> Unet:
-        """The call for all rows of this step or some: a U-Net with `of_rows` is told whose they are."""
+        """The call for all rows of this step or some: a U-Net with `of_rows` gets their indices."""
         of_rows: Callable[[Sequence[Owner]], Unet] | None = getattr(unet, "of_rows", None)
         if of_rows is None:
             return unet
@@ -292,13 +292,14 @@ class RunningBatch:
         self._guided = guided
         self._guided_index = new_tensor(guided, self.device, torch.int64)
         read = [row.conditions_at(row.step) for row in self.rows]
-        told = [positive for positive, _, _ in read]
-        told += [negative for i in guided if (negative := read[i][1]) is not None]
-        told += [one for _, _, further in read for one in further]
+        conditions = [positive for positive, _, _ in read]
+        conditions += [negative for i in guided if (negative := read[i][1]) is not None]
+        conditions += [one for _, _, further in read for one in further]
         whose = [i for i, (_, _, further) in enumerate(read) for _ in further]
-        self._gather_texts([condition.text_LD for condition in told])
+        self._gather_texts([condition.text_LD for condition in conditions])
         self._added = {
-            name: torch.stack([condition.added[name] for condition in told]) for name in told[0].added
+            name: torch.stack([condition.added[name] for condition in conditions])
+            for name in conditions[0].added
         }
         places = [*range(len(self.rows)), *guided, *whose]
         self._added |= lay_out([self.rows[i].adapters for i in places], self.device)
@@ -342,19 +343,19 @@ class RunningBatch:
         if not self._guided:
             return out
         count = len(self.rows)
-        told, untold, further = out.tensor_split([count, count + len(self._guided)])
+        positive, negative, further = out.tensor_split([count, count + len(self._guided)])
         everyone = len(self._guided) == count
-        towards = told if everyone else told[self._guided_index]
+        towards = positive if everyone else positive[self._guided_index]
         if self._composed is None:
-            mixed = torch.addcmul(untold, self._weight, towards - untold)
+            mixed = torch.addcmul(negative, self._weight, towards - negative)
         else:
             _, whose, weights, firsts = self._composed
-            away = ((towards - untold) * firsts).index_add_(0, whose, (further - untold[whose]) * weights)
-            mixed, towards = torch.addcmul(untold, self._weight, away), untold + away
+            away = ((towards - negative) * firsts).index_add_(0, whose, (further - negative[whose]) * weights)
+            mixed, towards = torch.addcmul(negative, self._weight, away), negative + away
         if self._rescale is not None:
             ratio = towards.std((1, 2, 3), keepdim=True) / mixed.std((1, 2, 3), keepdim=True)
             mixed = torch.where(self._rescale > 0, mixed * (self._rescale * ratio + 1 - self._rescale), mixed)
-        return mixed if everyone else told.index_copy(0, self._guided_index, mixed)
+        return mixed if everyone else positive.index_copy(0, self._guided_index, mixed)
 
     def _noise(self, draws: list[bool]) -> torch.Tensor:
         """A fresh draw for the rows whose solver asks for one, each from its own generator."""

@@ -101,7 +101,7 @@ def check_before(
 ) -> None:
     """InputError for settings that this model's outline cannot make, or not in the memory that there is.
 
-    `limit_bytes` is what the job was told to stay under; `in_files` whether its weights will lie in files. A
+    `limit_bytes` is the job's memory limit; `in_files` whether its weights will lie in files. A
     job much larger than the model's own pictures is counted, and announced where it takes long.
     """
     settings = with_lcm(settings, optimise)

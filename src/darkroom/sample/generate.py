@@ -90,17 +90,17 @@ def generate(
     goes to `notice` and into each picture's parameters; what `auto` picked and why to `explain`.
     InputError for what cannot be.
     """
-    told = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
     wanted = GenerateSettings.of(**settings)
-    _check_seeds(wanted, len(told))
-    adapted = Adapted.of(told, named(adapters))
+    _check_seeds(wanted, len(texts))
+    adapted = Adapted.of(texts, named(adapters))
     controlled = Controls.read(controls, model)
     larger, between = (_network(one) for one in (upscale, hires_network))
     opened = backend.model if isinstance(backend, Backend) else None
     with adapted.within(opened or model), installed(opened or model, controlled.image_prompts):
         job = Generation(
             model,
-            told,
+            texts,
             wanted,
             backend,
             notice,
@@ -130,8 +130,8 @@ def _upscaled(picture: Picture, network: Upscaler) -> Picture:
     """A finished picture as a network makes it larger; its parameters say so."""
     image = network.enlarge(picture.image)
     size = f"{image.width}x{image.height}"
-    told = {"upscaler": network.name, "upscaler_sha256": network.sha256, "upscaled_size": size}
-    return replace(picture, image=image, parameters={**picture.parameters, **told})
+    more = {"upscaler": network.name, "upscaler_sha256": network.sha256, "upscaled_size": size}
+    return replace(picture, image=image, parameters={**picture.parameters, **more})
 
 
 def _check_unicode(prompts: Sequence[str]) -> None:
@@ -140,8 +140,8 @@ def _check_unicode(prompts: Sequence[str]) -> None:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            told = f"a prompt whose character {error.start + 1} is no Unicode"
-            raise InputError(told, mend="give it in UTF-8") from error
+            message = f"a prompt whose character {error.start + 1} is no Unicode"
+            raise InputError(message, mend="give it in UTF-8") from error
 
 
 def _check_seeds(settings: GenerateSettings, prompts: int) -> None:
@@ -158,6 +158,7 @@ def _pictures(
     unet = ControlledUnet(job.backend.unet, dict(enumerate(job.controls.image_prompts)))
 
     def run(rows: list[Row]) -> None:
+        """Denoise some rows together and count their steps."""
         nonlocal done
         for state in denoise(unet, rows):
             done += len(state.rows)
@@ -283,9 +284,9 @@ class Generation:
         self.controls.to(backend)
         self.backend, self.device, self.dtype = backend, backend.device, backend.dtype
         self._stages: dict[tuple[int, bool], list[Stage]] = {}
-        self.positives, self.negatives, told = self._conditions()
+        self.positives, self.negatives, notes = self._conditions()
         self.source = self._source()
-        self.notes = [*self.table.notes, *backend.notes, *told, *self._size_note(), *self.adapted.notes]
+        self.notes = [*self.table.notes, *backend.notes, *notes, *self._size_note(), *self.adapted.notes]
 
     def _opened(
         self,
@@ -362,13 +363,13 @@ class Generation:
         encodes_negative = self.settings.negative is not None or not model.is_sdxl
         plans = [self._readings(text) for text in self.adapted.prompts]
         stages = [(i, stage) for i, plan in enumerate(plans) for stage in plan]
-        told = [(i, text) for i, stage in stages for text in stage.prompts]
+        positive_texts = [(i, text) for i, stage in stages for text in stage.prompts]
         against = [(i, stage.negative) for i, stage in stages if guided[i] and encodes_negative]
         parts: dict[int, int] = {}
-        for i, text in dict.fromkeys(told + against):
+        for i, text in dict.fromkeys(positive_texts + against):
             parts[i] = max(parts.get(i, 1), len(read_parts(model, text, weighting)[0]))
         skip = self.settings.clip_skip
-        positives, notes = self._encoded(told, parts, skip)
+        positives, notes = self._encoded(positive_texts, parts, skip)
         if width is not None:
             told_guidance = guidance_embedding(self.guidance, width).to(self.device, self.dtype)
             for condition in positives.values():
@@ -578,7 +579,7 @@ class Generation:
         """What picture i is made with, as plain values."""
         width, height = (self.hires or self.first).size if self.part is None else self.part.whole.size
         settings, model = self.settings, self.model
-        told = {
+        values = {
             "prompt": self.prompts[i // settings.num],
             "negative": settings.negative or "",
             "seed": settings.seed + i,
@@ -600,32 +601,32 @@ class Generation:
         }
         adapters = self.adapted.parameters(i // settings.num)
         if model.digest is not None:
-            told |= {"model_file": model.digest["file"], "model_sha256": model.digest["sha256"]}
-        return {**told, **({"adapters": adapters} if adapters else {}), **self._further_parameters()}
+            values |= {"model_file": model.digest["file"], "model_sha256": model.digest["sha256"]}
+        return {**values, **({"adapters": adapters} if adapters else {}), **self._further_parameters()}
 
     def _further_parameters(self) -> dict[str, Any]:
-        """What is told only where it was asked for."""
+        """Parameters that are there only where they were asked for."""
         settings = self.settings
-        told: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if self.table.sigmas == "exponential":
-            told["exponential"] = True
+            values["exponential"] = True
         if settings.weighting != "none":
-            told["weighting"] = settings.weighting
+            values["weighting"] = settings.weighting
         if settings.clip_skip:
-            told["clip_skip"] = settings.clip_skip
+            values["clip_skip"] = settings.clip_skip
         if self.part is not None:
-            told |= {"only_masked": settings.only_masked, "drawn_size": "x".join(map(str, self.size))}
+            values |= {"only_masked": settings.only_masked, "drawn_size": "x".join(map(str, self.size))}
         if self.image is not None:
             image = self.image if self.part is None else self.part.whole
-            told |= {"strength": settings.strength, "image": f"{image.width}x{image.height}"}
+            values |= {"strength": settings.strength, "image": f"{image.width}x{image.height}"}
         if self.mask is not None:
-            told |= {"mask": f"{self.mask.width}x{self.mask.height}", "paste": settings.paste}
+            values |= {"mask": f"{self.mask.width}x{self.mask.height}", "paste": settings.paste}
         if self.controls.nets:
-            told["controls"] = self.controls.parameters()
+            values["controls"] = self.controls.parameters()
         if settings.hires is not None:
-            told["hires"] = settings.hires.model_dump()
-            told["first_size"] = "x".join(map(str, self.first.size))
-        return told
+            values["hires"] = settings.hires.model_dump()
+            values["first_size"] = "x".join(map(str, self.first.size))
+        return values
 
 
 def _check_enlarger(settings: GenerateSettings, enlarger: Upscaler | None) -> None:
@@ -644,10 +645,10 @@ def _check_enlarger(settings: GenerateSettings, enlarger: Upscaler | None) -> No
 
 def sized(condition: Condition, size: tuple[int, int]) -> Condition:
     """A condition that tells SDXL another size; of other models, the same."""
-    told = condition.added.get("time_ids")
-    if told is None:
+    sizes = condition.added.get("time_ids")
+    if sizes is None:
         return condition
-    return replace(condition, added={**condition.added, "time_ids": time_ids(size, told)})
+    return replace(condition, added={**condition.added, "time_ids": time_ids(size, sizes)})
 
 
 def with_lcm(settings: GenerateSettings, optimise: Sequence[str] | str) -> GenerateSettings:
@@ -728,7 +729,7 @@ def check_parts(model: Model, *, has_mask: bool) -> None:
 
 
 def repaints(model: Model) -> bool:
-    """Whether the U-Net sees a mask and a picture beside the latents, and so wants both."""
+    """Whether the U-Net sees a mask and a picture besides the latents, and so wants both."""
     assert model.unet is not None
     return int(model.unet.config.in_channels) != model.latent_channels
 
@@ -855,7 +856,7 @@ class GenerateSettings(BaseModel):
 
     @classmethod
     def of(cls, **given: Any) -> GenerateSettings:
-        """The settings, with a user's mistake told as an InputError in one line.
+        """The settings, with a user's mistake raised as an InputError in one line.
 
         A solver may have A1111's name; its 'Karras' is then `karras`.
         """
@@ -878,17 +879,17 @@ def _solver(name: Any, karras: bool | None) -> dict[str, Any]:
     """A solver's own name, and Karras sigmas where A1111's name says so."""
     if not isinstance(name, str):
         return {}
-    solver, said = parse_solver(name)
-    if said and karras is False:
+    solver, given = parse_solver(name)
+    if given and karras is False:
         raise InputError(f"solver '{name}' without Karras sigmas", mend=f"say {solver}")
-    return {"solver": solver, **({"karras": True} if said else {})}
+    return {"solver": solver, **({"karras": True} if given else {})}
 
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def checked(cls: type[Settings], given: dict[str, Any], prefix: str = "") -> Settings:
-    """Settings of a class, with a user's mistake told as an InputError in one line."""
+    """Settings of a class, with a user's mistake raised as an InputError in one line."""
     try:
         return cls(**given)
     except ValidationError as error:

@@ -150,12 +150,12 @@ def _dtype(module: Any) -> torch.dtype:
 
 
 def _activations(modules: Sequence[Any], run: Callable[[Any], object]) -> int:
-    """Peak bytes beside the weights while something runs on fake tensors."""
+    """Peak bytes besides the weights while something runs on fake tensors."""
     return _counted(modules, run)[0]
 
 
 def _counted(modules: Sequence[Any], run: Callable[[Any], object]) -> tuple[int, int]:
-    """Peak bytes beside the weights, and FLOPs, of something that runs on fake tensors."""
+    """Peak bytes besides the weights, and FLOPs, of something that runs on fake tensors."""
     with counting(*modules) as counter, torch.no_grad():
         counter.reset()
         weights = counter.result().start_memory_bytes
@@ -218,7 +218,7 @@ def plan_memory(
 
     `base_bytes` is what a CPU process holds with all its weights, `streamed_base_bytes` without those that
     lie in files (None: they do not); on CUDA the weights count as they lie on the card. Offloading is not
-    chosen beside what excludes it: `fixed` names what is in place already.
+    chosen with what excludes it: `fixed` names what is in place already.
     """
     smallest: list[int] = []
     for offload in _offloads(device, fixed, streamed_base_bytes is not None):

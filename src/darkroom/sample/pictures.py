@@ -131,9 +131,9 @@ def encode(vae: Any, pixels_B3HW: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """
     with _decoding_precision(vae):
         weight = next(vae.parameters())
-        told = vae.encode(pixels_B3HW.to(weight.device, weight.dtype)).latent_dist
+        distribution = vae.encode(pixels_B3HW.to(weight.device, weight.dtype)).latent_dist
     scaling = LatentScaling.of(vae)
-    return scaling.seen(told.mean.float()), scaling.spread(told.std.float())
+    return scaling.seen(distribution.mean.float()), scaling.spread(distribution.std.float())
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def save_pictures(
 
     `kind` is png, jpeg or webp; all carry the pictures' parameters. `sign` gives the bytes of a file with
     credentials, from its bytes and what the picture was made with. Returns the pictures' paths in order,
-    then the grid's. No existing file is overwritten, and a file is there whole or not at all. Raises
+    then the grid's. No existing file is overwritten, and files are written atomically. Raises
     InputError where the folder cannot be written.
     """
     folder = Path(out_dir)
@@ -222,20 +222,20 @@ def _place(
     kind: str,
     sign: Sign | None,
 ) -> tuple[Path, int]:
-    """Write beside, then link to the first free number: linking fails where another got there first."""
-    beside = folder / f".{uuid.uuid4().hex}.{kind}"
+    """Write a temporary file, link to the first free number: linking fails where another got there first."""
+    temporary = folder / f".{uuid.uuid4().hex}.{kind}"
     try:
-        with open(beside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(_file_of(image, picture, kind, sign))
         while True:
             stem = f"{index:05d}{suffix}" if picture is not None else f"grid-{index:05d}"
             path = folder / f"{stem}.{'jpg' if kind == 'jpeg' else kind}"
             index += 1
             with suppress(FileExistsError):
-                _link(beside, path)
+                _link(temporary, path)
                 return path, index
     finally:
-        remove_file(beside)
+        remove_file(temporary)
 
 
 def _file_of(image: Image.Image, picture: Picture | None, kind: str, sign: Sign | None) -> bytes:
@@ -248,14 +248,14 @@ def _file_of(image: Image.Image, picture: Picture | None, kind: str, sign: Sign 
     return content if sign is None else sign(content, {} if picture is None else picture.parameters)
 
 
-def _link(beside: Path, path: Path) -> None:
+def _link(temporary: Path, path: Path) -> None:
     try:
-        os.link(beside, path)
+        os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:  # a file system without hard links: take the name first, then move into it
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        atomic_replace(beside, path)
+        atomic_replace(temporary, path)
 
 
 def png_text(picture: Picture | None) -> PngImagePlugin.PngInfo | None:
@@ -288,9 +288,9 @@ def _exif_texts(image: Image.Image) -> dict[str, str]:
     if isinstance(comment, bytes) and comment.startswith(EXIF_UNICODE):
         texts[A1111_KEY] = comment[len(EXIF_UNICODE) :].decode("utf-16-be", "replace")
     with suppress(ValueError, TypeError, RecursionError):
-        told = json.loads(str(exif.get(EXIF_DESCRIPTION, "")))
-        if isinstance(told, dict) and JSON_KEY in told:
-            texts[JSON_KEY] = json.dumps(told[JSON_KEY])
+        content = json.loads(str(exif.get(EXIF_DESCRIPTION, "")))
+        if isinstance(content, dict) and JSON_KEY in content:
+            texts[JSON_KEY] = json.dumps(content[JSON_KEY])
     return texts
 
 
@@ -353,13 +353,13 @@ def read_parameters(png: str | Path) -> dict[str, Any]:
 
     Raises InputError where the file is no picture or says neither.
     """
-    told = _parameters_in(png)
-    if told is None:
+    parameters = _parameters_in(png)
+    if parameters is None:
         raise InputError(
             f"'{png}' does not say how it was made",
             allowed="a PNG, JPEG or WebP with darkroom's or A1111's parameters",
         )
-    return told
+    return parameters
 
 
 def prompt_in(picture: str | Path) -> str | None:
@@ -389,9 +389,9 @@ def parameters_in(image: Image.Image) -> dict[str, Any] | None:
     texts = texts or _exif_texts(image)
     if JSON_KEY in texts:
         with suppress(json.JSONDecodeError):
-            told = json.loads(texts[JSON_KEY])
-            if isinstance(told, dict):
-                return told
+            parameters = json.loads(texts[JSON_KEY])
+            if isinstance(parameters, dict):
+                return parameters
     if A1111_KEY in texts:
         return parse_a1111(texts[A1111_KEY])
     return None
@@ -432,7 +432,7 @@ def _pairs(line: str) -> Iterator[tuple[str, str]]:
 
 def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
     """A1111's pairs of a second pass put together; the denoising strength is then that pass's."""
-    told = {key: parameters.pop(f"Hires {key}", None) for key in ("steps", "upscaler")}
+    texts = {key: parameters.pop(f"Hires {key}", None) for key in ("steps", "upscaler")}
     scale, sides = parameters.pop("Hires upscale", None), None
     has_size = {"width", "height"} <= set(parameters)  # A1111 says the size of the first pass
     first = (parameters["width"], parameters["height"]) if has_size else None
@@ -445,20 +445,20 @@ def _with_hires(parameters: dict[str, Any]) -> dict[str, Any]:
         parameters["first_size"] = "x".join(map(str, first))
         parameters["width"], parameters["height"] = sides or (int(side * scale) for side in first)
     upscalers = {name: ours for ours, name in A1111_UPSCALERS.items()}
-    steps = told["steps"]
+    steps = texts["steps"]
     hires = {
         "scale": scale,
         "strength": parameters.pop("strength", None),
         "steps": int(steps) if steps is not None and re.fullmatch(r"\d{1,6}", steps, re.ASCII) else None,
-        "upscaler": upscalers.get(told["upscaler"] or "", told["upscaler"]),
+        "upscaler": upscalers.get(texts["upscaler"] or "", texts["upscaler"]),
     }
     return {**parameters, "hires": hires}
 
 
 def _resized(first: tuple[int, int], text: str) -> tuple[float | None, tuple[int, int] | None]:
     """A1111's `Hires resize`: a side of 0 follows the other; of another ratio, what is over is cut off."""
-    told = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
-    if told is None or not min(first) or not (wanted := (int(told[1]), int(told[2]))) > (0, 0):
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text, re.ASCII)
+    if match is None or not min(first) or not (wanted := (int(match[1]), int(match[2]))) > (0, 0):
         return None, None
     scale = max(side / before for side, before in zip(wanted, first, strict=True))
     return scale, (wanted[0] or int(first[0] * scale), wanted[1] or int(first[1] * scale))

@@ -59,7 +59,7 @@ def _read_line(place: str, line: str) -> dict[str, Any]:
         words = shlex.split(line)
     except ValueError as error:
         raise InputError(f"{place}: {str(error).lower()}") from error
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     while words:
         name = words.pop(0).removeprefix("--").replace("-", "_")
         if name not in OPTIONS:
@@ -69,15 +69,15 @@ def _read_line(place: str, line: str) -> dict[str, Any]:
         key, kind = OPTIONS[name]
         value = words.pop(0)
         try:
-            told[key] = kind(value)
+            settings[key] = kind(value)
         except ValueError as error:
             raise InputError(f"{place}: --{name} {value}", allowed=f"a number ({kind.__name__})") from error
-    if "prompt" not in told:
+    if "prompt" not in settings:
         raise InputError(f"{place}: no --prompt")
-    width, height = told.pop("width", None), told.pop("height", None)
+    width, height = settings.pop("width", None), settings.pop("height", None)
     if width or height:
-        told["size"] = (width or height, height or width)
-    return told
+        settings["size"] = (width or height, height or width)
+    return settings
 
 
 def expand(prompt: str, seed: int, folder: str | Path | None = None) -> str:

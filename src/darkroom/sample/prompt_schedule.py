@@ -41,13 +41,13 @@ def readings(
     if weighting != "a1111":
         passes = [(False, steps)] + ([] if second_steps is None else [(True, second_steps)])
         return [PromptStage(count, (prompt,), negative, second) for second, count in passes]
-    told = [text for text, _ in composed(prompt)]
+    positives = [text for text, _ in composed(prompt)]
     found = []
     for second, count in ((False, steps), (True, second_steps)):
         if count is None:
             continue
         # In a negative prompt AND is a word, as A1111 has it.
-        texts = [schedule(text, count, second_pass=second) for text in (*told, AND.sub("and", negative))]
+        texts = [schedule(text, count, second_pass=second) for text in (*positives, AND.sub("and", negative))]
         for end in sorted({end for text in texts for end, _ in text}):
             *mine, against = (text[_text_at(text, end)][1] for text in texts)
             found.append(PromptStage(end, tuple(mine), against, second))

@@ -44,7 +44,7 @@ def read_prompt(
     tokenizer: CLIPTokenizer, prompt: str, *, weighting: str = "none", length: int = 77
 ) -> list[PromptChunk]:
     """A prompt in parts of at most `length` - 2 tokens, at least one part. InputError beyond MAX_PARTS."""
-    room = min(length, tokenizer.model_max_length) - 2
+    part_length = min(length, tokenizer.model_max_length) - 2
     comma = tokenizer.convert_tokens_to_ids(",</w>") if weighting == "a1111" else None
     parts = [PromptChunk([], [])]
     for piece in pieces(prompt, weighting):
@@ -53,13 +53,13 @@ def read_prompt(
             continue
         text = spelled(tokenizer, [with_words(tokenizer, piece.text)])[0]
         for token in tokenizer(text, verbose=False).input_ids[1:-1]:
-            if len(parts[-1].ids) == room:
+            if len(parts[-1].ids) == part_length:
                 parts.append(_carried_over(parts[-1], token, comma))
             parts[-1].ids.append(token)
             parts[-1].weights.append(piece.weight)
     if len(parts) > MAX_PARTS:
         raise InputError(
-            f"the prompt '{_short(prompt)}' has {len(parts)} parts of {room} tokens",
+            f"the prompt '{_short(prompt)}' has {len(parts)} parts of {part_length} tokens",
             allowed=f"up to {MAX_PARTS}",
         )
     return parts
@@ -146,8 +146,8 @@ def _encode_parts(
     """Weighted states [N, L, D] of the i-th encoder, and for SDXL its pooled text [N, D]."""
     tokenizer, encoder = model.tokenizers[i], model.text_encoders[i]
     is_weighted = [any(weight != 1 for weight in part.weights) for part in parts]
-    told = [*parts, *[PromptChunk([], [])] * (weighting == "compel" and any(is_weighted))]
-    ids_NL = torch.tensor([_ids(tokenizer, part, _length(encoder)) for part in told])
+    padded = [*parts, *[PromptChunk([], [])] * (weighting == "compel" and any(is_weighted))]
+    ids_NL = torch.tensor([_ids(tokenizer, part, _length(encoder)) for part in padded])
     states, pooled = [], []
     for some_BL in torch.split(ids_NL, ENCODE_BATCH):
         text_BLD, given = _states(encoder, some_BL, model.is_sdxl, clip_skip)

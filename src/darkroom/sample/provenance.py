@@ -37,7 +37,7 @@ from darkroom.sample.pictures import save_pictures as plain_save
 LOG = logging.getLogger("darkroom.sample")
 EXTRA = "provenance"
 MARK_VARIABLE = "DARKROOM_MARK"
-"""Environment variable with the watermark's key; whoever has the key can find the mark."""
+"""Environment variable with the watermark's key; anyone with the key can find the mark."""
 PROMPTS = ("prompt", "negative")
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 SOURCE = "http://cv.iptc.org/newscodes/digitalsourcetype"
@@ -131,10 +131,11 @@ def _made(name: str) -> bytes:
     authority, signer = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
 
     def named(common: str) -> x509.Name:
-        told = {NameOID.ORGANIZATION_NAME: "darkroom, for tests", NameOID.COMMON_NAME: common}
-        return x509.Name([x509.NameAttribute(oid, text) for oid, text in told.items()])
+        names = {NameOID.ORGANIZATION_NAME: "darkroom, for tests", NameOID.COMMON_NAME: common}
+        return x509.Name([x509.NameAttribute(oid, text) for oid, text in names.items()])
 
     def made(subject: str, key: ec.EllipticCurvePrivateKey, *, vouches: bool) -> x509.Certificate:
+        """A certificate of a key for `subject`, signed by the authority's."""
         usage = dict.fromkeys(
             ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
         )
@@ -191,8 +192,8 @@ class Origin:
         cls, parameters: dict[str, Any], inputs: Sequence[bytes] = (), controls: Sequence[bytes] = ()
     ) -> Origin:
         """The payload is a checksum of what the picture was made with."""
-        told = json.dumps(parameters, sort_keys=True, default=str).encode()
-        return cls(zlib.crc32(told), tuple(inputs), tuple(controls))
+        text = json.dumps(parameters, sort_keys=True, default=str).encode()
+        return cls(zlib.crc32(text), tuple(inputs), tuple(controls))
 
 
 class Provenance:
@@ -279,8 +280,8 @@ class Provenance:
             parameters = {k: v for k, v in parameters.items() if k in ("model", "model_sha256", "version")}
         if self._say != "all":
             parameters = {k: v for k, v in parameters.items() if k not in PROMPTS}
-        told: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
-        return told
+        content: dict[str, Any] = json.loads(json.dumps(parameters, default=str))
+        return content
 
     def _sign(
         self,
@@ -309,8 +310,8 @@ class Provenance:
             for title, given in titled:
                 name = title.replace(" ", "-")
                 relation = "parentOf" if title == "input 0" else "inputTo"
-                told = {"title": title, "relationship": relation, "label": name, "instance_id": name}
-                builder.add_ingredient(told, TYPES[_kind_of(given)], io.BytesIO(given))
+                ingredient = {"title": title, "relationship": relation, "label": name, "instance_id": name}
+                builder.add_ingredient(ingredient, TYPES[_kind_of(given)], io.BytesIO(given))
             out = io.BytesIO()
             builder.sign(signer, TYPES[kind], io.BytesIO(content), out)
         return out.getvalue()
@@ -319,9 +320,11 @@ class Provenance:
         import c2pa
 
         assert self._certificate is not None
-        told = self._certificate
+        certificate = self._certificate
         try:
-            return c2pa.Signer.from_info(c2pa.C2paSignerInfo(told.algorithm, told.chain, told.key, None))
+            return c2pa.Signer.from_info(
+                c2pa.C2paSignerInfo(certificate.algorithm, certificate.chain, certificate.key, None)
+            )
         except c2pa.C2paError as error:
             raise InputError(f"the certificate cannot sign: {error}") from error
 
@@ -344,8 +347,8 @@ def save_pictures(
         for picture in pictures
     ]
 
-    def sign(content: bytes, told: dict[str, Any]) -> bytes:
-        return provenance.signed(content, kind.upper(), told, inputs, controls)
+    def sign(content: bytes, manifest: dict[str, Any]) -> bytes:
+        return provenance.signed(content, kind.upper(), manifest, inputs, controls)
 
     return plain_save(marked, out, kind=kind, grid=grid, sign=sign)
 
@@ -455,8 +458,8 @@ def verify_picture(path: Path, *, trust: Path | None = None, mark_key: str | Non
             kind = str(image.format)
             image.load()
     except OSError as error:
-        told = error.strerror or "no picture that can be read"
-        raise InputError(f"'{path}': {told}", allowed="PNG, JPEG or WebP") from error
+        reason = error.strerror or "no picture that can be read"
+        raise InputError(f"'{path}': {reason}", allowed="PNG, JPEG or WebP") from error
     except (Image.DecompressionBombError, ValueError, SyntaxError) as error:
         raise InputError(f"'{path}' is no picture that can be read: {error}") from error
     proof = PictureProof(str(path), sha256=hashlib.sha256(content).hexdigest())
@@ -494,12 +497,12 @@ def _read_credentials(proof: PictureProof, content: bytes, kind: str, trust: Pat
         return
     if reader is None:
         return
-    told = json.loads(reader.json())
-    codes = [one["code"] for one in told.get("validation_status", [])]
+    manifest_store = json.loads(reader.json())
+    codes = [one["code"] for one in manifest_store.get("validation_status", [])]
     wrong = [code for code in codes if code != "signingCredential.untrusted"]
     proof.credentials = "invalid" if wrong else "valid" if codes else "trusted"
     proof.problems += [f"credentials: {code}" for code in wrong]
-    manifests, label = told["manifests"], told.get("active_manifest")
+    manifests, label = manifest_store["manifests"], manifest_store.get("active_manifest")
     active = manifests.get(label, {})
     proof.signer = _signer_of(active)
     proof.generator = ", ".join(
@@ -551,8 +554,8 @@ def _assertion(manifest: dict[str, Any], label: str) -> dict[str, Any]:
 
 
 def _actions(manifest: dict[str, Any]) -> list[str]:
-    told = [one["data"] for one in manifest.get("assertions", []) if one["label"].startswith("c2pa.actions")]
-    actions = [action for data in told for action in data.get("actions", [])]
+    lists = [one["data"] for one in manifest.get("assertions", []) if one["label"].startswith("c2pa.actions")]
+    actions = [action for data in lists for action in data.get("actions", [])]
     return [
         str(action.get("action", "")).removeprefix("c2pa.")
         + (f" by {agent['name']}" if isinstance(agent := action.get("softwareAgent"), dict) else "")

@@ -130,12 +130,12 @@ def spaced_timesteps(spacing: str, num_train: int, num_steps: int, offset: int) 
 
 
 def _leading(timesteps: Array, num_train: int, offset: int) -> Array:
-    """Shifted by the offset as far as there is room: with 1000 of 1000 steps there is none."""
+    """Shifted by the offset as far as it goes: with 1000 of 1000 steps there is none."""
     return timesteps + min(offset, num_train - 1 - int(timesteps[0]))
 
 
 def multistep_timesteps(spacing: str, num_train: int, last: int, num_steps: int, offset: int) -> Array:
-    """Timesteps of DPM-Solver++ and UniPC, falling: leading and linspace leave room for a last step to zero.
+    """Timesteps of DPM-Solver++ and UniPC, falling: leading and linspace leave a last step to zero.
 
     `last` is one past the noisiest timestep to use (num_train unless the schedule is clipped).
     """
@@ -144,7 +144,7 @@ def multistep_timesteps(spacing: str, num_train: int, last: int, num_steps: int,
     if spacing == "trailing":  # a clipped schedule keeps its stride, so it has fewer steps
         ends = last - (num_steps - steps) * (num_train / num_steps)
         return np.maximum(np.round(ends[ends > 1e-6]) - 1, 0)
-    if num_steps + 1 > last:  # no room left: visit every timestep
+    if num_steps + 1 > last:  # none left over: visit every timestep
         return np.arange(num_steps, dtype=np.float64)[::-1].copy()
     if spacing == "linspace":
         return np.asarray(np.round(np.linspace(0, last - 1, num_steps + 1))[::-1][:-1])

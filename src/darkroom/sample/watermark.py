@@ -9,7 +9,7 @@ question, and finds scale and crop where the sync correlates (spread spectrum: C
 1997; a lattice as template: Kutter 1998). Each coefficient gets what it lacks, not a fixed amount (informed
 embedding: Malvar & Florencio 2003), more of it where the picture has texture.
 
-Whoever has the key can find the mark, and whoever means to remove it can: it answers "was this drawn here,
+Anyone with the key can find the mark, and anyone determined can remove it: it answers "was this drawn here,
 and by which job", not "is this genuine". Pictures with a side below `LEAST_SIDE` carry none.
 """
 
@@ -32,7 +32,7 @@ LEAST_SIDE = 256
 LOW, HIGH = 0.045, 0.19
 """Cycles a pixel: below is most of a picture's energy, above is lost in halving it."""
 PSNR_DB, LEAST_PSNR_DB = 41.0, 40.2
-"""Of pictures of 512 px and more, and of the smallest, which have less room for it."""
+"""Of pictures of 512 px and more, and of the smallest, which hold less of it."""
 SCALES = (0.48, 1.56)
 TURNED, SIZED = np.radians(2.2), 0.03
 """The most that a picture may be turned, in radians, and its size changed in that case, as a logarithm."""
@@ -116,8 +116,8 @@ def embed(
 def too_small(sizes: Iterable[tuple[int, int]]) -> str:
     """One line where pictures of these sizes (width, height) carry no mark; else nothing."""
     small = sorted({size for size in sizes if min(size) < LEAST_SIDE})
-    told = ", ".join(f"{width}x{height}" for width, height in small)
-    return f"no watermark in pictures of {told}: it needs {LEAST_SIDE} pixels a side" if small else ""
+    listed = ", ".join(f"{width}x{height}" for width, height in small)
+    return f"no watermark in pictures of {listed}: it needs {LEAST_SIDE} pixels a side" if small else ""
 
 
 def find(image: Image.Image, key: str = "darkroom") -> WatermarkReading | None:

@@ -1,4 +1,4 @@
-"""`Refused`: a request that is not served, told so that every dialect can say it in its own words."""
+"""`Refused`: a request that is not served, in a form that every API can give in its own shape."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KINDS = {
 OPERATORS = re.compile(r"(^|\s)--[a-z]|\bdarkroom [a-z]|\bpip install\b")
 """Options and commands."""
 RETRIED = (408, 409, 429, 500, 502, 503, 504, 507)
-"""After these OpenAI's clients, and others made like them, ask again by themselves unless told not to."""
+"""After these OpenAI's clients, and others like them, try again by themselves unless a header forbids it."""
 
 
 class Refused(DarkroomError):
     """`status` is HTTP's; `code` one word for programs; `param` the field at fault; `message` for people.
 
     `retry_after_s` says when it is worth asking again, where waiting helps. Without it clients that ask again
-    by themselves after some statuses are told not to: it would only be drawn, or refused, once more.
+    by themselves after some statuses get a header against it: it would only be drawn, or refused, once more.
     """
 
     def __init__(

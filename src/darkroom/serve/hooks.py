@@ -3,7 +3,7 @@
 A hook is called with a `Picture` (its image, and the parameters that it is made with) before it is stored. It
 returns nothing, and the picture stays as it is; an image, which takes its place; or the bytes of a PNG file,
 which are stored as they are (a signer's work, so no further hook follows). It raises `Withheld` where nobody
-is to get the picture. Hooks run beside the steps, one picture at a time in each of two threads.
+is to get the picture. Hooks run during the steps, one picture at a time in each of two threads.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def refused(code: str, message: str) -> None:
 def event(message: str, level: int = logging.INFO, **fields: Any) -> None:
     """One line; fields that are None are left out."""
     if LOG.isEnabledFor(level):
-        told = {name: value for name, value in fields.items() if value is not None}
-        LOG.log(level, message, extra={"fields": told})
+        fields_given = {name: value for name, value in fields.items() if value is not None}
+        LOG.log(level, message, extra={"fields": fields_given})
 
 
 class TextFormatter(logging.Formatter):
@@ -79,7 +79,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Of `logging.Formatter`."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        told: dict[str, Any] = {
+        record_fields: dict[str, Any] = {
             "time": f"{at}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -87,8 +87,8 @@ class JsonFormatter(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            record_fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(record_fields, default=str)
 
 
 def _plain(value: Any) -> str:

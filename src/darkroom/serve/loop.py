@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-TICK_S = 0.03  # watchers are told at most so often
+TICK_S = 0.03  # watchers get an event at most so often
 LOOK_S = 1.0  # and look by themselves so often
 
 
@@ -58,7 +58,7 @@ class Loop:
         """What blocks, in a thread."""
         return await self._loop.run_in_executor(self._pool, call, *arguments)
 
-    async def beside(self, call: Callable[..., T], *arguments: Any) -> T:
+    async def in_daemon_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         """What may take minutes, in a thread of its own that the end of the process does not wait for."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # who waits may leave: the thread goes on until it is through
@@ -69,7 +69,7 @@ class Loop:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="darkroom-beside", daemon=True).start()
+        threading.Thread(target=run, name="darkroom-daemon", daemon=True).start()
         return await asyncio.wrap_future(future)
 
     # ---- ticks

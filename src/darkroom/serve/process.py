@@ -1,4 +1,4 @@
-"""A server as a process: listen, and stop in good order when told to."""
+"""A server as a process: listen, and shut down gracefully on a signal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _serve_metrics(core: Core, host: str, port: int) -> None:
 
 
 def _check_paths(settings: ServeSettings) -> None:
-    """InputError for folders that are not there: told before anything that takes long is imported."""
+    """InputError for folders that are not there: raised before anything that takes long is imported."""
     if settings.adapters is not None and not settings.adapters.is_dir():
         raise InputError(f"--adapters '{settings.adapters}' is no folder", mend="make it, or name another")
     if settings.mcp and find_spec("mcp") is None:
@@ -107,7 +107,7 @@ def configured(app: AsgiApp, limits: Limits) -> uvicorn.Config:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The socket, bound before anything long begins, so that a taken port is told at once."""
+    """The socket, bound before anything long begins, so that a taken port is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)

@@ -1,4 +1,4 @@
-"""What is asked for and what is told back: `PictureRequest`, `Job`, `Event`, `StoredPicture`."""
+"""Requests and answers: `PictureRequest`, `Job`, `Event`, `StoredPicture`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Limits(BaseModel):
     body_bytes: int = Field(16 * 2**20, ge=1024, description="of one request's body")
     bodies_bytes: int = Field(512 * 2**20, ge=1024, description="of the bodies of all requests under way")
     requests: int = Field(960, ge=1, description="under way at once; health comes on top")
-    connections: int = Field(1024, ge=1, description="open at once; the longest idle makes room")
+    connections: int = Field(1024, ge=1, description="open at once; the longest idle is closed for a new one")
     head_s: float = Field(10.0, gt=0, description="for a request to have begun; then a connection is closed")
     idle_s: int = Field(30, ge=1, description="between the requests of a connection")
     prompt_chars: int = Field(4000, ge=1, description="of a prompt, and of what to steer away from")
@@ -95,7 +95,7 @@ class Limits(BaseModel):
 
 
 class ServeSettings(BaseModel):
-    """One server. Its limits stand beside, in `Limits`."""
+    """One server. Its limits are in `Limits`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -151,14 +151,14 @@ class ServeSettings(BaseModel):
         description="sizes (512x768) that are compiled or captured before the first job; with `pad` all "
         "of their batches that fit the capacity, else single pictures",
     )
-    deterministic: bool = Field(False, description="calls of few shapes: the same bits whoever shares them")
+    deterministic: bool = Field(False, description="calls of few shapes: the same bits in any batch")
     device: str = "auto"
     precision: str = "float32"
     backend: str = "torch"
     optimise: str | None = Field(None, description="of `sample.ladder`; None: auto, as far as adapters allow")
     variant: str | None = None
     revision: str | None = None
-    drain_s: float = Field(30.0, ge=0, description="time to finish what is on its way when told to stop")
+    drain_s: float = Field(30.0, ge=0, description="time to finish running jobs at shutdown")
     hooks: tuple[str, ...] = Field(
         (), description="MODULE:FUNCTION: each sees every picture before it is kept"
     )

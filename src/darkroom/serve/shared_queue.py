@@ -1,8 +1,8 @@
 """`Sharing`: several servers on one database draw from one queue, and each answers for every job.
 
-A job that is accepted is drawn by the server that took it in if no other waits, that one has room and the
-job's adapters at hand. Else whoever has the adapters and room takes it; where nobody has them, or after
-`patience_s`, whoever has room: work goes to where its adapters are, and does not wait long for a server that
+A job that is accepted is drawn by the server that took it in if no other waits, that one has capacity and the
+job's adapters at hand. Else a server with the adapters and capacity takes it; where nobody has them, or after
+`patience_s`, any with capacity: work goes to where its adapters are, and does not wait long for a server that
 is busy. Leases (`leases`) say who has what.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("darkroom.serve")
 CLAIM_S = 0.1
 RENEW_S = 0.5
-"""So soon is a job that was cancelled at another server let go of."""
+"""So soon is a job released that was cancelled at another server."""
 LOOK_S = 0.2
 AHEAD = 2
 """Pictures that a server takes beyond those on their way, so that a step never lacks rows."""
@@ -75,7 +75,7 @@ class Sharing:
         return not self.backlog.jobs and self._room() > 0 and _adapters_of(record) <= self._at_hand()
 
     def waits(self, record: Record) -> None:
-        """A new job waits for whoever has its turn."""
+        """A new job waits for a server whose turn it is."""
         self.backlog.pictures[record.key] += record.num
         self.backlog = self.backlog._replace(jobs=self.backlog.jobs + 1)
 
@@ -106,22 +106,22 @@ class Sharing:
             await asyncio.sleep(CLAIM_S)
 
     async def renew(self) -> None:
-        """Tell how far our jobs are; let go of those that ended elsewhere, or that another server has now."""
+        """Write how far our jobs are; release those that ended elsewhere, or that another server has now."""
         before = {live.record.uid: live for live in self._lives}
         steps = {uid: (live.work.steps_done, live.work.steps_total) for uid, live in before.items()}
         ours = await asyncio.wrap_future(self.leases.renew(steps, self._at_hand()))
         gone = {uid: live for uid, live in before.items() if uid not in ours and live.state is None}
         for uid, live in gone.items():
-            # One that is made may only be waiting to be told that it is done.
+            # One that is made may only be waiting for the note that it is done.
             if self._let_go is not None and (uid in self._missed or not live.work.over):
                 self._let_go(live)
         self._missed = set(gone)
         self.backlog = await asyncio.wrap_future(self.leases.backlog())
 
     async def _claim(self) -> None:
-        if not self.claims or (room := self._room()) < 1 or self._take_up is None:
+        if not self.claims or (free := self._room()) < 1 or self._take_up is None:
             return
-        for record in await asyncio.wrap_future(self.leases.claim(self._at_hand(), room, self._patience_s)):
+        for record in await asyncio.wrap_future(self.leases.claim(self._at_hand(), free, self._patience_s)):
             await self._take_up(record)
 
     async def release(self, uids: list[str] | None = None) -> None:
@@ -136,15 +136,15 @@ class Sharing:
 
     async def follow(self, key: str, job_id: str) -> AsyncIterator[tuple[EventKind, dict[str, Any]]]:
         """What happens to a job that another server draws; ends when it is over, gone, or ours."""
-        told: tuple[Any, ...] = ()
+        last_sent: tuple[Any, ...] = ()
         while self._lives.find(key, job_id) is None:
             job = await self.look(key, job_id)
             if job is None or job.over:
                 return
             now = (job.state, job.place, job.steps_done)
-            if now != told and job.state == "queued" and job.place is not None:
+            if now != last_sent and job.state == "queued" and job.place is not None:
                 yield "queued", {"place": job.place}
-            elif now != told and job.steps_done:
+            elif now != last_sent and job.steps_done:
                 each = job.steps_total // job.request.num
                 step = min(job.steps_done, each)
                 yield (
@@ -157,7 +157,7 @@ class Sharing:
                         "total": job.steps_total,
                     },
                 )
-            told = now
+            last_sent = now
             await asyncio.sleep(LOOK_S)
 
     async def over(self, key: str, job_id: str, *, within_s: float | None = None) -> None:
@@ -253,6 +253,7 @@ class Leases:
         """
 
         def action(connection: sql.Connection) -> Record:
+            """Keep a job, and lease it at once where this server draws it."""
             now_s = self._now(connection)
             kept = self._store.keep(connection, record.accepted(now_s), per_day)
             if take and kept.uid == record.uid:
@@ -275,6 +276,7 @@ class Leases:
         """
 
         def action(connection: sql.Connection) -> list[Record]:
+            """Lease the jobs whose turn it is, and those first whose adapters are at hand."""
             now_s = self._now(connection)
             lines = self._free(sql.select(JOBS, TURN), now_s).subquery()
             query = sql.select(lines).order_by(lines.c.turn, lines.c.created_s, lines.c.uid).limit(LOOKED_AT)
@@ -330,8 +332,8 @@ class Leases:
     def _be_there(self, connection: sql.Connection, until_s: float, holds: Collection[str]) -> None:
         """Tell the others that this server is there, with these adapters at hand."""
         connection.execute(sql.delete(SERVERS).where(SERVERS.c.owner == self.owner))
-        told = {"owner": self.owner, "server": self._store.server, "until_s": until_s}
-        connection.execute(sql.insert(SERVERS).values({**told, "adapters": json.dumps(sorted(holds))}))
+        values = {"owner": self.owner, "server": self._store.server, "until_s": until_s}
+        connection.execute(sql.insert(SERVERS).values({**values, "adapters": json.dumps(sorted(holds))}))
         connection.execute(sql.delete(SERVERS).where(SERVERS.c.until_s < until_s - GONE_S))
 
     def renew(self, steps: Mapping[str, tuple[int, int]], holds: Collection[str] = ()) -> Future[set[str]]:
@@ -341,6 +343,7 @@ class Leases:
         """
 
         def action(connection: sql.Connection) -> set[str]:
+            """Renew this server's leases with their steps; returns the ids that it still holds."""
             until_s = self._now(connection) + self._lease_s
             self._shorten(connection, until_s)
             self._be_there(connection, until_s, holds)
@@ -383,14 +386,15 @@ class Leases:
         """What nobody works on. Leases of jobs that are over go on the way, and overdue jobs fail."""
 
         def action(connection: sql.Connection) -> Backlog:
+            """Pictures and the longest wait of what no server has leased, by key."""
             now_s = self._now(connection)
             self._fail_overdue(connection, now_s)
             live = sql.select(JOBS.c.uid).where(JOBS.c.state.in_(LIVE))
             connection.execute(
                 sql.delete(LEASES).where(LEASES.c.owner == self.owner, LEASES.c.uid.not_in(live))
             )
-            told = (JOBS.c.key, sql.func.sum(JOBS.c.num), sql.func.count(), sql.func.min(JOBS.c.created_s))
-            rows = connection.execute(self._free(sql.select(*told), now_s).group_by(JOBS.c.key)).all()
+            columns = (JOBS.c.key, sql.func.sum(JOBS.c.num), sql.func.count(), sql.func.min(JOBS.c.created_s))
+            rows = connection.execute(self._free(sql.select(*columns), now_s).group_by(JOBS.c.key)).all()
             pictures = Counter({key: num for key, num, _, _ in rows})
             oldest_s = min((oldest for _, _, _, oldest in rows), default=None)
             return Backlog(pictures, sum(jobs for _, _, jobs, _ in rows), oldest_s)
@@ -412,6 +416,7 @@ class Leases:
         """A job that another server may be drawing."""
 
         def action(connection: sql.Connection) -> RemoteJob | None:
+            """A job as any server sees it, with its place in the queue while it waits."""
             query = sql.select(JOBS, LEASES.c.owner, LEASES.c.steps_done, LEASES.c.steps_total)
             query = query.outerjoin(LEASES, LEASES.c.uid == JOBS.c.uid)
             row = connection.execute(query.where(JOBS.c.key == key, JOBS.c.id == job_id)).first()
@@ -426,8 +431,8 @@ class Leases:
 
     def _place(self, connection: sql.Connection, record: Record) -> int:
         """Pictures before a job's first, if the keys' jobs are taken in turn."""
-        told = sql.select(JOBS.c.uid, JOBS.c.num, JOBS.c.created_s, TURN)
-        lines = self._free(told, self._now(connection)).subquery()
+        query = sql.select(JOBS.c.uid, JOBS.c.num, JOBS.c.created_s, TURN)
+        lines = self._free(query, self._now(connection)).subquery()
         turn = sql.select(lines.c.turn).where(lines.c.uid == record.uid).scalar_subquery()
         in_its_turn = sql.and_(lines.c.turn == turn, lines.c.created_s < record.created_s)
         before = sql.select(sql.func.sum(lines.c.num)).where(sql.or_(lines.c.turn < turn, in_its_turn))

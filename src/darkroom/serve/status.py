@@ -25,18 +25,18 @@ class ModelCard:
     family: str
     width: int
     height: int
-    """The size it draws unless told otherwise, in pixels."""
+    """The size it draws by default, in pixels."""
     size_step: int
     """Widths and heights are multiples of this."""
     most_pixels: int
     """Of a picture with guidance."""
     solvers: tuple[str, ...]
     solver: str
-    """The one it uses unless told otherwise."""
+    """The one it uses by default."""
     defaults: dict[str, dict[str, Any]]
-    """By solver: whether its sigmas are Karras', and its spacing, unless told otherwise."""
+    """By solver: whether its sigmas are Karras', and its spacing, by default."""
     guidance: float
-    """The scale it draws with unless told otherwise."""
+    """The scale it draws with by default."""
     precision: str
     created_s: int
     """When this server was started."""

@@ -71,7 +71,7 @@ class Traces:
     def answered(self, span: Any, method: str, fields: Mapping[str, Any]) -> None:
         """End a request's span with what its line in the log says."""
         span.update_name(f"{method} {fields['route']}")
-        told = {
+        attributes = {
             "http.route": fields["route"],
             "url.path": fields["path"],
             "http.response.status_code": fields["status"],
@@ -81,7 +81,7 @@ class Traces:
             "darkroom.refused": fields["refused"],
             "darkroom.jobs": fields["jobs"],
         }
-        span.set_attributes({name: value for name, value in told.items() if value is not None})
+        span.set_attributes({name: value for name, value in attributes.items() if value is not None})
         if fields["status"] >= 500:
             span.set_status(self._api.StatusCode.ERROR, fields["why"])
         span.end()

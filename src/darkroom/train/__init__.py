@@ -2,7 +2,7 @@
 
 `train` starts a run or goes on with one; `export` writes a model from a run's checkpoint. `job` checks a
 recipe and puts together what trains it, `trainer` is the loop, `tasks` say what is trained, `step` is the
-bare optimiser step. The settings stand beside what they set, in files that import little.
+bare optimiser step. The settings stand next to what they set, in files that import little.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the doors when they are used: reading a recipe needs the settings alone."""
+    """Import the public functions when they are used: reading a recipe needs the settings alone."""
     from importlib import import_module
 
     for module in ("run", "trainer", "setup", "jobs"):

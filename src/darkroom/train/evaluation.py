@@ -60,7 +60,7 @@ def _sample_grid(
     from darkroom import sample
 
     images: list[Any] = []
-    for told, some in together(settings, prompts):
+    for call_settings, some in together(settings, prompts):
         pictures = sample.generate(
             model,
             some,
@@ -68,7 +68,7 @@ def _sample_grid(
             optimise="none",  # the weights stay where and as they are, also where ranks share them
             progress=progress,
             notice=lambda _: None,
-            **told,
+            **call_settings,
             **how,
         )
         images += [picture.image for picture in pictures]
@@ -82,12 +82,12 @@ def together(
     held: list[str] = []
     now: dict[str, Any] = {}
     for i, given in enumerate(prompts):
-        told = settings.of(i, given)
-        if held and told != now | {"seed": now["seed"] + len(held)}:
+        call_settings = settings.of(i, given)
+        if held and call_settings != now | {"seed": now["seed"] + len(held)}:
             yield now, held
             held = []
         if not held:
-            now = told
+            now = call_settings
         held.append(given if isinstance(given, str) else given.prompt)
     if held:
         yield now, held
@@ -108,13 +108,13 @@ def _reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: 
 
 
 def _save_grid(images: Sequence[Any], path: Path, columns: int | None = None) -> Path:
-    """One PNG of all images, written beside and renamed."""
+    """One PNG of all images, written atomically."""
     from darkroom.sample.pictures import make_grid
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}")
-    make_grid(images, columns).save(beside, format="PNG")
-    return atomic_replace(beside, path)
+    temporary = path.with_name(f".{path.name}")
+    make_grid(images, columns).save(temporary, format="PNG")
+    return atomic_replace(temporary, path)
 
 
 KIND = "best"  # what a checkpoint calls them
@@ -139,14 +139,14 @@ class Best:
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, weights: Weights, run: Path) -> Best | None:
         """Those that a checkpoint holds; None where it has none."""
-        told = checkpoint.scalars.get(KIND)
-        if told is None:
+        saved = checkpoint.scalars.get(KIND)
+        if saved is None:
             return None
-        return cls.of(told["step"], held_rows(checkpoint.tensors[KIND], weights), told["measured"], run)
+        return cls.of(saved["step"], held_rows(checkpoint.tensors[KIND], weights), saved["measured"], run)
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """What a checkpoint says of them beside their values."""
+        """What a checkpoint says of them besides their values."""
         return {"step": self.step, "measured": dict(self.measured)}
 
 
@@ -287,14 +287,15 @@ class Looking:
 
     def _drawing(self, k: int, *, tells: bool = True) -> Callable[[int, int], None]:
         """A progress callback that tells of long waits and ends the work when a stop was asked for."""
-        began = told = time.monotonic()
+        began = shown_at = time.monotonic()
 
         def drawn(done: int, total: int) -> None:
-            nonlocal told
+            """Show how far a long grid is. Raises Abandoned when the run is to stop."""
+            nonlocal shown_at
             self._watch.note(k, "sample")
             now = time.monotonic()
-            if tells and now - told >= TOLD_EVERY_S and done < total and self._ranks.first:
-                told = now
+            if tells and now - shown_at >= TOLD_EVERY_S and done < total and self._ranks.first:
+                shown_at = now
                 left = format_seconds((now - began) / done * (total - done))
                 self._say(f"drawing pictures at step {k}: {100 * done / total:.0f} %, {left} left")
             if self._stop.asked and not self._ranks.sharded:  # the others need this rank's part

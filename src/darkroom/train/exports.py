@@ -84,7 +84,7 @@ def trained_adapter(recipe: Recipe, values: Values, name: str, run: Path | None 
         **training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter),
     )
     if run is not None:
-        with suppress(StoreError):  # pictures that are gone are told nothing of
+        with suppress(StoreError):  # pictures that are gone have no entry
             metadata |= dataset_metadata(recipe.data, run, recipe.train.global_batch)
     return adapter_of(name, values, recipe.adapter, metadata)
 

@@ -57,8 +57,8 @@ def choose_micro_batch(
         return 1, f"{device.type} does not say how much memory is free: give train.micro_batch"
     free_bytes = free * SHARE
     fitting = [size for size in divisors(batch) if size * row_bytes <= free_bytes] or [1]
-    told = f"{ESTIMATED}{row_bytes / 2**20:,.0f} MiB a row, {free_bytes / 2**30:,.1f} GiB to use"
-    return max(fitting), told
+    message = f"{ESTIMATED}{row_bytes / 2**20:,.0f} MiB a row, {free_bytes / 2**30:,.1f} GiB to use"
+    return max(fitting), message
 
 
 def tried_micro_batch(
@@ -89,7 +89,7 @@ def try_micro_batches(
     """
     sizes = divisors(global_batch // ranks.size)
     each, estimate = task.rows_a_picture, step.micro_batch
-    found, told = tried_micro_batch(lambda size: step.fits(alike(inputs, size * each)), sizes, estimate)
+    found, notes = tried_micro_batch(lambda size: step.fits(alike(inputs, size * each)), sizes, estimate)
     micro = ranks.smallest(found or 0)
     if not micro:
         raise NotOneFits(
@@ -99,7 +99,7 @@ def try_micro_batches(
             "PYTORCH_ALLOC_CONF=expandable_segments:True, which leaves fewer gaps",
         )
     step.set_micro_batch(micro)
-    return micro, told if micro == found else "what fits on every rank, found by trial"
+    return micro, notes if micro == found else "what fits on every rank, found by trial"
 
 
 def alike(inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
@@ -116,6 +116,7 @@ def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
     alive: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        """Count a saved tensor's storage once; returns the tensor as it is."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -152,12 +153,14 @@ class _WithoutInput(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, given: tuple[Any, ...]
     ) -> Tensor:
+        """conv2d that saves its weight alone: the input's gradient needs no input."""
         ctx.save_for_backward(weight)
         ctx.given, ctx.size, ctx.stride = given, input.size(), input.stride()
         return F.conv2d(input, weight, bias, *given)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The input's gradient; the input itself stands in by its shape."""
         (weight,) = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.given
         # Its shape and layout are looked at, never its numbers.
@@ -187,7 +190,7 @@ def rest(modules: Iterable[nn.Module], folder: Path) -> int:
     """Lay the frozen weights of parts on a CPU into a file in `folder`; returns how many bytes.
 
     The parts work as before: a weight that is read comes back into memory, and after the part has run it
-    is let go again. Nothing is done where the file cannot be written, or for less than `LEAST_BYTES`.
+    is released again. Nothing is done where the file cannot be written, or for less than `LEAST_BYTES`.
     """
     parts = list(modules)
     tensors = [tensor for part in parts for tensor in _frozen(part)]

@@ -88,11 +88,11 @@ def no_captions() -> Iterator[str]:
 
 
 def keep_tokenizer(settings: ModelSettings, model: Model, run: Path) -> None:
-    """Keep a learned tokenizer in the run, whole or not at all."""
+    """Keep a learned tokenizer in the run, written atomically."""
     if settings.tokenizer == "train" and model.tokenizers and not (run / TOKENIZER).exists():
-        beside = run / f".{TOKENIZER}"
-        model.tokenizers[0].save_pretrained(str(beside))
-        atomic_replace(beside, run / TOKENIZER)
+        temporary = run / f".{TOKENIZER}"
+        model.tokenizers[0].save_pretrained(str(temporary))
+        atomic_replace(temporary, run / TOKENIZER)
 
 
 def _check_resolution(resolution: int, model: Model) -> None:
@@ -163,8 +163,8 @@ def family_changes(
         encoders: list[Any] = list(text.text_encoders)
         derived["cross_attention_dim"] = sum(encoder.config.hidden_size for encoder in encoders)
     elif len(family.text_encoders) == 1:
-        told = {**family.text_encoders[0], **given.get("text_encoder", {})}
-        derived["cross_attention_dim"] = told["hidden_size"]
+        text_encoder = {**family.text_encoders[0], **given.get("text_encoder", {})}
+        derived["cross_attention_dim"] = text_encoder["hidden_size"]
     given[family.denoiser] = derived | settings.unet
     wanted = ("vae",) if task == "autoencoder" else tuple(given)
     return {part: changes for part, changes in given.items() if changes and part in wanted}

@@ -56,7 +56,7 @@ def scheduler_config(
     config = {"_class_name": "DDIMScheduler", "clip_sample": False, **SD_SCHEDULE} if is_flow(base) else {}
     config |= {} if is_flow(base) else base
     noise = settings.noise
-    said = {
+    changes = {
         "prediction_type": settings.prediction and _PREDICTIONS[settings.prediction],
         "beta_schedule": noise.schedule and _SCHEDULES[noise.schedule],
         "beta_start": noise.beta_start,
@@ -64,7 +64,7 @@ def scheduler_config(
         "num_train_timesteps": noise.num_timesteps,
         "rescale_betas_zero_snr": noise.zero_terminal_snr,
     }
-    config |= {key: value for key, value in said.items() if value is not None}
+    config |= {key: value for key, value in changes.items() if value is not None}
     if config.get("rescale_betas_zero_snr"):
         config["timestep_spacing"] = "trailing"  # the only spacing that visits the last timestep
     _refuse_impossible(config)
@@ -94,10 +94,10 @@ def _flow_config(settings: ObjectiveSettings, base: Mapping[str, Any], latent_pi
         raise RecipeError(
             "objective.timesteps", "mean or std with rectified flow", mend="say objective.flow.mean and .std"
         )
-    if said := settings.noise.model_dump(exclude_defaults=True):
+    if config := settings.noise.model_dump(exclude_defaults=True):
         raise RecipeError(
-            f"objective.noise.{next(iter(said))}",
-            f"{next(iter(said.values()))} with rectified flow, whose line from picture to noise is fixed",
+            f"objective.noise.{next(iter(config))}",
+            f"{next(iter(config.values()))} with rectified flow, whose line from picture to noise is fixed",
             mend="leave it out",
         )
     flow = settings.flow
@@ -121,7 +121,7 @@ def _flow_config(settings: ObjectiveSettings, base: Mapping[str, Any], latent_pi
 def resolution_shift(latent_pixels: int) -> float:
     """sqrt(m / n), the shift that hides a picture of m latent pixels as well as one of n without any.
 
-    A constant picture's value can be told from m noisy pixels sqrt(m) times better than from one (Esser et
+    A constant picture's value can be read from m noisy pixels sqrt(m) times better than from one (Esser et
     al. 2024, section 5.3.2). n is that of 256 px; smaller pictures are not shifted.
     """
     return max(1.0, math.sqrt(latent_pixels / FLOW_BASE_PIXELS))

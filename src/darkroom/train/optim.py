@@ -274,13 +274,13 @@ def restore_optimiser(
     for key, tensor in tensors.items():
         name, _, inner = key.rpartition("/")
         saved.setdefault(name, {})[inner] = tensor
-    told = numbers or {"groups": [], "state": {}}
+    scalars = numbers or {"groups": [], "state": {}}
     for name, param in params.items():
-        if name in saved or name in told["state"]:  # else it never had a gradient
+        if name in saved or name in scalars["state"]:  # else it never had a gradient
             state = optimiser.state_of(param)
-            state |= told["state"].get(name, {})
+            state |= scalars["state"].get(name, {})
             _put_together(state, param, saved.get(name, {}))
-    for group, kept in zip(optimiser.param_groups, told["groups"], strict=False):
+    for group, kept in zip(optimiser.param_groups, scalars["groups"], strict=False):
         group |= kept
 
 
@@ -323,7 +323,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Ema:
-    """Averaged float32 weights beside the trained ones, by the parameters' names.
+    """Averaged float32 weights of the trained ones, by the parameters' names.
 
     Until the first averaged step there is no copy: the average is the weights, and costs nothing.
     """

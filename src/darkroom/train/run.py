@@ -1,4 +1,4 @@
-"""The doors: `train` starts a run or goes on with one, `export` writes a model from a checkpoint."""
+"""Entry points: `train` starts a run or goes on with one, `export` writes a model from a checkpoint."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def train(
 
     Where several processes were started together, each calls this, and rank 0 tells and writes.
 
-    `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one beside it,
+    `resume`: `auto` goes on with the run in `out` if there is one; `never` starts a new one next to it,
     numbered; a checkpoint's folder starts a new one from that state, and the recipe may then differ.
     `feed(k)` opens another stream of batches from step k on (an OpenFeed learns first what it feeds);
-    `estimate` says what the plan foretells of a run that begins: it is shown, and kept in the run. Raises
+    `estimate` gives the plan's estimate of a run that begins: it is shown, and kept in the run. Raises
     InputError before any work for what cannot be, Stopped (state saved) on Ctrl-C and SIGTERM, DarkroomError
     when the loss is not finite.
     """
@@ -185,7 +185,7 @@ def _begin(
 
 @contextmanager
 def _undone(data: DataSettings, run: Path, ranks: Ranks) -> Iterator[None]:
-    """What was settled and gathered for a run is let go where something within ends it."""
+    """What was opened for a run is released where something within ends it."""
     try:
         yield
     except BaseException as error:
@@ -256,8 +256,8 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
 
 def _environment(job: TrainingSetup) -> dict[str, Any]:
     """Where a session runs, the store it reads, and of an adapter what it is trained on."""
-    told = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
-    return told | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
+    facts = {**hardware.environment(), "store": dict(job.store), "fingerprints": dict(job.base)}
+    return facts | ({"base": described_base(job.task.model)} if job.recipe.adapts else {})
 
 
 def _trainer(job: TrainingSetup, run: Run, say: Say, first_step: int) -> Trainer:
@@ -331,14 +331,14 @@ def model_card(name: str, task: str, data: DataSettings) -> str:
         "tags: [text-to-image]",
         "---",
     ]
-    told = [f"# {name}", "", f"Trained with darkroom {darkroom.__version__} (`task: {task}`).", ""]
+    lines = [f"# {name}", "", f"Trained with darkroom {darkroom.__version__} (`task: {task}`).", ""]
     table = [
         "## Training data",
         "| store | source | pictures | licence |",
         "| --- | --- | --- | --- |",
         *rows,
     ]
-    return "\n".join([*head, *told, *table, ""])
+    return "\n".join([*head, *lines, *table, ""])
 
 
 def _exported(state: Checkpoint, *, best: bool, ema: bool, say: Say) -> tuple[Saved, dict[str, float]]:
@@ -434,8 +434,8 @@ def sweep(
             check_settings(recipe)
     tried: list[Tried] = []
     for folder, (settings, recipe) in zip(folders, recipes, strict=True):
-        told = ", ".join(f"{key}={value}" for key, value in settings.items())
-        console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {told}")
+        changes = ", ".join(f"{key}={value}" for key, value in settings.items())
+        console(f"{folder.name}, {len(tried) + 1} of {len(recipes)}: {changes}")
         others = [one for one in folders if one != folder]
         shared = _class_folder(recipe.task, recipe.data, recipe.model.base, out)
         one = sweep_recipe(recipe, folder.name, _left(recipe.budget, others), shared)

@@ -160,19 +160,19 @@ class Scores:
                 return {}
             sets = Sets(pictures, self._prompts, self._reference)
             before = self._scorer
-            self._scorer = Scorer(sets, drawn.seed) if before is None else before.beside(sets)
+            self._scorer = Scorer(sets, drawn.seed) if before is None else before.with_sets(sets)
             names = self._settings.scores
             found = {
                 name: METRICS[name].measure(self._scorer, self._extractors[METRICS[name].role])
                 for name in names
             }
-        told: dict[str, Mapping[str, Any]] = {}
+        details: dict[str, Mapping[str, Any]] = {}
         for name, one in found.items():
             extractor = self._extractors[METRICS[name].role]
             interval = {"value": one.interval.value, "low": one.interval.low, "high": one.interval.high}
-            told[name] = {**interval, "n": len(one.pictures), "extractor": extractor.sha256}
+            details[name] = {**interval, "n": len(one.pictures), "extractor": extractor.sha256}
         values = {f"heldout_{name.replace('-', '_')}": one.interval.value for name, one in found.items()}
-        return {**values, "scores": told}
+        return {**values, "scores": details}
 
 
 def _prompts(read: ReadSettings, store: Store, held: Rows, count: int) -> tuple[str, ...]:

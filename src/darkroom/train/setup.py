@@ -155,8 +155,8 @@ def make_job(
     heldout = _heldout(task, store, held_rows, recipe.evaluate.rows, device)
     calibration = _calibration(task, store, train_rows, side, device)
     one_row = partial(_one_row, task, store, train_rows, device)
-    step, told = _sized_step(task, train, optim, recipe.parallel, one_row, site)
-    notes += told
+    step, size_notes = _sized_step(task, train, optim, recipe.parallel, one_row, site)
+    notes += size_notes
     order = make_order(train, data, task, store, train_rows)
     foreign = feed is not None and not isinstance(feed, OpenFeed)
     fed = (train, data, task, stores, order, device, ranks)
@@ -384,7 +384,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
 
 
 def _caption_changes(data: DataSettings, columns: tuple[str, ...]) -> dict[str, Any]:
-    """How the loader changes captions, and which columns it reads beside these."""
+    """How the loader changes captions, and which columns it reads besides these."""
     return {
         "caption_dropout": data.caption_dropout,
         "shuffle_tags": data.shuffle_tags,
@@ -511,7 +511,7 @@ def _micro_batch(
     if train.global_batch == 1:
         return 1, "one picture a step"
     if isinstance(task, LearnExtractor):
-        return train.global_batch, "pictures are told from all others of a batch"
+        return train.global_batch, "pictures are contrasted with all others of a batch"
     micro, why = choose_micro_batch(train, task, one_row(), site.device, share)
     return site.ranks.smallest(micro), why
 

@@ -1,6 +1,6 @@
 """What a trained adapter or model is given away with: kohya's `ss_` metadata, a model card, the hub.
 
-No folder's path is told, only its last name.
+No folder's path is written, only its last name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def training_metadata(
         key: value for key, value in network.items() if key not in ("from", "trigger", "rank", "alpha")
     }
     micro = train.global_batch if train.micro_batch == "auto" else train.micro_batch
-    told: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "learning_rate": optim.lr,
         "unet_lr": optim.unet_lr,
         "text_encoder_lr": optim.text_encoder_lr,
@@ -89,7 +89,7 @@ def training_metadata(
         "network_args": json.dumps(network, sort_keys=True) if network else None,
         "prior_loss_weight": data.prior_weight if data.class_prompt is not None else None,
     }
-    return {f"ss_{key}": str(value) for key, value in told.items() if value is not None}
+    return {f"ss_{key}": str(value) for key, value in metadata.items() if value is not None}
 
 
 def dataset_metadata(data: DataSettings, run: Path, global_batch: int) -> dict[str, str]:
@@ -167,8 +167,8 @@ def model_card(recipe: Recipe, name: str, *, base: str, files: Iterable[str], li
     lines += ["![samples](samples.png)", ""] if "samples.png" in there else []
     lines += ["| setting | value |", "| --- | --- |"]
     chosen = ("learning_rate", "optimizer", "max_train_steps", "total_batch_size", "resolution", "loss_type")
-    told = training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter)
-    lines += [f"| {key} | {told[f'ss_{key}']} |" for key in chosen if f"ss_{key}" in told]
+    metadata = training_metadata(recipe.train, recipe.optim, recipe.data, recipe.objective, recipe.adapter)
+    lines += [f"| {key} | {metadata[f'ss_{key}']} |" for key in chosen if f"ss_{key}" in metadata]
     if recipe.adapter is not None:
         lines += [f"| network | {recipe.adapter.kind}, rank {recipe.adapter.rank} |"]
         lines += ["", "```python", f'pipeline.load_lora_weights("{name}.safetensors")', "```"]
@@ -217,8 +217,8 @@ def push(
         except HFValidationError as error:
             raise InputError(f"the repository '{repo}': {without_token(str(error))}") from error
         except (HfHubHTTPError, OSError) as error:
-            told = " ".join(without_token(str(error)).split())
-            raise DarkroomError(f"the hub did not take '{repo}': {told}") from error
+            message = " ".join(without_token(str(error)).split())
+            raise DarkroomError(f"the hub did not take '{repo}': {message}") from error
     return f"{api.endpoint.rstrip('/')}/{repo}"
 
 

@@ -169,7 +169,7 @@ class Step:
         self.ema.update(k)
 
     def fits(self, inputs: Inputs) -> bool:
-        """Whether one forward and backward pass of these rows finds memory beside the optimiser's state.
+        """Whether one forward and backward pass of these rows finds memory besides the optimiser's state.
 
         Nothing is learned from it, and nothing is sent to other ranks.
         """

@@ -93,9 +93,9 @@ class WeightsAndBiases:
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
-            told = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             raise DarkroomError(
-                f"track.wandb: no run could be opened: {told}; WANDB_MODE=offline needs no network"
+                f"track.wandb: no run could be opened: {message}; WANDB_MODE=offline needs no network"
             ) from error
         self._run.define_metric("*", step_metric="step")
 

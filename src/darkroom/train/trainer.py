@@ -167,12 +167,12 @@ class Trainer:
             if not is_disk_full(error):
                 raise
             raise DarkroomError(
-                f"the disk of '{self.run.path}' is full after step {self.k}; {self._kept()}; make room, "
+                f"the disk of '{self.run.path}' is full after step {self.k}; {self._kept()}; free space, "
                 "and the same command goes on"
             ) from error
         finally:
             self.tracker.close()
-            with suppress(CheckpointError, OSError):  # told already, or beside the point by now
+            with suppress(CheckpointError, OSError):  # reported already, or irrelevant by now
                 self.saver.finish()
                 self._save_bill()
 
@@ -319,21 +319,21 @@ class Trainer:
             return
         first, policy = odd[0], settings.on_nan
         name = "grad_norm" if math.isfinite(first["loss"]) else "loss"
-        told = f"the {name} of step {first['step']} is {first[name]:.4g}"
+        message = f"the {name} of step {first['step']} is {first[name]:.4g}"
         if policy == "skip":
             self._odd.write(odd, "skip", first=self.ranks.first)
-            self.say(f"warning: {told}; {len(odd)} steps left out, their rows are in {FILE}")
+            self.say(f"warning: {message}; {len(odd)} steps left out, their rows are in {FILE}")
             return
         self._write(*rows[: rows.index(first)])
         self.saver.finish()
         kept = self.ranks.tell(lambda: (found := self.saver.newest()) and found.step)
         if policy == "rollback" and kept is not None and self._odd.may_roll_back(kept):
             self._odd.write(odd[:1], "rollback", to=kept, first=self.ranks.first)
-            self.say(f"warning: {told}; {self._kept()}")
+            self.say(f"warning: {message}; {self._kept()}")
             raise _RollBack
         self._odd.write(odd[:1], "stop", first=self.ranks.first)
         raise DarkroomError(
-            f"{told}; {self._kept()}; its rows are in {FILE}; start a new run with a lower optim.lr (now "
+            f"{message}; {self._kept()}; its rows are in {FILE}; start a new run with a lower optim.lr (now "
             f"{self.recipe.optim.lr:g}), more optim.warmup_steps or train.precision=float32"
         )
 
@@ -494,9 +494,9 @@ class OddBatches:
         self.passed: set[int] = set()
         self._rollbacks: dict[int, int] = {}
         for line in ranks.tell(self._noted):  # other machines need not see the run's folder
-            told = json.loads(line)
-            if told["done"] == "rollback":
-                self._note(told["step"], told["to"])
+            row = json.loads(line)
+            if row["done"] == "rollback":
+                self._note(row["step"], row["to"])
 
     def _noted(self) -> list[str]:
         return self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
@@ -517,8 +517,8 @@ class OddBatches:
             if done == "rollback":
                 self._note(step, to)
             ids = [] if self._rows_of is None else list(self._rows_of(step - 1))
-            told = {"step": step, "loss": str(row["loss"]), "grad_norm": str(row["grad_norm"])}
-            lines.append(json.dumps({**told, "done": done, "to": to, "rows": ids}) + "\n")
+            values = {"step": step, "loss": str(row["loss"]), "grad_norm": str(row["grad_norm"])}
+            lines.append(json.dumps({**values, "done": done, "to": to, "rows": ids}) + "\n")
         if first:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))

@@ -253,8 +253,8 @@ class FolderSource:
         if not name or posixpath.isabs(name):
             return None
         plain = posixpath.normpath(name.replace("\\", "/"))
-        beside = posixpath.normpath(posixpath.join(folder, plain))
-        places = [place for place in dict.fromkeys((beside, plain)) if not place.startswith("../")]
+        relative = posixpath.normpath(posixpath.join(folder, plain))
+        places = [place for place in dict.fromkeys((relative, plain)) if not place.startswith("../")]
         trees = sorted(self._with_pictures, key=lambda tree: tree is not own)
         return next((found for t in trees for place in places if (found := t.find(place)) is not None), None)
 

@@ -72,27 +72,27 @@ class ImportReport:
 
     def lines(self) -> list[str]:
         """The report for a reader, in a few lines."""
-        told = [
+        lines = [
             f"{self.added:,} pictures of {self.source} added to {self.store}, now of {self.num_rows:,}",
             f"{self.wall_s:.1f} s, {self.pictures_per_s:,.0f} pictures/s",
         ]
         if self.doubles:
-            told.append(f"{self.doubles:,} were there already")
+            lines.append(f"{self.doubles:,} were there already")
         if self.rejected:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.rejected.items()))
-            told.append(f"rejected: {reasons}; see {self.rejected_file}")
+            lines.append(f"rejected: {reasons}; see {self.rejected_file}")
         if "no-caption" in self.rejected:
-            told.append("pictures without a caption come in with: --missing-caption keep")
+            lines.append("pictures without a caption come in with: --missing-caption keep")
         if self.recoded:
             counts = ", ".join(f"{count:,} as {name}" for name, count in self.recoded.items())
-            told.append(f"texts that are not UTF-8, read {counts}: look whether their letters are right")
+            lines.append(f"texts that are not UTF-8, read {counts}: look whether their letters are right")
         if self.left_out:
-            told.append(f"left out, no number, text or list: {', '.join(self.left_out)}")
+            lines.append(f"left out, no number, text or list: {', '.join(self.left_out)}")
         if self.renamed:
-            told.append("renamed: " + ", ".join(f"{old} to {new}" for old, new in self.renamed.items()))
+            lines.append("renamed: " + ", ".join(f"{old} to {new}" for old, new in self.renamed.items()))
         if self.widened:
-            told.append("widened: " + ", ".join(f"{name} from {how}" for name, how in self.widened.items()))
-        return told
+            lines.append("widened: " + ", ".join(f"{name} from {how}" for name, how in self.widened.items()))
+        return lines
 
 
 def import_pictures(
@@ -112,10 +112,10 @@ def import_pictures(
 ) -> ImportReport:
     """Bring pictures and captions into a store, which is made where there is none.
 
-    `source` is a folder or zip of pictures with a metadata file or texts beside them, a folder of webdataset
+    `source` is a folder or zip of pictures with a metadata file or `.txt` captions, a folder of webdataset
     tars, Parquet files, or MDS shards. Pictures that are in the store already with the same caption are
     doubles and add nothing, so the same call goes on after it was stopped, and a source that was moved or
-    has grown may be imported again. What cannot be used is set aside in the store's `rejected.jsonl`.
+    has grown may be imported again. What cannot be used is listed in the store's `rejected.jsonl`.
     `background` is what transparent pictures are laid on for the perceptual hash; the bytes are kept as they
     are. Raises InputError for what is no source, Stopped after SIGINT or SIGTERM with all so far committed.
     """
@@ -343,8 +343,8 @@ class _Import:
         place = {"source": self.report.source, "key": readable(problem.key)}
         # A moved source names its pictures the same, so what its bytes identify is listed once.
         if self.rejected_before.add(short_id(f"{problem.reason}|{id_ or place}")):
-            told = {**place, "reason": problem.reason, "detail": problem.detail, "id": id_ or None}
-            self._problems.append(json.dumps(told))
+            record = {**place, "reason": problem.reason, "detail": problem.detail, "id": id_ or None}
+            self._problems.append(json.dumps(record))
 
     def _end_part(self, name: str) -> None:
         """Count what a part gave; one that was read by an earlier import gives only doubles."""

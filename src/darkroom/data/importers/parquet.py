@@ -131,9 +131,10 @@ class ParquetSource:
         elif len(data) > MAX_PICTURE_BYTES:
             yield Problem(key, "bomb", f"more than {MAX_PICTURE_BYTES} bytes")
         else:
-            told = row.pop(caption)
+            content = row.pop(caption)
             try:
-                captions = captions_of(decode_text(told, self.recoded) if isinstance(told, bytes) else told)
+                content = decode_text(content, self.recoded) if isinstance(content, bytes) else content
+                captions = captions_of(content)
             except TextError as error:
                 yield Problem(key, "bad-caption", str(error))
                 return

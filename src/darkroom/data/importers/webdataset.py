@@ -55,7 +55,7 @@ class WebdatasetSource:
     """Tars as img2dataset and webdataset write them: a picture, `.txt` and `.json` a sample.
 
     The caption is the text, or without one a field of the JSON; the JSON's other fields come along, and so
-    do small texts such as `.cls`. What lies beside the tars (Parquet, statistics) is not read.
+    do small texts such as `.cls`. What else lies in the folder (Parquet, statistics) is not read.
     """
 
     total: int | None = None
@@ -119,8 +119,8 @@ class WebdatasetSource:
         extras: dict[str, Any] = {}
         for extension, content in files.items():
             if isinstance(content, bytes) and _ends_in(extension, (".json",)):
-                told = json.loads(decode_text(content, self.recoded))
-                extras |= told if isinstance(told, dict) else {extension: told}
+                record = json.loads(decode_text(content, self.recoded))
+                extras |= record if isinstance(record, dict) else {extension: record}
             elif isinstance(content, bytes) and extension in LABELS:
                 extras[extension] = typed(decode_text(content, self.recoded).strip())
             elif extension not in TEXTS:

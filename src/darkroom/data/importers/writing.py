@@ -120,6 +120,7 @@ class _Fragment:
         self._thread.start()
 
     def put(self, rows: pa.Table | None) -> None:
+        """Queue rows for the writer, None at the end; waits while full. Raises the error of the writer."""
         while True:
             self._check()
             try:

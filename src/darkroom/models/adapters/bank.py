@@ -379,7 +379,7 @@ class Bank:
     adds them as needed, until `seal` is called (before compiling or capturing), when an adapter that touches
     other layers is refused; `reserve` adds layers beforehand. One call of the U-Net, and one of the text
     encoders, runs at a time, unless `threads` says that several threads call them at once; loading into a
-    slot that no row uses may go on meanwhile. `whole_calls` has calls take the same shapes whoever has what.
+    slot that no row uses may go on meanwhile. `whole_calls` has calls take the same shapes whatever rows use.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class Bank:
         return sum(delta.nbytes for at, delta in deltas if slot is None or at == slot)
 
     def take_whole_calls(self) -> None:
-        """From now on calls have the same shapes whoever has what."""
+        """From now on calls have the same shapes whatever rows use."""
         for rows in self._rows.values():
             rows.whole_calls = True
 
@@ -467,8 +467,8 @@ class Bank:
                     )
                 changes[path] = change
         if self.sealed and (new := changes.keys() - self._held.keys()):
-            told = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has no room for"
-            raise ModelError(f"{told}: {min(new)}")
+            message = f"adapter '{adapter.name}' changes {len(new)} layers that the bank has not reserved"
+            raise ModelError(f"{message}: {min(new)}")
         return Staged(adapter.name, changes)
 
     def load(self, slot: int, adapter: Adapter | Staged) -> None:
@@ -528,11 +528,13 @@ class Bank:
             raise ModelError(f"slot {slot} of the adapter bank", allowed=f"1 to {self.slots}")
 
     def reserve(self, paths: Iterable[str], low_rank: Iterable[str] | None = None) -> None:
-        """Make room in layers before an adapter that changes them is loaded; for LoRAs in some or all."""
+        """Reserve layers before an adapter that changes them is loaded; for LoRAs in some or all."""
         paths = list(paths)
         new = [path for path in paths if path not in self._held]
         if new and self.sealed:
-            raise ModelError(f"the adapter bank has no room for '{new[0]}'", mend="reserve it before sealing")
+            raise ModelError(
+                f"the adapter bank has nothing reserved for '{new[0]}'", mend="reserve it before sealing"
+            )
         for path in new:
             if path not in self._known:
                 raise ModelError(f"no layer '{path}' to adapt in this model")

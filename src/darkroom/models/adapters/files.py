@@ -70,10 +70,10 @@ def open_tensors(path: Path) -> Stored:
 
 def read_header(path: Path) -> dict[str, Any]:
     """The header as JSON, read by itself with a bound before anything else is."""
-    told = f"'{path.name}'"
+    file_name = f"'{path.name}'"
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
-        raise ModelError(f"{told} has {size:,} bytes", allowed=f"at most {MAX_FILE_BYTES:,}")
+        raise ModelError(f"{file_name} has {size:,} bytes", allowed=f"at most {MAX_FILE_BYTES:,}")
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
@@ -81,15 +81,17 @@ def read_header(path: Path) -> dict[str, Any]:
         # A header of 640 or 19,280 bytes begins as a pickle does.
         pickled = not is_whole and start[:2] in (b"PK", b"\x80\x02")
         if pickled or path.suffix in (".pt", ".bin", ".ckpt", ".pkl", ".pth"):
-            raise ModelError(f"{told} is a pickle, which can run code", mend="give it as .safetensors")
+            raise ModelError(f"{file_name} is a pickle, which can run code", mend="give it as .safetensors")
         if not is_whole:
-            raise ModelError(f"{told} is no safetensors file: its header claims {length:,} of {size:,} bytes")
+            raise ModelError(
+                f"{file_name} is no safetensors file: its header claims {length:,} of {size:,} bytes"
+            )
         try:
             header = json.loads(file.read(length))
         except (ValueError, RecursionError) as error:
-            raise ModelError(f"{told} is no safetensors file: its header is not JSON") from error
+            raise ModelError(f"{file_name} is no safetensors file: its header is not JSON") from error
     if not isinstance(header, dict):
-        raise ModelError(f"{told} is no safetensors file: its header is not an object")
+        raise ModelError(f"{file_name} is no safetensors file: its header is not an object")
     return header
 
 
@@ -112,8 +114,8 @@ def _check_header(path: Path, header: Mapping[str, Any]) -> None:
 
 
 def _metadata(header: Mapping[str, Any]) -> dict[str, str]:
-    told = header.get("__metadata__")
-    return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else {}
+    metadata = header.get("__metadata__")
+    return {str(k): str(v) for k, v in metadata.items()} if isinstance(metadata, dict) else {}
 
 
 def _peft_config(path: Path) -> dict[str, Any]:
@@ -131,8 +133,8 @@ def _peft_config(path: Path) -> dict[str, Any]:
     if config.get("peft_type") == "IA3":  # which has no rank and no alpha
         return {}
     if config.get("peft_type", "LORA") != "LORA":
-        told = f"'{path.parent.name}' is PEFT's {shown(str(config['peft_type']))}"
-        raise ModelError(told, allowed="PEFT's LORA and IA3, or LyCORIS' files")
+        message = f"'{path.parent.name}' is PEFT's {shown(str(config['peft_type']))}"
+        raise ModelError(message, allowed="PEFT's LORA and IA3, or LyCORIS' files")
     return config
 
 
@@ -144,15 +146,15 @@ def _hash_of(path: Path) -> str:
 
 def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> Path:
     """Write to a temporary file, then rename it."""
-    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(beside, tensors, metadata)
-        atomic_replace(beside, path)
+        write_tensors(temporary, tensors, metadata)
+        atomic_replace(temporary, path)
     except OSError as error:
         if is_system_failure(error):
             raise
         raise ModelError(f"'{path}' cannot be written: {error.strerror or error}") from error
     finally:
-        remove_file(beside)
+        remove_file(temporary)
     return path

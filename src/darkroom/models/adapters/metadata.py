@@ -182,9 +182,9 @@ def read_alphas(metadata: Mapping[str, str], config: Mapping[str, Any]) -> Alpha
     for key, value in diffusers.items():
         part, _, what = str(key).rpartition(".")
         by_part.setdefault(part, {})[what] = value
-    for told in by_part.values():
-        _check_added(told)
-    return Alphas({part: Scaling.of(told, part) for part, told in by_part.items()})
+    for part_config in by_part.values():
+        _check_added(part_config)
+    return Alphas({part: Scaling.of(part_config, part) for part, part_config in by_part.items()})
 
 
 def _check_added(config: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ def about(
 
     `trigger` are the words that call what was learned; `base_model` the folder or hub id it was trained on.
     """
-    told = {
+    metadata = {
         "modelspec.title": title,
         "ss_output_name": title,
         "modelspec.trigger_phrase": trigger,
@@ -234,7 +234,7 @@ def about(
         "modelspec.resolution": resolution,
         **more,
     }
-    return {key: value for key, value in told.items() if value is not None}
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def header(adapter: Adapter, base: str | None, prediction: str | None, *, kohya: bool) -> dict[str, str]:
@@ -244,7 +244,7 @@ def header(adapter: Adapter, base: str | None, prediction: str | None, *, kohya:
     """
     own = {key: value for key, value in adapter.metadata.items() if _is_kept(key)}
     rank, alpha = adapter.rank, _most_common([layer.alpha for layer in adapter.layers.values()])
-    told = {
+    metadata = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.implementation": "diffusers",
@@ -257,18 +257,22 @@ def header(adapter: Adapter, base: str | None, prediction: str | None, *, kohya:
         "ss_output_name": adapter.name,
     }
     if base in ARCHITECTURES:
-        told["modelspec.architecture"] = f"{ARCHITECTURES[base]}/lora"
-        told["modelspec.resolution"] = RESOLUTIONS[base]
-        told["ss_base_model_version"] = KOHYA_BASES[base]
-        told["ss_v2"] = str(base.startswith("sd2"))
-    told |= own
+        metadata["modelspec.architecture"] = f"{ARCHITECTURES[base]}/lora"
+        metadata["modelspec.resolution"] = RESOLUTIONS[base]
+        metadata["ss_base_model_version"] = KOHYA_BASES[base]
+        metadata["ss_v2"] = str(base.startswith("sd2"))
+    metadata |= own
     if not kohya:
-        told[DIFFUSERS] = json.dumps(_lora_configs(adapter), indent=2, sort_keys=True)
-    return told
+        metadata[DIFFUSERS] = json.dumps(_lora_configs(adapter), indent=2, sort_keys=True)
+    return metadata
 
 
-def _prediction(base: str | None, told: str | None) -> str:
-    return PREDICTIONS.get(base or "", "epsilon") if told is None else PREDICTION_NAMES.get(told, told)
+def _prediction(base: str | None, prediction: str | None) -> str:
+    return (
+        PREDICTIONS.get(base or "", "epsilon")
+        if prediction is None
+        else PREDICTION_NAMES.get(prediction, prediction)
+    )
 
 
 def _is_kept(key: str) -> bool:
@@ -278,7 +282,7 @@ def _is_kept(key: str) -> bool:
 
 def _lora_configs(adapter: Adapter) -> dict[str, Any]:
     """PEFT's LoraConfig of each part, as diffusers' `save_lora_weights` packs them."""
-    told: dict[str, Any] = {}
+    configs: dict[str, Any] = {}
     for part in adapter.parts:
         layers = {
             name.partition(".")[2].removeprefix("text_model."): layer
@@ -288,7 +292,7 @@ def _lora_configs(adapter: Adapter) -> dict[str, Any]:
         ranks = {path: layer.rank for path, layer in layers.items()}
         alphas = {path: _plain(layer.alpha) for path, layer in layers.items()}
         rank, alpha = _most_common(list(ranks.values())), _most_common(list(alphas.values()))
-        told |= {
+        configs |= {
             f"{part}.peft_type": "LORA",
             f"{part}.r": rank,
             f"{part}.lora_alpha": alpha,
@@ -297,7 +301,7 @@ def _lora_configs(adapter: Adapter) -> dict[str, Any]:
             f"{part}.target_modules": sorted(layers),
             f"{part}.use_dora": adapter.kind == "dora",
         }
-    return told
+    return configs
 
 
 def _plain(alpha: float) -> float | int:

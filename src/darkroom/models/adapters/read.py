@@ -120,26 +120,26 @@ def _grouped(
 
 def _layer(path: Path, name: str, parts: dict[str, torch.Tensor], alphas: Alphas) -> Layer | Factors:
     """One layer from its tensors, each accounted for."""
-    told = f"adapter '{path.name}', layer '{shown(name)}'"
-    alpha = _alpha(told, parts.pop("alpha", None))
+    where = f"adapter '{path.name}', layer '{shown(name)}'"
+    alpha = _alpha(where, parts.pop("alpha", None))
     magnitude = parts.pop("magnitude", None)
     if magnitude is not None and (magnitude.numel() == 0 or magnitude.ndim == 0):
-        raise ModelError(f"{told}: magnitudes of shape {list(magnitude.shape)}")
+        raise ModelError(f"{where}: magnitudes of shape {list(magnitude.shape)}")
     if "down" in parts or "up" in parts:
-        return _low_rank(told, name, parts, alpha, magnitude, alphas)
-    return _factors(told, parts, alpha, magnitude)
+        return _low_rank(where, name, parts, alpha, magnitude, alphas)
+    return _factors(where, parts, alpha, magnitude)
 
 
-def _alpha(told: str, tensor: torch.Tensor | None) -> float | None:
+def _alpha(where: str, tensor: torch.Tensor | None) -> float | None:
     if tensor is None:
         return None
     if tensor.numel() != 1:
-        raise ModelError(f"{told}: alpha has {tensor.numel()} numbers", allowed="one")
+        raise ModelError(f"{where}: alpha has {tensor.numel()} numbers", allowed="one")
     return float(tensor.item())
 
 
 def _low_rank(
-    told: str,
+    where: str,
     name: str,
     parts: dict[str, torch.Tensor],
     alpha: float | None,
@@ -147,7 +147,7 @@ def _low_rank(
     alphas: Alphas,
 ) -> Layer:
     if not {"down", "up"} <= parts.keys() <= {"down", "up", "mid"}:
-        raise ModelError(f"{told}: it has {', '.join(sorted(parts))}", allowed="down and up together")
+        raise ModelError(f"{where}: it has {', '.join(sorted(parts))}", allowed="down and up together")
     down, up, middle = parts["down"], parts["up"], parts.get("mid")
     rank = int(down.shape[0]) if down.ndim else 0
     if not (
@@ -158,17 +158,19 @@ def _low_rank(
         and up[0, 0].numel() == 1
         and down.numel()
     ):
-        raise ModelError(f"{told}: down {list(down.shape)} and up {list(up.shape)} do not go together")
+        raise ModelError(f"{where}: down {list(down.shape)} and up {list(up.shape)} do not go together")
     if middle is not None:
         if middle.ndim != 4 or tuple(middle.shape[:2]) != (rank, rank) or down[0, 0].numel() != 1:
-            raise ModelError(f"{told}: a middle of {list(middle.shape)}", allowed=f"[{rank}, {rank}, kh, kw]")
+            raise ModelError(
+                f"{where}: a middle of {list(middle.shape)}", allowed=f"[{rank}, {rank}, kh, kw]"
+            )
         down = fold_middle(down, middle)
     scale = alphas.scale(name, rank) if alpha is None else scale_of(alpha, rank)
     return Layer(down, up, scale, magnitude)
 
 
 def _factors(
-    told: str, parts: dict[str, torch.Tensor], alpha: float | None, magnitude: torch.Tensor | None
+    where: str, parts: dict[str, torch.Tensor], alpha: float | None, magnitude: torch.Tensor | None
 ) -> Factors:
     roles = frozenset(parts)
     loha = {"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}
@@ -177,12 +179,12 @@ def _factors(
     elif _is_lokr(roles):
         kind = "lokr"
     elif roles in ({"diff"}, {"oft_blocks"}):
-        return _whole(told, parts, alpha, magnitude)
+        return _whole(where, parts, alpha, magnitude)
     elif roles in ({"ia3", "on_input"}, {"ia3_l"}):
-        return _ia3(told, parts, magnitude)
+        return _ia3(where, parts, magnitude)
     else:
         raise ModelError(
-            f"{told}: it has {', '.join(sorted(roles)) or 'no weights'}",
+            f"{where}: it has {', '.join(sorted(roles)) or 'no weights'}",
             allowed="LoRA, LoHa, LoKr, a full difference, OFT, BOFT, IA3",
         )
     rank = factors_rank(parts)
@@ -190,33 +192,35 @@ def _factors(
     scale = 1.0 if alpha is None or whole else scale_of(alpha, rank)
     layer = Factors(kind, parts, scale, magnitude)
     if layer.shape is None:
-        raise ModelError(f"{told}: {_shape_told(layer)} do not go together")
+        raise ModelError(f"{where}: {_shape_told(layer)} do not go together")
     return layer
 
 
 def _whole(
-    told: str, parts: dict[str, torch.Tensor], alpha: float | None, magnitude: torch.Tensor | None
+    where: str, parts: dict[str, torch.Tensor], alpha: float | None, magnitude: torch.Tensor | None
 ) -> Factors:
     """A whole difference, or a rotation, whose alpha is a bound that trainers read in two ways."""
     rotation = "boft" if "oft_blocks" in parts and parts["oft_blocks"].ndim == 4 else "oft"
     kind = "full" if "diff" in parts else rotation
     layer = Factors(kind, parts, 1.0)
     if magnitude is not None:
-        raise ModelError(f"{told}: magnitudes with a layer of kind {kind}")
+        raise ModelError(f"{where}: magnitudes with a layer of kind {kind}")
     if kind != "full" and alpha:
-        raise ModelError(f"{told}: a rotation with a constraint ({alpha:g})", allowed="none: alpha 0")
+        raise ModelError(f"{where}: a rotation with a constraint ({alpha:g})", allowed="none: alpha 0")
     if layer.shape is None:
-        raise ModelError(f"{told}: {_shape_told(layer)} do not go together")
+        raise ModelError(f"{where}: {_shape_told(layer)} do not go together")
     return layer
 
 
-def _ia3(told: str, parts: dict[str, torch.Tensor], magnitude: torch.Tensor | None) -> Factors:
+def _ia3(where: str, parts: dict[str, torch.Tensor], magnitude: torch.Tensor | None) -> Factors:
     """LyCORIS' factors, which say what is added, or PEFT's, which say what becomes of the whole."""
     factors = parts.get("ia3", parts.get("ia3_l"))
     assert factors is not None
     sides = [side for side in factors.shape if side != 1]
     if magnitude is not None or not factors.numel() or len(sides) > 1:
-        raise ModelError(f"{told}: factors of shape {list(factors.shape)}", allowed="one side, no magnitudes")
+        raise ModelError(
+            f"{where}: factors of shape {list(factors.shape)}", allowed="one side, no magnitudes"
+        )
     if "on_input" in parts:
         return Factors("ia3", {"ia3": factors, "on_input": parts["on_input"].bool()})
     on_input = torch.tensor(factors.ndim > 1 and factors.shape[0] == 1)
@@ -356,8 +360,8 @@ def _model_name(model: Model) -> str:
 def _made_for(adapter: Adapter, model: Model) -> str:
     base = adapter.base
     missing = [part for part in adapter.parts if part not in model.modules]
-    told = f"; the model has no {' and no '.join(missing)}" if missing else ""
-    return told + (f"; it looks made for {base}" if base and base != model.family else "")
+    message = f"; the model has no {' and no '.join(missing)}" if missing else ""
+    return message + (f"; it looks made for {base}" if base and base != model.family else "")
 
 
 def merge(model: Model, adapter: Adapter, weight: float = 1.0) -> None:

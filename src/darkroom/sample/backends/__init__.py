@@ -1,6 +1,6 @@
 """Backends: what computes the U-Net and the VAE behind the one denoising loop.
 
-`backend` says what a backend is and `open_backend` is the door. `eager` is PyTorch as it stands; `exported`
+`backend` says what a backend is and `open_backend` opens one. `eager` is PyTorch as it stands; `exported`
 is what ONNX Runtime (`onnx_engine`) and OpenVINO (`openvino_engine`) share: modules in the form of `shells`,
 kept in the `cache`.
 """

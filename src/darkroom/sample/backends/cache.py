@@ -1,6 +1,6 @@
 """The cache of exported modules: a folder for each export, named by all that it depends on.
 
-An export is written beside its place and renamed into it, so what lies under its name is whole. Two
+An export is written to a temporary name and renamed, so what lies under its name is complete. Two
 processes that want the same export do not both make it: the second waits for the first.
 """
 
@@ -44,8 +44,8 @@ class CacheKey:
     @property
     def name(self) -> str:
         """The folder's name: readable first, unique as a whole."""
-        told = json.dumps(asdict(self), sort_keys=True)
-        digest = hashlib.sha256(told.encode()).hexdigest()[:16]
+        text = json.dumps(asdict(self), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return f"{self.engine}-{self.part}-{self.precision}-{self.identity[:8]}-{digest}"
 
 
@@ -81,13 +81,13 @@ def exported(key: CacheKey, make: Callable[[Path], None]) -> Path:
 
 
 def _limit_bytes() -> float:
-    told = os.environ.get(LIMIT, str(LIMIT_GB))
+    text = os.environ.get(LIMIT, str(LIMIT_GB))
     try:
-        limit_gb = float(told)
+        limit_gb = float(text)
     except ValueError:
         limit_gb = -1.0
     if not limit_gb > 0:
-        raise InputError(f"{LIMIT}='{told}'", allowed="gigabytes above 0")
+        raise InputError(f"{LIMIT}='{text}'", allowed="gigabytes above 0")
     return limit_gb * 1e9
 
 
@@ -105,12 +105,12 @@ def _let_go(base: Path, keep: Path, limit_bytes: float) -> None:
 
 def _is_whole(place: Path, key: CacheKey) -> bool:
     try:
-        told = json.loads((place / ABOUT).read_text("utf-8"))
+        record = json.loads((place / ABOUT).read_text("utf-8"))
     except (OSError, ValueError):
         return False
-    if not isinstance(told, dict) or told.get("key") != _plain(key):
+    if not isinstance(record, dict) or record.get("key") != _plain(key):
         return False
-    sizes = told.get("bytes", {})
+    sizes = record.get("bytes", {})
     return bool(sizes) and all(
         (place / name).is_file() and (place / name).stat().st_size == size for name, size in sizes.items()
     )
@@ -123,21 +123,21 @@ def _plain(key: CacheKey) -> object:
 def _make(place: Path, key: CacheKey, make: Callable[[Path], None]) -> None:
     for left in place.parent.glob(f".{key.name}-*"):  # of exports that were killed; the lock is ours
         remove_tree(left)
-    beside = Path(tempfile.mkdtemp(prefix=f".{key.name}-", dir=place.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{key.name}-", dir=place.parent))
     try:
-        make(beside)
-        sizes = {file.name: file.stat().st_size for file in sorted(beside.iterdir())}
+        make(temporary)
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
         about = {"key": asdict(key), "bytes": sizes}
-        (beside / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
-        beside.chmod(0o755)
+        (temporary / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+        temporary.chmod(0o755)
         if place.exists():  # not whole, or another key's
             remove_tree(place, must=True)
-        atomic_replace(beside, place)
+        atomic_replace(temporary, place)
     except BaseException as error:
-        remove_tree(beside)
+        remove_tree(temporary)
         if is_disk_full(error):
             raise DarkroomError(
-                f"no room left in '{place.parent}' for the export of the {key.part}"
+                f"no space left in '{place.parent}' for the export of the {key.part}"
             ) from error
         raise
 

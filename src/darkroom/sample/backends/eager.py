@@ -32,6 +32,7 @@ def unet_call(unet: Any) -> Unet:
     def call(
         x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """[B, C, h, w] to [B, C, h, w] in the model's precision, with adapters and added states."""
         added = dict(added)
         guidance = added.pop("timestep_cond", None)
         slots, weights = added.pop(SLOTS, None), added.pop(WEIGHTS, None)
@@ -108,6 +109,7 @@ def _first_call_told(unet: Unet, times_s: dict[str, float], notice: Callable[[st
     def call(
         x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """The compiled call; the first one is timed and announced."""
         if "compile unet" in times_s:
             return unet(x, t, text, added)
         notice("the U-Net is compiled at its first call; at full size this takes minutes")

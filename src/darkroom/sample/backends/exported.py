@@ -198,6 +198,7 @@ def _in_8_bits(
     )
 
     def make(folder: Path) -> None:
+        """Quantise the exported U-Net into a folder and write its report next to the files."""
         start = time.perf_counter()
         notice("the U-Net is quantised to 8 bits, once: this takes minutes for a large one")
         samples = int8.inputs_of(model, _unet_of(plain), calibration, notice)
@@ -218,7 +219,7 @@ def _in_8_bits(
     run = engine.load(folder, shell)
     times_s["load int8 unet"] = time.perf_counter() - start
     about = int8.read_report(folder)
-    notice(int8.told(about["quality"], about["float_layers"]))
+    notice(int8.summary(about["quality"], about["float_layers"]))
     return run
 
 
@@ -251,8 +252,8 @@ def _size(shell: Shell, engine: ExportEngine) -> str:
     count = sum(p.numel() for p in shell.module.parameters())
     size = count * engine.dtype.itemsize
     patience = "; this takes minutes" if count > 100_000_000 else ""
-    told = f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
-    return f"{count / 1e6:.3g} M parameters, {told}{patience}"
+    size_text = f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
+    return f"{count / 1e6:.3g} M parameters, {size_text}{patience}"
 
 
 def _in_precision(module: Any, dtype: torch.dtype) -> Any:
@@ -267,8 +268,8 @@ def _in_precision(module: Any, dtype: torch.dtype) -> Any:
 
 
 def _config_digest(module: Any) -> str:
-    told = {name: value for name, value in module.config.items() if not name.startswith("_")}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    config = {name: value for name, value in module.config.items() if not name.startswith("_")}
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _unet_of(run: Run) -> Unet:

@@ -82,7 +82,7 @@ Inputs = dict[str, torch.Tensor]
 def draw(model: Model, unet: Unet, calibration: Calibration, prompt: str) -> list[torch.Tensor]:
     """The predicted latents after each step of one prompt's picture."""
     size = (model.sample_size, model.sample_size)
-    (said, silent), _ = encode_prompts(model, [prompt, ""], size)
+    (positive, silent), _ = encode_prompts(model, [prompt, ""], size)
     solver = None if model.scheduler else "ddim"
     table = make_table(solver, model.scheduler, calibration.steps)
     generator = torch.Generator().manual_seed(calibration.seed)
@@ -92,7 +92,7 @@ def draw(model: Model, unet: Unet, calibration: Calibration, prompt: str) -> lis
     row = Row(
         table,
         noise,
-        said,
+        positive,
         None if distilled else silent,
         1.0 if distilled else calibration.guidance,
         generator=generator,
@@ -130,6 +130,8 @@ def sensitive_layers(unet: nn.Module, samples: Sequence[Inputs], call: Callable[
     layers = {n: m for n, m in unet.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
 
     def hook(name: str) -> Callable[[Any, Any, torch.Tensor], None]:
+        """A forward hook that notes the relative error of rounding layer `name` to 8 bits."""
+
         def measure(layer: Any, given: Any, out: torch.Tensor) -> None:
             rounded = _same(layer, _rounded(given[0]), _rounded(layer.weight, by_channel=True))
             change = (rounded - out).square().mean() / out.square().mean().clamp(min=1e-12)
@@ -237,7 +239,7 @@ def refuse_broken(found: dict[str, Any]) -> None:
         )
 
 
-def told(found: dict[str, Any], kept: Sequence[str]) -> str:
+def summary(found: dict[str, Any], kept: Sequence[str]) -> str:
     """The quality in a line."""
     steps = ", ".join(f"{value:.0f}" for value in found["psnr_db_by_step"])
     return (
@@ -247,7 +249,7 @@ def told(found: dict[str, Any], kept: Sequence[str]) -> str:
 
 
 def write_report(folder: Path, found: dict[str, Any], kept: Sequence[str], calibration: Calibration) -> None:
-    """Keep the quality beside the export."""
+    """Keep the quality next to the export."""
     about = {"quality": found, "float_layers": list(kept), "calibration": asdict(calibration)}
     (folder / REPORT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 

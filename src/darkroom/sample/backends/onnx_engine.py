@@ -1,6 +1,6 @@
 """ONNX Runtime: modules exported to ONNX with open axes, run on the CPU or a CUDA device.
 
-Weights lie beside the graph in a file of their own, so they may pass ONNX's 2 GB.
+Weights lie next to the graph in a file of their own, so they may pass ONNX's 2 GB.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class OnnxRuntime(ExportEngine):
                 mend="install onnxruntime-gpu, or use device cpu",
             )
         if computed != dtype:
-            told = {torch.float16: "float16", torch.float32: "float32"}[computed]
+            precision = {torch.float16: "float16", torch.float32: "float32"}[computed]
             self.notes.append(
-                f"ONNX Runtime lacks {str(dtype).removeprefix('torch.')} here: it computes in {told}"
+                f"ONNX Runtime lacks {str(dtype).removeprefix('torch.')} here: it computes in {precision}"
             )
 
     def versions(self) -> tuple[tuple[str, str], ...]:
@@ -59,7 +59,7 @@ class OnnxRuntime(ExportEngine):
         return (("onnxruntime", onnxruntime.__version__), *rest)
 
     def export(self, shell: Shell, folder: Path) -> None:
-        """Write the graph, and the weights in a file beside it."""
+        """Write the graph, and the weights in a file next to it."""
         given = tuple(value.to(self.device) for value in shell.inputs.values())
         axes = [dict.fromkeys(shell.open_axes[name], torch.export.Dim.DYNAMIC) for name in shell.inputs]
         named = 3 if shell.part == "unet" else 1  # what follows is one argument, *more

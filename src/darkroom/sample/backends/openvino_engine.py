@@ -37,7 +37,7 @@ def openvino() -> Any:
         from openvino.tools.ovc import convert_impl, telemetry_stub, telemetry_utils
     except ImportError as error:
         raise MissingExtra("openvino", "openvino") from error
-    convert_impl.tm = telemetry_utils.tm = telemetry_stub  # for whoever imported it before us
+    convert_impl.tm = telemetry_utils.tm = telemetry_stub  # for modules that imported it before us
     return package
 
 

@@ -62,7 +62,7 @@ class UnetShell(nn.Module):
     def forward(
         self, x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, *more: torch.Tensor
     ) -> torch.Tensor:
-        """Latents, timesteps, text and what else the U-Net is told, in the order of the inputs."""
+        """Latents, timesteps, text and the U-Net's further conditions, in the order of the inputs."""
         added = {  # sizes in pixels would lose digits in half precision
             name: value if name == "time_ids" else value.to(self.dtype)
             for name, value in zip(self.added, more, strict=True)
@@ -97,7 +97,7 @@ class DecoderShell(nn.Module):
 
 
 def unet_shell(unet: Any) -> Shell:
-    """A U-Net of SD 1, 2 or XL, with whatever its configuration says it must be told."""
+    """A U-Net of SD 1, 2 or XL, with whatever conditions its configuration needs."""
     config = unet.config
     rows, (height, width) = EXAMPLE_ROWS, EXAMPLE_SIDES
     inputs = {

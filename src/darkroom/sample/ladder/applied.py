@@ -172,6 +172,7 @@ def _in_parts(call: Unet, rows: int) -> Unet:
     def split(
         x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """The call in parts of at most `rows` rows; the outputs are joined."""
         parts = []
         for start in range(0, len(x), rows):
             some = slice(start, start + rows)

@@ -40,11 +40,11 @@ def optimise(
     choices = parse(names)
     reasons: list[str] = []
     if any(choice.name == AUTO for choice in choices):
-        said = {choice.name for choice in choices}
+        chosen_names = {choice.name for choice in choices}
         choices, reasons = _with_auto(choices, place)
         if (
             hasattr(model.unet, ROWS) or _has_own_attention(model)
-        ) and "fused_qkv" not in said:  # a fused layer would pass adapters by
+        ) and "fused_qkv" not in chosen_names:  # a fused layer would pass adapters by
             choices = [choice for choice in choices if choice.name != "fused_qkv"]
     check(choices, place)
     _check_attention(model, choices)
@@ -116,14 +116,14 @@ def parse(names: Sequence[str] | str) -> list[Choice]:
             raise InputError(f"optimise '{choice.name}'", allowed=", ".join((AUTO, NONE, *RUNGS)))
         if choice.argument and not RUNGS[choice.name].argument:
             raise InputError(f"optimise '{choice}'", allowed=f"{choice.name}, without an argument")
-    said = [choice.name for choice in choices]
-    if doubled := next((name for name in said if said.count(name) > 1), None):
+    chosen_names = [choice.name for choice in choices]
+    if doubled := next((name for name in chosen_names if chosen_names.count(name) > 1), None):
         raise InputError(f"optimise names '{doubled}' twice", mend="say it once")
     return choices
 
 
 def check(choices: Iterable[Choice], place: ComputeTarget) -> None:
-    """InputError where a choice cannot work on the device, or two cannot stand beside each other."""
+    """InputError where a choice cannot work on the device, or two exclude each other."""
     for choice in choices:
         if place.is_dit and RUNGS[choice.name].needs_unet:
             raise InputError(f"optimise '{choice}' with a diffusion transformer", mend="leave it out")
@@ -161,7 +161,7 @@ def left_out(place: ComputeTarget) -> dict[str, str]:
 
 
 def _with_auto(choices: list[Choice], place: ComputeTarget) -> tuple[list[Choice], list[str]]:
-    """The choices with `auto` replaced by what it takes beside the others."""
+    """The choices with `auto` replaced by what it takes besides the others."""
     named = [choice for choice in choices if choice.name != AUTO]
     taken, reasons = list(named), []
     for name, reason in best(place).items():

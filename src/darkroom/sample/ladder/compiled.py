@@ -113,9 +113,11 @@ def cuda_graphs(applied: Applied, argument: str) -> None:
     """The U-Net call captured once a shape and replayed: the processor's launches cost nothing any more."""
 
     def outer(applied: Applied, call_of: CallOf) -> Unet:
+        """The U-Net with each shape's calls captured in a CUDA graph; all graphs share one memory pool."""
         pool = torch.cuda.graph_pool_handle()
 
         def captured(call: Unet, tensors: list[torch.Tensor], names: tuple[str, ...]) -> Any:
+            """A captured call, or the plain one where the graph cannot hold it."""
             try:
                 return _Captured(call, tensors, names, pool)
             except torch.OutOfMemoryError:

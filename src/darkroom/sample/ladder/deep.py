@@ -52,7 +52,7 @@ class Shallow:
         return self._unet.up_blocks[-1].resnets[-self._layers]
 
     def skip_channels(self) -> int:
-        """Channels of the skip connection that enters beside the deep features."""
+        """Channels of the skip connection that enters with the deep features."""
         unet = self._unet
         first = unet.down_blocks[0]
         return int(

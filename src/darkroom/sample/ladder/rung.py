@@ -53,7 +53,7 @@ class Optimisation:
     lacks: Callable[[ComputeTarget], str | None] = lambda place: None
     """Why it cannot work there; None where it can."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """What it cannot stand beside, and why. One side of a pair is enough."""
+    """What it excludes, and why. One side of a pair is enough."""
     argument: str = ""
     """How its argument is written; empty where it takes none."""
     needs_unet: bool = False

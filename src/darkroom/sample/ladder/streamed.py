@@ -1,7 +1,7 @@
 """`offload_mmap`: weights stay in the model's files, and each layer has its own only while it is called.
 
 For a CPU with little memory. The files are mapped; a layer's weights are read, and cast to what is computed
-in, just before its call, and let go of right after. Nothing is rounded that is not rounded in the file.
+in, just before its call, and released right after. Nothing is rounded that is not rounded in the file.
 """
 
 from __future__ import annotations

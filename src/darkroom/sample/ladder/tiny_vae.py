@@ -169,7 +169,7 @@ class NumberedDecoder(nn.Module):
 
 
 class Residual(nn.Module):
-    """Three convolutions beside a skip connection; `pooled` channels of normalised context first."""
+    """Three convolutions and a skip connection; `pooled` channels of normalised context first."""
 
     def __init__(self, width: int, pooled: int = 0, groups: int = 1) -> None:
         super().__init__()

@@ -69,12 +69,12 @@ class Txt2Img(BaseModel):
     def check_others(self) -> None:
         """422 for a field that is not known, or that would change the picture."""
         for name, value in (self.model_extra or {}).items():
-            told = name[:100].encode("ascii", "replace").decode()
+            shown = name[:100].encode("ascii", "replace").decode()
             if name in REFUSED:
                 if not self._neutral(name, value):
-                    raise Refused(422, "not_served", f"{told}: not served here", param=told)
+                    raise Refused(422, "not_served", f"{shown}: not served here", param=shown)
             elif name not in UNUSED:
-                raise Refused(422, "unknown_field", f"{told}: not known here", param=told)
+                raise Refused(422, "unknown_field", f"{shown}: not known here", param=shown)
 
     def _neutral(self, name: str, value: Any) -> bool:
         """Whether the picture is the same without it: so is one without the second pass it is about."""
@@ -85,11 +85,11 @@ class Txt2Img(BaseModel):
 
     def echo(self) -> dict[str, Any]:
         """What was given, as far as it is known and of use."""
-        told = self.model_dump(
+        settings = self.model_dump(
             include=set(type(self).model_fields) - {"init_images", "mask", "alwayson_scripts"}
         )
         used = {k: v for k, v in (self.override_settings or {}).items() if k in USED_SETTINGS}
-        return {**told, "override_settings": used}
+        return {**settings, "override_settings": used}
 
     def request(self, core: Core) -> PictureRequest:
         """In the terms of the core."""
@@ -157,14 +157,14 @@ class Txt2Img(BaseModel):
             elif name == "sd_model_checkpoint" and value == core.model.name:
                 continue
             elif name not in UNUSED_SETTINGS:
-                told = name[:100].encode("ascii", "replace").decode()
-                message = f"override_settings.{told}: cannot be set here"
+                shown = name[:100].encode("ascii", "replace").decode()
+                message = f"override_settings.{shown}: cannot be set here"
                 raise Refused(422, "not_served", message, param="override_settings")
         return skip
 
 
 class Img2Img(Txt2Img):
-    """The fields of image to image beside them."""
+    """The further fields of image to image."""
 
     init_images: list[str] = Field(
         min_length=1, max_length=1, description="base64; white of the mask is redone"
@@ -175,7 +175,7 @@ class Img2Img(Txt2Img):
     inpaint_full_res_padding: int | None = Field(None, ge=0, le=8192)
 
     def uploads(self, core: Core) -> Uploads:
-        """The pictures; those that are not as told are found by the core, which opens them. Takes a while."""
+        """The pictures; what is wrong with them the core finds, which opens them. Takes a while."""
         image = decoded(self.init_images[0], "init_images")
         controls = self._control_pictures(core, image)
         if self.mask is None:
@@ -286,9 +286,9 @@ def _add_lists(router: APIRouter, core: Core) -> None:
         now = await options()
         for name, value in body.items():
             if name not in now or value != now[name]:
-                told = name[:100].encode("ascii", "replace").decode()
+                shown = name[:100].encode("ascii", "replace").decode()
                 raise Refused(
-                    422, "not_served", f"{told}: cannot be set, say it with each picture", param=told
+                    422, "not_served", f"{shown}: cannot be set, say it with each picture", param=shown
                 )
 
     @router.get("/sd-models")
@@ -375,9 +375,9 @@ async def _answer(
 
 def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
     """What A1111's clients read: settings, seeds, and each picture's settings as text."""
-    told = job.pictures
-    first, num = told[0], len(told)
-    seeds = [one["seed"] for one in told]
+    pictures = job.pictures
+    first, num = pictures[0], len(pictures)
+    seeds = [one["seed"] for one in pictures]
     prompts = [body.prompt] * num
     return {
         "prompt": body.prompt,
@@ -401,7 +401,7 @@ def _info(core: Core, job: Job, body: Txt2Img) -> dict[str, Any]:
         "denoising_strength": job.request.strength,
         "extra_generation_params": {},
         "index_of_first_image": 0,
-        "infotexts": [a1111_text(one) for one in told],
+        "infotexts": [a1111_text(one) for one in pictures],
         "styles": [],
         "job_timestamp": _timestamp(job),
         "clip_skip": 1 + job.request.clip_skip,
@@ -571,8 +571,8 @@ def _upscaler_of(name: str | None, networks: Sequence[str]) -> str:
     known = {one.lower(): one for one in networks} | UPSCALERS
     found = known.get((name or "latent").strip().lower())
     if found is None:
-        told = f"hr_upscaler: one of {', '.join(('Latent', 'Lanczos', *networks))}"
-        raise Refused(422, "invalid_value", told, param="hr_upscaler")
+        message = f"hr_upscaler: one of {', '.join(('Latent', 'Lanczos', *networks))}"
+        raise Refused(422, "invalid_value", message, param="hr_upscaler")
     return found
 
 

@@ -30,7 +30,7 @@ MOST_PICTURES = 16
 
 
 class Upscale(BaseModel):
-    """How pictures are made larger. Faces are not restored here, and one upscaler works at a time."""
+    """How pictures are upscaled. Faces are not restored here, and one upscaler works at a time."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -55,11 +55,11 @@ class Upscale(BaseModel):
         try:
             return networks.get(self.upscaler_1)
         except DarkroomError as error:
-            told = f"upscaler_1: None, Lanczos or Nearest; {say(error)}"
-            raise Refused(422, "invalid_value", told, param="upscaler_1") from error
+            message = f"upscaler_1: None, Lanczos or Nearest; {say(error)}"
+            raise Refused(422, "invalid_value", message, param="upscaler_1") from error
 
     def of(self, content: bytes, limits: Limits, networks: Upscalers) -> bytes:
-        """A picture made larger, as PNG. Takes a while."""
+        """An upscaled picture, as PNG. Takes a while."""
         how = self.upscaler(networks)
         image = checked_picture(content, limits, "image")
         if how is None:
@@ -69,8 +69,8 @@ class Upscale(BaseModel):
         wanted = (self.upscaling_resize_w, self.upscaling_resize_h) if self.resize_mode else size
         made = round(image.width * image.height * how.scale**2) if isinstance(how, Upscaler) else 0
         if max(size[0] * size[1], wanted[0] * wanted[1], made) > limits.upload_pixels:
-            told = f"upscaling_resize: at most {limits.upload_pixels} pixels"
-            raise Refused(422, "over_limit", told, param="upscaling_resize")
+            message = f"upscaling_resize: at most {limits.upload_pixels} pixels"
+            raise Refused(422, "over_limit", message, param="upscaling_resize")
         if isinstance(how, Upscaler):
             image, how = how.enlarge(image), Image.Resampling.LANCZOS
         image = image.resize(size, how)
@@ -124,7 +124,7 @@ def add_server_routes(router: APIRouter, core: Core, reading: Rates) -> None:
 
     @router.get("/latent-upscale-modes")
     async def latent_upscale_modes() -> list[dict[str, str]]:
-        """How latents are made larger."""
+        """How latents are upscaled."""
         return [{"name": "Latent"}]
 
     @router.get("/cmd-flags")
@@ -144,7 +144,7 @@ def add_server_routes(router: APIRouter, core: Core, reading: Rates) -> None:
 
     @router.post("/extra-single-image")
     async def extra_single_image(body: UpscaleOne, request: Request) -> dict[str, Any]:
-        """A picture made larger."""
+        """An upscaled picture."""
         reading.take(caller(request))
         made = await asyncio.to_thread(
             lambda: encoded(body.of(decoded(body.image, "image"), core.limits, core.upscalers))
@@ -153,7 +153,7 @@ def add_server_routes(router: APIRouter, core: Core, reading: Rates) -> None:
 
     @router.post("/extra-batch-images")
     async def extra_batch_images(body: UpscaleSeveral, request: Request) -> dict[str, Any]:
-        """Several pictures made larger."""
+        """Several upscaled pictures."""
         for _ in body.imageList:
             reading.take(caller(request))
         made = await asyncio.to_thread(

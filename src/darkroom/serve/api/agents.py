@@ -104,14 +104,14 @@ class Agents:
     async def list_models(self, ctx: Context[Any, Any]) -> list[Any]:
         """The model, and the adapters, nets, embeddings and upscalers that may be named, as JSON."""
         core = self.core
-        told = {
+        models = {
             "model": asdict(core.model),
             "adapters": [one.name for one in core.adapters()],
             "controls": [one.name for one in core.nets()],
             "embeddings": [one.name for one in core.embeddings().loaded],
             "upscalers": core.upscalers.names(),
         }
-        return [json.dumps(told, default=str)]
+        return [json.dumps(models, default=str)]
 
     async def _made(
         self,
@@ -125,8 +125,8 @@ class Agents:
             chosen = tuple(
                 AdapterChoice(name=name, weight=weight) for name, weight in (adapters or {}).items()
             )
-            told = {name: value for name, value in asked.items() if value is not None}
-            wanted = PictureRequest(**told, adapters=chosen)
+            values = {name: value for name, value in asked.items() if value is not None}
+            wanted = PictureRequest(**values, adapters=chosen)
             given = {name: decoded(text, name) for name, text in (pictures or {}).items() if text is not None}
             uploads = Uploads(given.get("image"), given.get("mask")) if given else None
             job = await self._finished(wanted, uploads, _caller(ctx))

@@ -1,4 +1,4 @@
-"""All doors in one application behind the guard. Errors have one shape, and say nothing of the inside."""
+"""All endpoints in one application behind the guard. Errors have one shape, and say nothing of the inside."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def make_app(
 
     @asynccontextmanager
     async def served() -> AsyncIterator[None]:
+        """The application's lifetime: start the core, load the model, and drain at the end of a replica."""
         await core.start()
         settling = asyncio.create_task(_settle(core))
         if replica:
@@ -129,14 +130,14 @@ def _agents(core: Core) -> Agents | None:
 
 
 async def _settle(core: Core) -> None:
-    """Leave what stays for good out of Python's search for garbage, which holds up all threads."""
+    """Leave what stays for good out of Python's garbage collection, which holds up all threads."""
     await core.loaded()
     gc.collect()
     gc.freeze()
 
 
 def answering(guard: Guard, origins: Sequence[str]) -> AsgiApp:
-    """Browsers ask, without a key, whether pages of an origin may; these are told so. Keys stay needed."""
+    """Browsers ask, without a key, whether pages of an origin may; these get an answer. Keys stay needed."""
     if not origins:
         return guard
     return CORSMiddleware(
@@ -155,6 +156,7 @@ def under(prefix: str, app: AsgiApp) -> AsgiApp:
         return app
 
     async def below(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Requests under the prefix go to the application without it; its root is redirected to."""
         path = scope.get("path", "")
         if scope["type"] == "http" and path == prefix and scope["method"] in ("GET", "HEAD"):
             await RedirectResponse(f"{prefix}/", 308)(scope, receive, send)
@@ -168,35 +170,35 @@ def under(prefix: str, app: AsgiApp) -> AsgiApp:
 
 
 def _add_errors(app: FastAPI, core: Core) -> None:
-    def told(refused: Refused) -> JSONResponse:
+    def respond(refused: Refused) -> JSONResponse:
         logs.refused(refused.code, refused.message)
         return JSONResponse(error_object(refused), refused.status, headers=refused.headers)
 
     @app.exception_handler(Refused)
     async def _refused(_: Request, error: Refused) -> JSONResponse:
-        return told(error)
+        return respond(error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return told(of_validation(error.errors()))
+        return respond(of_validation(error.errors()))
 
     @app.exception_handler(ValidationError)
     async def _invalid_inside(_: Request, error: ValidationError) -> JSONResponse:
-        return told(of_validation(error.errors()))
+        return respond(of_validation(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> JSONResponse:
         names = {400: "bad_request", 404: "no_such_route", 405: "method_not_allowed"}
         told_as = {400: "the body is no JSON that can be read", 404: "no such route"}
         message = told_as.get(error.status_code, "this is not possible here")
-        answer = told(Refused(error.status_code, names.get(error.status_code, "http_error"), message))
+        answer = respond(Refused(error.status_code, names.get(error.status_code, "http_error"), message))
         answer.headers.update(error.headers or {})
         return answer
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         LOG.error("%s %r failed", request.method, request.url.path, exc_info=error)
-        return told(Refused(500, "internal", "the server failed at this request; its log says more"))
+        return respond(Refused(500, "internal", "the server failed at this request; its log says more"))
 
 
 def _docs(app: FastAPI) -> Callable[[], Any]:

@@ -161,8 +161,8 @@ def units_of(scripts: Any) -> list[Unit]:
         given = script.get("args") if isinstance(script, dict) else None
         if str(name).lower() != SCRIPT:
             if given:
-                told = str(name)[:100].encode("ascii", "replace").decode()
-                message = f"alwayson_scripts.{told}: not served here"
+                shown = str(name)[:100].encode("ascii", "replace").decode()
+                message = f"alwayson_scripts.{shown}: not served here"
                 raise Refused(422, "not_served", message, param="alwayson_scripts")
             continue
         if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
@@ -227,6 +227,7 @@ def controlnet_router(core: Core) -> APIRouter:
         check_map(name)
 
         def made() -> list[str]:
+            """The maps of the pictures, as PNG in base64."""
             images = [
                 checked_picture(
                     decoded(one, "controlnet_input_images"), core.limits, "controlnet_input_images"

@@ -207,9 +207,9 @@ class Guard:
             if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
                 raise Refused(403, "foreign_origin", "requests of other web origins are not served")
             return
-        told = origin.lower()
+        lowered = origin.lower()
         own = {f"{scheme}://{headers.get('host', '').lower()}" for scheme in ("http", "https")}
-        if told not in own and told not in self.origins:
+        if lowered not in own and lowered not in self.origins:
             raise Refused(403, "foreign_origin", "requests of other web origins are not served")
 
     def _check_local(self, scope: MutableMapping[str, Any], headers: dict[str, str]) -> None:
@@ -224,7 +224,7 @@ class Guard:
         """The server's address as the client used it, such as https://pictures.example.
 
         What a proxy says of that (`X-Forwarded-Proto` and `-Host`) counts where it runs on this machine.
-        Without keys the name must be one of the server's own, whoever says it.
+        Without keys the name must be one of the server's own, from any client.
         """
         host, scheme = headers.get("host", ""), str(scope.get("scheme", "http"))
         client = scope.get("client")
@@ -250,6 +250,7 @@ class Guard:
         method = _method(scope)
 
         async def noted(message: Message) -> None:
+            """Send a message on, with the safe headers, and count it."""
             if message["type"] == "http.response.start":
                 sent.status = message["status"]
                 self.metrics.requests.labels(method, str(message["status"])).inc()
@@ -282,9 +283,9 @@ def _method(scope: MutableMapping[str, Any]) -> str:
 
 
 def error_object(refused: Refused) -> dict[str, Any]:
-    """A refusal as OpenAI's clients know it; the native doors speak the same."""
-    told = {"message": refused.message, "type": refused.kind, "param": refused.param, "code": refused.code}
-    return {"error": told}
+    """A refusal as OpenAI's clients know it; the native endpoints speak the same."""
+    content = {"message": refused.message, "type": refused.kind, "param": refused.param, "code": refused.code}
+    return {"error": content}
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -348,7 +349,7 @@ class Bodies:
 
     @contextmanager
     def place(self) -> Iterator[Body]:
-        """For one request's body, let go at the end."""
+        """For one request's body, released at the end."""
         body = Body(self)
         try:
             yield body
@@ -367,8 +368,8 @@ class Body:
         where none is allowed. ConnectionError where the client leaves.
         """
         length = headers.get("content-length", "0")
-        told = length.isdecimal() and len(length) <= 18 and int(length) <= most_bytes
-        if not told or (not most_bytes and "transfer-encoding" in headers):
+        is_allowed = length.isdecimal() and len(length) <= 18 and int(length) <= most_bytes
+        if not is_allowed or (not most_bytes and "transfer-encoding" in headers):
             raise _too_large(most_bytes)
         try:
             return await asyncio.wait_for(self._read(receive, most_bytes), BODY_S)
@@ -391,7 +392,7 @@ class Body:
         if self.held_bytes + num_bytes > most_bytes:
             raise _too_large(most_bytes)
         if self._bodies.held_bytes + num_bytes > self._bodies.most_bytes:
-            raise Refused(503, "busy", "no room for a body of this size just now", retry_after_s=AGAIN_S)
+            raise Refused(503, "busy", "no memory for a body of this size just now", retry_after_s=AGAIN_S)
         self.held_bytes += num_bytes
         self._bodies.held_bytes += num_bytes
 
@@ -404,14 +405,14 @@ def check_values(content: bytes) -> None:
 
 
 def _too_large(most_bytes: int) -> Refused:
-    told = f"a body of at most {most_bytes} bytes" if most_bytes else "no body here"
-    return Refused(413, "too_large", told)
+    allowed = f"a body of at most {most_bytes} bytes" if most_bytes else "no body here"
+    return Refused(413, "too_large", allowed)
 
 
 UNREAD_S = 60
 """A client that takes nothing of its answer for so long is cut off."""
 SPARE_FILES = 256
-"""For the model, the jobs' database and pictures, beside connections."""
+"""For the model, the jobs' database and pictures, besides connections."""
 
 
 def connection(most: int, head_s: float) -> type[H11Protocol]:
@@ -421,6 +422,7 @@ def connection(most: int, head_s: float) -> type[H11Protocol]:
         _waiting: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """A connection opens: it has so long to send its request, and the longest idle one makes way."""
             super().connection_made(transport)
             _cut_off_who_reads_nothing(transport)
             self._wait()
@@ -432,6 +434,7 @@ def connection(most: int, head_s: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            """Bytes arrive: the wait ends with a request's first byte."""
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._stop_waiting()

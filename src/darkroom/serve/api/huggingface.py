@@ -54,18 +54,18 @@ class TextToImage(BaseModel):
 
     def request(self) -> PictureRequest:
         """In the terms of the core."""
-        told = self.parameters
+        parameters = self.parameters
         return PictureRequest(
             prompt=self.inputs,
-            negative=told.negative_prompt,
-            seed=told.seed,
-            width=told.width,
-            height=told.height,
-            steps=told.num_inference_steps,
-            guidance=told.guidance_scale,
-            solver=told.scheduler,
-            adapters=tuple(told.adapters),
-            controls=choices(told.controls),
+            negative=parameters.negative_prompt,
+            seed=parameters.seed,
+            width=parameters.width,
+            height=parameters.height,
+            steps=parameters.num_inference_steps,
+            guidance=parameters.guidance_scale,
+            solver=parameters.scheduler,
+            adapters=tuple(parameters.adapters),
+            controls=choices(parameters.controls),
         )
 
 
@@ -75,6 +75,7 @@ def huggingface_router(core: Core) -> APIRouter:
     router = APIRouter(tags=["huggingface"], route_class=route)
 
     async def answer(request: Request) -> Response:
+        """A picture of the prompt, in the type that the request accepts."""
         wanted = TextToImage.model_validate(await json_body(request))
         kind = _accepted(request.headers.get("accept", ""))
         uploads = await with_controls(wanted.parameters.controls)

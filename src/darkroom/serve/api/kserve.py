@@ -202,8 +202,8 @@ def _requests_of(body: InferRequest, most: int) -> list[PictureRequest]:
 
 def _known(name: str) -> tuple[str, str]:
     if name not in TENSORS:
-        told = name[:100].encode("ascii", "replace").decode()
-        raise Refused(422, "unknown_field", f"{told}: known are {', '.join(TENSORS)}", param=told)
+        shown = name[:100].encode("ascii", "replace").decode()
+        raise Refused(422, "unknown_field", f"{shown}: known are {', '.join(TENSORS)}", param=shown)
     return TENSORS[name]
 
 

@@ -1,4 +1,4 @@
-"""The native doors: jobs by id, their events and pictures, and what the server says of itself."""
+"""The native endpoints: jobs by id, their events and pictures, and what the server says of itself."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class JobRequest(PictureRequest):
 
 def _plain_job(job: Job) -> dict[str, Any]:
     """A job as JSON has it."""
-    told = asdict(job)
-    del told["uid"], told["key"]
-    told["request"] = job.request.model_dump(mode="json")
-    return told
+    values = asdict(job)
+    del values["uid"], values["key"]
+    values["request"] = job.request.model_dump(mode="json")
+    return values
 
 
 def health_router(core: Core) -> APIRouter:
@@ -185,14 +185,14 @@ def server_router(core: Core) -> APIRouter:
     async def status(request: Request) -> dict[str, Any]:
         """Queue, rows on their way and their steps (those of other keys without their job), the bounds in
         force, those of your key, and what of its day's pictures is used."""
-        told = asdict(core.status())
-        for row in told["rows"]:
+        values = asdict(core.status())
+        for row in values["rows"]:
             if row.pop("key") != caller(request):
                 row["job"] = None
         own = core.limits.of_key(caller(request)).model_dump()
-        told["key"] = {**own, "pictures_today": await core.used_today(caller(request))}
-        told["limits"] = core.limits.model_dump(exclude={"keys"})
-        return told
+        values["key"] = {**own, "pictures_today": await core.used_today(caller(request))}
+        values["limits"] = core.limits.model_dump(exclude={"keys"})
+        return values
 
     @router.get("/model")
     async def model() -> dict[str, Any]:

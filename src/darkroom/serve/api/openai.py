@@ -94,7 +94,7 @@ class ImagesRequest(BaseModel):
 
 
 class EditsRequest(ImagesRequest):
-    """The fields of an edit beside its pictures."""
+    """The fields of an edit besides its pictures."""
 
     input_fidelity: str | None = Field(None, max_length=20, description="taken and not used")
     strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much to redo")
@@ -112,8 +112,8 @@ def _size(text: str | None) -> tuple[int | None, int | None]:
     except InputError:
         size = (0, 0)
     if not 8 <= min(size) <= max(size) <= MAX_SIDE:
-        told = f"size: WIDTHxHEIGHT of 8 to {MAX_SIDE} pixels, or auto"
-        raise Refused(422, "invalid_value", told, param="size")
+        message = f"size: WIDTHxHEIGHT of 8 to {MAX_SIDE} pixels, or auto"
+        raise Refused(422, "invalid_value", message, param="size")
     return size
 
 
@@ -191,7 +191,7 @@ async def _edit(request: Request) -> tuple[EditsRequest, Uploads]:
     if "image" not in files:
         raise Refused(422, "missing_field", "image: a picture to start from", param="image")
     controls = controls_of(texts.pop("controls", "[]"))
-    # Texts of a form: numbers may be told as such, unlike in JSON.
+    # Texts of a form: numbers may be given as such, unlike in JSON.
     wanted = EditsRequest.model_validate_strings(texts).model_copy(update={"controls": controls})
     return wanted, Uploads(files["image"], files.get("mask"))
 
@@ -237,7 +237,7 @@ async def _data(core: Core, job: Job, wanted: ImagesRequest, request: Request) -
 async def _stream(
     core: Core, job: Job, wanted: ImagesRequest, kind: str, *, goes_on: bool
 ) -> AsyncGenerator[str]:
-    """Partial pictures as they come, then each picture; what fails is told in the stream."""
+    """Partial pictures as they come, then each picture; what fails is reported in the stream."""
     try:
         with core.attended(job):
             async for event in core.events(job.id, key=job.key):
@@ -261,8 +261,8 @@ async def _partial(event: Event, wanted: ImagesRequest) -> dict[str, Any]:
 
 
 def _event(kind: str, job: Job, wanted: ImagesRequest, more: dict[str, Any]) -> str:
-    told = {"type": kind, "created_at": int(time.time()), **_described(job, wanted), **more}
-    return sse(told, event=kind)
+    content = {"type": kind, "created_at": int(time.time()), **_described(job, wanted), **more}
+    return sse(content, event=kind)
 
 
 def _described(job: Job, wanted: ImagesRequest) -> dict[str, Any]:

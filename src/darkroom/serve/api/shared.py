@@ -82,10 +82,10 @@ def repeatable_ids(request: Request, num: int) -> list[str]:
     if given is None:
         return []
     if not 1 <= len(given) <= MOST_IDEMPOTENCY_KEY:
-        told = f"Idempotency-Key: 1 to {MOST_IDEMPOTENCY_KEY} characters"
-        raise Refused(422, "invalid_value", told, param="Idempotency-Key")
-    told = hashlib.sha256(f"{request.method} {request.url.path}\n{given}".encode()).hexdigest()[:40]
-    return [f"idem-{told}-{i}" for i in range(num)]
+        digest = f"Idempotency-Key: 1 to {MOST_IDEMPOTENCY_KEY} characters"
+        raise Refused(422, "invalid_value", digest, param="Idempotency-Key")
+    digest = hashlib.sha256(f"{request.method} {request.url.path}\n{given}".encode()).hexdigest()[:40]
+    return [f"idem-{digest}-{i}" for i in range(num)]
 
 
 async def _all_finished(core: Core, request: Request, jobs: Sequence[Job]) -> list[Job]:
@@ -139,8 +139,8 @@ def check_signature(core: Core, uid: str, index: int, until: int, signature: str
 
 
 def _signature(core: Core, uid: str, index: int, until: int) -> str:
-    told = f"{uid}/{index}/{until}".encode()
-    return hmac.new(core.results.secret, told, hashlib.sha256).hexdigest()
+    signed = f"{uid}/{index}/{until}".encode()
+    return hmac.new(core.results.secret, signed, hashlib.sha256).hexdigest()
 
 
 def sse(data: dict[str, Any], *, event: str | None = None, number: int | None = None) -> str:
@@ -185,13 +185,15 @@ MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 
 
 def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
-    """A class of routes whose refusals are told as `shape` has them; `invalid` is the status of a mistake."""
+    """A class of routes whose errors look as `shape` has them; `invalid` is the status of a mistake."""
 
     class Dialect(APIRoute):
         def get_route_handler(self) -> Handler:
+            """The route's handler, its mistakes answered in the API's shape."""
             handle = super().get_route_handler()
 
-            async def told(request: Request) -> Response:
+            async def handle_or_refuse(request: Request) -> Response:
+                """Answer a request, or its mistake in the API's shape."""
                 try:
                     return await handle(request)
                 except (RequestValidationError, ValidationError) as error:
@@ -202,7 +204,7 @@ def route_in(core: Core, shape: Shape, *, invalid: int = 422) -> type[APIRoute]:
                 status = invalid if refused.status == 422 else refused.status
                 return JSONResponse(shape(refused), status, headers=refused.headers)
 
-            return told
+            return handle_or_refuse
 
     return Dialect
 

@@ -83,20 +83,24 @@ class PredictRequest(BaseModel):
 
     def requests(self) -> list[PictureRequest]:
         """One for each instance, with seeds that follow each other."""
-        told = self.parameters
+        parameters = self.parameters
         return [
             PictureRequest(
                 prompt=one.prompt if one.prompt is not None else one.text or "",
-                negative=told.negative_prompt if told.negative_prompt is not None else told.negativePrompt,
-                num=told.sampleCount,
-                seed=None if told.seed is None else told.seed + i * told.sampleCount,
-                width=told.width,
-                height=told.height,
-                steps=told.num_inference_steps,
-                guidance=told.guidance_scale,
-                solver=told.solver,
-                controls=choices(told.controls),
-                adapters=(AdapterChoice(name=told.lora_id, weight=told.lora_scale),) if told.lora_id else (),
+                negative=parameters.negative_prompt
+                if parameters.negative_prompt is not None
+                else parameters.negativePrompt,
+                num=parameters.sampleCount,
+                seed=None if parameters.seed is None else parameters.seed + i * parameters.sampleCount,
+                width=parameters.width,
+                height=parameters.height,
+                steps=parameters.num_inference_steps,
+                guidance=parameters.guidance_scale,
+                solver=parameters.solver,
+                controls=choices(parameters.controls),
+                adapters=(AdapterChoice(name=parameters.lora_id, weight=parameters.lora_scale),)
+                if parameters.lora_id
+                else (),
             )
             for i, one in enumerate(self.instances)
         ]

@@ -51,7 +51,7 @@ class Bucket:
         """Seconds that one evaluation a step has cost since the bucket was made."""
 
     def add(self, ticket: Ticket) -> None:
-        """Take a prepared row aboard, for the next step."""
+        """Add a prepared row to the running batch, for the next step."""
         self._unpack()
         ticket.meter_s = self.meter_s
         self.tickets.append(ticket)
@@ -133,6 +133,7 @@ def padded(unet: Unet, sizes: Sequence[int]) -> Unet:
     def call(
         x_BCHW: torch.Tensor, t_B: torch.Tensor, text_BLD: torch.Tensor, added: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """The U-Net's call filled up to one of the compiled sizes with copies of the first row."""
         count = len(x_BCHW)
         size = next((size for size in rising if size >= count), count)
         if size == count:

@@ -1,4 +1,4 @@
-"""Where steps are taken, and the work beside them (text encoding, decoding).
+"""Where steps are taken, and the other work (text encoding, decoding).
 
 On a CPU both run in `Lanes`: threads that share the cores among them, so that several sizes step at once and
 nothing takes more threads than there are cores. On an accelerator steps are taken by the engine's own thread,
@@ -232,7 +232,7 @@ class Beside:
 
 
 def places_for(device: torch.device, lanes: int, threads: int) -> tuple[Steps, Aside]:
-    """Where to take steps, and where to do what stands beside them; `lanes` and `threads` are of a CPU."""
+    """Where to take steps, and where to do the other work; `lanes` and `threads` are of a CPU."""
     if accelerator.kind_of(device).streams:
         return Paced(lambda: accelerator.new_event(device)), Beside(device)
     if device.type != "cpu":

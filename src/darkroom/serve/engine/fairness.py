@@ -27,7 +27,7 @@ class Entry:
 
 
 Admits = Callable[[Entry], bool]
-"""Whether there is room for an entry now. Flows whose next entry finds none are passed over, unserved."""
+"""Whether an entry fits now. Flows whose next entry finds none are passed over, unserved."""
 
 
 def _any_entry(entry: Entry) -> bool:
@@ -107,6 +107,7 @@ class _Ring:
         return None
 
     def take(self, admits: Admits) -> Entry:
+        """Remove and return the entry whose turn it is, at the price of its cost."""
         assert self.head(admits) is not None
         name = self.turns[0]
         entry = self.flows[name].take(admits)
@@ -137,6 +138,7 @@ class _KeyFlow:
         self.rings = rings if rings is not None else {}
 
     def line(self, entry: Entry) -> _Line:
+        """The queue of entries of this size and priority, made at its first."""
         ring = self.rings.setdefault(entry.priority, _Ring(self.quantum))
         if entry.size not in ring.flows:
             ring.add(entry.size, _Line())
@@ -169,7 +171,7 @@ class PendingPicture:
     steps: int
     step_work: float
     load: float
-    """What it takes of the room of its size."""
+    """What it takes of the capacity of its size."""
 
 
 def admitted_after(
@@ -181,7 +183,7 @@ def admitted_after(
 ) -> list[float]:
     """After how many seconds each of those waiting, in their order, will be admitted.
 
-    All that are on their way take their steps together. Each size has room for a load of `capacity`, all of
+    All that are on their way take their steps together. Each size takes a load of `capacity`, all of
     them for `calls` times that, of which one size leaves one to the others; a picture alone always fits.
     """
     there: defaultdict[Hashable, float] = defaultdict(float)
@@ -201,8 +203,8 @@ def admitted_after(
     def fits(one: PendingPicture) -> bool:
         most = (calls - 1) * capacity
         here, taken = there.get(one.size, 0.0), sum(min(load, most) for load in there.values())
-        beside = taken <= 0 or taken + min(one.load, most) <= calls * capacity
-        return beside and (here <= 0 or here + one.load <= capacity)
+        has_calls = taken <= 0 or taken + min(one.load, most) <= calls * capacity
+        return has_calls and (here <= 0 or here + one.load <= capacity)
 
     for one in drawn:
         begin(one)
@@ -264,7 +266,7 @@ class FairQueue:
         return flow
 
     def head(self, admits: Admits = _any_entry) -> Entry | None:
-        """The one that is next of those that there is room for. With room for all it stays so until it is
+        """The one that is next of those that fit. Where all fit it stays so until it is
         taken, removed or outranked by its own key."""
         return self._ring.head(admits)
 
@@ -290,7 +292,7 @@ class FairQueue:
             del self._counts[entry.key], self._costs[entry.key]
 
     def in_order(self) -> list[Entry]:
-        """All of them in the order in which they would be served if nothing else came and all had room."""
+        """All of them in the order in which they would be served if nothing else came and all fitted."""
         twin = self._ring.copy()
         return [twin.take(_any_entry) for _ in range(len(self))]
 

@@ -1,4 +1,4 @@
-"""Calls of few shapes: a picture has the same bits whoever shares its steps (`serve --deterministic`).
+"""Calls of few shapes: a picture has the same bits whichever share its steps (`serve --deterministic`).
 
 Kernels choose how to sum by the shapes of a call. Called with as many rows as before, a row's result has the
 same bits whatever stands in the other rows and wherever it stands; with another number of rows it may differ
@@ -103,7 +103,7 @@ def parts_of(count: int, allowed: frozenset[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, repr=False)
 class _Part:
-    """One call's share of the rows: which, and their texts and what else the U-Net is told."""
+    """One call's share of the rows: which, and their texts and further conditions."""
 
     index: torch.Tensor
     count: int

@@ -41,7 +41,7 @@ MOST_ROWS = {"cpu": 16, "cuda": 32}
 SMALL_ROW_BYTES = 2**20
 # What the rows' activations may take of the memory that is free once the model is there.
 SHARE = 0.6
-# What nets may take of it, unless told otherwise.
+# What nets may take of it, by default.
 CONTROL_SHARE = 0.25
 # Optimisations that keep nothing from one call to the next that calls of other threads could mix up.
 PLAIN = {"none", "auto", "lean", "fused_attention"}
@@ -255,8 +255,8 @@ def first_job(model: Model, backend: Backend, **settings: Any) -> sample.Generat
     if repaints(model):
         size = (model.sample_size, model.sample_size)
         image, mask = Image.new("RGB", size), Image.new("L", size, 255)
-    told = sample.GenerateSettings(steps=1, **settings)
-    return sample.Generation(model, ["a first step"], told, backend, image=image, mask=mask)
+    settings_drawn = sample.GenerateSettings(steps=1, **settings)
+    return sample.Generation(model, ["a first step"], settings_drawn, backend, image=image, mask=mask)
 
 
 def _first_step(model: Model, backend: Backend) -> None:
@@ -306,11 +306,11 @@ def rows_for_memory(backend: Backend, row_bytes: int | None, lanes: int = 1) -> 
 
 def _peak_bytes(model: Model, backend: Backend, rows: int) -> int:
     row = first_job(model, backend).row(0)
-    told = [row.positive] * rows
+    conditions = [row.positive] * rows
     seen = [row.latents_CHW] if row.extra_CHW is None else [row.latents_CHW, row.extra_CHW]
     x_BCHW = torch.stack([torch.cat(seen).to(backend.dtype)] * rows)
-    text_BLD = torch.stack([condition.text_LD for condition in told])
-    added = {name: torch.stack([c.added[name] for c in told]) for name in row.positive.added}
+    text_BLD = torch.stack([condition.text_LD for condition in conditions])
+    added = {name: torch.stack([c.added[name] for c in conditions]) for name in row.positive.added}
     t_B = torch.ones(rows, device=backend.device)
     with torch.no_grad():
         counted = count(model.unet, x_BCHW, t_B, text_BLD, added_cond_kwargs=added or None)  # type: ignore[arg-type]

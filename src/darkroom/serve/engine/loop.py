@@ -1,8 +1,8 @@
 """The engine: a thread that packs whatever rows are on their way and has them stepped, again and again.
 
-Between two steps of a size it lets go of rows that are done, cancelled or failed, and takes aboard what came;
+Between two steps of a size it removes rows that are done, cancelled or failed, and adds what came;
 pictures that wait are admitted while their load fits: load is U-Net evaluations a call, counted in pictures
-of the model's own size. Each size has its own calls, and so its own room. On a CPU the steps are taken in
+of the model's own size. Each size has its own calls, and so its own capacity. On a CPU the steps are taken in
 lanes, several sizes at once, and the engine's thread is free meanwhile; on an accelerator it takes them
 itself. Text encoding and decoding are done aside (`aside`). A picture does not depend on who shares its
 steps.
@@ -104,19 +104,19 @@ class Engine:
         self._condition = threading.Condition()
         self._queue = FairQueue(shares)
         self._unprepared: list[Ticket] = []  # admitted, with their adapters
-        self._arrived: list[Ticket] = []  # prepared, to go aboard
+        self._arrived: list[Ticket] = []  # prepared, to join the batch
         self._failed: list[tuple[EngineJob, BaseException]] = []
         self._parked: list[Ticket] = []  # admitted, waiting for adapters
         self._finished: list[Ticket] = []  # denoised, to be decoded
-        self._through: list[Ticket] = []  # the first of two passes, to be made larger
+        self._through: list[Ticket] = []  # the first of two passes, to be upscaled
         self._suspects: list[EngineJob] = []  # to be computed alone, one after the other, before all else
-        self._between: set[Ticket] = set()  # made larger or waiting to, with their adapters held
+        self._between: set[Ticket] = set()  # being upscaled or waiting for it, with their adapters held
         self._previews: list[tuple[Ticket, int, torch.Tensor]] = []
         self._buckets: dict[Hashable, Bucket] = {}  # those stepped longest ago first
         self._stepping: set[Hashable] = set()  # buckets that a lane has; nobody else touches them
         self._stepped: list[tuple[Hashable, Stepped | Exception]] = []
         self._loads: defaultdict[Hashable, float] = defaultdict(float)
-        self._admitted: set[Ticket] = set()  # all that take room
+        self._admitted: set[Ticket] = set()  # all that take capacity
         self._forecast: tuple[float, list[Admission]] = (0.0, [])
         self._prune, self._stopping, self._called = False, False, False
         self._thread = threading.Thread(target=self._run, name="darkroom-engine", daemon=True)
@@ -199,7 +199,7 @@ class Engine:
 
     @property
     def load(self) -> float:
-        """Load of what is admitted, all sizes together; each size has room for `capacity`."""
+        """Load of what is admitted, all sizes together; each size takes up to `capacity`."""
         return float(sum(list(self._loads.values())))
 
     def seconds_for(self, cost: float) -> float | None:
@@ -225,8 +225,8 @@ class Engine:
             waiting = [self._drawing(entry.item) for entry in order]
             speed = self._work_done / self._work_s / BESIDE_STEPS
             times = admitted_after(drawn, waiting, self.capacity, FULL_CALLS, speed)
-            told = [Admission(e.key, e.cost, s) for e, s in zip(order, times, strict=True)]
-            self._forecast = now_s, told
+            admitted = [Admission(e.key, e.cost, s) for e, s in zip(order, times, strict=True)]
+            self._forecast = now_s, admitted
         return self._forecast[1]
 
     def _drawing(self, ticket: Ticket) -> PendingPicture:
@@ -296,7 +296,7 @@ class Engine:
                 self._buckets[key] = bucket
 
     def _room(self) -> Admits:
-        """Tells for which pictures there is room. A size that lacks it for one has none for the next either,
+        """Tells which pictures fit. A size that has no capacity for one has none for the next either,
         or large pictures would wait for ever behind small ones."""
         closed: set[Hashable] = set()
         full = False
@@ -304,6 +304,7 @@ class Engine:
         suspect = self._suspects[0] if self._suspects else None
 
         def admits(entry: Entry) -> bool:
+            """Whether an entry may start now, for the queue's choice."""
             nonlocal full
             if full or entry.size in closed:
                 return False
@@ -313,7 +314,7 @@ class Engine:
                     return False
             load = _load_of(entry, self.own_pixels)
             here = self._loads.get(entry.size, 0.0)
-            # However large its pictures are, a size leaves room for a full call of the others.
+            # However large its pictures are, a size leaves capacity for a full call of the others.
             most = (FULL_CALLS - 1) * self.capacity
             there = sum(min(taken, most) for taken in self._loads.values())
             full = there > 0 and there + min(load, most) > FULL_CALLS * self.capacity
@@ -327,9 +328,9 @@ class Engine:
         admitted = self._parked
         self._parked = []
         with self._condition:
-            room = self._room()
-            while self._queue.head(room) is not None:
-                entry = self._queue.take(room)
+            admits = self._room()
+            while self._queue.head(admits) is not None:
+                entry = self._queue.take(admits)
                 entry.item.load = _load_of(entry, self.own_pixels)
                 self._loads[entry.size] += entry.item.load
                 self._admitted.add(entry.item)
@@ -380,7 +381,7 @@ class Engine:
             self._call()
 
     def _board(self) -> None:
-        """Rows that are ready go aboard; works that could not be prepared fail."""
+        """Rows that are ready join the running batch; works that could not be prepared fail."""
         with self._condition:
             arrived, self._arrived = self._arrived, []
             failed, self._failed = self._failed, []

@@ -1,7 +1,7 @@
 """The folder of nets (ControlNets, T2I-Adapters, IP-Adapters), and those of them that are in memory.
 
 A net is named by its file or folder. It is read when a job asks for it, in a thread, and stays until others
-need its room: the one that was not used for longest goes first, one that a row on its way uses never. All
+need its memory: the one that was not used for longest goes first, one that a row on its way uses never. All
 together take no more than the bound, also while one is being read.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from darkroom.models.model import Model
 
 PATIENCE_S = 2.0
-"""Who has waited so long for room gets it before others may use nets that stand in its way."""
+"""A ticket that has waited so long for memory gets it before others may use nets that stand in its way."""
 MOST_LISTED = 20
 MIB = 2**20
 
@@ -114,9 +114,9 @@ class Nets(Shelf):
                 self._note_trouble(file, error)
                 raise
             except Exception as error:
-                told = self._unreadable(file, error)
-                self._note_trouble(file, told)
-                raise told from error
+                message = self._unreadable(file, error)
+                self._note_trouble(file, message)
+                raise message from error
         return self._known[file]
 
     def check_room(self, names: Iterable[str]) -> None:
@@ -140,7 +140,7 @@ class Nets(Shelf):
         return file in self._loaded
 
     def _fetch(self, file: File, keep: Collection[File] | None = None) -> None:
-        """Begin to read a net if there is room; it is made of all but `keep`, unless that is None."""
+        """Begin to read a net if it fits; it is made of all but `keep`, unless that is None."""
         with self._lock:
             if file in self._loaded or file in self._troubles or file in self._reading:
                 return
@@ -187,7 +187,7 @@ class Nets(Shelf):
                 self.image_prompts[min(set(range(len(taken) + 1)) - taken)] = net
 
     def hold(self, ticket: Ticket) -> bool:
-        """Keep a ticket's nets in memory; False while one is being read or there is no room for it. Raises
+        """Keep a ticket's nets in memory; False while one is being read or it does not fit. Raises
         what is wrong with one of them."""
         if ticket in self._held:
             return True

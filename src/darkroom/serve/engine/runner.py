@@ -318,7 +318,7 @@ class Way(NamedTuple):
     weighting: str
     clip_skip: int
     size: tuple[int, int] | None
-    """For SDXL, which is told of it."""
+    """For SDXL, which has it as a condition."""
 
 
 Key = tuple[str, int, Way]
@@ -395,8 +395,8 @@ class Texts:
             yield text, parts, self._way(weighting, skipped, (shape.width, shape.height))
 
     def _read(self, way: Way, prompts: Sequence[str]) -> None:
-        size, told = way.size or (0, 0), {"weighting": way.weighting, "clip_skip": way.clip_skip}
-        conditions, _ = encode_prompts(self._model, prompts, size, **told)  # type: ignore[arg-type]
+        size, settings = way.size or (0, 0), {"weighting": way.weighting, "clip_skip": way.clip_skip}
+        conditions, _ = encode_prompts(self._model, prompts, size, **settings)  # type: ignore[arg-type]
         for prompt, condition in zip(prompts, conditions, strict=True):
             self._keep((prompt, 1, way), (_apart(condition), []))
 

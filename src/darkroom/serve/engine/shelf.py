@@ -110,7 +110,7 @@ class Shelf:
         self._wake()
 
     def _unreadable(self, file: File, error: Exception) -> DarkroomError:
-        """What clients are told of a failure that is not darkroom's own; the log says it whole."""
+        """What clients see of a failure that is not darkroom's own; the log has all of it."""
         LOG.error("%s '%s' cannot be read", self.noun, file.name, exc_info=error)
         return DarkroomError(f"{self.noun} '{file.name}' could not be read: {type(error).__name__}")
 

@@ -107,7 +107,7 @@ class Shape:
 
 
 class Listener(Protocol):
-    """Who is told how a work goes, on the engine's threads."""
+    """Callbacks on how a work goes, called on the engine's threads."""
 
     def began(self, work: EngineJob) -> None:
         """Its first picture was admitted."""
@@ -124,7 +124,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Preview:
-    """A picture as far as it had come, as a PNG file: made beside the steps, not by who tells of it."""
+    """A picture as far as it had come, as a PNG file: made meanwhile, not by the thread that sends it."""
 
     picture: int
     index: int
@@ -168,10 +168,10 @@ class Ticket:
     glance: bool = False
     """Somebody asks what it looks like: so it does after the next step."""
     meter_s: float = 0.0
-    """The bucket's meter when it came aboard."""
+    """The bucket's meter when it joined the batch."""
     done: bool = False
     load: float = 0.0
-    """What it takes of the room of its size; 0 while it waits."""
+    """What it takes of the capacity of its size; 0 while it waits."""
     earlier_steps: int = 0
     """Of the first pass, once it is in the second."""
     dropped_at: int = 0
@@ -193,7 +193,7 @@ class Ticket:
 
     @property
     def has_another_pass(self) -> bool:
-        """Whether a picture that is through its steps is to be made larger still."""
+        """Whether a picture that is through its steps is still to be upscaled."""
         return self.work.shape.larger is not None and not self.earlier_steps
 
     def enlarge(self, row: sample.Row) -> None:
@@ -218,7 +218,7 @@ class EngineJob:
     listener: Listener
     uploads: Uploads | None = None
     alone: bool = False
-    """It was begun again and again and never finished: nothing else is computed beside it."""
+    """It was begun again and again and never finished: nothing else is computed with it."""
     accepted_s: float = field(default_factory=lambda: time.monotonic())
     started_s: float | None = None
     prepared_s: float | None = None

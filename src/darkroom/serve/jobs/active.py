@@ -1,4 +1,4 @@
-"""A job that is not over, as the core holds it, and what can be told of it."""
+"""A job that is not over, as the core holds it, and what can be reported of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Live:
 
 
 def job_of(live: Live, place: int | None) -> Job:
-    """A job in memory as doors see it."""
+    """A job in memory as the API shows it."""
     work, record = live.work, live.record
     begun = work.started_s is not None
     started_s = None if work.started_s is None else time.time() - (time.monotonic() - work.started_s)
@@ -57,7 +57,7 @@ def job_of(live: Live, place: int | None) -> Job:
 
 
 def job_of_record(record: Record) -> Job:
-    """A job in the store as doors see it."""
+    """A job in the store as the API shows it."""
     request = PictureRequest.model_validate_json(record.request)
     return _job(
         record,
@@ -86,7 +86,7 @@ def _job(record: Record, state: Any, request: PictureRequest, result: dict[str, 
 
 
 def news(live: Live, seen: dict[str, Any], place: int | None) -> Iterator[tuple[EventKind, dict[str, Any]]]:
-    """What a watcher has not been told yet; `seen` is what it was."""
+    """What a watcher has not been sent yet; `seen` is what it was."""
     work = live.work
     if work.started_s is None:
         if place is not None and seen.get("place") != place:
@@ -148,7 +148,7 @@ class Lives:
         self._metrics.live_jobs.set(len(self))
 
     def forget(self, live: Live) -> None:
-        """A job that this process has no more to do with; whoever waits is told."""
+        """A job that this process has no more to do with; its waiting clients get an answer."""
         self._by_uid.pop(live.record.uid, None)
         self._by_id.pop((live.record.key, live.record.id), None)
         if live.deadline is not None:

@@ -1,4 +1,4 @@
-"""Whether a request may become a job: limits, what the model can do, rates, and room in the queue."""
+"""Whether a request may become a job: limits, what the model can do, rates, and the queue's length."""
 
 from __future__ import annotations
 
@@ -64,17 +64,17 @@ def digest_of(request: PictureRequest, uploads: Uploads | None) -> str:
         for name in ("hires", "controls", "only_masked", "exponential")
         if getattr(request, name) in (None, ())
     }
-    said = request.model_dump(mode="json", exclude=later)
-    for adapter in said["adapters"]:
+    values = request.model_dump(mode="json", exclude=later)
+    for adapter in values["adapters"]:
         for name in ("text_weight", "blocks"):
             if adapter[name] in (None, []):
                 del adapter[name]
-    told = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
     for part in (uploads.image, uploads.mask) if uploads is not None else ():
-        told.update(hashlib.sha256(part or b"").digest())
+        digest.update(hashlib.sha256(part or b"").digest())
     for part in itertools.chain.from_iterable(uploads.controls if uploads is not None else ()):
-        told.update(hashlib.sha256(part or b"").digest())
-    return told.hexdigest()
+        digest.update(hashlib.sha256(part or b"").digest())
+    return digest.hexdigest()
 
 
 def check_job_id(job_id: str) -> None:
@@ -118,12 +118,12 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
     In every dialect; a name met twice adds up. Tags of the negative prompt only go, as in A1111.
     """
     try:
-        prompt, told = read_tags(request.prompt)
+        prompt, tags = read_tags(request.prompt)
         negative, against = read_tags(request.negative or "")
         chosen = {choice.name: choice for choice in request.adapters}
-        if not (told or against) or len(chosen) < len(request.adapters):  # named twice: refused later
+        if not (tags or against) or len(chosen) < len(request.adapters):  # named twice: refused later
             return request
-        for tag in told:
+        for tag in tags:
             chosen[tag.name] = _with_tag(chosen.get(tag.name), tag)
         adapters = tuple(chosen.values())
     except InputError as error:
@@ -136,7 +136,7 @@ def with_tags_read(request: PictureRequest) -> PictureRequest:
 
 
 def _with_tag(before: AdapterChoice | None, tag: Tag) -> AdapterChoice:
-    """An adapter as a tag has it, beside what was asked of it already."""
+    """An adapter as a tag has it, besides what was asked of it already."""
     text, unet = (1.0 if weight is None else weight for weight in (tag.text, tag.unet))
     if before is not None:
         if before.blocks != tag.blocks:
@@ -243,7 +243,7 @@ PARAMS = {
 
 
 def _param(error: InputError) -> str | None:
-    """The field that a mistake told by `sample` is about."""
+    """The field that a mistake found by `sample` is about."""
     words = re.findall(r"[A-Za-z]+", error.given)
     if words[1:2] == ["steps"] or words[:1] == ["steps"]:
         return "steps"
@@ -368,8 +368,8 @@ def check_controls(
         except Refused:
             raise
         except DarkroomError as error:
-            told = f"controls: {say(error)}"
-            raise Refused(422, "unusable_control", told, param=f"controls.{i}") from error
+            message = f"controls: {say(error)}"
+            raise Refused(422, "unusable_control", message, param=f"controls.{i}") from error
         checked_picture(pictures.image, limits, f"controls.{i}.image")
         if pictures.mask is not None:
             checked_picture(pictures.mask, limits, f"controls.{i}.mask")
@@ -383,8 +383,8 @@ def check_map(name: str) -> None:
     """422 for a map that is not known, or that this server lacks a package for."""
     served = [one for one in MAPS if one != "canny" or find_spec("cv2") is not None]
     if name not in served:
-        told = name[:40].encode("ascii", "replace").decode()
-        message = f"controls: map '{told}'; allowed here: {', '.join(served)}"
+        shown = name[:40].encode("ascii", "replace").decode()
+        message = f"controls: map '{shown}'; allowed here: {', '.join(served)}"
         raise Refused(422, "invalid_value", message, param="controls")
 
 
@@ -455,8 +455,8 @@ def new_record(
 def over_quota(error: OverQuota, key: str) -> Refused:
     """429 until the next day begins."""
     left_s = 86_400 - time.time() % 86_400
-    told = f"at most {error.per_day} pictures a day{owner(key)}; {error.used} of today are used"
-    return Refused(429, "quota", told, retry_after_s=left_s)
+    message = f"at most {error.per_day} pictures a day{owner(key)}; {error.used} of today are used"
+    return Refused(429, "quota", message, retry_after_s=left_s)
 
 
 UNMEASURED_S = 5.0
@@ -464,7 +464,7 @@ UNMEASURED_S = 5.0
 
 
 class Reservation(NamedTuple):
-    """Who was refused and told when to come again: places that free up until then are promised to them."""
+    """Who was refused with a `Retry-After`: places that free up until then are promised to them."""
 
     until_s: float
     key: str
@@ -478,8 +478,8 @@ class Intake:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         by_key = {name: own.rate_per_minute for name, own in limits.keys.items()}
-        told = {name: rate for name, rate in by_key.items() if rate is not None}
-        self._rates = Rates(limits.rate_per_minute, told)
+        rates = {name: rate for name, rate in by_key.items() if rate is not None}
+        self._rates = Rates(limits.rate_per_minute, rates)
         self._reserved: Counter[str] = Counter()
         self._line: list[Reservation] = []
 
@@ -495,8 +495,8 @@ class Intake:
             if there + num > most:
                 after_s = self._places_free_s(engine, there + num - most, whose)
                 self._promise(Reservation(time.monotonic() + after_s, key, num, 0.0))
-                told = f"{there} pictures wait already{owner(key) if whose else ''}"
-                raise Refused(429, "queue_full", told, retry_after_s=after_s)
+                message = f"{there} pictures wait already{owner(key) if whose else ''}"
+                raise Refused(429, "queue_full", message, retry_after_s=after_s)
         self._rates.take(key)
 
     def check_work(self, engine: Engine, key: str, num: int, cost: float) -> None:
@@ -511,9 +511,9 @@ class Intake:
             after_s = self._work_gone_s(engine, too_much, whose)
             self._promise(Reservation(time.monotonic() + after_s, key, num, cost))
             whole = f"work of {format_number(waiting_s)} s waits already{owner(key) if whose else ''}"
-            told = f"{whole}, and this is {format_number(own_s)} s; "
-            told += f"at most {format_number(most_s, 4)} s may wait"
-            raise Refused(429, "queue_full", told, retry_after_s=after_s)
+            message = f"{whole}, and this is {format_number(own_s)} s; "
+            message += f"at most {format_number(most_s, 4)} s may wait"
+            raise Refused(429, "queue_full", message, retry_after_s=after_s)
 
     def _queue_of(self, key: str) -> int:
         """Pictures of a key that may wait."""

@@ -1,4 +1,4 @@
-"""`Endings`: how jobs begin and end. Told by the engine's threads, written to the store, then told on."""
+"""`Endings`: how jobs begin and end. Reported by the engine's threads, written to the store, then sent on."""
 
 from __future__ import annotations
 
@@ -223,8 +223,8 @@ class Watchers:
         number = after
         while True:
             live = self._lives.find(key, job_id)
-            async with aclosing(self._of(live, key, job_id)) as told:
-                async for kind, data in told:
+            async with aclosing(self._of(live, key, job_id)) as stream:
+                async for kind, data in stream:
                     number += 1
                     yield Event(number, kind, data)
             if self._lives.find(key, job_id) is not None:

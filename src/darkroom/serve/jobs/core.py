@@ -1,4 +1,4 @@
-"""`Core`: jobs from acceptance to stored pictures. All doors stand on it."""
+"""`Core`: jobs from acceptance to stored pictures. Every API uses it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Core:
         self.engine: Engine | None = None
         self._opened: opening.LoadedModel | None = None
         self._told_kept: set[str] = set()
-        """Jobs whose waiting clients were told that the next process draws them."""
+        """Jobs whose waiting clients got the answer that the next process draws them."""
         self._loop = Loop()
         self._lives = Lives(self._loop, self.metrics)
         self._intake = Intake(self.limits)
@@ -103,16 +103,16 @@ class Core:
             self._loop.on_tick, self._wake, lambda: self._loop.soon(self._set_all_aside)
         )
         try:
-            opened = await self._loop.beside(opening.open_model, self.settings, self.metrics, hooks)
+            opened = await self._loop.in_daemon_thread(opening.open_model, self.settings, self.metrics, hooks)
             self._opened, self.engine = opened, opened.engine
             self._endings.engine = self._watchers.engine = opened.engine
         except Exception as error:
             self._broken("the model cannot be loaded", error)
             return
         self.metrics.capacity.set(self.engine.capacity)
-        told = {"version": darkroom.__version__, "model": opened.model.name}
+        fields = {"version": darkroom.__version__, "model": opened.model.name}
         self.metrics.build.info(
-            {**told, "precision": self.settings.precision, "backend": self.settings.backend}
+            {**fields, "precision": self.settings.precision, "backend": self.settings.backend}
         )
         self.engine.start()
         try:
@@ -124,9 +124,9 @@ class Core:
             self.state, self.why = "ready", ""
 
     def _broken(self, why: str, error: Exception) -> None:
-        """No job will be taken by this process; the log says why, clients are told no more than `why`."""
+        """No job will be taken by this process; the log says why, clients see no more than `why`."""
         self.state, self.why, self.error = "broken", why, error
-        if not isinstance(error, InputError):  # a mistake is told by who runs this, in one line
+        if not isinstance(error, InputError):  # a mistake is shown by who runs this, in one line
             LOG.error("%s: %s", why, type(error).__name__, exc_info=not isinstance(error, DarkroomError))
 
     async def _take_up_all(self, opened: opening.LoadedModel) -> None:
@@ -188,8 +188,8 @@ class Core:
     async def _end_record(self, record: Record, code: str, message: str) -> None:
         result = {"error": {"code": code, "message": message}}
         await asyncio.wrap_future(self.store.end(record.uid, "failed", time.time(), result))
-        told: dict[str, Any] = {"job": record.uid, "id": record.id, "key": record.key}
-        logs.event("job", **told, state="failed", error=code, why=message)
+        fields: dict[str, Any] = {"job": record.uid, "id": record.id, "key": record.key}
+        logs.event("job", **fields, state="failed", error=code, why=message)
 
     async def drain(self, seconds: float) -> None:
         """Take no new jobs; finish what is on its way and what somebody waits for; keep the rest."""
@@ -210,7 +210,7 @@ class Core:
         self._set_all_aside()
 
     def _set_all_aside(self) -> None:
-        """No more can be done here: whoever waits is told, and the next process takes the jobs up."""
+        """No more can be done here: waiting clients get an answer, and the next process takes the jobs up."""
         for live in self._lives:
             self._set_aside(live)
 
@@ -224,7 +224,7 @@ class Core:
             self._loop.spawn(self.sharing.release([live.record.uid]))
 
     async def close(self) -> None:
-        """Stop computing and let go of the store. Jobs that are not over stay in it."""
+        """Stop computing and close the store. Jobs that are not over stay in it."""
         self._loop.end_tasks()
         if self.engine is not None:
             self.left_at_work = not await asyncio.to_thread(self.engine.stop)
@@ -240,7 +240,7 @@ class Core:
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
-    # ---- what doors call
+    # ---- what the API calls
 
     async def submit(
         self,
@@ -281,8 +281,8 @@ class Core:
             request = request.model_copy(update={"seed": _seed() if request.seed is None else request.seed})
             if self.settings.hooks:  # they see finished pictures only: a preview would get past them
                 request = request.model_copy(update={"previews": 0})
-            told = (uid, self.settings.name, key, job_id or uid, digest, request, shape, uploads)
-            record = await self._loop.in_thread(new_record, *told)
+            arguments = (uid, self.settings.name, key, job_id or uid, digest, request, shape, uploads)
+            record = await self._loop.in_thread(new_record, *arguments)
             takes = self.sharing is None or self.sharing.takes(record)
             kept = await self._accept(record, uploads, takes)
             if kept.uid != uid:
@@ -322,7 +322,7 @@ class Core:
 
     async def _adopt(self, uid: str) -> None:
         """Take a job up whose acceptance was not confirmed, should it be in the store all the same: only the
-        answer was lost. Its client was told to ask again, and finds it there."""
+        answer was lost. Its client was asked to try again, and finds it there."""
         while True:
             try:
                 record: Record | None = await asyncio.wrap_future(self.store.find_uid(uid))
@@ -366,6 +366,7 @@ class Core:
         model, engine = self._model, self._engine
 
         def checked() -> Shape:
+            """The shape of what a request makes, after all checks that open its pictures. Raises Refused."""
             image, mask = admission.opened_images(request, uploads, self.limits)
             shape = admission.check_shape(model, request, self.limits, image, mask=mask)
             admission.check_controls(request, uploads, self.limits, engine.nets, shape)
@@ -467,8 +468,8 @@ class Core:
                 if self.state == "loading":
                     self._check_open()
                 self._told_kept.add(job.uid)
-                told = "the server stops; the job is kept"
-                raise Refused(503, "draining", told, retry_after_s=DRAINING_RETRY_S)
+                message = "the server stops; the job is kept"
+                raise Refused(503, "draining", message, retry_after_s=DRAINING_RETRY_S)
 
     async def cancel(self, job_id: str, *, key: str) -> Job:
         """Have no more of a job computed. A job that is over stays as it is."""
@@ -499,8 +500,8 @@ class Core:
 
     def _done_pictures(self, job: Job) -> int:
         if job.state == "failed":
-            told = (job.error or {}).get("message", "the job failed")
-            raise Refused(409, "job_failed", told)
+            message = (job.error or {}).get("message", "the job failed")
+            raise Refused(409, "job_failed", message)
         if job.state != "done":
             raise Refused(409, "not_done", f"the job is {job.state}", retry_after_s=1)
         return len(job.pictures)
@@ -605,7 +606,7 @@ class Core:
             return "storage", "jobs cannot be written to the disk or the database"
         return None
 
-    # ---- keeping house
+    # ---- housekeeping
 
     async def _sweep(self) -> None:
         """Now and then drop what was kept long enough, and see whether the disk takes writes."""

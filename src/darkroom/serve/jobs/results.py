@@ -1,4 +1,4 @@
-"""Pictures on disk, a folder for each job. A file is there whole or not at all, flushed before it counts."""
+"""Pictures on disk, a folder for each job. Files are written atomically and flushed."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def picture_name(index: int) -> str:
 
 
 def _write_flushed(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.part")
-    with beside.open("wb") as file:
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    atomic_replace(beside, path)
+    atomic_replace(temporary, path)
 
 
 def _secret(path: Path) -> bytes:
@@ -172,6 +172,7 @@ class Files:
         """Keep a job's files, by name; returns their bytes."""
 
         def action(connection: sql.Connection) -> None:
+            """Replace a job's files of these names."""
             of_job = FILES.c.uid == uid
             connection.execute(sql.delete(FILES).where(of_job, FILES.c.name.in_(list(files))))
             if files:

@@ -1,4 +1,4 @@
-"""Jobs that outlive the process: one table, in SQLite beside the pictures or in PostgreSQL by URL.
+"""Jobs that outlive the process: one table, in SQLite next to the pictures or in PostgreSQL by URL.
 
 All statements run on one writer thread, which puts what is waiting into one transaction: jobs accepted in the
 same moment share one flush to the disk. A job is accepted when its row is committed, and done when its row
@@ -140,7 +140,7 @@ class JobStore:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish what is waiting and let go of the database."""
+        """Finish what is waiting and close the database."""
         self._actions.put(None)
         self._thread.join(timeout=30)
         if self._lock_connection is not None:
@@ -221,6 +221,7 @@ class JobStore:
         oldest = sql.select(JOBS.c.uid, JOBS.c.bytes).where(*kept).order_by(JOBS.c.finished_s)
 
         def action(connection: sql.Connection) -> list[str]:
+            """The ids of jobs that are too old, then of the oldest until the rest fits in `keep_bytes`."""
             found = [uid for (uid,) in connection.execute(too_old)]
             total = connection.execute(sql.select(sql.func.sum(JOBS.c.bytes)).where(*kept)).scalar() or 0
             if total > keep_bytes:
@@ -237,6 +238,7 @@ class JobStore:
         """Which of these uids have a row."""
 
         def action(connection: sql.Connection) -> set[str]:
+            """Which of these ids there are, asked in parts."""
             found: set[str] = set()
             for start in range(0, len(uids), UIDS_AT_ONCE):
                 query = sql.select(JOBS.c.uid).where(JOBS.c.uid.in_(uids[start : start + UIDS_AT_ONCE]))
@@ -268,7 +270,7 @@ class JobStore:
     def do(self, action: Action) -> Future[Any]:
         """Run something on the writer thread, in a transaction that it may share."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # whoever waits may leave: what was asked is done all the same
+        future.set_running_or_notify_cancel()  # the caller may leave: what was asked is done all the same
         self._actions.put((action, future))
         return future
 
@@ -374,8 +376,8 @@ def _add_columns(engine: sql.Engine) -> None:
         return
     with engine.begin() as connection:
         for column in missing:
-            told = CreateColumn(column).compile(dialect=engine.dialect)
-            connection.execute(sql.text(f"ALTER TABLE {JOBS.name} ADD COLUMN {told}"))
+            definition = CreateColumn(column).compile(dialect=engine.dialect)
+            connection.execute(sql.text(f"ALTER TABLE {JOBS.name} ADD COLUMN {definition}"))
         live = sql.select(JOBS.c.uid, JOBS.c.request, JOBS.c.created_s).where(JOBS.c.state.in_(LIVE))
         for uid, request, created_s in connection.execute(live).all():
             found = _read_again(request, created_s)
@@ -394,10 +396,10 @@ def _add_indices(engine: sql.Engine) -> None:
 
 
 def _read_again(request: str, created_s: float) -> dict[str, Any]:
-    told = json.loads(request)
-    due_s = None if told.get("deadline_s") is None else created_s + told["deadline_s"]
-    priority = PRIORITIES.get(told.get("priority"), 1)
-    return {"num": told.get("num", 1), "priority": priority, "due_s": due_s}
+    values = json.loads(request)
+    due_s = None if values.get("deadline_s") is None else created_s + values["deadline_s"]
+    priority = PRIORITIES.get(values.get("priority"), 1)
+    return {"num": values.get("num", 1), "priority": priority, "due_s": due_s}
 
 
 def _set_up_sqlite(connection: Any, _: object) -> None:

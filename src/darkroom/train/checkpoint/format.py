@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written beside, flushed, hashed, renamed, proven.
+"""Atomic checkpoints: written to a temporary folder, flushed, hashed, renamed, verified.
 
 A checkpoint is a folder `step-00000500/` of safetensors files, `state.json` with the scalars, and
 `manifest.json` with every file's size and SHA-256. Nothing in it is code; nothing is unpickled.
@@ -112,16 +112,16 @@ def place_beside(folder: Path, step: int, token: str) -> Path:
     return folder / f".beside-{step:08d}-{token}"
 
 
-def write_share(beside: Path, rank: int, size: int, tensors: Tensors, parts: Parts) -> None:
+def write_share(temporary: Path, rank: int, size: int, tensors: Tensors, parts: Parts) -> None:
     """Write what one of `size` processes holds or has taken on, and last what it wrote."""
-    beside.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir(parents=True, exist_ok=True)
     files = {}
     for name, chunks, cut in share_of(rank, size, tensors, parts):
-        files[name] = _write_hashed(beside / name, chunks) | cut
-    written = beside / f".{index_name(rank)}"
+        files[name] = _write_hashed(temporary / name, chunks) | cut
+    written = temporary / f".{index_name(rank)}"
     _write_hashed(written, as_json(files))
-    sync_folder(beside)
-    atomic_replace(written, beside / index_name(rank))
+    sync_folder(temporary)
+    atomic_replace(written, temporary / index_name(rank))
 
 
 def share_of(
@@ -142,7 +142,7 @@ def manifest_of(step: int, files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete(
-    beside: Path,
+    temporary: Path,
     step: int,
     size: int,
     scalars: Mapping[str, Any],
@@ -153,16 +153,16 @@ def complete(
     """When all shares are there: bind them together, prove them, and let them count."""
     files: dict[str, Any] = {}
     for rank in range(size):
-        files |= _await(beside, rank, wait_s)
-    files["state.json"] = _write_hashed(beside / "state.json", as_json(scalars))
-    _write_hashed(beside / "manifest.json", as_json(manifest_of(step, files)))
+        files |= _await(temporary, rank, wait_s)
+    files["state.json"] = _write_hashed(temporary / "state.json", as_json(scalars))
+    _write_hashed(temporary / "manifest.json", as_json(manifest_of(step, files)))
     for rank in range(size):
-        remove_file(beside / index_name(rank))
-    sync_folder(beside)
-    folder = beside.parent
+        remove_file(temporary / index_name(rank))
+    sync_folder(temporary)
+    folder = temporary.parent
     final = folder / f"step-{step:08d}"
     _set_aside(final)  # a damaged one of the same step, which resuming passed over
-    atomic_replace(beside, final)
+    atomic_replace(temporary, final)
     sync_folder(folder)
     _verify(final)
     for old in checkpoints(folder)[:-keep]:
@@ -175,24 +175,24 @@ def complete(
     return final
 
 
-def _await(beside: Path, rank: int, wait_s: float) -> dict[str, Any]:
+def _await(temporary: Path, rank: int, wait_s: float) -> dict[str, Any]:
     """What a process wrote, when it has."""
     until = time.monotonic() + wait_s
-    while not (beside / index_name(rank)).exists():
-        if (failed := beside / f"{index_name(rank)}.failed").exists():
+    while not (temporary / index_name(rank)).exists():
+        if (failed := temporary / f"{index_name(rank)}.failed").exists():
             raise CheckpointError(f"rank {rank} could not write its share ({failed.name})")
         if time.monotonic() > until:
             raise CheckpointError(f"rank {rank} has not written its share for {wait_s:g} s")
         time.sleep(0.02)
-    found: dict[str, Any] = json.loads((beside / index_name(rank)).read_bytes())
+    found: dict[str, Any] = json.loads((temporary / index_name(rank)).read_bytes())
     return found
 
 
-def note_failure(beside: Path, rank: int) -> None:
+def note_failure(temporary: Path, rank: int) -> None:
     """Tell the process that binds the shares that this one will not come; takes no space on the disk."""
     with suppress(OSError):
-        beside.mkdir(parents=True, exist_ok=True)
-        (beside / f"{index_name(rank)}.failed").touch()
+        temporary.mkdir(parents=True, exist_ok=True)
+        (temporary / f"{index_name(rank)}.failed").touch()
 
 
 def index_name(rank: int) -> str:
@@ -229,17 +229,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint that another process of the job has verified."""
     manifest = json.loads((path / "manifest.json").read_bytes())
     tensors: dict[str, Saved] = {}
-    for name, said in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         if name.endswith(".safetensors"):
-            tensors.setdefault(re.split(r"[-.]", name)[0], Saved()).add(path / name, said.get("parts", {}))
+            tensors.setdefault(re.split(r"[-.]", name)[0], Saved()).add(path / name, entry.get("parts", {}))
     return Checkpoint(
         manifest["step"], path, tensors, json.loads((path / "state.json").read_text(encoding="utf-8"))
     )
 
 
 @contextmanager
-def reading(told: str) -> Iterator[None]:
-    """Within, files of a checkpoint are read, from a disk or an address; `told` is what it is called.
+def reading(label: str) -> Iterator[None]:
+    """Within, files of a checkpoint are read, from a disk or an address; `label` is what messages call it.
 
     DamagedCheckpoint where one is gone, CheckpointError where a disk or a network fails: then an older
     checkpoint is no answer.
@@ -249,12 +249,12 @@ def reading(told: str) -> Iterator[None]:
     except DarkroomError:
         raise
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise DamagedCheckpoint(f"{told} is damaged: {line_of(error)}") from error
+        raise DamagedCheckpoint(f"{label} is damaged: {line_of(error)}") from error
     except Exception as error:  # each kind of store has its own
         if is_bug(error):
             raise
         raise CheckpointError(
-            f"{told} could not be read: {line_of(error)}; run the same command when it can be, or delete it "
+            f"{label} could not be read: {line_of(error)}; run the same command when it can be, or delete it "
             "to go on from the one before"
         ) from error
 
@@ -271,49 +271,51 @@ def line_of(error: BaseException) -> str:
 
 def _verify(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, when every file is as it was written."""
-    told = f"checkpoint '{path}'"
-    with reading(told):
-        manifest = read_manifest((path / "manifest.json").read_bytes(), step_of(path), told)
+    label = f"checkpoint '{path}'"
+    with reading(label):
+        manifest = read_manifest((path / "manifest.json").read_bytes(), step_of(path), label)
         files: dict[str, dict[str, Any]] = manifest["files"]
         with ThreadPoolExecutor(4) as threads:  # hashlib lets other threads run
             damage = threads.map(lambda name: _damage(path / name, files[name]), files)
             damaged = [*filter(None, damage)]
     if damaged:
-        raise DamagedCheckpoint(f"{told} is damaged: {', '.join(damaged)}")
+        raise DamagedCheckpoint(f"{label} is damaged: {', '.join(damaged)}")
     return manifest
 
 
-def read_manifest(raw: bytes, step: int, told: str) -> dict[str, Any]:
+def read_manifest(raw: bytes, step: int, label: str) -> dict[str, Any]:
     """The list of files of a checkpoint of this step; DamagedCheckpoint where no save writes such a one."""
     try:
         manifest: Any = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{told} is damaged: manifest.json: {line_of(error)}") from error
+        raise DamagedCheckpoint(f"{label} is damaged: manifest.json: {line_of(error)}") from error
     files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not all(_is_entry(said) for said in files.values()):
-        raise DamagedCheckpoint(f"{told} is damaged: manifest.json lists no files")
+    if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
+        raise DamagedCheckpoint(f"{label} is damaged: manifest.json lists no files")
     if strange := [name for name in files if Path(name).name != name]:
-        raise DamagedCheckpoint(f"{told} is damaged: manifest.json: '{strange[0]}' is no file name")
+        raise DamagedCheckpoint(f"{label} is damaged: manifest.json: '{strange[0]}' is no file name")
     if manifest.get("format") not in (1, FORMAT) or manifest.get("step") != step or "state.json" not in files:
-        raise DamagedCheckpoint(f"{told} is damaged: manifest.json does not belong to it")
+        raise DamagedCheckpoint(f"{label} is damaged: manifest.json does not belong to it")
     found: dict[str, Any] = manifest
     return found
 
 
-def _is_entry(said: Any) -> bool:
+def _is_entry(entry: Any) -> bool:
     return (
-        isinstance(said, dict) and isinstance(said.get("bytes"), int) and isinstance(said.get("sha256"), str)
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
     )
 
 
-def _damage(file: Path, said: Mapping[str, Any]) -> str | None:
+def _damage(file: Path, entry: Mapping[str, Any]) -> str | None:
     if not file.is_file():
         return f"{file.name}: No such file"
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if file.stat().st_size != said["bytes"]:
-        return f"{file.name} has {file.stat().st_size} bytes, not {said['bytes']}"
-    return None if digest == said["sha256"] else f"{file.name} has another hash"
+    if file.stat().st_size != entry["bytes"]:
+        return f"{file.name} has {file.stat().st_size} bytes, not {entry['bytes']}"
+    return None if digest == entry["sha256"] else f"{file.name} has another hash"
 
 
 def _write_hashed(file: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:

@@ -43,10 +43,10 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) 
         was, is_now = changed.pop(key)
         notes.append(f"{key} was {was} and is {is_now}: no longer bit-identical to an undisturbed run")
     if changed:
-        told = ", ".join(f"{key} (was {was}, is {is_now})" for key, (was, is_now) in changed.items())
+        changes_text = ", ".join(f"{key} (was {was}, is {is_now})" for key, (was, is_now) in changed.items())
         raise RecipeError(
             next(iter(changed)) if len(changed) == 1 else "recipe",
-            f"the run here was started with other settings: {told}",
+            f"the run here was started with other settings: {changes_text}",
             mend="change them back, or start a new run: --resume never, or another --out",
         )
     return notes

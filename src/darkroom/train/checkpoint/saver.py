@@ -1,6 +1,6 @@
 """Saving the state of a run while it goes on: copied off the device, then written by a thread.
 
-A save that fails (a full disk) leaves the older checkpoints as they are, is told, and is tried again when the
+A save that fails (a full disk) leaves older checkpoints as they are, is logged, and is tried again when the
 next one is due. The first one of a run must not fail: a place that cannot be written ends the run at once.
 """
 
@@ -91,10 +91,10 @@ class Saver:
             return
         kept = self.newest()
         intact = f"the checkpoint of step {kept.step} is intact" if kept else "there is none before it"
-        told = f"a checkpoint could not be written: {error}; {intact}"
+        message = f"a checkpoint could not be written: {error}; {intact}"
         if last or not self._proven:
-            raise CheckpointError(told) from error
-        self._say(f"warning: {told}; training goes on, the next one is tried when it is due")
+            raise CheckpointError(message) from error
+        self._say(f"warning: {message}; training goes on, the next one is tried when it is due")
 
     def _own(self, named: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
         """What this rank writes of what it holds."""

@@ -1,7 +1,7 @@
 """Where a run's checkpoints are: its own folder, or an address of an object store.
 
 Object stores have no rename. There each checkpoint has a prefix of its own, `step-00000500.<token>/`, and
-its manifest, put last and in one piece, is what makes it count: whoever looks finds a whole checkpoint or
+its manifest, put last and in one piece, is what makes it count: a reader finds a whole checkpoint or
 none. It is read back and hashed before an older one goes, whose manifest goes first. The address also holds
 the run's metrics and bill, so that a run goes on in an empty folder.
 """
@@ -57,7 +57,7 @@ class CheckpointStorage(Protocol):
         """Write what one process holds or has taken on."""
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
-        """When all shares are there: bind them, prove them, let go of all but the newest `keep`."""
+        """When all shares are there: bind them, verify them, delete all but the newest `keep`."""
 
     def failed(self, step: int, token: str, rank: int) -> None:
         """This process will not come with its share."""
@@ -120,17 +120,20 @@ class RemotePlace:
         self._root = str(root).rstrip("/")
 
     def prepare(self) -> None:
+        """Write and delete a probe, and remove unfinished checkpoints. RecipeError where the address
+        cannot be written, CheckpointError where the storage fails.
+        """
         probe = f"{self._root}/.probe"
         try:
             self._fs.pipe_file(probe, b"darkroom")
             self._fs.rm_file(probe)
         except Exception as error:  # each kind of store has its own
-            told = f"'{self.address}' cannot be written: {local.line_of(error)}"
+            message = f"'{self.address}' cannot be written: {local.line_of(error)}"
             if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | ValueError):
-                raise RecipeError("checkpoint.url", told) from error
+                raise RecipeError("checkpoint.url", message) from error
             if local.is_bug(error):
                 raise
-            raise CheckpointError(f"checkpoint.url: {told}") from error
+            raise CheckpointError(f"checkpoint.url: {message}") from error
         whole = {kept.name for kept in self.kept()}
         for name in self._names():
             if name not in whole:
@@ -159,6 +162,7 @@ class RemotePlace:
     def write_share(
         self, step: int, token: str, rank: int, size: int, tensors: Tensors, parts: Parts
     ) -> None:
+        """Upload one rank's tensors, and last the index that says its share is complete."""
         name = _name(step, token)
         files = {
             file: self._put(self._at(name, file), chunks) | cut
@@ -167,6 +171,10 @@ class RemotePlace:
         self._put(self._at(name, local.index_name(rank)), local.as_json(files))
 
     def complete(self, step: int, token: str, size: int, scalars: Mapping[str, Any], keep: int) -> None:
+        """Wait for every rank's share, verify all files, then put the manifest: only now it counts.
+
+        Raises CheckpointError where a share failed or a file did not arrive as it was sent.
+        """
         name = _name(step, token)
         files: dict[str, Any] = {}
         for rank in range(size):
@@ -211,6 +219,7 @@ class RemotePlace:
             time.sleep(POLL_S)
 
     def failed(self, step: int, token: str, rank: int) -> None:
+        """Say that a rank could not write its share; rank 0 removes what has no manifest. Never raises."""
         with suppress(Exception):  # the store that just failed may fail again
             name = _name(step, token)
             if rank:
@@ -219,7 +228,9 @@ class RemotePlace:
                 self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def _prove(self, name: str, files: Mapping[str, Any]) -> None:
-        damaged = [told for file, said in files.items() if (told := self._copy(name, file, said, None))]
+        damaged = [
+            problem for file, entry in files.items() if (problem := self._copy(name, file, entry, None))
+        ]
         if damaged:
             raise CheckpointError(f"'{self._root}/{name}' did not arrive whole: {', '.join(damaged)}")
 
@@ -250,19 +261,20 @@ class RemotePlace:
     # ---- reading
 
     def load(self, kept: Kept) -> Checkpoint:
-        told, folder, damaged = f"checkpoint '{self._told(kept)}'", self._folder(kept), list[str]()
-        with local.reading(told):
+        """Download a checkpoint, verify each file by its SHA-256, and open it. Raises DamagedCheckpoint."""
+        label, folder, damaged = f"checkpoint '{self._told(kept)}'", self._folder(kept), list[str]()
+        with local.reading(label):
             raw = self._fs.cat_file(self._at(kept.name, "manifest.json"))
-            files = local.read_manifest(raw, kept.step, told)["files"]
+            files = local.read_manifest(raw, kept.step, label)["files"]
             if not _holds(folder, raw):
                 remove_tree(folder.parent)
                 folder.mkdir(parents=True)
-                copied = (self._copy(kept.name, file, said, folder) for file, said in files.items())
+                copied = (self._copy(kept.name, file, entry, folder) for file, entry in files.items())
                 damaged = [*filter(None, copied)]
         if damaged:
             remove_tree(folder.parent)
-            raise DamagedCheckpoint(f"{told} is damaged: {', '.join(damaged)}")
-        with local.reading(told):
+            raise DamagedCheckpoint(f"{label} is damaged: {', '.join(damaged)}")
+        with local.reading(label):
             (folder / "manifest.json").write_bytes(raw)  # last: with it the copy is whole
         return local.open_checkpoint(folder)
 
@@ -288,7 +300,7 @@ class RemotePlace:
     def _told(self, kept: Kept) -> str:
         return f"{self.address}/{kept.name}"
 
-    def _copy(self, name: str, file: str, said: Mapping[str, Any], to: Path | None) -> str | None:
+    def _copy(self, name: str, file: str, entry: Mapping[str, Any], to: Path | None) -> str | None:
         """Read a file whole, into a folder where one is given; what is wrong with it, or None."""
         digest, size = hashlib.sha256(), 0
         target = None if to is None else (to / file).open("wb")
@@ -306,9 +318,9 @@ class RemotePlace:
         finally:
             if target is not None:
                 target.close()
-        if size != said["bytes"]:
-            return f"{file} has {size} bytes, not {said['bytes']}"
-        return None if digest.hexdigest() == said["sha256"] else f"{file} has another hash"
+        if size != entry["bytes"]:
+            return f"{file} has {size} bytes, not {entry['bytes']}"
+        return None if digest.hexdigest() == entry["sha256"] else f"{file} has another hash"
 
 
 def place_of(url: str | None, run: Path) -> CheckpointStorage:
@@ -338,11 +350,11 @@ def newest(
     Rank 0 verifies. A damaged one is passed over aloud; CheckpointError where all are.
     """
     found = _newest(places, say) if ranks.first else None
-    told = ranks.tell(lambda: found and [places.index(found[0]), found[1].step, found[1].name])
-    if told is None:
+    newest_kept = ranks.tell(lambda: found and [places.index(found[0]), found[1].step, found[1].name])
+    if newest_kept is None:
         return None, None
-    place = places[told[0]]
-    opened = found[2] if found else place.open(Kept(told[1], told[2]), ranks)
+    place = places[newest_kept[0]]
+    opened = found[2] if found else place.open(Kept(newest_kept[1], newest_kept[2]), ranks)
     ranks.meet()
     return place, opened
 

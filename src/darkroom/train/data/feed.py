@@ -1,4 +1,4 @@
-"""What feeds a job: which pictures come when, how they are read, and class pictures beside the subject's."""
+"""What feeds a job: which pictures come when, how they are read, and class pictures with the subject's."""
 
 from __future__ import annotations
 
@@ -136,15 +136,16 @@ def make_feed(
     ranks: Ranks = ALONE,
 ) -> Feed:
     """The stream of this rank's batches; a second store's rows, of class pictures, go between the first's."""
-    store, *beside = stores
+    store, *others = stores
     sources = [(store, order, task.read)]
     if isinstance(task, Preference):  # pairs: the same rows, captions and draws
-        sources += [(other, order, task.read) for other in beside]
+        sources += [(other, order, task.read) for other in others]
     else:
-        sources += [(other, *_class_order(train, data, task, other)) for other in beside]
+        sources += [(other, *_class_order(train, data, task, other)) for other in others]
 
     @contextmanager
     def feed(k: int) -> Iterator[Iterator[Columns]]:
+        """Batches from step `k` on, of all sources in turn; loaders end on leaving."""
         with ExitStack() as stack:
             loaders = [
                 stack.enter_context(

@@ -1,4 +1,4 @@
-"""A run's own pictures: a folder brought into the run's store, and pictures of the class beside it.
+"""A run's own pictures: a folder brought into the run's store, and pictures of the class with it.
 
 They lie in `RUN/data`: `pictures.lance`, `class/` (unless the recipe names a folder) and `class.lance`. A
 run that goes on reads what was gathered when it started.
@@ -81,8 +81,10 @@ def gather(task: str, data: DataSettings, run: Path, say: Say) -> None:
     store = Store.open(path)
     if not store.num_rows:
         reasons = ", ".join(f"{count} {reason}" for reason, count in report.rejected.items())
-        told = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
-        raise RecipeError(f"data.{key}", told, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}")
+        message = f"'{folder}' has no picture that can be used" + (f" ({reasons})" if reasons else "")
+        raise RecipeError(
+            f"data.{key}", message, allowed=f"files such as {', '.join(sorted(EXTENSIONS)[:8])}"
+        )
     _check_captions(task, data, store, key)
     if task == "dpo":
         _check_pairs(store, Store.open(class_store_path(run)), folder.parent)
@@ -95,12 +97,12 @@ def gather(task: str, data: DataSettings, run: Path, say: Say) -> None:
 
 def _take_captions(sets: Sequence[DataSet], store: Store, numbers: Sequence[int]) -> None:
     """Give pictures the captions of their set's JSON file, found by name with or without its ending."""
-    told = {i: _json_captions(i, one.captions) for i, one in enumerate(sets) if one.captions}
+    captions = {i: _json_captions(i, one.captions) for i, one in enumerate(sets) if one.captions}
     rows = store.take(range(store.num_rows), ["id", "key", "caption"]).to_pylist()
     values = {}
     for i, row in zip(numbers, rows, strict=True):
         name = Path(row["key"]).name
-        own = told.get(i, {})
+        own = captions.get(i, {})
         values[row["id"]] = own.get(name) or own.get(Path(name).stem) or row["caption"]
     store.set_by_id("caption", values)
 
@@ -124,7 +126,7 @@ def _json_captions(number: int, file: str) -> dict[str, str]:
 
 
 def _gather_rejected(folder: Path, run: Path) -> None:
-    """Bring the pictures that were not preferred into a store beside the others'."""
+    """Bring the pictures that were not preferred into a store next to the others'."""
     _imported(folder / "rejected", class_store_path(run), "data.folder")
 
 
@@ -136,10 +138,10 @@ def _check_pairs(chosen: Store, rejected: Store, folder: Path) -> None:
     ]
     alone = sorted(set(names[0]) ^ set(names[1]))
     if alone or names[0] != names[1]:
-        told = f"{alone[0]} has no partner" if alone else "chosen/ and rejected/ are in another order"
+        problem = f"{alone[0]} has no partner" if alone else "chosen/ and rejected/ are in another order"
         raise RecipeError(
             "data.folder",
-            f"'{folder}': {told}",
+            f"'{folder}': {problem}",
             allowed="each picture under one name in chosen/ and rejected/",
         )
 
@@ -200,7 +202,7 @@ def _check_captions(
         raise RecipeError(
             "data.prompt",
             f"missing, and {bare} of {store.num_rows} pictures in data.{key} have no caption",
-            mend="put a NAME.txt beside each picture, or say data.prompt for all of them",
+            mend="put a NAME.txt next to each picture, or say data.prompt for all of them",
         )
 
 
@@ -209,11 +211,11 @@ def _add_masks(data: DataSettings, store: Store, folders: Sequence[Path]) -> int
     keys: list[str] = store.take(range(store.num_rows), ["key"])["key"].to_pylist()
     masks: list[bytes | None] = []
     for i, key in enumerate(keys):
-        beside = folders[i] / f"{Path(key).with_suffix('')}{MASK_ENDING}"
+        mask_file = folders[i] / f"{Path(key).with_suffix('')}{MASK_ENDING}"
         if data.mask == "alpha":
             masks.append(alpha_of(store.take([i], ["picture"])["picture"].to_pylist()[0]))
         else:
-            masks.append(beside.read_bytes() if beside.is_file() else None)
+            masks.append(mask_file.read_bytes() if mask_file.is_file() else None)
     count = sum(mask is not None for mask in masks)
     if data.mask == "alpha" and not count:
         raise RecipeError("data.mask", f"alpha, but no picture in '{folders[0]}' is transparent anywhere")
@@ -288,9 +290,9 @@ def _generate(
                 notice=lambda _: None,
             )
         for i, picture in zip(some, pictures, strict=True):
-            beside = folder / f".class-{i:06d}.png"
-            picture.image.save(beside)
-            atomic_replace(beside, folder / f"class-{i:06d}.png")
+            temporary = folder / f".class-{i:06d}.png"
+            picture.image.save(temporary)
+            atomic_replace(temporary, folder / f"class-{i:06d}.png")
         say(f"class pictures: {there + done + len(some)} of {wanted}")
 
 

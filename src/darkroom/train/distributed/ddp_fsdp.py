@@ -38,6 +38,7 @@ class _Bucket:
         self.work: Any = None
 
     def send(self) -> None:
+        """Begin the all-reduce of the bucket's gradients, packed into its flat tensor."""
         import torch.distributed as dist
 
         here = [m.grad for m in self.masters if m.grad is not None]
@@ -48,6 +49,7 @@ class _Bucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def receive(self) -> None:
+        """Wait for the sum and give each master its part of it."""
         self.work.wait()
         pairs = [(m, view) for m, view in zip(self.masters, self.views, strict=True) if m.grad is not None]
         if self.flat.dtype == torch.float32:
@@ -135,6 +137,7 @@ class ReplicatedCastWeights(CastWeights):
         self._begun = False
 
         def taken(param: Tensor) -> None:
+            """Add a parameter's gradient to its float32 master's, and drop it."""
             if not self._summing.last:
                 return
             master = masters[param]

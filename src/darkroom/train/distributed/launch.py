@@ -19,7 +19,7 @@ SAVE_S = 300  # how long processes that are asked to stop may take to save
 
 
 class ProcessesFailed(DarkroomError):
-    """The processes ended with an error that one of them has told already."""
+    """The processes ended with an error that one of them has reported already."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("")
@@ -51,7 +51,7 @@ def launch(arguments: Sequence[str], count: int) -> None:
     """Run `darkroom ARGUMENTS` in so many processes of this machine, to the end.
 
     Raises DarkroomError that names a lost process,
-    ProcessesFailed where one of them told its error, Stopped where they were asked to stop.
+    ProcessesFailed where one of them reported its error, Stopped where they were asked to stop.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -84,7 +84,7 @@ def launch(arguments: Sequence[str], count: int) -> None:
 
 
 def _why(failures: dict[int, Any]) -> DarkroomError:
-    """What a user should know of processes that failed, by rank: who was lost, or that it was told."""
+    """What a user should know of processes that failed, by rank: who was lost, or that it was reported."""
     for rank, failure in sorted(failures.items()):
         code = failure.exitcode
         if code < 0 and -code != signal.SIGTERM:
@@ -95,5 +95,5 @@ def _why(failures: dict[int, Any]) -> DarkroomError:
                 "goes on from the last checkpoint"
             )
     codes = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
-    told = [code for code in codes if code != LOST]
-    return ProcessesFailed(told[0] if told else 1)
+    failed = [code for code in codes if code != LOST]
+    return ProcessesFailed(failed[0] if failed else 1)

@@ -56,25 +56,25 @@ class Ranks:
         if self.size == 1:
             return decide()
         mistake: InputError | None = None
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         if self.first:
             try:
-                told = {"decided": decide()}
+                answer = {"decided": decide()}
             except InputError as error:
-                mistake, told = error, {"mistake": str(error)}
-        told = self._from_first(told)
-        if "mistake" in told:
-            raise mistake or InputError(told["mistake"])
-        return told["decided"]
+                mistake, answer = error, {"mistake": str(error)}
+        answer = self._from_first(answer)
+        if "mistake" in answer:
+            raise mistake or InputError(answer["mistake"])
+        return answer["decided"]
 
     def _from_first(self, value: dict[str, Any]) -> dict[str, Any]:
         """Rank 0's value on all ranks."""
         import torch.distributed as dist
 
-        told = json.dumps(value).encode() if self.first else b""
-        length = torch.tensor([len(told)])
+        content = json.dumps(value).encode() if self.first else b""
+        length = torch.tensor([len(content)])
         dist.broadcast(length, 0)
-        text = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else None
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
         if text is None:
             text = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(text, 0)
@@ -189,7 +189,7 @@ class HangWatchdog:
     """Notes how far this rank is, and ends the process with a message where the job stands still.
 
     A rank that hangs leaves the others waiting inside a collective. A thread of each rank writes where it is
-    for all to read, again and again; whoever stands still for longer than the limit reads what the others
+    for all to read, again and again; a rank that stands still for longer than the limit reads what the others
     wrote, names the one that all wait for, and ends.
     """
 
@@ -283,12 +283,12 @@ class HangWatchdog:
         for rank in range(self._ranks.size):
             if rank != self._ranks.rank:
                 there = self._store.check([_key(rank)])
-                told = json.loads(self._store.get(_key(rank))) if there else (0, -1, "start", 0.0)
-                found[rank] = tuple(told)
+                status = json.loads(self._store.get(_key(rank))) if there else (0, -1, "start", 0.0)
+                found[rank] = tuple(status)
         return found
 
-    def _end(self, told: str) -> None:
-        self._say(f"error: {self._ranks.name}: {told}")
+    def _end(self, message: str) -> None:
+        self._say(f"error: {self._ranks.name}: {message}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(LOST)
@@ -296,8 +296,8 @@ class HangWatchdog:
 
 def is_broken_link(error: RuntimeError) -> bool:
     """Whether a collective failed because of another process."""
-    told = str(error).lower()
-    return any(word in told for word in ("gloo", "nccl", "connection", "socket", "timed out"))
+    message = str(error).lower()
+    return any(word in message for word in ("gloo", "nccl", "connection", "socket", "timed out"))
 
 
 def _key(rank: int) -> str:

@@ -116,7 +116,7 @@ class Weights:
 
 
 class CastWeights(Weights):
-    """Trained modules in bf16 or fp16, with float32 masters beside them."""
+    """Trained modules in bf16 or fp16, with float32 masters."""
 
     def __init__(self, modules: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
         masters = Weights(modules).masters
@@ -156,6 +156,7 @@ class CastWeights(Weights):
         masters: dict[Tensor, Tensor] = {param: master for master, param in self._pairs}
 
         def taken(param: Tensor) -> None:
+            """Step a parameter's master as soon as its gradient is there, and drop both gradients."""
             assert param.grad is not None
             master = masters[param]
             master.grad, param.grad = param.grad.float(), None

@@ -192,6 +192,7 @@ class Diffusion:
         return [name for name in names if name not in self.modules] if stored else []
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        """Latents and noise [B, C, h, w], timesteps [B] and text states [B, L, D] on the device."""
         drawn = {name: to_device(columns[name], device) for name in self.read.draws if name != "u"}
         moments_B2Chw = to_device(self._moments(columns), device)
         assert self.model.vae is not None
@@ -238,6 +239,7 @@ class Diffusion:
         return torch.cat([self._encode(some) for some in torch.split(pixels_B3HW, rows)])
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Each row's loss [B], weighted; with class pictures as DreamBooth's prior preservation has it."""
         t_b = inputs["t"]
         if self._extras is not None:
             return self._losses_with(self._extras, inputs, t_b)
@@ -282,6 +284,7 @@ class Diffusion:
         return height // self._extras.patch, width // self._extras.patch
 
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Each row's mean squared error [B], and [B, n] at fixed points of the schedule."""
         errors = []
         for point in self._points:
             t_b = self.objective.at(point, inputs["t"])

@@ -90,6 +90,7 @@ class Distillation(Diffusion):
         return (index + 1) * self._stride - 1
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
+        """What diffusion takes, with DDIM's step index [B] and a guidance [B] for each row."""
         unet: Any = self.model.unet
         if self._teacher is not None and self._teacher.dtype != unet.dtype:
             nn.Module.to(self._teacher, unet.dtype)  # the step has cast the student meanwhile
@@ -108,6 +109,7 @@ class Distillation(Diffusion):
 
     @torch.no_grad()
     def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Each row's distance to the teacher [B], and [B, n] at fixed points, at the middle guidance."""
         mean = sum(self._guidance) / 2
         found = []
         for point in self._points:
@@ -158,8 +160,8 @@ class Distillation(Diffusion):
         with self._as_teacher() as unet:
             out = self._call(unet, x_2bChw, t_2b, twice, self._with_nothing(text))
         guided = (
-            without + _wide(guidance_b) * (told - without)
-            for told, without in (each.chunk(2) for each in self._both(x_2bChw, t_2b, out))
+            without + _wide(guidance_b) * (conditioned - without)
+            for conditioned, without in (each.chunk(2) for each in self._both(x_2bChw, t_2b, out))
         )
         picture_bChw, noise_bChw = guided
         # The first of DDIM's alphas belongs to timestep 0.

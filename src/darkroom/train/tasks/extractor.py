@@ -106,7 +106,7 @@ def check_extractor(
     if train.micro_batch not in ("auto", train.global_batch):
         raise RecipeError(
             "train.micro_batch",
-            f"{train.micro_batch}, but pictures are told from all others of a batch",
+            f"{train.micro_batch}, but pictures are contrasted with all others of a batch",
             allowed=f"auto, or train.global_batch ({train.global_batch})",
         )
     if train.gradient_checkpointing:

@@ -222,8 +222,8 @@ def _read_start(settings: AdapterSettings, model: Model, chosen: Mapping[str, li
     adapter = fit(read_adapter(file), model)
     kind = "dora" if settings.dora else settings.kind
     if adapter.kind != kind:
-        told = f"'{file.name}' is of kind {adapter.kind}, not {kind}"
-        raise RecipeError("adapter.from", told, mend="set adapter.kind (dora: adapter.dora)")
+        message = f"'{file.name}' is of kind {adapter.kind}, not {kind}"
+        raise RecipeError("adapter.from", message, mend="set adapter.kind (dora: adapter.dora)")
     names = [f"{part}.{name}" for part, layers in chosen.items() for name in layers]
     trained = {_unwrapped(name): name for name in names}
     outside = [name for name in adapter.layers if _unwrapped(name) not in trained]

@@ -28,6 +28,7 @@ class Preference(Diffusion):
         self.rows_a_picture = 2
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Diffusion-DPO's loss of each row [B], with whether the pair's preferred picture is nearer."""
         if len(inputs["t"]) % 2:  # one picture, to try a step with, stands for both of its pair
             inputs = {name: tensor.repeat_interleave(2, dim=0) for name, tensor in inputs.items()}
         t_b = inputs["t"]

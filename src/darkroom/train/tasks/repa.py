@@ -68,7 +68,7 @@ class RoutingAndAlignment:
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """What is trained beside the model."""
+        """What is trained besides the model."""
         return {} if self.projector is None else {"projector": self.projector}
 
     def features(self, pixels_B3HW: Tensor, tokens: tuple[int, int]) -> Tensor:
@@ -92,7 +92,7 @@ class RoutingAndAlignment:
         return kept_tokens(bits_B, tokens, max(1, round(self.routing.keep * tokens)))
 
     def arguments(self, keep_BK: Tensor | None) -> dict[str, Any]:
-        """What the transformer is told beside its inputs."""
+        """The transformer's further conditions."""
         routed = {} if keep_BK is None else {"keep_BK": keep_BK, "route": self.route}
         return routed if self.tap is None else {**routed, "tap": self.tap}
 
@@ -153,12 +153,12 @@ def seen(extractor: Extractor, pixels_B3HW: Tensor, tokens: tuple[int, int]) -> 
     Of the extractor's maps the deepest that is no coarser than the tokens, else the deepest.
     """
     assert extractor.maps is not None
-    told = extractor.preprocess
-    sides = told.crop or told.size or (told.shortest,) * 2
+    preprocess = extractor.preprocess
+    sides = preprocess.crop or preprocess.size or (preprocess.shortest,) * 2
     x = pixels_B3HW.float() / 255
     if None not in sides and tuple(sides) != tuple(x.shape[-2:]):
         x = F.interpolate(x, size=sides, mode="bicubic", antialias=True).clamp(0, 1)  # type: ignore[arg-type]
-    mean, std = (new_tensor(value, x.device).view(3, 1, 1) for value in (told.mean, told.std))
+    mean, std = (new_tensor(value, x.device).view(3, 1, 1) for value in (preprocess.mean, preprocess.std))
     maps = extractor.maps((x - mean) / std)
     fine = [m for m in maps if m.shape[-2] >= tokens[0] and m.shape[-1] >= tokens[1]]
     chosen = (fine or maps)[-1]

@@ -103,6 +103,6 @@ def write_words(values: Mapping[str, Tensor], word: WordSettings, path: Path) ->
     ]
     names = [word.token] if len(rows) == 1 else list(SDXL_KEYS)
     tensors = {name: value.contiguous() for name, value in zip(names, rows, strict=True)}
-    beside = path.with_name(f".{path.name}")
-    write_tensors(beside, tensors, {"format": "pt", "token": word.token, "initial": word.initial})
-    return atomic_replace(beside, path)
+    temporary = path.with_name(f".{path.name}")
+    write_tensors(temporary, tensors, {"format": "pt", "token": word.token, "initial": word.initial})
+    return atomic_replace(temporary, path)

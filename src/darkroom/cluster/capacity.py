@@ -1,4 +1,4 @@
-"""What a cluster's nodes have room for, node by node, and what is said while a job waits for more."""
+"""The capacity of a cluster's nodes, and the message of a job that waits for more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WAIT_SAID_S = 15.0  # how often it is said that a job waits
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What the nodes that workers may go to have: (CPUs, GPUs) of each."""
 
     nodes: tuple[tuple[float, float], ...]
@@ -46,10 +46,10 @@ def resources_of_nodes() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
-def room_of(cluster: Cluster, accelerator: str | None) -> Room:
+def capacity_of(cluster: Cluster, accelerator: str | None) -> Capacity:
     """The nodes that live, of a type where one is asked for."""
     fit = [has for has in resources_of_nodes() if accelerator is None or f"{TYPE}{accelerator}" in has]
-    return Room(
+    return Capacity(
         tuple((has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in fit), cluster.may_grow, cluster.local
     )
 
