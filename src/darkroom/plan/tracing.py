@@ -21,7 +21,9 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
 from darkroom.models.outline import outlined
 from darkroom.plan.counts import KINDS, Kernels, Line, Moment, Profile, envelope
+from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
+from darkroom.train.tasks.tiny_vae import with_student
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import ModelSettings, ObjectiveSettings
@@ -274,7 +276,7 @@ def size_bytes(tensor: Any) -> int:
 
 def outline(task: str, settings: ModelSettings, objective: ObjectiveSettings, resolution: int) -> Model:
     """The model of a recipe on the meta device: its shapes, no weights, no downloads of them."""
-    parts = ("vae",) if task == "autoencoder" else PARTS
+    parts = ("vae",) if task in VAE_TASKS else PARTS
     vae = outlined(str(settings.vae), ("vae",)).vae if isinstance(settings.vae, str) else None
     if settings.base in FAMILIES:
         own = settings.text_encoder if isinstance(settings.text_encoder, str) else None
@@ -289,7 +291,10 @@ def outline(task: str, settings: ModelSettings, objective: ObjectiveSettings, re
     else:
         model = outlined(settings.base, parts)
     model.vae = vae or model.vae
-    if task != "autoencoder":
+    if task == "tiny-vae":
+        with torch.device("meta"):
+            return with_student(model, objective.tiny_vae, settings.seed)
+    if task not in VAE_TASKS:
         if model.unet is None:
             raise RecipeError("model.base", f"'{settings.base}' has no unet")
         build.settle_scheduler(model, task, objective, resolution)

@@ -35,7 +35,7 @@ from darkroom.plan.tracing import (
     tensors,
     trace_training,
 )
-from darkroom.recipe.sections import AlignSettings
+from darkroom.recipe.sections import VAE_TASKS, AlignSettings
 from darkroom.train import setup as job
 from darkroom.train.distributed.ddp_fsdp import blocks_of
 from darkroom.train.distributed.weights import cast
@@ -68,7 +68,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             moments += own_latents(counter, side, model, there, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
         task = job.make_task(_without_store(recipe), model, _NoStore(), CPU)  # type: ignore[arg-type]
-        if not inline and recipe.task != "autoencoder" and hasattr(task, "_encode"):
+        if not inline and recipe.task not in VAE_TASKS and hasattr(task, "_encode"):
             task._encode = None
         if gpu and recipe.frozen_text:
             job.halve_text(model, dtype)
@@ -83,7 +83,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         traces = trace_training(counter, step, task, columns, rows=(2, 3))
         prompts = recipe.sample_prompts
         number = recipe.sample.num if prompts is None else len(prompts)
-        if number and recipe.task != "autoencoder":
+        if number and recipe.task not in VAE_TASKS:
             moments += samples(counter, number, recipe.sample.guidance, side, model, gpu=gpu)
         parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in held.items()}
         counted = profile_of(

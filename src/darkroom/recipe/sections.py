@@ -296,6 +296,7 @@ class OptimSettings(BaseModel):
 
 Task = Literal[
     "autoencoder",
+    "tiny-vae",
     "extractor",
     "pretrain",
     "finetune",
@@ -511,6 +512,34 @@ class AutoencoderLossSettings(BaseModel):
     )
 
 
+class TinyVaeSettings(BaseModel):
+    """Of the task tiny-vae: the small encoder and decoder (TAESD), and what they learn from the VAE."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: int = Field(default=64, ge=4, le=1024, description="channels of every layer")
+    blocks: int = Field(
+        default=3,
+        ge=1,
+        le=32,
+        description="residual blocks at each size but the pictures' own, which has one",
+    )
+    target: Literal["teacher", "picture"] = Field(
+        default="teacher",
+        description="what the decoder makes of a latent: what the VAE makes of it, or the picture it is of, "
+        "for which the VAE need not decode",
+    )
+    reconstruction: Literal["l1", "mse"] = Field(default="l1", description="distance of pixels in [-1, 1]")
+    edge_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of the L1 distance between the pictures' horizontal and vertical differences",
+    )
+    latent_weight: float = Field(
+        default=1.0, gt=0, description="weight of the encoder's square distance from the VAE's mean latent"
+    )
+
+
 class ExtractorSettings(BaseModel):
     """What the task extractor learns from, and its network."""
 
@@ -584,6 +613,7 @@ class ObjectiveSettings(BaseModel):
     autoencoder: AutoencoderLossSettings = Field(
         default=AutoencoderLossSettings(), description="loss of the task autoencoder"
     )
+    tiny_vae: TinyVaeSettings = Field(default=TinyVaeSettings(), description="of the task tiny-vae")
     extractor: ExtractorSettings = Field(
         default=ExtractorSettings(), description="loss and network of the task extractor"
     )
@@ -936,7 +966,7 @@ class Recipe(BaseModel):
         settings, prompts = self.sample, self.prompts
         if self.task == "extractor":
             return ()
-        if settings.prompts or not settings.every or self.task == "autoencoder":
+        if settings.prompts or not settings.every or self.task in VAE_TASKS:
             return settings.prompts
         if not prompts:
             return None
@@ -959,6 +989,8 @@ class Recipe(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+VAE_TASKS = ("autoencoder", "tiny-vae")
+"""They learn from pixels alone, with a VAE and no denoiser."""
 ADAPTER_TASKS = ("lora", "dreambooth-lora", "dpo")
 PROMPTS = (
     "a photo of {}",

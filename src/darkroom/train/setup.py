@@ -84,6 +84,7 @@ from darkroom.train.tasks.lora import add_adapters, parameter_table
 from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
+from darkroom.train.tasks.tiny_vae import LearnTinyVae, TinyVaeModel
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -335,6 +336,8 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     if recipe.task == "autoencoder":
         _train(model.vae)
         return Autoencoder(model, recipe.objective.autoencoder, read)
+    if isinstance(model, TinyVaeModel):
+        return LearnTinyVae(model, recipe.objective.tiny_vae, read)
     extras = make_extras(
         train.routing, train.align, model, device, side=data.resolution, seed=recipe.model.seed
     )
