@@ -183,15 +183,18 @@ def trace_training(
     task: Any,
     columns: Callable[[int], Mapping[str, Any]],
     rows: tuple[int, int] = ROWS,
+    k: int | None = None,
 ) -> tuple[Trace, Trace]:
     """Trace two whole steps of a `train.Step`: the frozen encoders, forward, backward, update.
 
-    `columns(rows)` is what the loader would give of so many pictures.
+    `columns(rows)` is what the loader would give of so many pictures; `k` the step, by default one that
+    averages.
     """
+    k = step.ema._settings.start_step + 1 if k is None else k
     _begin(counter, step)
     step.task = _Staged(task, counter)
     with _noting_gradients(counter, step):
-        first, second = (_traced_step(counter, step, task, columns(number)) for number in rows)
+        first, second = (_traced_step(counter, step, task, columns(number), k) for number in rows)
     return first, second
 
 
@@ -209,13 +212,13 @@ def _begin(counter: Counter, step: Any) -> None:
     counter.tag(step.ema.state().values(), "ema")
 
 
-def _traced_step(counter: Counter, step: Any, task: Any, columns: Mapping[str, Any]) -> Trace:
+def _traced_step(counter: Counter, step: Any, task: Any, columns: Mapping[str, Any], k: int) -> Trace:
     counter.stage = "inputs"
     given = counter.fake(columns)
     trace = counter.start_trace()
     inputs = task.inputs(given, torch.device("cpu"))
     step._micro_rows = len(next(iter(inputs.values())))
-    step(step.ema._settings.start_step + 1, inputs)
+    step(k, inputs)
     counter.stage, counter.trace = "", None
     return trace
 

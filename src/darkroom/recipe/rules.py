@@ -544,6 +544,10 @@ def _check_distill(
         "model.fresh_unet": model.fresh_unet,
         "adapter.text_encoder": adapter is not None and adapter.text_encoder,
     }
+    if objective.distill.method == "dmd2" and adapter is not None:
+        raise RecipeError(
+            "adapter", "given with objective.distill.method=dmd2", allowed="all of the U-Net; or method=lcm"
+        )
     for key, value in said.items():
         if value:
             raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")

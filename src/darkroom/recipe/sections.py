@@ -561,10 +561,15 @@ class ExtractorSettings(BaseModel):
 
 
 class DistillSettings(BaseModel):
-    """Of the task distill: what the few-step model (LCM, Luo et al. 2023) learns from its teacher."""
+    """Of the task distill: how the few-step model learns from its teacher."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    method: Literal["lcm", "dmd2"] = Field(
+        default="lcm",
+        description="lcm: latent consistency (Luo et al. 2023); dmd2: distribution matching (Yin et al. "
+        "2024, without its GAN loss), whose student draws by itself while it learns",
+    )
     ddim_steps: int = Field(
         default=50, ge=2, le=1000, description="the teacher's steps; few steps are drawn at some of theirs"
     )
@@ -577,10 +582,32 @@ class DistillSettings(BaseModel):
     guidance_max: float | None = Field(
         default=None, ge=1, le=100, description="to here; null: the model's own, else 7.5, or guidance_min"
     )
-    huber_c: float = Field(default=0.001, gt=0, description="of the pseudo-Huber loss: where it turns linear")
+    huber_c: float = Field(
+        default=0.001, gt=0, description="of lcm, its pseudo-Huber loss: where it turns linear"
+    )
     timestep_scaling: float = Field(
         default=10.0, gt=0, description="how quickly answers count more than inputs as timesteps rise"
     )
+    steps: int = Field(default=4, ge=1, le=64, description="of dmd2: the steps that the student draws in")
+    fake_updates: int = Field(
+        default=5, ge=1, le=100, description="of dmd2: train.steps for each at which the student moves"
+    )
+    fake_lr: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="of dmd2: peak rate of the network that learns what the student draws; null: optim.lr",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> DistillSettings:
+        if self.method == "lcm":
+            others = {"steps": 4, "fake_updates": 5, "fake_lr": None}
+            if given := next((name for name, usual in others.items() if getattr(self, name) != usual), None):
+                raise ValueError(f"{given} with method lcm, which has none; use method dmd2")
+        elif self.steps > self.ddim_steps:
+            raise ValueError(f"steps {self.steps} is more than ddim_steps {self.ddim_steps}")
+        return self
 
 
 class ObjectiveSettings(BaseModel):

@@ -38,6 +38,7 @@ class Autoencoder:
         self.modules: dict[str, nn.Module] = {"vae": model.vae}
         self.rows_a_picture = 1
         self.rates: dict[str, float] = {}
+        self.frozen: Sequence[nn.Module] = ()
         self.read = read.model_copy(update={"draws": ("posterior",)})
 
     @property

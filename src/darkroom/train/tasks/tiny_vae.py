@@ -83,6 +83,7 @@ class LearnTinyVae:
         self.modules: dict[str, nn.Module] = {"tiny_vae": model.tiny}
         self.rows_a_picture = 1
         self.rates: dict[str, float] = {}
+        self.frozen: Sequence[nn.Module] = (model.vae,)
         self.read = read.model_copy(update={"draws": ("posterior",)})
 
     @property
