@@ -35,6 +35,10 @@ def test_a_small_model_in_8_bits_draws_what_it_draws(tmp_path: Path, monkeypatch
     opened = open_backend("openvino", model, optimise="int8", notice=told.append)
     assert opened.precision == "int8"
     (made,) = (tmp_path / "backends").glob("openvino-unet-int8-*")
+    (decoder,) = (tmp_path / "backends").glob("openvino-vae_decoder-int8-*")
+    assert "FakeQuantize" in (decoder / "model.xml").read_text()
+    assert json.loads((decoder / int8.REPORT).read_text())["quality"]["psnr_db"] > int8.LEAST_DECODER_DB
+    assert any("the VAE's decoder, " in line for line in told)
     assert "FakeQuantize" in (made / "model.xml").read_text()
     about = json.loads((made / int8.REPORT).read_text())
     assert about["quality"]["psnr_db"] > 30
@@ -73,6 +77,41 @@ def test_what_breaks_pictures_is_refused(change: dict[str, object]) -> None:
     int8.refuse_broken(good)
     with pytest.raises(DarkroomError, match="int8 breaks this model's pictures"):
         int8.refuse_broken(good | change)
+
+
+def test_a_decoder_that_8_bits_harm_stays_in_float() -> None:
+    """Of one picture: a little noise is fine; much noise, one colour and no numbers are not."""
+    torch.manual_seed(0)
+    plain = torch.rand(1, 3, 32, 32) * 2 - 1
+    fine = int8.decoder_quality(plain + 0.01 * torch.randn_like(plain), plain)
+    assert 40 < fine["psnr_db"] < 60
+    assert not int8.harms(fine)
+    broken = (plain + 0.5 * torch.randn_like(plain), torch.zeros_like(plain), plain * float("nan"))
+    assert all(int8.harms(int8.decoder_quality(one, plain)) for one in broken)
+    black = torch.full_like(plain, -1.0)
+    assert not int8.harms(int8.decoder_quality(black, black))  # so it is in float32 too
+
+
+def test_a_decoder_is_calibrated_on_what_it_is_given() -> None:
+    """Latents as `decode` hands them over, the scaling undone; the last is of a seed of its own."""
+    from darkroom.sample.backends import eager
+    from darkroom.sample.pictures import decode
+
+    model = models.create("tiny", seed=1, overrides=SMALL)
+    model.vae.register_to_config(scaling_factor=0.5)  # type: ignore[union-attr]
+    calibration = int8.Calibration(prompts=("a", "b"), steps=2)
+    latents = int8.latents_of(model, eager.unet_call(model.unet), calibration, lambda _: None)
+    assert len(latents) == 3
+    assert not torch.equal(latents[1], latents[2])
+    seen: list[torch.Tensor] = []
+
+    def decoder(given: torch.Tensor) -> torch.Tensor:
+        seen.append(given)
+        return torch.zeros(1, 3, 4 * given.shape[2], 4 * given.shape[3])
+
+    decode(model.vae, latents[0][None], decoder=decoder)
+    torch.testing.assert_close(int8.decoder_inputs(model.vae, latents)[0]["latents"], seen[0])
+    assert not torch.allclose(seen[0], latents[0][None])
 
 
 def test_another_calibration_is_another_export() -> None:

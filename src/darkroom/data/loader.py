@@ -48,9 +48,10 @@ from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, Purpose, 
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
 
-Draw = Literal["noise", "posterior", "u", "offset", "multires", "perturbation"]
+Draw = Literal["noise", "posterior", "u", "offset", "multires", "perturbation", "further"]
 """noise float32 [B, C, h, w]; posterior likewise, for mean + std * posterior; u float64 [B] in [0, 1), for
-the timestep; offset float32 [B, C, 1, 1], for offset noise; multires, perturbation float32 [B, C, h, w]."""
+the timestep; offset float32 [B, C, 1, 1], for offset noise; multires, perturbation float32 [B, C, h, w];
+further float32 [B, N, C, h, w], more noise."""
 
 
 class ReadSettings(BaseModel):
@@ -82,6 +83,7 @@ class ReadSettings(BaseModel):
     latent_channels: int = Field(4, gt=0, description="shape of the draws where no latents are read")
     latent_factor: int = Field(8, gt=0, description="pixels a latent pixel spans, likewise")
     multires: tuple[int, float] = Field((0, 0.3), description="iterations and discount of the draw multires")
+    further: int = Field(1, gt=0, description="N of the draw further")
     seed: int = Field(0, description="of all draws")
 
 
@@ -371,6 +373,8 @@ class Assembler:
                 drawn: Array = draws.uniform(*keys, Purpose.TIMESTEP)
             elif name == "offset":
                 drawn = draws.normal(*keys, (latent[0], 1, 1), Purpose.OFFSET_NOISE)
+            elif name == "further":
+                drawn = draws.normal(*keys, (self._read.further, *latent), Purpose.FURTHER)
             elif name == "multires":
                 drawn = draws.pyramid(*keys, latent, *self._read.multires)
             else:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,7 +32,7 @@ from darkroom.errors import ModelError, is_system_failure
 from darkroom.evaluate.pictures import FILE as PREPROCESS_FILE
 from darkroom.evaluate.pictures import Pictures
 from darkroom.evaluate.settings import SmallSettings
-from darkroom.hardware.system import atomic_replace, remove_tree
+from darkroom.models.folder import replaced_folder
 from darkroom.models.tensor_file import write_tensors
 
 KIND = "darkroom-extractor"
@@ -154,10 +153,7 @@ def normalised(pixels_B3HW: Tensor) -> Tensor:
 
 def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -> None:
     """Write an extractor's folder: to a temporary name first, then renamed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
+    with replaced_folder(folder) as temporary:
         state = {name: value.float().contiguous().cpu() for name, value in network.state_dict().items()}
         write_tensors(temporary / WEIGHTS_FILE, state)
         write_tensors(temporary / SEEN_FILE, {name: values.contiguous() for name, values in seen.items()})
@@ -165,12 +161,6 @@ def save_small(network: SmallExtractor, folder: Path, seen: dict[str, Tensor]) -
         (temporary / PREPROCESS_FILE).write_text(
             json.dumps(_preprocess(network.resolution), indent=2) + "\n", "utf-8"
         )
-        if folder.exists():
-            remove_tree(folder, must=True)
-        atomic_replace(temporary, folder)
-    except BaseException:
-        remove_tree(temporary)
-        raise
 
 
 SEEN_FILE = "seen.safetensors"

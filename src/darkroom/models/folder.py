@@ -9,8 +9,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -407,11 +407,7 @@ def save(model: Model, path: str | Path) -> None:
     Of a model with a `DiT` diffusers opens the other parts: it has no pipeline for it.
     Weights go to safetensors in the type they have. An existing folder at `path` is replaced whole.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        temporary.chmod(0o755)
+    with replaced_folder(Path(path)) as temporary:
         with quiet():
             for name, module in model.modules.items():
                 _saver(module)(str(temporary / (model.denoiser if name == "unet" else name)))
@@ -421,6 +417,16 @@ def save(model: Model, path: str | Path) -> None:
             (temporary / "scheduler").mkdir()
             _write_json(temporary / "scheduler" / "scheduler_config.json", model.scheduler)
         _write_json(temporary / "model_index.json", _index(model))
+
+
+@contextmanager
+def replaced_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder to be filled, which then stands at `path` whole; an existing one goes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        temporary.chmod(0o755)
+        yield temporary
         _readable(temporary)
         _swap(temporary, path)
     except BaseException:
@@ -469,7 +475,7 @@ def _swap(temporary: Path, path: Path) -> None:
 
 def _readable(folder: Path) -> None:
     """Give weights the mode of the folder's other files; safetensors leaves 600."""
-    mode = (folder / "model_index.json").stat().st_mode & 0o777
+    mode = next(folder.glob("*.json")).stat().st_mode & 0o777
     for file in folder.rglob("*.safetensors"):
         file.chmod(mode)
 

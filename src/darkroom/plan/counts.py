@@ -59,11 +59,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Kernels:
-    """`calls` kernels of one class that do the same amount of work each."""
+    """`calls` kernels of one class and size; of steps of several kinds the mean number."""
 
     stage: str
     kind: str  # matmul, conv, attention, norm, elementwise, optimiser, view
-    calls: int
+    calls: float
     flops: Line
     bytes: Line
 

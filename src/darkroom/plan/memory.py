@@ -17,6 +17,7 @@ from darkroom.plan.counts import DECODED, KINDS, LATENTS, SAMPLES, Line, Moment
 from darkroom.plan.generation import decoded, unet_call
 from darkroom.plan.tracing import moments_of, size_bytes, tag_weights
 from darkroom.prepare.encoders import encode_moments
+from darkroom.recipe.sections import VAE_TASKS
 from darkroom.sample.generate import pictures_a_call
 from darkroom.sample.pictures import DECODE_PICTURES, DECODE_PIXELS
 from darkroom.train.data.local_dataset import has_own_store
@@ -51,7 +52,7 @@ def reads_text(data: DataSettings, task: Task) -> bool:
 
 def makes_latents(task: str, data: DataSettings) -> bool:
     """Whether the run makes latents of its own pictures before it trains."""
-    return task != "autoencoder" and has_own_store(data) and data.caches_latents
+    return task not in VAE_TASKS and has_own_store(data) and data.caches_latents
 
 
 def own_latents(

@@ -163,7 +163,8 @@ class Roofline:
         software, rates = self.software, self.card.flops
         if self._cpu and kind == "attention":
             return "float32"  # as a CPU attends, whatever the rest computes in
-        quantised = ("matmul", "conv") if software.engine == "tensorrt" else ("matmul",)
+        # TensorRT, and OpenVINO on a CPU, quantise convolutions too.
+        quantised = ("matmul", "conv") if software.engine == "tensorrt" or self._cpu else ("matmul",)
         if software.quantised in rates and kind in quantised:
             return software.quantised
         if software.precision == "float32" and not self._cpu:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from darkroom.errors import InputError, RecipeError
+from darkroom.recipe.sections import VAE_TASKS
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def encodes(task: str, data: DataSettings) -> bool:
     """Whether pictures are encoded at each step."""
-    if task == "autoencoder" or data.encode == "stored":
+    if task in VAE_TASKS or data.encode == "stored":
         return False
     return data.encode == "inline" or not data.caches_latents
 
@@ -99,7 +100,7 @@ def settings_of(recipe: Recipe, notes: Sequence[str] = ()) -> dict[str, Any]:
 
 def _reads(task: str, data: DataSettings, stores_text: bool) -> list[str]:
     """What is read of the store at each step instead of being computed."""
-    latents = task != "autoencoder" and not encodes(task, data)
+    latents = task not in VAE_TASKS and not encodes(task, data)
     text = stores_text and "stored" in (data.text, data.encode)
     return ["latents"] * latents + ["text"] * text
 

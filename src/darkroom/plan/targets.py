@@ -138,11 +138,21 @@ def software_notes(target: Target, where: Where, software: Software) -> Iterator
         yield f"{card.name} has no {software.quantised} units: it computes in {software.precision}"
     elif software.quantised:
         which = (
-            "products and convolutions" if software.engine == "tensorrt" else "products, not convolutions,"
+            "products and convolutions"
+            if software.engine == "tensorrt" or not gpu
+            else "products, not convolutions,"
         )
+        if not gpu:
+            yield f"{software.quantised} on a CPU: OpenVINO's, at the rate of {_int8_instruction(card)}"
         yield f"{software.quantised}: {which} at its rate; memory is planned as in {software.precision}"
     if target.tf32 and "tf32" not in card.flops:
         yield f"{card.name} has no tf32 units"
+
+
+def _int8_instruction(card: Card) -> str:
+    return (
+        "AMX" if "AMX" in card.name else "VNNI, which Intel's has from Cascade Lake on and AMD's from Zen 4"
+    )
 
 
 def fast_precision(card: Card) -> str:

@@ -21,7 +21,9 @@ from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
 from darkroom.models.outline import outlined
 from darkroom.plan.counts import KINDS, Kernels, Line, Moment, Profile, envelope
+from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train import model as build
+from darkroom.train.tasks.tiny_vae import with_student
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import ModelSettings, ObjectiveSettings
@@ -181,15 +183,18 @@ def trace_training(
     task: Any,
     columns: Callable[[int], Mapping[str, Any]],
     rows: tuple[int, int] = ROWS,
+    k: int | None = None,
 ) -> tuple[Trace, Trace]:
     """Trace two whole steps of a `train.Step`: the frozen encoders, forward, backward, update.
 
-    `columns(rows)` is what the loader would give of so many pictures.
+    `columns(rows)` is what the loader would give of so many pictures; `k` the step, by default one that
+    averages.
     """
+    k = step.ema._settings.start_step + 1 if k is None else k
     _begin(counter, step)
     step.task = _Staged(task, counter)
     with _noting_gradients(counter, step):
-        first, second = (_traced_step(counter, step, task, columns(number)) for number in rows)
+        first, second = (_traced_step(counter, step, task, columns(number), k) for number in rows)
     return first, second
 
 
@@ -207,13 +212,13 @@ def _begin(counter: Counter, step: Any) -> None:
     counter.tag(step.ema.state().values(), "ema")
 
 
-def _traced_step(counter: Counter, step: Any, task: Any, columns: Mapping[str, Any]) -> Trace:
+def _traced_step(counter: Counter, step: Any, task: Any, columns: Mapping[str, Any], k: int) -> Trace:
     counter.stage = "inputs"
     given = counter.fake(columns)
     trace = counter.start_trace()
     inputs = task.inputs(given, torch.device("cpu"))
     step._micro_rows = len(next(iter(inputs.values())))
-    step(step.ema._settings.start_step + 1, inputs)
+    step(k, inputs)
     counter.stage, counter.trace = "", None
     return trace
 
@@ -274,7 +279,7 @@ def size_bytes(tensor: Any) -> int:
 
 def outline(task: str, settings: ModelSettings, objective: ObjectiveSettings, resolution: int) -> Model:
     """The model of a recipe on the meta device: its shapes, no weights, no downloads of them."""
-    parts = ("vae",) if task == "autoencoder" else PARTS
+    parts = ("vae",) if task in VAE_TASKS else PARTS
     vae = outlined(str(settings.vae), ("vae",)).vae if isinstance(settings.vae, str) else None
     if settings.base in FAMILIES:
         own = settings.text_encoder if isinstance(settings.text_encoder, str) else None
@@ -289,7 +294,10 @@ def outline(task: str, settings: ModelSettings, objective: ObjectiveSettings, re
     else:
         model = outlined(settings.base, parts)
     model.vae = vae or model.vae
-    if task != "autoencoder":
+    if task == "tiny-vae":
+        with torch.device("meta"):
+            return with_student(model, objective.tiny_vae, settings.seed)
+    if task not in VAE_TASKS:
         if model.unet is None:
             raise RecipeError("model.base", f"'{settings.base}' has no unet")
         build.settle_scheduler(model, task, objective, resolution)

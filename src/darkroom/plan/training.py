@@ -35,11 +35,12 @@ from darkroom.plan.tracing import (
     tensors,
     trace_training,
 )
-from darkroom.recipe.sections import AlignSettings
+from darkroom.recipe.sections import VAE_TASKS, AlignSettings
 from darkroom.train import setup as job
 from darkroom.train.distributed.ddp_fsdp import blocks_of
 from darkroom.train.distributed.weights import cast
 from darkroom.train.tasks.diffusion import SIZES
+from darkroom.train.tasks.dmd2 import DistributionMatching
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -68,7 +69,7 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
             moments += own_latents(counter, side, model, there, gpu=gpu)
         # The store is never looked into where everything is encoded inline.
         task = job.make_task(_without_store(recipe), model, _NoStore(), CPU)  # type: ignore[arg-type]
-        if not inline and recipe.task != "autoencoder" and hasattr(task, "_encode"):
+        if not inline and recipe.task not in VAE_TASKS and hasattr(task, "_encode"):
             task._encode = None
         if gpu and recipe.frozen_text:
             job.halve_text(model, dtype)
@@ -76,14 +77,15 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         step = job.bare_step(task, train=recipe.train, optim=recipe.optim, micro_batch=1, dtype=dtype)
         if gpu:
             as_on_gpu(model.modules.values())
-        tag_weights(counter, held.values())
+        tag_weights(counter, [*held.values(), *task.frozen])
         text = reads_text(data, task)
         columns = _columns(side, model, task, inline=inline, text=text)
         task.inputs(counter.fake(columns(1)), CPU)  # captions whose states are kept are encoded once
-        traces = trace_training(counter, step, task, columns, rows=(2, 3))
+        turns = _turns(task, step)
+        traces, *others = (trace_training(counter, step, task, columns, rows=(2, 3), k=k) for k in turns)
         prompts = recipe.sample_prompts
         number = recipe.sample.num if prompts is None else len(prompts)
-        if number and recipe.task != "autoencoder":
+        if number and recipe.task not in VAE_TASKS:
             moments += samples(counter, number, recipe.sample.guidance, side, model, gpu=gpu)
         parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in held.items()}
         counted = profile_of(
@@ -103,9 +105,29 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
                 **({"adapter_bytes": _adapter_bytes(step.weights.masters)} if recipe.adapts else {}),
             },
         )
+        if others:
+            other = profile_of(others[0], (2, 3), cpu=not gpu, parameters=parameters, trained=0)
+            counted = _in_turns(counted, other, turns.values())
         idle = [] if gpu else resting(model, task, text=text, inline=inline)
         steps = rested(counted.moments, model, idle, random=recipe.model.base in FAMILIES)
     return replace(counted, moments=(*steps, *moments))
+
+
+def _turns(task: Any, step: Any) -> dict[int, float]:
+    """Steps of each kind that a task has, with their shares: of one kind it is any that averages."""
+    first = step.ema._settings.start_step + 1
+    if not isinstance(task, DistributionMatching):
+        return {first: 1.0}
+    every = round(1 / task.turns[0])
+    start = -(-first // every) * every
+    return {start + k: share for k, share in task.turns.items()}
+
+
+def _in_turns(one: Profile, other: Profile, shares: Collection[float]) -> Profile:
+    """The mean step of two kinds, with the memory of the higher one."""
+    both = zip((one, other), shares, strict=True)
+    kernels = tuple(replace(k, calls=k.calls * share) for profile, share in both for k in profile.kernels)
+    return replace(one, kernels=kernels, moments=(*one.moments, *other.moments))
 
 
 def _fill_tokenizers(model: Model) -> None:
@@ -180,7 +202,7 @@ def _columns(
 ) -> Callable[[int], Mapping[str, Any]]:
     """What the loader would give of so many pictures."""
     latent = (model.latent_channels, side // model.vae_factor, side // model.vae_factor)
-    draws = {"u": (), "offset": (model.latent_channels, 1, 1)}
+    draws = {"u": (), "offset": (model.latent_channels, 1, 1), "further": (task.read.further, *latent)}
 
     def columns(pictures: int) -> dict[str, Any]:
         """A batch of rows as the task reads it, on the meta device: shapes and types without values."""

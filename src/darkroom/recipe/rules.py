@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from darkroom.errors import RecipeError
-from darkroom.recipe.sections import ADAPTER_TASKS, AlignSettings, ParallelSettings, RoutingSettings
+from darkroom.recipe.sections import (
+    ADAPTER_TASKS,
+    VAE_TASKS,
+    AlignSettings,
+    ParallelSettings,
+    RoutingSettings,
+)
 from darkroom.recipe.tuning import PreferenceSettings
 
 if TYPE_CHECKING:
@@ -73,6 +79,7 @@ _EXTRACTOR: tuple[Default, ...] = (
     ("model.base", "extractor", "darkroom's own small network"),
     ("optim.lr", 2e-3, "a small network from random weights"),
 )
+_TINY_VAE: tuple[Default, ...] = (("optim.lr", 5e-4, "a small network from random weights"),)
 _ALL_FINE_TUNING: tuple[Default, ...] = (
     ("train.ema.enabled", False, _SHORT_RUN),
     ("data.encode", "auto", "latents are made once where pictures are always cut alike"),
@@ -102,6 +109,8 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
         yield from _ALL_FINE_TUNING
     if task == "extractor":
         yield from _EXTRACTOR
+    if task == "tiny-vae":
+        yield from _TINY_VAE
 
 
 def _own_rate(task: Any, name: Any) -> Default | None:
@@ -137,7 +146,7 @@ def fill(content: dict[str, Any]) -> list[Default]:
 # ---- what does not go together
 
 
-MIXED_TASKS = ("pretrain", "autoencoder", "finetune", "lora")
+MIXED_TASKS = ("pretrain", *VAE_TASKS, "finetune", "lora")
 
 
 def check_together(recipe: Recipe) -> None:
@@ -388,7 +397,7 @@ CAPTIONS = (
 
 def _check_text(task: str, data: DataSettings, model: ModelSettings, adapter: AdapterSettings | None) -> None:
     """Stored text states are of the store's captions, by an encoder that stays as it is."""
-    if task in ("autoencoder", "extractor") and (
+    if task in (*VAE_TASKS, "extractor") and (
         caption_key := next((name for name in CAPTIONS if getattr(data, name)), None)
     ):
         raise RecipeError(f"data.{caption_key}", f"given with the task {task}, which reads no captions")
@@ -535,6 +544,10 @@ def _check_distill(
         "model.fresh_unet": model.fresh_unet,
         "adapter.text_encoder": adapter is not None and adapter.text_encoder,
     }
+    if objective.distill.method == "dmd2" and adapter is not None:
+        raise RecipeError(
+            "adapter", "given with objective.distill.method=dmd2", allowed="all of the U-Net; or method=lcm"
+        )
     for key, value in keys_given.items():
         if value:
             raise RecipeError(key, f"{value} with the task distill, whose teacher is the model as it is")
@@ -544,7 +557,7 @@ def _check_online(task: str, data: DataSettings) -> None:
     """What cannot be encoded by other machines."""
     if data.encode != "online":
         return
-    if task in ("autoencoder", "extractor"):
+    if task in (*VAE_TASKS, "extractor"):
         raise RecipeError(
             "data.encode", f"online with the task {task}, which learns from pixels", allowed="inline"
         )

@@ -296,6 +296,7 @@ class OptimSettings(BaseModel):
 
 Task = Literal[
     "autoencoder",
+    "tiny-vae",
     "extractor",
     "pretrain",
     "finetune",
@@ -511,6 +512,34 @@ class AutoencoderLossSettings(BaseModel):
     )
 
 
+class TinyVaeSettings(BaseModel):
+    """Of the task tiny-vae: the small encoder and decoder (TAESD), and what they learn from the VAE."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: int = Field(default=64, ge=4, le=1024, description="channels of every layer")
+    blocks: int = Field(
+        default=3,
+        ge=1,
+        le=32,
+        description="residual blocks at each size but the pictures' own, which has one",
+    )
+    target: Literal["teacher", "picture"] = Field(
+        default="teacher",
+        description="what the decoder makes of a latent: what the VAE makes of it, or the picture it is of, "
+        "for which the VAE need not decode",
+    )
+    reconstruction: Literal["l1", "mse"] = Field(default="l1", description="distance of pixels in [-1, 1]")
+    edge_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of the L1 distance between the pictures' horizontal and vertical differences",
+    )
+    latent_weight: float = Field(
+        default=1.0, gt=0, description="weight of the encoder's square distance from the VAE's mean latent"
+    )
+
+
 class ExtractorSettings(BaseModel):
     """What the task extractor learns from, and its network."""
 
@@ -532,10 +561,15 @@ class ExtractorSettings(BaseModel):
 
 
 class DistillSettings(BaseModel):
-    """Of the task distill: what the few-step model (LCM, Luo et al. 2023) learns from its teacher."""
+    """Of the task distill: how the few-step model learns from its teacher."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    method: Literal["lcm", "dmd2"] = Field(
+        default="lcm",
+        description="lcm: latent consistency (Luo et al. 2023); dmd2: distribution matching (Yin et al. "
+        "2024, without its GAN loss), whose student draws by itself while it learns",
+    )
     ddim_steps: int = Field(
         default=50, ge=2, le=1000, description="the teacher's steps; few steps are drawn at some of theirs"
     )
@@ -548,10 +582,32 @@ class DistillSettings(BaseModel):
     guidance_max: float | None = Field(
         default=None, ge=1, le=100, description="to here; null: the model's own, else 7.5, or guidance_min"
     )
-    huber_c: float = Field(default=0.001, gt=0, description="of the pseudo-Huber loss: where it turns linear")
+    huber_c: float = Field(
+        default=0.001, gt=0, description="of lcm, its pseudo-Huber loss: where it turns linear"
+    )
     timestep_scaling: float = Field(
         default=10.0, gt=0, description="how quickly answers count more than inputs as timesteps rise"
     )
+    steps: int = Field(default=4, ge=1, le=64, description="of dmd2: the steps that the student draws in")
+    fake_updates: int = Field(
+        default=5, ge=1, le=100, description="of dmd2: train.steps for each at which the student moves"
+    )
+    fake_lr: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="of dmd2: peak rate of the network that learns what the student draws; null: optim.lr",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> DistillSettings:
+        if self.method == "lcm":
+            others = {"steps": 4, "fake_updates": 5, "fake_lr": None}
+            if given := next((name for name, usual in others.items() if getattr(self, name) != usual), None):
+                raise ValueError(f"{given} with method lcm, which has none; use method dmd2")
+        elif self.steps > self.ddim_steps:
+            raise ValueError(f"steps {self.steps} is more than ddim_steps {self.ddim_steps}")
+        return self
 
 
 class ObjectiveSettings(BaseModel):
@@ -584,6 +640,7 @@ class ObjectiveSettings(BaseModel):
     autoencoder: AutoencoderLossSettings = Field(
         default=AutoencoderLossSettings(), description="loss of the task autoencoder"
     )
+    tiny_vae: TinyVaeSettings = Field(default=TinyVaeSettings(), description="of the task tiny-vae")
     extractor: ExtractorSettings = Field(
         default=ExtractorSettings(), description="loss and network of the task extractor"
     )
@@ -936,7 +993,7 @@ class Recipe(BaseModel):
         settings, prompts = self.sample, self.prompts
         if self.task == "extractor":
             return ()
-        if settings.prompts or not settings.every or self.task == "autoencoder":
+        if settings.prompts or not settings.every or self.task in VAE_TASKS:
             return settings.prompts
         if not prompts:
             return None
@@ -959,6 +1016,8 @@ class Recipe(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+VAE_TASKS = ("autoencoder", "tiny-vae")
+"""They learn from pixels alone, with a VAE and no denoiser."""
 ADAPTER_TASKS = ("lora", "dreambooth-lora", "dpo")
 PROMPTS = (
     "a photo of {}",

@@ -230,6 +230,14 @@ def _initial_scale(plan: SolverRequest, sigma: Array) -> float:
     return float(sigma.max() if plan.spacing != "leading" else math.sqrt(sigma.max() ** 2 + 1))
 
 
+def lcm_timesteps(original: int, num_train: int, num_steps: int) -> Array:
+    """The timesteps of so few of the `original` steps that a model was distilled from, falling."""
+    distilled = (np.arange(original, 0, -1) * (num_train // original) - 1).astype(np.float64)
+    chosen = np.floor(np.linspace(0, original, num_steps, endpoint=False)).astype(np.int64)
+    timesteps: Array = distilled[chosen]
+    return timesteps
+
+
 def lcm(plan: SolverRequest) -> SolverTable:
     """Latent consistency sampling (Luo et al. 2023, algorithm 3), on the timesteps of the distillation."""
     num_train = plan.schedule.num_train_timesteps
@@ -240,8 +248,7 @@ def lcm(plan: SolverRequest) -> SolverTable:
             allowed=f"1 to {original}, the steps it was distilled from",
             mend="4 to 8 are usual",
         )
-    distilled = (np.arange(original, 0, -1) * (num_train // original) - 1).astype(np.float64)
-    timesteps = distilled[np.floor(np.linspace(0, original, plan.num_steps, endpoint=False)).astype(np.int64)]
+    timesteps = lcm_timesteps(original, num_train, plan.num_steps)
     bar, bar_to = plan.alphas_cumprod(timesteps), plan.alphas_cumprod(np.append(timesteps[1:], -1))
     bar_to[-1] = 1.0  # the last step ends on the picture itself
     scaled = timesteps * float(plan.settings.get("timestep_scaling", 10.0))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from darkroom.errors import RecipeError
 from darkroom.recipe.rules import check_batch, check_together
-from darkroom.recipe.sections import DataSettings, ModelSettings, OptimSettings, TrainSettings
+from darkroom.recipe.sections import VAE_TASKS, DataSettings, ModelSettings, OptimSettings, TrainSettings
 from darkroom.train.tracking import check_tracker
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def check_settings(recipe: Recipe, processes: int | None = None) -> None:
         check_url(recipe.checkpoint.url)
     if not recipe.phases:  # each phase has a length of its own, and is checked as a recipe of its own
         _check_length(train, optim)
-    if recipe.task == "autoencoder":
-        _check_autoencoder(recipe.model, data)
+    if recipe.task in VAE_TASKS:
+        _check_vae_task(recipe.task, recipe.model, data, train)
     elif recipe.task == "extractor":
         from darkroom.train.tasks.extractor import check_extractor
 
@@ -64,17 +64,20 @@ def _check_length(train: TrainSettings, optim: OptimSettings) -> None:
         )
 
 
-def _check_autoencoder(model: ModelSettings, data: DataSettings) -> None:
+def _check_vae_task(task: str, model: ModelSettings, data: DataSettings, train: TrainSettings) -> None:
     if model.train_text_encoder:
-        raise RecipeError("model.train_text_encoder", "true, but the task autoencoder trains the VAE alone")
-    if isinstance(model.vae, str):
+        raise RecipeError("model.train_text_encoder", f"true, but the task {task} trains a VAE alone")
+    if task == "tiny-vae" and train.gradient_checkpointing:
+        # diffusers' encoder of this kind leaves out its scaling of pixels where it is checkpointed
+        raise RecipeError("train.gradient_checkpointing", "true", allowed="false with the task tiny-vae")
+    if task == "autoencoder" and isinstance(model.vae, str):
         raise RecipeError(
             "model.vae",
             f"'{model.vae}', but the VAE is what is trained",
             mend="give the folder as model.base to go on from it, or changes to the family's VAE here",
         )
     if data.buckets:
-        raise RecipeError("data.buckets", "true", allowed="false with the task autoencoder")
+        raise RecipeError("data.buckets", "true", allowed=f"false with the task {task}")
 
 
 def _check_micro_batch(settings: TrainSettings) -> None:

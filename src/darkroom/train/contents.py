@@ -114,7 +114,7 @@ def base_of(task: str, settings: ModelSettings, model: Model) -> dict[str, str]:
         "text_encoder": gives_text and not settings.train_text_encoder,
     }
     for part, module in model.modules.items():
-        if named[part.removesuffix("_2")]:
+        if named.get(part.removesuffix("_2")):
             found[part] = sampled(module)
     if named["vae"] and model.vae is not None:
         found["scaling of latents"] = _short(json.dumps(model.latent_scaling.noted(), sort_keys=True))

@@ -25,6 +25,7 @@ from darkroom.train.jobs import Say, TrainingSetup
 from darkroom.train.memory import laid_aside
 from darkroom.train.step import micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
+from darkroom.train.tasks.tiny_vae import LearnTinyVae
 from darkroom.train.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def together(
 
 
 @torch.no_grad()
-def _reconstruction_grid(task: Autoencoder, inputs: Mapping[str, Tensor], path: Path) -> Path:
+def _reconstruction_grid(task: Autoencoder | LearnTinyVae, inputs: Mapping[str, Tensor], path: Path) -> Path:
     """Held-out pictures above what the VAE gives back, as one PNG."""
     from PIL import Image
 
@@ -262,7 +263,7 @@ class Looking:
             path = path.with_name(f".{path.name}.{self._ranks.rank}")
         with self._meter.part("sample"), self.averaged():
             try:
-                if isinstance(self._task, Autoencoder):
+                if isinstance(self._task, Autoencoder | LearnTinyVae):
                     if self._job.heldout is None:
                         return
                     _reconstruction_grid(self._task, self._job.heldout, path)

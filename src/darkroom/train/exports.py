@@ -22,6 +22,7 @@ from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
 from darkroom.train.tasks.lora import adapter_of
 from darkroom.train.tasks.textual_inversion import FILE as WORDS
 from darkroom.train.tasks.textual_inversion import add_word, settle_words, write_words
+from darkroom.train.tasks.tiny_vae import TinyVaeModel
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter
@@ -141,7 +142,7 @@ def _write_model(model: Model, values: Values, measured: Mapping[str, float], pa
         part, key = name.split(".", 1)
         described: Any = model.modules[part]
         described.register_to_config(**{key: value})
-    if isinstance(model, ExtractorModel):
+    if isinstance(model, ExtractorModel | TinyVaeModel):
         model.write(path)
     else:
         models.save(model, path)

@@ -11,8 +11,10 @@ from darkroom.errors import CheckpointError, RecipeError
 from darkroom.hardware.system import atomic_replace
 from darkroom.models.families import FAMILIES
 from darkroom.models.model import PARTS, Model
+from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train.objective import scheduler_config
 from darkroom.train.tasks.distill import lcm_scheduler
+from darkroom.train.tasks.tiny_vae import teacher_of, with_student
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import ModelSettings, ObjectiveSettings
@@ -36,19 +38,21 @@ def build_model(
     `keep_tokenizer`). Raises RecipeError and ModelError for what cannot be.
     """
     own_vae = isinstance(settings.vae, str)
-    parts = ("vae",) if task == "autoencoder" else PARTS
+    parts = ("vae",) if task in VAE_TASKS else PARTS
     wanted = tuple(part for part in parts if not (own_vae and part == "vae"))
     vae = _vae_of(settings) if own_vae else None
     text = _text_of(settings) if "text_encoder" in parts else None
     if text is not None:
         wanted = tuple(part for part in wanted if part not in TEXT_PARTS)
     if settings.base in FAMILIES:
-        reads = task != "autoencoder" and text is None
+        reads = task not in VAE_TASKS and text is None
         tokenizer = _tokenizer(settings, captions, run) if reads else None
         overrides = family_changes(task, settings, resolution, vae, text)
         model = models.create(
             settings.base, seed=settings.seed, tokenizer=tokenizer, overrides=overrides, parts=wanted
         )
+    elif task == "tiny-vae" and (teacher := teacher_of(settings.base)) is not None:
+        model = teacher
     else:
         model = models.load(settings.base, parts=wanted, variant=settings.variant, revision=settings.revision)
         _refuse_overrides(settings)
@@ -59,7 +63,9 @@ def build_model(
     if text is not None:
         model.text_encoders, model.tokenizers = text.text_encoders, text.tokenizers
     models.check_text_width(model, f"model.base {settings.base} with the recipe's parts")
-    if task != "autoencoder":
+    if task == "tiny-vae":
+        return with_student(model, objective.tiny_vae, settings.seed)
+    if task not in VAE_TASKS:
         settle_scheduler(model, task, objective, resolution)
     return model
 
@@ -166,7 +172,7 @@ def family_changes(
         text_encoder = {**family.text_encoders[0], **given.get("text_encoder", {})}
         derived["cross_attention_dim"] = text_encoder["hidden_size"]
     given[family.denoiser] = derived | settings.unet
-    wanted = ("vae",) if task == "autoencoder" else tuple(given)
+    wanted = ("vae",) if task in VAE_TASKS else tuple(given)
     return {part: changes for part, changes in given.items() if changes and part in wanted}
 
 

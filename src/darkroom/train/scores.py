@@ -21,6 +21,7 @@ from darkroom.data.loader import ReadSettings
 from darkroom.data.order import Ints, Rows
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
+from darkroom.recipe.sections import VAE_TASKS
 from darkroom.train.data.feed import read_once
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def check_scores(task: str, settings: EvaluateSettings, holdout: float) -> None:
     """RecipeError where scores are asked for that cannot be taken."""
     if not settings.every_images:
         return
-    if task in ("autoencoder", "extractor"):
+    if task in (*VAE_TASKS, "extractor"):
         raise RecipeError(
             "evaluate.every_images",
             f"{settings.every_images} with the task {task}, which draws no pictures from captions",

@@ -79,11 +79,13 @@ from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
 from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
 from darkroom.train.tasks.distill import Distillation
+from darkroom.train.tasks.dmd2 import DistributionMatching
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.tasks.lora import add_adapters, parameter_table
 from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
+from darkroom.train.tasks.tiny_vae import LearnTinyVae, TinyVaeModel
 
 if TYPE_CHECKING:
     from darkroom.recipe.sections import Recipe
@@ -335,6 +337,8 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     if recipe.task == "autoencoder":
         _train(model.vae)
         return Autoencoder(model, recipe.objective.autoencoder, read)
+    if isinstance(model, TinyVaeModel):
+        return LearnTinyVae(model, recipe.objective.tiny_vae, read)
     extras = make_extras(
         train.routing, train.align, model, device, side=data.resolution, seed=recipe.model.seed
     )
@@ -362,6 +366,10 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     if recipe.task == "distill":
         assert isinstance(objective, Objective)
         settings, adapts = recipe.objective.distill, recipe.adapts
+        if settings.method == "dmd2":
+            return DistributionMatching(
+                model, objective, read, modules, settings, encode=encode, cache_text=True
+            )
         return Distillation(
             model, objective, read, modules, settings, adapts=adapts, encode=encode, cache_text=True
         )

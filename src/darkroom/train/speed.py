@@ -14,6 +14,7 @@ from darkroom.hardware import machine
 from darkroom.hardware.cards import mfu
 from darkroom.recipe.sections import TrainSettings
 from darkroom.train.tasks.diffusion import Task
+from darkroom.train.tasks.dmd2 import DistributionMatching
 
 COUNT_AFTER_S = 60.0  # counting takes seconds: not worth it in a run that is over before
 
@@ -26,10 +27,22 @@ def set_kernels(settings: TrainSettings, device: torch.device) -> None:
 
 
 def flops_per_image(task: Task, inputs: Mapping[str, Tensor]) -> int:
-    """FLOPs of one picture's forward and backward pass, counted on the task's own loss."""
+    """FLOPs of one picture's forward and backward pass, counted on the task's own loss; of steps of several
+    kinds the mean.
+    """
+    if not isinstance(task, DistributionMatching):
+        return _counted_flops(task, inputs)
+    found = 0.0
+    for k, share in task.turns.items():
+        task.begin(k)  # the next step says anew which it is
+        found += share * _counted_flops(task, inputs)
+    return round(found)
+
+
+def _counted_flops(task: Task, inputs: Mapping[str, Tensor]) -> int:
     one = {name: tensor[: task.rows_a_picture] for name, tensor in inputs.items()}
     plainly: Any = torch.compiler.set_stance
-    with plainly("force_eager"), counting(*task.modules.values()) as counter:
+    with plainly("force_eager"), counting(*task.modules.values(), *task.frozen) as counter:
         loss = task.losses(counter.fake(one))["loss"]
         torch.autograd.backward(loss.sum())
         return counter.result().flops

@@ -5,7 +5,7 @@ Shapes: B rows of the global batch, b of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -82,6 +82,8 @@ class Step:
         reduce: torch.dtype = torch.float32,
     ) -> None:
         self.task, self._train, self._optim = task, train, optim
+        # Tasks whose steps are of several kinds are told which one it is.
+        self._begin: Callable[[int], None] = getattr(task, "begin", lambda k: None)
         self._rows_a_picture = rows_a_picture
         self.set_micro_batch(micro_batch)
         self._size = ranks.size
@@ -110,6 +112,7 @@ class Step:
 
     def __call__(self, k: int, inputs: Inputs) -> StepResult:
         torch.manual_seed(_step_seed(self._train.seed, k))  # dropout, where a model has any
+        self._begin(k)
         factor = lr_factor(k, self._train.steps, self._optim)
         set_lr(self.optimiser, factor, k)
         losses = self._fitting_gradients(inputs)

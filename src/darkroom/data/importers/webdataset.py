@@ -34,6 +34,8 @@ TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 TEXTS = ("txt", "text", "caption")
 LABELS = ("cls", "id", "url")
 READ_BYTES = 1024**2
+STREAM_BYTES = 8 * 1024
+"""tarfile copies what is left of its buffer at each header and file: a large one costs more than it saves."""
 
 
 class Unread(NamedTuple):
@@ -149,7 +151,10 @@ def _ends_in(extension: str, ends: Collection[str]) -> bool:
 
 def _files(tar: Path) -> Iterator[tuple[str, str, Content]]:
     """The files of a tar: name up to the first dot, what follows the dot, content, or why there is none."""
-    with tarfile.open(tar, "r|*", bufsize=READ_BYTES) as archive:
+    with (
+        tar.open("rb", buffering=READ_BYTES) as file,
+        tarfile.open(fileobj=file, mode="r|*", bufsize=STREAM_BYTES) as archive,
+    ):
         while (member := archive.next()) is not None:
             # Without this a tar of any size is kept as a list of its members.
             cast(Any, archive).members = []

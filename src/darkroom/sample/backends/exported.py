@@ -90,7 +90,8 @@ def open_exported(
 ) -> Backend:
     """A model's U-Net and VAE decoder in an engine, exported first where the cache has them not yet.
 
-    The text encoders (under 1 % of a picture's work) and the VAE's encoder stay with torch.
+    The text encoders (under 1 % of a picture's work) and the VAE's encoder stay with torch, also where the
+    others are in 8 bits.
     """
     from darkroom.sample import ladder
 
@@ -113,13 +114,18 @@ def open_exported(
     _refuse_bank(model.unet, engine.name)
     times_s: dict[str, float] = {}
     run_unet = _opened(engine, model.unet, unet_shell, notice, times_s)
+    run_decoder = None
+    if applied.tiny_vae is None:
+        run_decoder = _opened(engine, model.vae, decoder_shell, notice, times_s)
     if in_8_bits:
-        run_unet = _in_8_bits(engine, model, run_unet, notice, times_s)
-    own_decoder = applied.tiny_vae is None
+        plain = run_unet
+        run_unet = _in_8_bits(engine, model, plain, notice, times_s)
+        if run_decoder is not None:
+            run_decoder = _decoder_in_8_bits(engine, model, plain, run_decoder, notice, times_s)
     return Backend(
         engine.name,
         _unet_of(run_unet),
-        decode=_decoder(engine, model.vae, notice, times_s) if own_decoder else applied.decode,
+        decode=applied.decode if run_decoder is None else _decode_of(model.vae, run_decoder),
         encode=applied.encode,
         device=engine.device,
         dtype=torch.float32,
@@ -132,10 +138,7 @@ def open_exported(
     )
 
 
-def _decoder(
-    engine: ExportEngine, vae: Any, notice: Callable[[str], None], times_s: dict[str, float]
-) -> Decode:
-    run = _opened(engine, vae, decoder_shell, notice, times_s)
+def _decode_of(vae: Any, run: Run) -> Decode:
     return lambda latents_BCHW: decode(
         vae, latents_BCHW, decoder=lambda some: run({"latents": some.contiguous()})
     )
@@ -220,6 +223,52 @@ def _in_8_bits(
     times_s["load int8 unet"] = time.perf_counter() - start
     about = int8.read_report(folder)
     notice(int8.summary(about["quality"], about["float_layers"]))
+    return run
+
+
+def _decoder_in_8_bits(
+    engine: ExportEngine,
+    model: Model,
+    unet: Run,
+    plain: Run,
+    notice: Callable[[str], None],
+    times_s: dict[str, float],
+) -> Run:
+    """The VAE's decoder in 8 bits, calibrated with what the float32 U-Net draws; in float where that would
+    harm its pictures.
+    """
+    calibration = int8.Calibration()
+    vae: Any = model.vae
+    shell = decoder_shell(vae)
+    whole = _key(engine, shell, vae)
+    versions = (*whole.versions, _version("nncf"))
+    drawn_by = identity(model.unet, *model.text_encoders)[:16]  # type: ignore[arg-type]
+    precision = f"int8-{calibration.digest}-{drawn_by}"
+    key = replace(whole, precision=precision, versions=versions, form=_int8_form(whole.form))
+
+    def make(folder: Path) -> None:
+        start = time.perf_counter()
+        notice("the VAE's decoder is quantised to 8 bits, once")
+        latents = int8.latents_of(model, _unet_of(unet), calibration, notice)
+        *samples, unseen = int8.decoder_inputs(vae, latents)
+        kept = int8.sensitive_layers(shell.module, samples, lambda one: shell.module(one["latents"]))
+        engine.quantise(exported(whole, _never), folder, samples, kept)
+        times_s["quantise vae_decoder"] = time.perf_counter() - start
+        small = engine.load(folder, shell)
+        found = int8.decoder_quality(small(dict(unseen)), plain(dict(unseen)))
+        int8.write_report(folder, found, kept, calibration)
+
+    folder = exported(key, make)
+    about = int8.read_report(folder)
+    found = about["quality"]
+    if int8.harms(found):
+        notice(f"int8: the VAE's decoder stays in float ({found['psnr_db']:.1f} dB against float32)")
+        return plain
+    start = time.perf_counter()
+    run = engine.load(folder, shell)
+    times_s["load int8 vae_decoder"] = time.perf_counter() - start
+    kept = len(about["float_layers"])
+    notice(f"int8: the VAE's decoder, {found['psnr_db']:.1f} dB against float32; {kept} layers stay in float")
     return run
 
 

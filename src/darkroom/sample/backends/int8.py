@@ -1,4 +1,5 @@
-"""A U-Net in 8 bits for OpenVINO: weights and activations, by NNCF's post-training quantisation.
+"""A U-Net and a VAE's decoder in 8 bits for OpenVINO, weights and activations, by NNCF's post-training
+quantisation.
 
 Calibrated on what the U-Net is given while it draws prompts, at all timesteps. Layers that lose most by
 8 bits, each measured for itself, stay in float; NNCF keeps attention's softmax there and smooths activations
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from darkroom.errors import DarkroomError, MissingExtra
+from darkroom.models.latents import LatentScaling
 from darkroom.sample.choice import make_table
 from darkroom.sample.denoise import Row, Unet, denoise
 from darkroom.sample.likeness import levels, psnr, ssim
@@ -41,6 +43,8 @@ PROMPTS = (
 REPORT = "quality.json"
 LEAST_PSNR_DB, LEAST_STD = 12.0, 2.0
 """Below these final pictures have little in common with float32's, or are of one colour."""
+LEAST_DECODER_DB = 28.0
+"""A decoder whose picture of the same latents is further from float32's stays in float."""
 MOST_FLOAT = 0.1
 """The largest share of layers that may stay in float."""
 SENSITIVE = 4.0
@@ -221,6 +225,51 @@ def quality(model: Model, plain: Unet, small: Unet, calibration: Calibration) ->
         "std_float32": round(float(reference.std()), 2),
         "finite": all(bool(torch.isfinite(one).all()) for one in ours),
     }
+
+
+# ---- the VAE's decoder
+
+
+def latents_of(
+    model: Model, unet: Unet, calibration: Calibration, notice: Callable[[str], None]
+) -> list[torch.Tensor]:
+    """The latents [C, h, w] that the prompts end on, and last those of an unseen seed."""
+    others = Calibration(
+        calibration.prompts[-1:], calibration.steps, calibration.guidance, calibration.seed + 1
+    )
+    asked = [(one, calibration) for one in calibration.prompts] + [(one, others) for one in others.prompts]
+    found = []
+    for i, (prompt, how) in enumerate(asked, start=1):
+        notice(f"int8: calibration picture {i} of {len(asked)} for the VAE's decoder")
+        found.append(draw(model, unet, how, prompt)[-1])
+    return found
+
+
+def decoder_inputs(vae: Any, latents: Sequence[torch.Tensor]) -> list[Inputs]:
+    """What the decoder is given of latents: one row at a time, not scaled."""
+    scaling = LatentScaling.of(vae)
+    return [{"latents": scaling.undone(one[None].float()).contiguous()} for one in latents]
+
+
+def decoder_quality(small: torch.Tensor, plain: torch.Tensor) -> dict[str, Any]:
+    """PSNR and SSIM of a picture [1, 3, H, W] of -1 to 1 in 8 bits against float32's."""
+    drawn, reference = (
+        (one[0].clamp(-1, 1) * 127.5 + 127.5).round().permute(1, 2, 0).double().numpy()
+        for one in (small.nan_to_num(), plain)
+    )
+    return {
+        "psnr_db": round(psnr(drawn, reference), 2),
+        "ssim": round(ssim(drawn, reference), 4),
+        "std": round(float(drawn.std()), 2),
+        "std_float32": round(float(reference.std()), 2),
+        "finite": bool(torch.isfinite(small).all()),
+    }
+
+
+def harms(found: dict[str, Any]) -> bool:
+    """Whether 8 bits cost a decoder more than can be unseen: its errors come on top of the U-Net's."""
+    black = found["std"] < LEAST_STD <= found["std_float32"]
+    return not found["finite"] or black or found["psnr_db"] < LEAST_DECODER_DB
 
 
 def _psnr(one: torch.Tensor, reference: torch.Tensor) -> float:

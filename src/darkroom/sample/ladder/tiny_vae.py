@@ -70,10 +70,11 @@ def load_tiny(source: str, factor: int) -> TinyFront:
     about = Path(source) / "config.json"
     config = read_json(about) if about.is_file() else {}
     if "blocks_per_stage_decoder" in config:
-        return _numbered(Path(source), config)
+        front = TinyFront(
+            _numbered(Path(source), config), int(config["latent_channels"]), int(config["downscale"])
+        )
+        return _fitting(front, source, int(config["downscale"]), factor)
     from darkroom.models.hub import fetch, is_hub_id
-    from darkroom.models.parts import AutoencoderTiny
-    from darkroom.models.quiet import quiet
 
     if not Path(source).is_dir() and is_hub_id(source):
         source = str(
@@ -84,6 +85,30 @@ def load_tiny(source: str, factor: int) -> TinyFront:
                 mend="give a folder with its config.json and safetensors: tiny_vae:FOLDER",
             )
         )
+    tiny = _of_diffusers(source)
+    front = TinyFront(tiny.decoder, int(tiny.config.latent_channels), _factor(tiny))
+    return _fitting(front, source, _factor(tiny), factor)
+
+
+def _fitting(front: TinyFront, source: str, has: int, wanted: int) -> TinyFront:
+    if has != wanted:
+        raise InputError(
+            f"tiny_vae:{source} makes {has} pixels of each latent's side",
+            allowed=f"a decoder that makes {wanted}, as the model's VAE",
+        )
+    return front
+
+
+def _factor(tiny: Any) -> int:
+    """How many pixels a latent pixel spans along each side."""
+    return int(2 ** (len(tiny.config.decoder_block_out_channels) - 1))
+
+
+def _of_diffusers(source: str) -> Any:
+    """diffusers' AutoencoderTiny in a folder."""
+    from darkroom.models.parts import AutoencoderTiny
+    from darkroom.models.quiet import quiet
+
     try:
         with quiet():
             tiny: Any = AutoencoderTiny.from_pretrained(source, use_safetensors=True, local_files_only=True)
@@ -94,47 +119,35 @@ def load_tiny(source: str, factor: int) -> TinyFront:
             f"tiny_vae: no tiny decoder in '{source}'",
             mend="give a folder with its config.json and safetensors: tiny_vae:FOLDER",
         ) from error
-    return TinyFront(_Diffusers(tiny.eval()), int(tiny.config.latent_channels), factor)
+    return tiny.eval()
 
 
-class _Diffusers(nn.Module):
-    def __init__(self, tiny: Any) -> None:
-        super().__init__()
-        self.decoder = tiny.decoder
-
-    def forward(self, latents_BCHW: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.decoder(latents_BCHW)
-        return out
-
-
-def _numbered(folder: Path, config: dict[str, Any]) -> TinyFront:
-    """The repository's own layout: layers by number, picture values of 0 to 1."""
+def _numbered(folder: Path, config: dict[str, Any], half: str = "decoder") -> Any:
+    """A half of the repository's own layout: layers by number, picture values of 0 to 1."""
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise InputError(f"tiny_vae:{folder} holds {len(files)} safetensors files", allowed="one")
-    _check_numbers(folder, config)
-    decoder = NumberedDecoder(config)
+    _check_numbers(folder, config, half)
+    made = (NumberedDecoder if half == "decoder" else NumberedEncoder)(config)
     weights = {
-        key.removeprefix("decoder."): value
+        key.removeprefix(f"{half}."): value
         for key, value in _tensors(files[0]).items()
-        if key.startswith("decoder.")
+        if key.startswith(f"{half}.")
     }
     try:
-        decoder.layers.load_state_dict(weights)
+        made.layers.load_state_dict(weights)
     except RuntimeError as error:
         raise InputError(f"tiny_vae:{folder}: the weights do not fit its config.json") from error
-    return TinyFront(decoder.eval(), int(config["latent_channels"]), int(config["downscale"]))
+    return made.eval()
 
 
-def _check_numbers(folder: Path, config: dict[str, Any]) -> None:
-    stages = config["blocks_per_stage_decoder"]
+def _check_numbers(folder: Path, config: dict[str, Any], half: str) -> None:
+    stages = config.get(f"blocks_per_stage_{half}")
     for name in ("width", "latent_channels", "downscale"):
         if type(config.get(name)) is not int or not 1 <= config[name] <= MOST:
             raise InputError(f"tiny_vae:{folder}: {name} {config.get(name)!r}", allowed=f"1 to {MOST}")
     if not (isinstance(stages, list) and stages and all(type(n) is int and 1 <= n <= MOST for n in stages)):
-        raise InputError(
-            f"tiny_vae:{folder}: blocks_per_stage_decoder {stages!r}", allowed="a list of counts"
-        )
+        raise InputError(f"tiny_vae:{folder}: blocks_per_stage_{half} {stages!r}", allowed="a list of counts")
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -166,6 +179,70 @@ class NumberedDecoder(nn.Module):
         """Latents [B, C, H, W] to pixels [B, 3, 8H, 8W]."""
         pixels: torch.Tensor = self.layers(torch.tanh(latents_BCHW / 3) * 3)
         return pixels.clamp(0, 1) * 2 - 1
+
+
+class NumberedEncoder(nn.Module):
+    """Pixels of -1 to 1 to latents: stages of residual blocks with halving between."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        width, stages = int(config["width"]), list(config["blocks_per_stage_encoder"])
+        pool = int(config["pool_channels"]) if config.get("midblock_groupnorm_pool") else 0
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
+        for i, count in enumerate(stages):
+            if i:
+                layers.append(nn.Conv2d(width, width, 3, padding=1, stride=2, bias=False))
+            pooled = pool if i + 1 == len(stages) else 0
+            layers += [Residual(width, pooled, int(config.get("pool_groups", 1))) for _ in range(count)]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(width, int(config["latent_channels"]), 3, padding=1))
+
+    def forward(self, pixels_B3HW: torch.Tensor) -> torch.Tensor:
+        """Pixels [B, 3, 8H, 8W] to latents [B, C, H, W]."""
+        latents: torch.Tensor = self.layers(pixels_B3HW / 2 + 0.5)
+        return latents
+
+
+class TinyPair(nn.Module):
+    """Both halves of a tiny VAE in the place of diffusers' AutoencoderKL: its latents have no spread."""
+
+    def __init__(self, encoder: nn.Module, decoder: nn.Module, channels: int, factor: int) -> None:
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+        widths = [0] * factor.bit_length()
+        self.config = _Config(scaling_factor=1.0, latent_channels=channels, block_out_channels=widths)
+
+    @classmethod
+    def read(cls, folder: Path) -> TinyPair:
+        """A folder of either layout. InputError where it cannot be read."""
+        config = read_json(folder / "config.json")
+        if "blocks_per_stage_decoder" in config:
+            encoder, decoder = (_numbered(folder, config, half) for half in ("encoder", "decoder"))
+            pair = cls(encoder, decoder, int(config["latent_channels"]), int(config["downscale"]))
+        else:
+            tiny = _of_diffusers(str(folder))
+            pair = cls(tiny.encoder, tiny.decoder, int(tiny.config.latent_channels), _factor(tiny))
+        return pair.float().eval()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.parameters()).dtype
+
+    def encode(self, pixels_B3HW: torch.Tensor, return_dict: bool = False) -> tuple[Any]:
+        """The mean latent, and a logarithm of the variance that is next to nothing."""
+        mean = self.encoder(pixels_B3HW)
+        return (SimpleNamespace(mean=mean, logvar=torch.full_like(mean, -60.0)),)
+
+    def decode(self, latents_BCHW: torch.Tensor, return_dict: bool = False) -> tuple[torch.Tensor]:
+        """Pixels of -1 to 1."""
+        return (self.decoder(latents_BCHW),)
+
+
+def is_tiny_vae(folder: str) -> bool:
+    """Whether a folder holds a tiny VAE of either layout."""
+    about = Path(folder) / "config.json"
+    config = read_json(about) if about.is_file() else {}
+    return "blocks_per_stage_decoder" in config or config.get("_class_name") == "AutoencoderTiny"
 
 
 class Residual(nn.Module):

@@ -18,6 +18,17 @@ from darkroom.train.objective import square_error
 from darkroom.train.tasks.diffusion import Columns, distance, edge_distance, kl_divergence
 
 
+def unit_pixels(columns: Columns, device: torch.device) -> dict[str, Tensor]:
+    """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
+    pixels_B3HW = to_device(columns["pixels"], device).float() / 127.5 - 1.0
+    return {"pixels": pixels_B3HW, "posterior": to_device(columns["posterior"], device)}
+
+
+def decibels(out_b3HW: Tensor, pixels_b3HW: Tensor) -> Tensor:
+    """PSNR of pictures of -1 to 1 [b], in dB."""
+    return 10 * torch.log10(4.0 / square_error(out_b3HW, pixels_b3HW).clamp(min=1e-10))
+
+
 class Autoencoder:
     """Train the VAE to give back pictures through a small latent close to a normal distribution."""
 
@@ -27,6 +38,7 @@ class Autoencoder:
         self.modules: dict[str, nn.Module] = {"vae": model.vae}
         self.rows_a_picture = 1
         self.rates: dict[str, float] = {}
+        self.frozen: Sequence[nn.Module] = ()
         self.read = read.model_copy(update={"draws": ("posterior",)})
 
     @property
@@ -35,8 +47,7 @@ class Autoencoder:
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """Pixels [B, 3, H, W] in [-1, 1], and the noise of the posterior [B, C, h, w]."""
-        pixels_B3HW = to_device(columns["pixels"], device).float() / 127.5 - 1.0
-        return {"pixels": pixels_B3HW, "posterior": to_device(columns["posterior"], device)}
+        return unit_pixels(columns, device)
 
     def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of each row [b]: `loss`, and its parts `reconstruction` and `kl`."""
@@ -56,10 +67,9 @@ class Autoencoder:
         """Of each held-out row [b]: the reconstruction loss, and PSNR in dB."""
         pixels_b3HW = inputs["pixels"]
         out_b3HW = self.reconstruct(pixels_b3HW)
-        psnr_b = 10 * torch.log10(4.0 / square_error(out_b3HW, pixels_b3HW).clamp(min=1e-10))
         return {
             "heldout_loss": distance(out_b3HW, pixels_b3HW, self._settings.reconstruction),
-            "heldout_psnr_db": psnr_b,
+            "heldout_psnr_db": decibels(out_b3HW, pixels_b3HW),
         }
 
     @torch.no_grad()

@@ -57,6 +57,7 @@ class Task(Protocol):
     rows_a_picture: int  # rows of a batch that each picture stands for
     rates: dict[str, float]  # peak learning rates by part that differ from optim.lr
     read: ReadSettings
+    frozen: Sequence[nn.Module]  # what `losses` calls besides `modules`, without gradients: a teacher
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """A batch as tensors on the device, each with B rows. Frozen encoders run here, without gradients."""
@@ -163,6 +164,7 @@ class Diffusion:
         self.read = read.model_copy(update={"draws": draws, "multires": multires})
         self.modules: dict[str, nn.Module] = {**modules, **(extras.modules if extras else {})}
         self._extras = extras
+        self.frozen: Sequence[nn.Module] = ()
         text = [name for name in modules if name != "unet"]
         self.rates: dict[str, float] = dict(rates or {})
         self.trains_text = bool(text)

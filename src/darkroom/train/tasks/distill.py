@@ -1,4 +1,5 @@
-"""Few steps from many: latent consistency distillation (Luo et al. 2023, LCM; as a LoRA, LCM-LoRA).
+"""Few steps from many: latent consistency distillation (Luo et al. 2023, LCM; as a LoRA, LCM-LoRA), and what
+every method of few steps needs. `dmd2` has the other method.
 
 The student learns to answer with the same picture from everywhere on the way that the teacher takes with
 guidance: from a noisy latent, and from the one that the teacher's DDIM step makes of it. The teacher is the
@@ -54,8 +55,8 @@ def lcm_scheduler(config: Mapping[str, Any], settings: DistillSettings) -> dict[
     }
 
 
-class Distillation(Diffusion):
-    """Train the U-Net, or a LoRA in it, to draw in few steps what it draws in many."""
+class FewSteps(Diffusion):
+    """A student of few steps beside its teacher, the model as it was: what both methods share."""
 
     def __init__(
         self,
@@ -74,20 +75,12 @@ class Distillation(Diffusion):
         if steps > total:
             raise RecipeError("objective.distill.ddim_steps", f"{steps}", allowed=f"at most {total}")
         self._settings, self._diffusion = settings, objective
-        self._stride = total // steps
         self._guidance = _guidance_range(settings, model)
         self._teacher: Any = None
         if not adapts:
             self._teacher = copy.deepcopy(model.unet).requires_grad_(False).eval()  # type: ignore[union-attr]
+            self.frozen = (self._teacher,)
         self._empty = self._states_of_nothing()
-        self._points = (
-            [self._start_of(int((i + 0.5) * steps / 8)) for i in range(8)]
-            if steps >= 8
-            else [self._start_of(i) for i in range(steps)]
-        )
-
-    def _start_of(self, index: int) -> int:
-        return (index + 1) * self._stride - 1
 
     def inputs(self, columns: Columns, device: torch.device) -> dict[str, Tensor]:
         """What diffusion takes, with DDIM's step index [B] and a guidance [B] for each row."""
@@ -103,34 +96,6 @@ class Distillation(Diffusion):
         guidance_b = (least + (most - least) * (whole_b - index_b)).to(inputs["latents"].dtype)
         return {**inputs, "index": to_device(index_b, device), "guidance": to_device(guidance_b, device)}
 
-    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of each row the pseudo-Huber distance of the student's two answers."""
-        return {"loss": self._distance(inputs, inputs["index"], inputs["guidance"])}
-
-    @torch.no_grad()
-    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each row's distance to the teacher [B], and [B, n] at fixed points, at the middle guidance."""
-        mean = sum(self._guidance) / 2
-        found = []
-        for point in self._points:
-            index_b = torch.full_like(inputs["index"], (point + 1) // self._stride - 1)
-            found.append(self._distance(inputs, index_b, torch.full_like(index_b, mean, dtype=torch.float32)))
-        errors_bn = torch.stack(found, dim=1)
-        return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
-
-    def _distance(self, inputs: Mapping[str, Tensor], index_b: Tensor, guidance_b: Tensor) -> Tensor:
-        start_b = (index_b + 1) * self._stride - 1
-        before_b = (start_b - self._stride).clamp_(min=0)
-        noisy_bChw = self._diffusion.add_noise(inputs["latents"], inputs["noise"], start_b)
-        text = self._states(inputs)
-        online_bChw = self._answer_at(noisy_bChw, start_b, inputs, text)
-        with torch.no_grad():
-            x_bChw = self._teachers_step(noisy_bChw, start_b, before_b, guidance_b, inputs, text)
-            target_bChw = self._answer_at(x_bChw, before_b, inputs, text)
-        c = self._settings.huber_c
-        square_bChw = (online_bChw.float() - target_bChw.float()).square()
-        return (torch.sqrt(square_bChw + c * c) - c).mean(dim=(1, 2, 3))
-
     def _answer_at(
         self,
         x_bChw: Tensor,
@@ -143,30 +108,26 @@ class Distillation(Diffusion):
         scaled_b = self._settings.timestep_scaling * t_b.float()
         skip_b = SIGMA_DATA**2 / (scaled_b**2 + SIGMA_DATA**2)
         out_b = scaled_b / (scaled_b**2 + SIGMA_DATA**2).sqrt()
-        return _wide(skip_b) * x_bChw + _wide(out_b) * picture_bChw
+        return wide(skip_b) * x_bChw + wide(out_b) * picture_bChw
 
-    def _teachers_step(
+    def _guided(
         self,
         x_bChw: Tensor,
         t_b: Tensor,
-        before_b: Tensor,
         guidance_b: Tensor,
         inputs: Mapping[str, Tensor],
         text: tuple[Tensor, Tensor | None],
-    ) -> Tensor:
-        """One step of DDIM with guidance, from t to the timestep before it."""
+    ) -> tuple[Tensor, Tensor]:
+        """The picture and the noise that the teacher sees, with guidance."""
         twice = {name: torch.cat([inputs[name]] * 2) for name in ("time_ids",) if name in inputs}
         x_2bChw, t_2b = torch.cat([x_bChw] * 2), torch.cat([t_b] * 2)
         with self._as_teacher() as unet:
             out = self._call(unet, x_2bChw, t_2b, twice, self._with_nothing(text))
-        guided = (
-            without + _wide(guidance_b) * (conditioned - without)
+        picture_bChw, noise_bChw = (
+            without + wide(guidance_b) * (conditioned - without)
             for conditioned, without in (each.chunk(2) for each in self._both(x_2bChw, t_2b, out))
         )
-        picture_bChw, noise_bChw = guided
-        # The first of DDIM's alphas belongs to timestep 0.
-        alpha_b, sigma_b = self._diffusion.alphas[before_b], self._diffusion.sigmas[before_b]
-        return _wide(alpha_b) * picture_bChw + _wide(sigma_b) * noise_bChw
+        return picture_bChw, noise_bChw
 
     def _with_nothing(self, text: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         """The states of b captions, and after them b times those of an empty one."""
@@ -197,7 +158,7 @@ class Distillation(Diffusion):
 
     def _both(self, x_bChw: Tensor, t_b: Tensor, out_bChw: Tensor) -> tuple[Tensor, Tensor]:
         """The picture and the noise that an answer means."""
-        alpha, sigma = _wide(self._diffusion.alphas[t_b]), _wide(self._diffusion.sigmas[t_b])
+        alpha, sigma = wide(self._diffusion.alphas[t_b]), wide(self._diffusion.sigmas[t_b])
         if self._diffusion.prediction == "epsilon":
             return (x_bChw - sigma * out_bChw) / alpha, out_bChw
         if self._diffusion.prediction == "v":
@@ -231,6 +192,73 @@ class Distillation(Diffusion):
         return states, pooled
 
 
+class Distillation(FewSteps):
+    """Latent consistency: train the U-Net, or a LoRA in it, to draw in few steps what it draws in many."""
+
+    def __init__(
+        self,
+        model: Model,
+        objective: Objective,
+        read: ReadSettings,
+        modules: Mapping[str, nn.Module],
+        settings: DistillSettings,
+        **more: Any,
+    ) -> None:
+        super().__init__(model, objective, read, modules, settings, **more)
+        steps = settings.ddim_steps
+        self._stride = objective.num_timesteps // steps
+        self._points = (
+            [self._start_of(int((i + 0.5) * steps / 8)) for i in range(8)]
+            if steps >= 8
+            else [self._start_of(i) for i in range(steps)]
+        )
+
+    def _start_of(self, index: int) -> int:
+        return (index + 1) * self._stride - 1
+
+    def losses(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of each row the pseudo-Huber distance of the student's two answers."""
+        return {"loss": self._distance(inputs, inputs["index"], inputs["guidance"])}
+
+    @torch.no_grad()
+    def heldout(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mean = sum(self._guidance) / 2
+        found = []
+        for point in self._points:
+            index_b = torch.full_like(inputs["index"], (point + 1) // self._stride - 1)
+            found.append(self._distance(inputs, index_b, torch.full_like(index_b, mean, dtype=torch.float32)))
+        errors_bn = torch.stack(found, dim=1)
+        return {"heldout_loss": errors_bn.mean(dim=1), "heldout_loss_by_timestep": errors_bn}
+
+    def _distance(self, inputs: Mapping[str, Tensor], index_b: Tensor, guidance_b: Tensor) -> Tensor:
+        start_b = (index_b + 1) * self._stride - 1
+        before_b = (start_b - self._stride).clamp_(min=0)
+        noisy_bChw = self._diffusion.add_noise(inputs["latents"], inputs["noise"], start_b)
+        text = self._states(inputs)
+        online_bChw = self._answer_at(noisy_bChw, start_b, inputs, text)
+        with torch.no_grad():
+            x_bChw = self._teachers_step(noisy_bChw, start_b, before_b, guidance_b, inputs, text)
+            target_bChw = self._answer_at(x_bChw, before_b, inputs, text)
+        c = self._settings.huber_c
+        square_bChw = (online_bChw.float() - target_bChw.float()).square()
+        return (torch.sqrt(square_bChw + c * c) - c).mean(dim=(1, 2, 3))
+
+    def _teachers_step(
+        self,
+        x_bChw: Tensor,
+        t_b: Tensor,
+        before_b: Tensor,
+        guidance_b: Tensor,
+        inputs: Mapping[str, Tensor],
+        text: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        """One step of DDIM with guidance, from t to the timestep before it."""
+        picture_bChw, noise_bChw = self._guided(x_bChw, t_b, guidance_b, inputs, text)
+        # The first of DDIM's alphas belongs to timestep 0.
+        alpha_b, sigma_b = self._diffusion.alphas[before_b], self._diffusion.sigmas[before_b]
+        return wide(alpha_b) * picture_bChw + wide(sigma_b) * noise_bChw
+
+
 def _guidance_range(settings: DistillSettings, model: Model) -> tuple[float, float]:
     usual = model.guidance if model.guidance is not None and model.guidance > 1 else USUAL_GUIDANCE
     least = usual if settings.guidance_min is None else settings.guidance_min
@@ -244,5 +272,6 @@ def _repeated(row: Tensor, like: Tensor) -> Tensor:
     return row.to(like).expand_as(like)
 
 
-def _wide(values_b: Tensor) -> Tensor:
+def wide(values_b: Tensor) -> Tensor:
+    """A number a row, to multiply [b, C, h, w] with."""
     return values_b.view(-1, 1, 1, 1)

@@ -167,6 +167,7 @@ class LearnExtractor:
         self.network, self._settings = model.network, settings
         self.modules: dict[str, nn.Module] = dict(model.modules)
         self.rates: dict[str, float] = {}
+        self.frozen: Sequence[nn.Module] = ()
         self.rows_a_picture = 1
         self.read = ReadSettings(
             pixels=data.resolution,

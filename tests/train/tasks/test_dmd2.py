@@ -1,0 +1,226 @@
+"""Distribution matching distillation, against the formulas of DMD2's sd_guidance.py and its sampler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from darkroom import models, sample
+from darkroom.errors import RecipeError
+from darkroom.plan.training import profile_recipe
+from darkroom.recipe import Recipe
+from darkroom.train import train
+from darkroom.train.jobs import Pinned, TrainingSetup
+from darkroom.train.setup import make_job
+from darkroom.train.speed import flops_per_image
+from train.conftest import MakeRecipe
+from train.subjects import check_resumes_exactly
+
+DMD2 = ("objective.distill.method=dmd2", "objective.distill.steps=3", "data.resolution=32")
+GUIDED = ("objective.distill.guidance_min=3", "objective.distill.guidance_max=9")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with weights that answer to captions."""
+    path = tmp_path_factory.mktemp("base") / "model"
+    models.save(models.create("tiny", seed=3), path)
+    return path
+
+
+def recipe(recipe_of: MakeRecipe, base: Path, *overrides: str) -> Recipe:
+    return recipe_of("distill", *DMD2, *overrides, model={"base": str(base)})
+
+
+def job_of(recipe_of: MakeRecipe, base: Path, *overrides: str) -> TrainingSetup:
+    return make_job(recipe(recipe_of, base, *overrides), Pinned(Path("nowhere")))
+
+
+def first_inputs(job: TrainingSetup) -> dict[str, torch.Tensor]:
+    with job.feed(0) as batches:
+        return job.task.inputs(next(batches), job.device)
+
+
+def table(values: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return values[t].view(-1, 1, 1, 1)
+
+
+class Published:
+    """The method as its authors have it, on diffusers' scheduler and U-Nets of this job."""
+
+    def __init__(self, job: TrainingSetup) -> None:
+        from diffusers import DDPMScheduler
+
+        self.task: Any = job.task
+        self.scheduler = DDPMScheduler.from_config(job.task.model.scheduler)
+        self.alpha = self.scheduler.alphas_cumprod.sqrt()
+        self.sigma = (1 - self.scheduler.alphas_cumprod).sqrt()
+
+    def x0(self, unet: Any, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        eps = unet(x, t, encoder_hidden_states=text).sample
+        return (x - table(self.sigma, t) * eps) / table(self.alpha, t)
+
+    def student(self, inputs: dict[str, torch.Tensor], row: int, steps: list[int]) -> torch.Tensor:
+        """One row's picture, as LCMScheduler's sampler comes to it step by step."""
+        text, x = inputs["text"][row : row + 1], inputs["noise"][row : row + 1]
+        for i, step in enumerate(steps):
+            t = torch.tensor([step])
+            skip, out = 0.25 / ((10 * step) ** 2 + 0.25), 10 * step / ((10 * step) ** 2 + 0.25) ** 0.5
+            x0 = skip * x + out * self.x0(self.task.model.unet, x, t, text)
+            if i == int(inputs["index"][row]):
+                return x0
+            then, noise = torch.tensor([steps[i + 1]]), inputs["further"][row : row + 1, i]
+            x = self.scheduler.add_noise(x0.detach(), noise, then)
+        raise AssertionError
+
+    def gradient(
+        self, x: torch.Tensor, inputs: dict[str, torch.Tensor], guidance: torch.Tensor
+    ) -> torch.Tensor:
+        """`compute_distribution_matching_loss` of sd_guidance.py: the gradient by the student's picture."""
+        t, noise, text = inputs["t_matched"], inputs["further"][:, -2], inputs["text"]
+        with torch.no_grad():
+            noisy, teacher = self.scheduler.add_noise(x, noise, t), self.task._teacher
+            fake = self.x0(self.task.modules["fake_unet"], noisy, t, text)
+            cond = self.x0(teacher, noisy, t, text)
+            uncond = self.x0(teacher, noisy, t, self.task._empty[0].expand_as(text))
+            real = uncond + guidance.view(-1, 1, 1, 1) * (cond - uncond)
+            p_real, p_fake = x - real, x - fake
+            grad = (p_real - p_fake) / p_real.abs().mean(dim=[1, 2, 3], keepdim=True)
+            return grad / x[0].numel()
+
+
+def test_the_students_gradient_is_the_formulas(recipe_of: MakeRecipe, base: Path) -> None:
+    """By every weight of the U-Net; the control has another guidance."""
+    job = job_of(recipe_of, base, *GUIDED)
+    inputs, published = first_inputs(job), Published(job)
+    unet: Any = job.task.model.unet
+    with torch.no_grad():  # else both scores are alike without guidance
+        for param in job.task.modules["fake_unet"].parameters():
+            param.add_(0.01 * torch.randn_like(param))
+    assert len(inputs["index"].unique()) > 1
+    assert 3 <= inputs["guidance"].min() < inputs["guidance"].max() <= 9
+    job.task.begin(0)
+    losses = job.task.losses(inputs)
+    losses["loss"].sum().backward()
+    found = {name: param.grad.clone() for name, param in unet.named_parameters() if param.grad is not None}
+    unet.zero_grad()
+    x = torch.cat([published.student(inputs, row, [999, 679, 339]) for row in range(8)])
+    for guidance, is_same in ((inputs["guidance"], True), (inputs["guidance"] + 1, False)):
+        (x * published.gradient(x, inputs, guidance)).sum().backward(retain_graph=True)
+        wanted = {name: param.grad.clone() for name, param in unet.named_parameters()}
+        unet.zero_grad()
+        gap = sum(float((found[name] - grad).square().sum()) for name, grad in wanted.items())
+        whole = sum(float(grad.square().sum()) for grad in wanted.values())
+        assert (gap / whole < 1e-6) is is_same, (gap, whole)
+    square = (published.gradient(x, inputs, inputs["guidance"]) * x[0].numel()).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(losses["matching_loss"], 0.5 * square, rtol=1e-3, atol=1e-6)
+
+
+def test_the_second_score_learns_by_denoising_at_every_step(recipe_of: MakeRecipe, base: Path) -> None:
+    """At its own steps the student has no gradient, at the others both have; the teacher never has."""
+    job = job_of(recipe_of, base, "objective.distill.fake_updates=3")
+    inputs, published = first_inputs(job), Published(job)
+    fake, unet = job.task.modules["fake_unet"], job.task.model.unet
+    x = torch.cat([published.student(inputs, row, [999, 679, 339]) for row in range(8)]).detach()
+    t, noise = inputs["t_learned"], inputs["further"][:, -1]
+    noisy = published.scheduler.add_noise(x, noise, t)
+    wanted = (
+        (fake(noisy, t, encoder_hidden_states=inputs["text"]).sample - noise).square().mean(dim=(1, 2, 3))
+    )
+    for k, moves in enumerate((True, False, False, True)):
+        job.task.begin(k)
+        losses = job.task.losses(inputs)
+        torch.testing.assert_close(losses["fake_loss"], wanted, rtol=1e-3, atol=1e-6)
+        losses["loss"].sum().backward()
+        assert any(p.grad is not None for p in unet.parameters()) is moves
+        assert all(p.grad is not None for p in fake.parameters())
+        assert all(p.grad is None for p in job.task._teacher.parameters())
+        unet.zero_grad()
+        fake.zero_grad()
+
+
+def test_a_step_moves_the_student_at_its_turn_alone(recipe_of: MakeRecipe, base: Path) -> None:
+    job = job_of(recipe_of, base, "objective.distill.fake_lr=1e-2", "optim.warmup_steps=0")
+    assert {group["peak_lr"] for group in job.step.optimiser.param_groups} == {2e-3, 1e-2}
+    inputs, before = first_inputs(job), {n: p.clone() for n, p in job.step.weights.masters.items()}
+
+    def moved() -> set[str]:
+        return {n.split(".")[0] for n, p in job.step.weights.masters.items() if not torch.equal(p, before[n])}
+
+    job.step(1, inputs)
+    assert moved() == {"fake_unet"}
+    job.step(5, inputs)
+    assert moved() == {"fake_unet", "unet"}
+
+
+def test_a_resumed_run_learns_the_same_and_is_drawn_in_few_steps(
+    recipe_of: MakeRecipe, base: Path, tmp_path: Path
+) -> None:
+    more = ("objective.distill.fake_updates=2", "optim.warmup_steps=0")
+    run = check_resumes_exactly(
+        lambda *overrides: recipe(recipe_of, base, *more, *overrides),
+        tmp_path,
+        control=("objective.distill.fake_updates=1",),
+    )
+    config = json.loads((run / "model" / "scheduler" / "scheduler_config.json").read_text())
+    assert config["_class_name"] == "LCMScheduler"
+    picture = sample.generate(models.load(run / "model"), ["a red square"], seed=1)[0]
+    assert (picture.parameters["solver"], picture.parameters["steps"]) == ("lcm", 4)
+    assert not (run / "model" / "fake_unet").exists()
+
+
+def test_a_plan_and_the_count_of_work_know_both_kinds_of_steps(recipe_of: MakeRecipe, base: Path) -> None:
+    """The teacher's and the second score's passes are counted, at the student's steps alone."""
+    often, seldom = (
+        profile_recipe(recipe(recipe_of, base, f"objective.distill.fake_updates={n}"), "float32", gpu=True)
+        for n in (1, 4)
+    )
+    assert often.trained == 2 * often.parameters["unet"] == seldom.trained
+    assert often.memory(2) == pytest.approx(seldom.memory(2), rel=0.02)
+    full, mean = often.flops(1, "forward", "backward"), seldom.flops(1, "forward", "backward")
+    assert 0.3 * full < mean < 0.8 * full
+    job = job_of(recipe_of, base, "objective.distill.fake_updates=4")
+    assert flops_per_image(job.task, first_inputs(job)) == pytest.approx(mean, rel=0.1)
+
+
+def test_the_work_of_lcm_is_counted_with_its_teacher(recipe_of: MakeRecipe, base: Path) -> None:
+    """A run of more than a minute counts it: the teacher's weights are not the task's."""
+    lcm = recipe_of("distill", "data.resolution=32", model={"base": str(base)})
+    job = make_job(lcm, Pinned(Path("nowhere")))
+    whole = flops_per_image(job.task, first_inputs(job))
+    tune = recipe_of("finetune", "data.resolution=32", model={"base": str(base)})
+    plain = make_job(tune, Pinned(Path("nowhere")))
+    # Forward and backward, and besides the teacher's two rows and the student's second answer.
+    assert whole == pytest.approx(2 * flops_per_image(plain.task, first_inputs(plain)), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("adapter.rank=2",), "adapter: given with objective.distill.method=dmd2"),
+        (("objective.distill.ddim_steps=2",), "steps 3 is more than ddim_steps 2"),
+        (("objective.distill.method=lcm",), "steps with method lcm"),
+        (("parallel.mode=fsdp",), "fsdp with the task distill"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    recipe_of: MakeRecipe, base: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        job_of(recipe_of, base, *overrides)
+
+
+def test_a_run_draws_nearer_to_its_teacher(recipe_of: MakeRecipe, base: Path, tmp_path: Path) -> None:
+    """The gap that both scores see on held-out captions shrinks; the control's student stays."""
+    told = ("train.steps=24", "data.holdout=8", "objective.distill.fake_updates=2", "evaluate.every=24")
+    told += ("optim.warmup_steps=0", "checkpoint.every=24")
+    for rate, falls in ((5e-3, True), (1e-12, False)):
+        out = tmp_path / f"{rate}"
+        more = (f"optim.lr={rate}", "objective.distill.fake_lr=5e-3")
+        train(recipe(recipe_of, base, *told, *more), out=out, console=lambda _: None)
+        start, end = (models.load(place).unet.state_dict() for place in (base, out / "model"))
+        assert any(not torch.equal(start[n].float(), end[n].float()) for n in start) is falls
