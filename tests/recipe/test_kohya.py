@@ -53,7 +53,7 @@ network_module = "lycoris.kohya"
 network_dim = 16
 network_args = ["algo=locon", "conv_dim=8", "conv_alpha=4", "rank_dropout=0.1", "preset=full"]
 xformers = true
-color_aug = false
+color_aug = true
 """
 
 
@@ -97,6 +97,7 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
     assert (optim.weight_decay, optim.beta2) == (0.05, 0.99)
     assert (data.resolution, data.buckets, data.clip_skip, data.max_token_length) == (512, True, 1, 225)
     assert (data.shuffle_tags, data.keep_tokens) == (True, 1)
+    assert (data.augment.hue, data.augment.share) == (0.045, 0.33)
     objective = recipe.objective
     assert (objective.loss.type, objective.timesteps.min, objective.timesteps.max) == ("smooth-l1", 10, 900)
     assert objective.noise.model_dump(exclude_defaults=True) == {
@@ -105,7 +106,36 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
         "perturbation": 0.1,
     }
     left_out = next(line for line in recipe.derived if line.startswith("not known here and left out: "))
-    assert left_out.split(": ")[1] == "color_aug, network_args preset, optimizer_args momentum"
+    assert left_out.split(": ")[1] == "network_args preset, optimizer_args momentum"
+
+
+def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
+    def optim(name: str, *arguments: str) -> dict[str, Any]:
+        told = ", ".join(f'"{one}"' for one in arguments)
+        text = (
+            f'pretrained_model_name_or_path = "sd15"\noptimizer_type = "{name}"\noptimizer_args = [{told}]\n'
+        )
+        (tmp_path / "10_a dog").mkdir(exist_ok=True)
+        recipe = read(
+            tmp_path, f'{text}learning_rate = 1e-4\ntrain_data_dir = "{tmp_path}"\n', *RATE.get(name, ())
+        )
+        assert not any("left out" in line for line in recipe.derived), recipe.derived
+        return recipe.optim.model_dump()
+
+    RATE = {"Prodigy": ("optim.lr=1",)}
+    lion = optim("Lion", "betas=0.95,0.98")
+    assert (lion["name"], lion["lr"], lion["beta1"], lion["beta2"], lion["weight_decay"]) == (
+        *("lion", 1e-4, 0.95, 0.98),
+        0.0,
+    )
+    came = optim("pytorch_optimizer.CAME", "betas=(0.9,0.99,0.999)", "weight_decay=0.02")
+    assert (came["name"], came["beta3"], came["weight_decay"]) == ("came", 0.999, 0.02)
+    absolute = optim("AdaFactor", "scale_parameter=False", "relative_step=False", "warmup_init=False")
+    assert (absolute["name"], absolute["scale_parameter"], absolute["lr"]) == ("adafactor", False, 1e-4)
+    prodigy = optim(
+        "Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True", "safeguard_warmup=True"
+    )
+    assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
 
 
 def test_a_dataset_file_says_the_sets(tmp_path: Path, folders: dict[str, str]) -> None:
@@ -189,7 +219,7 @@ network_train_unet_only = true
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('optimizer_type = "Lion"', "optimizer_type: 'Lion' is not known here; allowed: adamw, "),
+        ('optimizer_type = "DAdaptSGD"', "optimizer_type: 'DAdaptSGD' is not known here; allowed: adamw, "),
         ('lr_scheduler = "polynomial"', "lr_scheduler: 'polynomial' is not known here"),
         ('resolution = "512,768"', "resolution: 512,768: width and height differ"),
         ('network_module = "networks.dylora"', "network_module: 'networks.dylora'; allowed: networks.lora"),

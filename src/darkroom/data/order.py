@@ -481,6 +481,7 @@ class Purpose(IntEnum):
     PERTURBATION = 12
     TAG_DROPOUT = 13
     WILDCARDS = 14
+    COLOUR = 15
 
 
 def _mix_int(h: int, part: int) -> int:

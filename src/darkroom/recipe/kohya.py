@@ -62,6 +62,10 @@ OPTIMISERS = {
     "adafactor": "adafactor",
     "prodigy": "prodigy",
     "adamwschedulefree": "schedule-free",
+    "lion": "lion",
+    "came": "came",
+    "pytorch_optimizer.came": "came",
+    "came_pytorch.came": "came",
 }
 DECAYS = {
     "constant": "constant",
@@ -74,6 +78,8 @@ DECAYS = {
 TABLE: dict[str, KohyaOption] = {
     "pretrained_model_name_or_path": KohyaOption("model.base"),
     "vae": KohyaOption("model.vae"),
+    "fp8_base": KohyaOption("model.base_precision", lambda on: "fp8" if on else None, "of the U-Net"),
+    "fp8_base_unet": KohyaOption("model.base_precision", lambda on: "fp8" if on else None),
     "v_parameterization": KohyaOption("objective.prediction", lambda on: "v" if on else None),
     "resolution": KohyaOption("data.resolution", _side, "one side"),
     "enable_bucket": KohyaOption("data.buckets"),
@@ -120,6 +126,11 @@ TABLE: dict[str, KohyaOption] = {
     "caption_suffix": KohyaOption("data.caption_suffix"),
     "enable_wildcard": KohyaOption("data.wildcards"),
     "flip_aug": KohyaOption("data.flip"),
+    "color_aug": KohyaOption(
+        "data.augment",
+        lambda on: {"hue": 0.045, "gamma": 0.05, "share": 0.33} if on else {},
+        "{hue: 0.045, gamma: 0.05, share: 0.33}",
+    ),
     "random_crop": KohyaOption("data.crop", lambda on: "random" if on else "centre"),
     "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, int(count))),
     "network_weights": KohyaOption("adapter.from"),
@@ -160,7 +171,8 @@ SEVERAL: dict[str, str] = {
     "max_train_epochs": "train.steps, by the pictures in the folders",
     "lr_warmup_steps": "optim.warmup_steps; below 1 a share of the steps",
     "text_encoder_lr": "optim.text_encoder_lr; of a list the second is optim.text_encoder_2_lr",
-    "optimizer_args": "weight_decay, betas and eps: optim.weight_decay, beta1, beta2, eps",
+    "optimizer_args": "optim.weight_decay, beta1 to beta3 (betas), eps, scale_parameter, d_coef, "
+    "use_bias_correction",
     "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
     "network_args": "see the next table",
     "network_train_unet_only": "adapter.text_encoder=false",
@@ -336,6 +348,7 @@ SHARED = frozenset(
         "caption_suffix",
         "enable_wildcard",
         "flip_aug",
+        "color_aug",
         "random_crop",
         "alpha_mask",
     )
@@ -439,16 +452,30 @@ def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     steps = read.content["train"]["steps"]
     if warmup:
         read.put("optim.warmup_steps", int(warmup * steps) if warmup < 1 else int(warmup))
+    chosen = read.content.get("optim", {}).get("name")
+    if chosen in ("lion", "came", "prodigy"):
+        read.put("optim.weight_decay", 0.0)  # those classes' own default
     for name, value in _arguments(given.get("optimizer_args")):
         if name == "betas":
-            first, second = (float(beta) for beta in value.strip("()[]").split(","))
-            read.put("optim.beta1", first)
-            read.put("optim.beta2", second)
-        elif name in ("weight_decay", "eps"):
+            for i, beta in enumerate(value.strip("()[]").split(","), 1):
+                read.put(f"optim.beta{i}", float(beta))
+        elif name in ("weight_decay", "eps", "d_coef"):
             read.put(f"optim.{name}", float(value))
+        elif name == "use_bias_correction" or (name == "scale_parameter" and chosen == "adafactor"):
+            read.put(f"optim.{name}", value.lower() == "true")
+        elif (name, value.lower()) in DONE_ANYWAY:
+            continue
         else:
             read.unknown.append(f"optimizer_args {name}")
 
+
+DONE_ANYWAY = {
+    ("relative_step", "false"),
+    ("warmup_init", "false"),
+    ("decouple", "true"),
+    ("safeguard_warmup", "true"),
+}
+"""Entries of optimizer_args that are so here whatever is said."""
 
 PROMPT_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "n": ("negative", str),

@@ -44,6 +44,7 @@ from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
 from darkroom.train.setup import make_job
+from darkroom.train.tasks.lora import note_start
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
@@ -175,6 +176,7 @@ def _begin(
             planned = None if estimate is None else estimate(recipe, job.num_devices)
             _keep_plan(run, planned, say)
             keep_tokenizer(recipe.model, job.task.model, run.path)
+            note_start(run.path, job.step.weights.masters, recipe.adapter)
         trainer = _trainer(job, run, say, first_step=0)
         if place.start is not None:
             trainer.restore(place.start)
@@ -241,6 +243,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
         run.set_recipe(recipe.dump())
         run.add_session(_environment(job))
         keep_tokenizer(recipe.model, job.task.model, run.path)
+        note_start(run.path, job.step.weights.masters, recipe.adapter)
 
     ranks.in_turn(prepare_run)
     trainer = _trainer(job, run, say, first_step=step)
