@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from darkroom.cli import app
 from darkroom.errors import RecipeError
-from darkroom.recipe import Recipe
+from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.kohya import NETWORK, SEVERAL, TABLE, table
 from darkroom.recipe.read import read_sweep
 from darkroom.recipe.reference import find_keys
+from darkroom.train.run import train
 
 LORA = """
 [model]
@@ -136,6 +139,33 @@ def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
         "Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True", "safeguard_warmup=True"
     )
     assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
+
+
+def test_a_state_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """A LoRA's state as accelerate writes it: what is safe of it is begun with, pickles are left alone."""
+    state = tmp_path / "mine-step00000300-state"
+    state.mkdir()
+    (state / "optimizer.bin").write_bytes(b"a pickle")
+    (state / "train_state.json").write_text('{"current_epoch": 2, "current_step": 300}')
+    stem = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    tensors = {f"{stem}.lora_down.weight": torch.zeros(2, 8), f"{stem}.lora_up.weight": torch.zeros(8, 2)}
+    save_file({**tensors, f"{stem}.alpha": torch.tensor(1.0)}, state / "model.safetensors")
+    text = f'pretrained_model_name_or_path = "sd15"\nresume = "{state.name}"\n'
+    told = r"optimiser is pickled .*; begin with its weights: adapter.from=.*safetensors, .*the 300"
+    with pytest.raises(
+        RecipeError, match=rf"^resume: '.*-state' is another trainer's state, whose {told}"
+    ) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+    given = make_recipe({"task": "lora", "model": {"base": "tiny"}, "data": {"folder": str(tmp_path)}})
+    with pytest.raises(RecipeError, match=rf"^--resume: .* whose {told}"):
+        train(given, out=tmp_path / "run", resume=str(state), console=lambda _: None)
+    (state / "model.safetensors").unlink()
+    with pytest.raises(RecipeError, match=r"save the weights there as a model, and set model.base to it"):
+        read(tmp_path, text)
+    (state / "optimizer.bin").unlink()
+    with pytest.raises(RecipeError, match=r"resume: '.*' is no folder of a state"):
+        read(tmp_path, text)
 
 
 def test_a_dataset_file_says_the_sets(tmp_path: Path, folders: dict[str, str]) -> None:

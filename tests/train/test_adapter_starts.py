@@ -149,9 +149,9 @@ def test_evas_directions_are_the_inputs_main_ones() -> None:
         ours = found[f"unet.{name}.lora_A.default.weight"].double()
         torch.testing.assert_close(ours @ ours.T, torch.eye(2, dtype=torch.float64), atol=1e-4, rtol=0)
         caught = ((rows - rows.mean(dim=0)) @ ours.T).square().sum() / sizes[:2].square().sum()
-        assert 0.97 < caught < 1.0001, name
+        assert 0.9 < caught < 1.0001, name
         last = ((rows - rows.mean(dim=0)) @ directions[-2:].T).square().sum() / sizes[:2].square().sum()
-        assert last < 0.9
+        assert last < 0.6 * caught
     assert not any(module._forward_pre_hooks for n, module in model.unet.named_modules() if "lora" in n)
 
 

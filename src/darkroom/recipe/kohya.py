@@ -6,10 +6,12 @@ named and left out; what is known and cannot be had is refused.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,9 +129,7 @@ TABLE: dict[str, KohyaOption] = {
     "enable_wildcard": KohyaOption("data.wildcards"),
     "flip_aug": KohyaOption("data.flip"),
     "color_aug": KohyaOption(
-        "data.augment",
-        lambda on: {"hue": 0.045, "gamma": 0.05, "share": 0.33} if on else {},
-        "{hue: 0.045, gamma: 0.05, share: 0.33}",
+        "data.augment.hue", lambda on: 0.045 if on else 0.0, "0.045; gamma 0.05, share 0.33"
     ),
     "random_crop": KohyaOption("data.crop", lambda on: "random" if on else "centre"),
     "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, int(count))),
@@ -176,6 +176,7 @@ SEVERAL: dict[str, str] = {
     "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
     "network_args": "see the next table",
     "network_train_unet_only": "adapter.text_encoder=false",
+    "resume": "refused, with the key that begins with the state's weights: its optimiser is pickled",
     "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l; pictures are of one size",
 }
 """Options that are more than one key, or depend on others."""
@@ -250,6 +251,9 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     file = Path(path)
     given = _flat(_toml(file))
     read = RecipeDraft()
+    if state := given.pop("resume", None):
+        refuse_foreign_state("resume", file.parent / str(state))
+        raise RecipeError("resume", f"'{state}' is no folder of a state", mend="leave it out")
     adapts = bool(given.get("network_module"))
     read.put("task", "lora" if adapts else "finetune")
     if adapts:
@@ -265,6 +269,9 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     elif _number(given.get("text_encoder_lr", given.get("learning_rate_te1", 0))) not in (0, [0.0]):
         read.put("model.train_text_encoder", True)
     _sets(read, given, file.parent)
+    if read.content.get("data", {}).get("augment", {}).get("hue"):
+        read.put("data.augment.gamma", 0.05)
+        read.put("data.augment.share", 0.33)
     _length(read, given)
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
@@ -273,6 +280,40 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     if read.unknown:
         notes.append(f"not known here and left out: {', '.join(sorted(read.unknown))}")
     return read.content, notes
+
+
+STATE_FILES = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
+"""What accelerate writes into a state's folder, for sd-scripts and for diffusers' scripts."""
+STATE_WEIGHTS = ("pytorch_lora_weights.safetensors", "model.safetensors")
+
+
+def refuse_foreign_state(key: str, folder: Path) -> None:
+    """RecipeError where a folder is a state that accelerate has saved, with what to do instead.
+
+    Its optimiser and its random numbers are pickled, and a pickle can run code on opening.
+    """
+    if not any((folder / name).is_file() for name in STATE_FILES):
+        return
+    from darkroom.models.adapters.export import is_adapter
+
+    file = next((folder / name for name in STATE_WEIGHTS if is_adapter(folder / name)), None)
+    done = _steps_of(folder)
+    if file is None:
+        mend = "save the weights there as a model, and set model.base to it"
+    else:
+        mend = f"begin with its weights: adapter.from={file}"
+        mend += f", with train.steps less the {done:,} that are made" if done else ""
+    raise RecipeError(
+        key, f"'{folder}' is another trainer's state, whose optimiser is pickled and not read", mend=mend
+    )
+
+
+def _steps_of(folder: Path) -> int:
+    """The steps of sd-scripts' train_state.json, or of a folder's name such as checkpoint-500; else 0."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads((folder / "train_state.json").read_text(encoding="utf-8"))["current_step"])
+    named = re.search(r"(\d+)(?:-state)?$", folder.name)
+    return int(named[1]) if named else 0
 
 
 def _toml(file: Path) -> dict[str, Any]:

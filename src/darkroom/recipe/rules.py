@@ -162,6 +162,7 @@ def check_together(recipe: Recipe) -> None:
     _check_sets(task, data, train)
     _check_folder(task, data)
     _check_adapter(task, adapter, model, recipe.parallel)
+    _check_start(task, adapter, data, recipe.parallel)
     _check_text_rates(task, adapter, model, optim)
     _check_subject(task, data)
     _check_prior(data)
@@ -275,6 +276,16 @@ def _check_adapter(
             f"true with the task {task}, which leaves the model's own weights alone",
             mend="set adapter.text_encoder=true to adapt it too",
         )
+    if parallel.mode == "fsdp" and adapter.kind in ("oft", "full"):
+        raise RecipeError("parallel.mode", f"fsdp with adapter.kind={adapter.kind}", allowed="none or ddp")
+
+
+def _check_start(
+    task: str, adapter: AdapterSettings | None, data: DataSettings, parallel: ParallelSettings
+) -> None:
+    """Where an adapter's start and the rest exclude each other."""
+    if adapter is None:
+        return
     start = adapter.init_lora_weights
     if adapter.changes_base and task in ("dpo", "distill"):
         raise RecipeError(
@@ -282,12 +293,14 @@ def _check_adapter(
             f"{start} with the task {task}, which compares with the base as it is",
             allowed="default, gaussian, eva",
         )
+    if start == "eva" and data.encode == "online":
+        raise RecipeError(
+            "data.encode", "online with adapter.init_lora_weights=eva", allowed="stored, inline"
+        )
     if start == "eva" and parallel.mode != "none":
         raise RecipeError(
             "parallel.mode", f"{parallel.mode} with adapter.init_lora_weights=eva", allowed="none"
         )
-    if parallel.mode == "fsdp" and adapter.kind in ("oft", "full"):
-        raise RecipeError("parallel.mode", f"fsdp with adapter.kind={adapter.kind}", allowed="none or ddp")
 
 
 def _check_text_rates(

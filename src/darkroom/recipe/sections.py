@@ -357,8 +357,8 @@ class AdapterSettings(BaseModel):
         default="default",
         description="how training starts, by PEFT's names. default, gaussian: from nothing added; pissa "
         "(Meng et al. 2024): from the base's own main directions, whose share is taken out of the base "
-        "(niter_16: found quickly); eva (Paischer et al. 2024): from the main directions of the layers' inputs "
-        "in the first batches. What is written goes with the base as it was",
+        "(niter_16: found quickly); eva (Paischer et al. 2024): from the main directions of the layers' "
+        "inputs in the first batches. What is written goes with the base as it was",
     )
     targets: Literal["qv", "attention", "all-linear", "conv"] | tuple[str, ...] = Field(
         default="attention",

@@ -86,7 +86,7 @@ class _Packed(nn.Module):
         return unpack(self.codes, self.scales.view(torch.float32), self.kind, self.shape, dtype)
 
 
-class PackedLinear(_Packed, nn.Linear):
+class PackedLinear(_Packed, nn.Linear):  # type: ignore[override]
     """A linear layer whose weight is bits."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class PackedLinear(_Packed, nn.Linear):
         return made
 
 
-class PackedConv2d(_Packed, nn.Conv2d):
+class PackedConv2d(_Packed, nn.Conv2d):  # type: ignore[override]
     """A convolution whose weight is bits. It keeps no input for the backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def pack_layers(module: nn.Module, kind: str) -> int:
     for name, layer in module.named_modules():
         if not BLOCKS.match(name) or not _can_be_packed(layer, kind):
             continue
-        weight: Tensor = layer._parameters.pop("weight")  # type: ignore[assignment]
+        weight: Tensor = layer._parameters.pop("weight")
         layer.__class__ = _PACKED[type(layer)]
         assert isinstance(layer, _Packed)
         layer.kind, layer.shape, layer.dtype = kind, weight.shape, weight.dtype
@@ -168,7 +168,9 @@ def _can_be_packed(layer: nn.Module, kind: str) -> bool:
         return False
     if isinstance(layer, nn.Conv2d) and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
         return False
-    number = layer.weight.numel()  # type: ignore[operator]
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    number = weight.numel()
     return number >= LEAST_WEIGHTS and (kind != "nf4" or number % BLOCK == 0)
 
 

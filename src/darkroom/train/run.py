@@ -19,6 +19,7 @@ from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
+from darkroom.recipe.kohya import refuse_foreign_state
 from darkroom.recipe.phases import phase_recipes, sweep_recipe
 from darkroom.recipe.read import recipe_of
 from darkroom.recipe.rules import SUBJECT_TASKS
@@ -122,6 +123,7 @@ def _place(ranks: Ranks, out: Path, resume: str, settings: CheckpointSettings, s
     if resume == "never":
         return _Place(free)
     start = Path(resume)
+    refuse_foreign_state("--resume", start)
     if not (start / "manifest.json").is_file():
         raise InputError(
             f"--resume {resume}", allowed="auto, never, or a checkpoint's folder (RUN/checkpoints/step-...)"

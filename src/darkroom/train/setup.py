@@ -80,7 +80,7 @@ from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
-from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
+from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Reading, Task
 from darkroom.train.tasks.distill import Distillation
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
 from darkroom.train.tasks.lora import (
@@ -171,9 +171,9 @@ def make_job(
     fed = (train, data, task, stores, order, device, ranks)
     if isinstance(feed, OpenFeed):
         feed = feed.bound(*fed) if data.encode == "online" else None
-    feed = feed or make_feed(*fed)
     if recipe.adapter is not None and recipe.adapter.init_lora_weights == "eva":
-        _begin_with_eva(task, step, feed, device)
+        first = train.model_copy(update={"steps": EVA_BATCHES})  # the same however long the run is
+        _begin_with_eva(task, step, make_feed(first, *fed[1:]), device)
     flops, scores = None, None
     if ranks.sharded and device.type != "cpu":  # cut weights cannot be counted with
         flops = flops_per_image(task, one_row())
@@ -184,7 +184,7 @@ def make_job(
         recipe=recipe,
         task=task,
         step=step,
-        feed=feed,
+        feed=feed or make_feed(*fed),
         rows_of=None if foreign else lambda k: order.batch(k).positions_B.tolist(),
         flops=flops,
         device=device,
@@ -209,14 +209,13 @@ def _begin_with_eva(task: Task, step: Step, feed: Feed, device: torch.device) ->
     masters = step.weights.masters
     for module in task.modules.values():
         module.eval()
+
+    def look_at(columns: Columns) -> None:
+        for micro in micro_batches(task.inputs(columns, device), step.micro_batch * task.rows_a_picture):
+            task.losses(micro)
+
     with feed(0) as batches:
-
-        def looked_at() -> None:
-            inputs = task.inputs(next(batches), device)
-            for micro in micro_batches(inputs, step.micro_batch * task.rows_a_picture):
-                task.losses(micro)
-
-        found = find_eva_start(task.modules, [looked_at] * EVA_BATCHES)
+        found = find_eva_start(task.modules, (partial(look_at, columns) for columns in batches))
     with torch.no_grad():
         for name, directions in found.items():
             masters[name].copy_(directions)
