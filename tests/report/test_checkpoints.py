@@ -36,7 +36,7 @@ def run_of(folder: Path, steps: list[int], *, task: str = "lora", noted: bool = 
         make_grid(cells).save(run.samples / f"step-{step:08d}.png")
     run.log(*({"step": step, "heldout_loss": abs(step - 200) / 1000 + 0.1} for step in steps))
     if noted:
-        (run.samples / "prompts.json").write_text(json.dumps(PROMPTS))
+        (run.path / "prompts.json").write_text(json.dumps(PROMPTS))
     (run.checkpoints / "step-00000300").mkdir()
     return run
 

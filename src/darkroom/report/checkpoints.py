@@ -95,7 +95,7 @@ def _read(path: Path) -> SampledRun:
 def _prompts(run: Run, recipe: dict[str, Any]) -> list[Any]:
     """What was drawn: as the run noted it, or as its recipe says."""
     with suppress(OSError, ValueError):
-        noted: list[Any] = json.loads((run.samples / PROMPTS).read_text(encoding="utf-8"))
+        noted: list[Any] = json.loads((run.path / PROMPTS).read_text(encoding="utf-8"))
         return noted
     return list(recipe.get("sample", {}).get("prompts") or ())
 
