@@ -36,6 +36,13 @@ MIDDLE = {**TINY, "model": {"base": "tiny", **WIDE}}
 MIDDLE_LORA = {**MIDDLE, "task": "lora", "adapter": {"rank": 8}}
 SD15 = {"task": "finetune", "model": {"base": "sd15"}, "data": {"store": "x", "resolution": 512}}
 LORA = {**SD15, "task": "lora", "adapter": {"rank": 8, "targets": "qv"}}
+
+
+def _held_in(kind: str | None) -> dict[str, Any]:
+    """A LoRA's training whose frozen U-Net is held in fewer bits."""
+    return {**MIDDLE_LORA, "model": {**MIDDLE["model"], "base_precision": kind}}
+
+
 FOLDER = "a folder of 16 pictures"  # made where the case is measured
 VAE = {"block_out_channels": [128, 128, 256], "layers_per_block": 1}
 RUN = {
@@ -56,6 +63,10 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
     "27 M U-Net, 256 px, batch 4": (MIDDLE, 4),
     "27 M U-Net, 256 px, batch 8, checkpointed": ({**MIDDLE, **CHECKPOINTED}, 8),
     "27 M U-Net, 256 px, batch 4, LoRA rank 8": (MIDDLE_LORA, 4),
+    **{
+        f"27 M U-Net, 256 px, batch 1, LoRA rank 8, {kind or 'float32'}": (_held_in(kind), 1)
+        for kind in (None, "int8", "fp8", "nf4")
+    },
     "a run with latents of its own, 256 px": (RUN, 1),
     "a run that draws samples of 4, 256 px": ({**RUN, "data": INLINE, "sample": DRAWN}, 1),
     "tiny model, 256 px, pictures, batch 2": (TINY_PICTURES, 2),

@@ -26,6 +26,7 @@ from darkroom.hardware.system import atomic_replace, lock_file, remove_file, rem
 
 RECIPE, ENVIRONMENT, METRICS, BILL = "recipe.yaml", "environment.json", "metrics.jsonl", "bill.json"
 ENDED, PLAN = "ended.json", "plan.json"
+PROMPTS = "prompts.json"
 _LOCK = ".lock"
 
 

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from darkroom.cli import app
 from darkroom.errors import RecipeError
-from darkroom.recipe import Recipe
+from darkroom.recipe import Recipe, make_recipe
 from darkroom.recipe.kohya import NETWORK, SEVERAL, TABLE, table
 from darkroom.recipe.read import read_sweep
 from darkroom.recipe.reference import find_keys
+from darkroom.train.run import train
 
 LORA = """
 [model]
@@ -53,7 +56,7 @@ network_module = "lycoris.kohya"
 network_dim = 16
 network_args = ["algo=locon", "conv_dim=8", "conv_alpha=4", "rank_dropout=0.1", "preset=full"]
 xformers = true
-color_aug = false
+color_aug = true
 """
 
 
@@ -97,6 +100,7 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
     assert (optim.weight_decay, optim.beta2) == (0.05, 0.99)
     assert (data.resolution, data.buckets, data.clip_skip, data.max_token_length) == (512, True, 1, 225)
     assert (data.shuffle_tags, data.keep_tokens) == (True, 1)
+    assert (data.augment.hue, data.augment.share) == (0.045, 0.33)
     objective = recipe.objective
     assert (objective.loss.type, objective.timesteps.min, objective.timesteps.max) == ("smooth-l1", 10, 900)
     assert objective.noise.model_dump(exclude_defaults=True) == {
@@ -105,7 +109,63 @@ def test_a_lora_is_read_whole_and_what_is_unknown_is_named(tmp_path: Path, folde
         "perturbation": 0.1,
     }
     left_out = next(line for line in recipe.derived if line.startswith("not known here and left out: "))
-    assert left_out.split(": ")[1] == "color_aug, network_args preset, optimizer_args momentum"
+    assert left_out.split(": ")[1] == "network_args preset, optimizer_args momentum"
+
+
+def test_optimisers_and_their_arguments_are_read(tmp_path: Path) -> None:
+    def optim(name: str, *arguments: str) -> dict[str, Any]:
+        told = ", ".join(f'"{one}"' for one in arguments)
+        text = (
+            f'pretrained_model_name_or_path = "sd15"\noptimizer_type = "{name}"\noptimizer_args = [{told}]\n'
+        )
+        (tmp_path / "10_a dog").mkdir(exist_ok=True)
+        recipe = read(
+            tmp_path, f'{text}learning_rate = 1e-4\ntrain_data_dir = "{tmp_path}"\n', *RATE.get(name, ())
+        )
+        assert not any("left out" in line for line in recipe.derived), recipe.derived
+        return recipe.optim.model_dump()
+
+    RATE = {"Prodigy": ("optim.lr=1",)}
+    lion = optim("Lion", "betas=0.95,0.98")
+    assert (lion["name"], lion["lr"], lion["beta1"], lion["beta2"], lion["weight_decay"]) == (
+        *("lion", 1e-4, 0.95, 0.98),
+        0.0,
+    )
+    came = optim("pytorch_optimizer.CAME", "betas=(0.9,0.99,0.999)", "weight_decay=0.02")
+    assert (came["name"], came["beta3"], came["weight_decay"]) == ("came", 0.999, 0.02)
+    absolute = optim("AdaFactor", "scale_parameter=False", "relative_step=False", "warmup_init=False")
+    assert (absolute["name"], absolute["scale_parameter"], absolute["lr"]) == ("adafactor", False, 1e-4)
+    prodigy = optim(
+        "Prodigy", "decouple=True", "d_coef=2", "use_bias_correction=True", "safeguard_warmup=True"
+    )
+    assert (prodigy["d_coef"], prodigy["use_bias_correction"]) == (2.0, True)
+
+
+def test_a_state_folder_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """A LoRA's state as accelerate writes it: what is safe of it is begun with, pickles are left alone."""
+    state = tmp_path / "mine-step00000300-state"
+    state.mkdir()
+    (state / "optimizer.bin").write_bytes(b"a pickle")
+    (state / "train_state.json").write_text('{"current_epoch": 2, "current_step": 300}')
+    stem = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+    tensors = {f"{stem}.lora_down.weight": torch.zeros(2, 8), f"{stem}.lora_up.weight": torch.zeros(8, 2)}
+    save_file({**tensors, f"{stem}.alpha": torch.tensor(1.0)}, state / "model.safetensors")
+    text = f'pretrained_model_name_or_path = "sd15"\nresume = "{state.name}"\n'
+    told = r"optimiser is pickled .*; begin with its weights: adapter.from=.*safetensors, .*the 300"
+    with pytest.raises(
+        RecipeError, match=rf"^resume: '.*-state' is another trainer's state, whose {told}"
+    ) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+    given = make_recipe({"task": "lora", "model": {"base": "tiny"}, "data": {"folder": str(tmp_path)}})
+    with pytest.raises(RecipeError, match=rf"^--resume: .* whose {told}"):
+        train(given, out=tmp_path / "run", resume=str(state), console=lambda _: None)
+    (state / "model.safetensors").unlink()
+    with pytest.raises(RecipeError, match=r"save the weights there as a model, and set model.base to it"):
+        read(tmp_path, text)
+    (state / "optimizer.bin").unlink()
+    with pytest.raises(RecipeError, match=r"resume: '.*' is no folder of a state"):
+        read(tmp_path, text)
 
 
 def test_a_dataset_file_says_the_sets(tmp_path: Path, folders: dict[str, str]) -> None:
@@ -189,7 +249,7 @@ network_train_unet_only = true
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('optimizer_type = "Lion"', "optimizer_type: 'Lion' is not known here; allowed: adamw, "),
+        ('optimizer_type = "DAdaptSGD"', "optimizer_type: 'DAdaptSGD' is not known here; allowed: adamw, "),
         ('lr_scheduler = "polynomial"', "lr_scheduler: 'polynomial' is not known here"),
         ('resolution = "512,768"', "resolution: 512,768: width and height differ"),
         ('network_module = "networks.dylora"', "network_module: 'networks.dylora'; allowed: networks.lora"),

@@ -165,7 +165,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise offset": {"objective": {"noise": {"offset": 0.1}}},
     "min-snr": {"objective": {"min_snr_gamma": 5.0}},
     "fused backward": {"optim": {"fused_backward": True, "clip_norm": None}},
-    **{name: {"optim": {"name": name}} for name in ("schedule-free", "muon")},
+    **{name: {"optim": {"name": name}} for name in ("schedule-free", "muon", "lion", "came")},
     "huber": {"objective": {"loss": {"type": "huber"}}},
     "multires, perturbation": {"objective": {"noise": {"multires_iterations": 4, "perturbation": 0.1}}},
     "logit-normal": {"objective": {"timesteps": {"distribution": "logit-normal"}}},

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
+from subjects import recipe_for
 from torch import Tensor, nn
 
 from darkroom.errors import RecipeError
+from darkroom.plan.training import profile_recipe
 from darkroom.recipe import make_recipe
 from darkroom.recipe.sections import OptimSettings, TrainSettings
 from darkroom.run import Run
@@ -28,7 +32,7 @@ from darkroom.train.run import train
 from darkroom.train.step import Step
 from train.conftest import MakeRecipe
 
-KINDS = ["adamw", "adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"]
+KINDS = ["adamw", "adamw8bit", "adafactor", "came", "lion", "prodigy", "schedule-free", "muon"]
 RATES = {"prodigy": 1.0, "adafactor": 1e-1}
 
 
@@ -43,9 +47,11 @@ def params_of(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, "adafactor absolute", "prodigy corrected"])
 def test_a_state_saved_as_tensors_and_json_goes_on_to_the_bit(name: str) -> None:
-    settings = OptimSettings(name=name, lr=RATES.get(name, 1e-2))
+    name, _, more = name.partition(" ")
+    own = {"absolute": {"scale_parameter": False}, "corrected": {"use_bias_correction": True, "d_coef": 2.0}}
+    settings = OptimSettings(name=name, lr=RATES.get(name, 1e-2), **own.get(more, {}))
 
     def stepped(params: dict[str, Tensor], optimiser, steps: range) -> None:
         for k in steps:
@@ -103,6 +109,120 @@ def test_adafactors_rate_for_all_weights_moves_them_about_as_far_as_adamws() -> 
     assert moved("adafactor", 1e-5) < 0.05 * moved("adamw", 1e-5)
 
 
+# ---- against the papers' formulas
+
+
+def walked(name: str, steps: int = 6, **settings: object) -> list[dict[str, np.ndarray]]:
+    """The weights before and after each step, and the gradients, in float64."""
+    optim = OptimSettings.model_validate({"name": name, "lr": 1e-2, "beta1": 0.8, "beta2": 0.95, **settings})
+    params = params_of()
+    optimiser = make_optimiser(parameter_groups(params, {"unet": optim.lr}, optim.weight_decay, optim), optim)
+    seen = [{key: param.detach().double().numpy().copy() for key, param in params.items()}]
+    for k in range(steps):
+        torch.manual_seed(k)
+        for param in params.values():
+            param.grad = torch.randn_like(param) + 0.1 * param.detach()
+        seen[-1] |= {f"{key}/grad": p.grad.double().numpy().copy() for key, p in params.items()}  # type: ignore[union-attr]
+        optimiser.step()
+        seen.append({key: param.detach().double().numpy().copy() for key, param in params.items()})
+    return seen
+
+
+def decay_of(key: str) -> float:
+    return 0.0 if key == "unet.b" else 0.3
+
+
+def test_lion_is_the_papers_algorithm() -> None:
+    seen = walked("lion", weight_decay=0.3)
+    for key in params_of():
+        weight, mean = seen[0][key], 0.0
+        for before, after in itertools.pairwise(seen):
+            grad = before[f"{key}/grad"]
+            moved = np.sign(0.8 * mean + 0.2 * grad)
+            weight = weight - 1e-2 * (moved + decay_of(key) * weight)
+            mean = 0.95 * mean + 0.05 * grad
+            assert after[key] == pytest.approx(weight, abs=1e-5)
+            plain = before[key] - 1e-2 * np.sign(grad)
+            assert key == "unet.b" or np.abs(after[key] - plain).max() > 1e-3
+
+
+def test_came_is_the_papers_algorithm() -> None:
+    """Algorithm 2 written out row by row; without confidence (algorithm 1 of Adafactor's mean) it differs."""
+
+    def factored(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        return rows[..., :, None] * columns[..., None, :] / rows.mean(axis=-1)[..., None, None]
+
+    seen = walked("came", weight_decay=0.3, beta3=0.9)
+    for key, param in params_of().items():
+        flat = param.ndim == 1
+        weight, mean, sq, res = seen[0][key], 0.0, [0.0, 0.0], [0.0, 0.0]
+        for before, after in itertools.pairwise(seen):
+            grad = before[f"{key}/grad"]
+            square = grad**2 + 1e-30
+            sq = [0.95 * sq[i] + 0.05 * (square if flat else square.mean(axis=-1 - i)) for i in (0, 1)]
+            update = grad / np.sqrt(sq[0] if flat else factored(*sq))
+            update = update / max(1.0, np.sqrt((update**2).mean()))
+            mean = 0.8 * mean + 0.2 * update
+            unsure = (update - mean) ** 2 + 1e-16
+            res = [0.9 * res[i] + 0.1 * (unsure if flat else unsure.mean(axis=-1 - i)) for i in (0, 1)]
+            step = mean if flat else mean / np.sqrt(factored(*res))
+            weight = weight - 1e-2 * (step + decay_of(key) * weight)
+            assert after[key] == pytest.approx(weight, abs=2e-4)
+        assert flat or np.abs(step - mean).max() > 0.1
+
+
+def test_adafactor_with_absolute_rates_moves_as_far_as_the_rate_says() -> None:
+    absolute = walked("adafactor", steps=1, scale_parameter=False, weight_decay=0.0)
+    relative = walked("adafactor", steps=1, weight_decay=0.0)
+    moved = [np.abs(after["unet.m"] - before["unet.m"]) for before, after in (absolute, relative)]
+    assert np.sqrt((moved[0] ** 2).mean()) == pytest.approx(1e-2, rel=0.01)  # the update's mean square is one
+    size = np.sqrt((absolute[0]["unet.m"] ** 2).mean())
+    assert np.sqrt((moved[1] ** 2).mean()) == pytest.approx(1e-2 * size, rel=0.05)
+
+
+def test_lions_defaults_are_a_third_of_the_rate_and_thrice_the_decay() -> None:
+    lora = {"task": "lora", "model": {"base": "tiny"}, "data": {"folder": "a"}}
+    found = make_recipe(lora, ["optim.name=lion"])
+    assert (found.optim.lr, found.optim.beta2, found.optim.weight_decay) == (3e-5, 0.99, 0.03)
+    assert any("optim.lr" in line and "Lion moves every weight" in line for line in found.derived)
+    said = make_recipe(lora, ["optim.name=lion", "optim.lr=1e-4", "optim.beta2=0.9"]).optim
+    assert (said.lr, said.beta2) == (1e-4, 0.9)
+    word = {"task": "textual-inversion", "model": {"base": "tiny", "word": {"token": "<x>", "initial": "a"}}}
+    found = make_recipe({**word, "data": {"instance": "a"}}, ["optim.name=lion"])
+    assert (found.optim.lr, found.optim.weight_decay) == (7e-4, 0.0)
+    assert make_recipe(lora).optim.beta2 == 0.999
+
+
+def test_plans_hold_each_ones_state(base: Path, photos: Path) -> None:
+    """Lion keeps one number a weight, CAME one and its rows and columns, AdamW two."""
+    held = {}
+    for name in ("adamw", "came", "lion"):
+        recipe = recipe_for("finetune", base, photos, f"optim.name={name}", "train.micro_batch=1")
+        profile = profile_recipe(recipe, "float32", gpu=True)
+        held[name] = max(moment.at(1)["optimiser"] for moment in profile.moments) / profile.trained
+    assert held["lion"] == pytest.approx(4, rel=0.05)
+    assert held["adamw"] == pytest.approx(8, rel=0.05)  # in the allocator's pieces
+    assert held["lion"] < held["came"] < held["adamw"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.beta3=0.9", r"optim.beta3: 0.9 with optim.name=adamw; allowed: with came"),
+        (
+            "optim.scale_parameter=false",
+            r"scale_parameter: false with optim.name=adamw; allowed: with adafactor",
+        ),
+        ("optim.d_coef=2", r"optim.d_coef: 2 with optim.name=adamw; allowed: with prodigy"),
+    ],
+)
+def test_settings_of_another_optimiser_are_refused(
+    recipe_of: MakeRecipe, override: str, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe_of("pretrain", override)
+
+
 class Quadratic:
     """The distance of a small network's answer from what it should be."""
 
@@ -155,7 +275,7 @@ def test_no_full_set_of_gradients_is_held() -> None:
     assert held == [0] * 4
 
 
-@pytest.mark.parametrize("name", ["adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"])
+@pytest.mark.parametrize("name", KINDS[1:])
 def test_a_run_with_it_learns_stops_and_goes_on_to_the_bit(
     recipe_of: MakeRecipe, tmp_path: Path, name: str
 ) -> None:

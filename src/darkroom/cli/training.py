@@ -387,6 +387,9 @@ def report(
         bool,
         typer.Option("--five-systems", help="five published systems next to darkroom's figures, with a CSV"),
     ] = False,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="samples alone: prompts down, steps across")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a report: one HTML file.
@@ -395,6 +398,12 @@ def report(
 
     Example: darkroom report runs/emoji --out report.html
     """
+    if checkpoints:
+        from darkroom.report.checkpoints import write_checkpoints_page
+
+        page = write_checkpoints_page(sources or [], out)
+        show({"report": page}, as_json, lambda: [f"report: {page}"])
+        return
     if five_systems:
         from darkroom.proof.page import write_five_systems
 

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageColor, ImageEnhance, ImageOps, UnidentifiedImageError
 
 from darkroom.errors import InputError
 
@@ -219,6 +219,48 @@ def resize_crop(
     box = (left, top, min(left + kept[0], image.width), min(top + kept[1], image.height))
     cut = image.resize((width, height), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
     return cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else cut
+
+
+@dataclass(frozen=True)
+class ColourChange:
+    """How far colours may vary: each factor lies between 1 - x and 1 + x, a hue's shift between -x and x."""
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0  # of the whole circle
+    gamma: float = 0.0
+    share: float = 1.0  # of pictures that are changed at all
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything may vary."""
+        return bool(self.share) and any(vars(self)[name] for name in (*ENHANCERS, "hue", "gamma"))
+
+    def applied(self, image: Image.Image, key: int) -> Image.Image:
+        """An RGB picture with colours drawn by a key."""
+        first, *drawn = np.random.Generator(np.random.Philox(key=key)).random(6).tolist()
+        if first >= self.share:
+            return image
+        moved = [2 * number - 1 for number in drawn]
+        for name, u in zip(ENHANCERS, moved, strict=False):
+            if most := getattr(self, name):
+                image = getattr(ImageEnhance, ENHANCERS[name])(image).enhance(1 + most * u)
+        if self.hue:
+            hue, *others = image.convert("HSV").split()
+            shift = round(256 * self.hue * moved[3])
+            image = Image.merge("HSV", (hue.point(lambda value: (value + shift) % 256), *others)).convert(
+                "RGB"
+            )
+        if self.gamma:
+            power = 1 + self.gamma * moved[4]
+            table = [round(255 * (value / 255) ** power) for value in range(256)]
+            image = image.point(table * 3)
+        return image
+
+
+ENHANCERS = {"brightness": "Brightness", "contrast": "Contrast", "saturation": "Color"}
+"""Pillow's classes, whose factors these are."""
 
 
 def buckets(resolution: int, *, step: int = 64, max_ratio: float = 2.0) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from darkroom.data import order as draws
@@ -44,6 +45,7 @@ from darkroom.data.blocks import (
     parse_text,
     pixels_of,
 )
+from darkroom.data.images import ColourChange
 from darkroom.data.order import BatchRows, Ints, Order, OrderSettings, Purpose, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import InputError, LoaderError
@@ -65,6 +67,7 @@ class ReadSettings(BaseModel):
     pixels: int | None = Field(None, gt=0, description="decode pictures to this side; buckets say their own")
     crop: Literal["centre", "random"] = Field("centre", description="where pictures are cut")
     flip: bool = Field(False, description="mirror half of the pictures")
+    colour: ColourChange = Field(ColourChange(), description="how colours vary")
     background: str = Field("white", description="colour laid under transparent pictures")
     columns: tuple[str, ...] = Field((), description="further columns, under their own names")
     prompts: tuple[str, ...] = Field((), description="one of these is the caption of rows that have none")
@@ -285,6 +288,7 @@ class Assembler:
             else:
                 batch.columns[name] = _stack(parts, picks, len(rows), self._pin)
         self._flip(batch)
+        self._recolour(batch)
         self._say_captions(batch)
         self._drop_captions(batch)
         self.add_draws(batch)
@@ -311,6 +315,17 @@ class Assembler:
             flips = torch.from_numpy(self._uniform(batch, Purpose.FLIP) < 0.5)
             batch["pixels"][flips] = batch["pixels"][flips].flip(-1)
             batch.columns["mirrored"] = flips
+
+    def _recolour(self, batch: Batch) -> None:
+        colour = self._read.colour
+        if not colour.changes or "pixels" not in batch:
+            return
+        keys = draws.mix(self._read.seed, int(Purpose.COLOUR), batch.epochs_B, batch.positions_B).tolist()
+        for target_3HW, key in zip(batch["pixels"].numpy(), keys, strict=True):
+            changed = colour.applied(
+                Image.fromarray(np.ascontiguousarray(target_3HW.transpose(1, 2, 0))), key
+            )
+            target_3HW[:] = np.asarray(changed).transpose(2, 0, 1)
 
     def _say_captions(self, batch: Batch) -> None:
         read = self._read

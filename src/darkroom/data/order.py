@@ -482,6 +482,7 @@ class Purpose(IntEnum):
     TAG_DROPOUT = 13
     WILDCARDS = 14
     FURTHER = 15
+    COLOUR = 16
 
 
 def _mix_int(h: int, part: int) -> int:

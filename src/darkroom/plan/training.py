@@ -37,6 +37,7 @@ from darkroom.plan.tracing import (
 )
 from darkroom.recipe.sections import VAE_TASKS, AlignSettings
 from darkroom.train import setup as job
+from darkroom.train.base_precision import packed_weights
 from darkroom.train.distributed.ddp_fsdp import blocks_of
 from darkroom.train.distributed.weights import cast
 from darkroom.train.tasks.diffusion import SIZES
@@ -87,7 +88,10 @@ def profile_recipe(recipe: Recipe, precision: str, *, gpu: bool) -> Profile:
         number = recipe.sample.num if prompts is None else len(prompts)
         if number and recipe.task not in VAE_TASKS:
             moments += samples(counter, number, recipe.sample.guidance, side, model, gpu=gpu)
-        parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in held.items()}
+        parameters = {
+            name: sum(p.numel() for p in module.parameters()) + packed_weights(module)
+            for name, module in held.items()
+        }
         counted = profile_of(
             traces,
             (2, 3),
@@ -148,7 +152,11 @@ def _without_store(recipe: Recipe) -> Recipe:
     train = recipe.train.model_copy(update={"align": AlignSettings()})  # its extractor is not opened
     quiet = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes), "train": train})
     if recipe.adapter is not None:  # what it starts from is as large as what it is
-        quiet = quiet.model_copy(update={"adapter": recipe.adapter.model_copy(update={"start": None})})
+        quiet = quiet.model_copy(
+            update={
+                "adapter": recipe.adapter.model_copy(update={"start": None, "init_lora_weights": "default"})
+            }
+        )
     word = recipe.model.word
     if word is None:
         return quiet

@@ -6,10 +6,12 @@ named and left out; what is known and cannot be had is refused.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,10 @@ OPTIMISERS = {
     "adafactor": "adafactor",
     "prodigy": "prodigy",
     "adamwschedulefree": "schedule-free",
+    "lion": "lion",
+    "came": "came",
+    "pytorch_optimizer.came": "came",
+    "came_pytorch.came": "came",
 }
 DECAYS = {
     "constant": "constant",
@@ -74,6 +80,8 @@ DECAYS = {
 TABLE: dict[str, KohyaOption] = {
     "pretrained_model_name_or_path": KohyaOption("model.base"),
     "vae": KohyaOption("model.vae"),
+    "fp8_base": KohyaOption("model.base_precision", lambda on: "fp8" if on else None, "of the U-Net"),
+    "fp8_base_unet": KohyaOption("model.base_precision", lambda on: "fp8" if on else None),
     "v_parameterization": KohyaOption("objective.prediction", lambda on: "v" if on else None),
     "resolution": KohyaOption("data.resolution", _side, "one side"),
     "enable_bucket": KohyaOption("data.buckets"),
@@ -120,6 +128,9 @@ TABLE: dict[str, KohyaOption] = {
     "caption_suffix": KohyaOption("data.caption_suffix"),
     "enable_wildcard": KohyaOption("data.wildcards"),
     "flip_aug": KohyaOption("data.flip"),
+    "color_aug": KohyaOption(
+        "data.augment.hue", lambda on: 0.045 if on else 0.0, "0.045; gamma 0.05, share 0.33"
+    ),
     "random_crop": KohyaOption("data.crop", lambda on: "random" if on else "centre"),
     "max_data_loader_n_workers": KohyaOption("data.workers", lambda count: max(1, int(count))),
     "network_weights": KohyaOption("adapter.from"),
@@ -160,10 +171,12 @@ SEVERAL: dict[str, str] = {
     "max_train_epochs": "train.steps, by the pictures in the folders",
     "lr_warmup_steps": "optim.warmup_steps; below 1 a share of the steps",
     "text_encoder_lr": "optim.text_encoder_lr; of a list the second is optim.text_encoder_2_lr",
-    "optimizer_args": "weight_decay, betas and eps: optim.weight_decay, beta1, beta2, eps",
+    "optimizer_args": "optim.weight_decay, beta1 to beta3 (betas), eps, scale_parameter, d_coef, "
+    "use_bias_correction",
     "network_module": "adapter.kind (networks.lora; lycoris.kohya with algo in network_args); none: finetune",
     "network_args": "see the next table",
     "network_train_unet_only": "adapter.text_encoder=false",
+    "resume": "refused, with the key that begins with the state's weights: its optimiser is pickled",
     "sample_prompts": "sample.prompts: a text file's lines with --n, --d, --s, --l; pictures are of one size",
 }
 """Options that are more than one key, or depend on others."""
@@ -238,6 +251,9 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     file = Path(path)
     given = _flat(_toml(file))
     read = RecipeDraft()
+    if state := given.pop("resume", None):
+        refuse_foreign_state("resume", file.parent / str(state))
+        raise RecipeError("resume", f"'{state}' is no folder of a state", mend="leave it out")
     adapts = bool(given.get("network_module"))
     read.put("task", "lora" if adapts else "finetune")
     if adapts:
@@ -253,6 +269,9 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     elif _number(given.get("text_encoder_lr", given.get("learning_rate_te1", 0))) not in (0, [0.0]):
         read.put("model.train_text_encoder", True)
     _sets(read, given, file.parent)
+    if read.content.get("data", {}).get("augment", {}).get("hue"):
+        read.put("data.augment.gamma", 0.05)
+        read.put("data.augment.share", 0.33)
     _length(read, given)
     _optimiser(read, given)
     if prompts := given.get("sample_prompts"):
@@ -261,6 +280,40 @@ def read_kohya(path: str | Path) -> tuple[dict[str, Any], list[str]]:
     if read.unknown:
         notes.append(f"not known here and left out: {', '.join(sorted(read.unknown))}")
     return read.content, notes
+
+
+STATE_FILES = ("optimizer.bin", "scheduler.bin", "random_states_0.pkl")
+"""What accelerate writes into a state's folder, for sd-scripts and for diffusers' scripts."""
+STATE_WEIGHTS = ("pytorch_lora_weights.safetensors", "model.safetensors")
+
+
+def refuse_foreign_state(key: str, folder: Path) -> None:
+    """RecipeError where a folder is a state that accelerate has saved, with what to do instead.
+
+    Its optimiser and its random numbers are pickled, and a pickle can run code on opening.
+    """
+    if not any((folder / name).is_file() for name in STATE_FILES):
+        return
+    from darkroom.models.adapters.export import is_adapter
+
+    file = next((folder / name for name in STATE_WEIGHTS if is_adapter(folder / name)), None)
+    done = _steps_of(folder)
+    if file is None:
+        mend = "save the weights there as a model, and set model.base to it"
+    else:
+        mend = f"begin with its weights: adapter.from={file}"
+        mend += f", with train.steps less the {done:,} that are made" if done else ""
+    raise RecipeError(
+        key, f"'{folder}' is another trainer's state, whose optimiser is pickled and not read", mend=mend
+    )
+
+
+def _steps_of(folder: Path) -> int:
+    """The steps of sd-scripts' train_state.json, or of a folder's name such as checkpoint-500; else 0."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads((folder / "train_state.json").read_text(encoding="utf-8"))["current_step"])
+    named = re.search(r"(\d+)(?:-state)?$", folder.name)
+    return int(named[1]) if named else 0
 
 
 def _toml(file: Path) -> dict[str, Any]:
@@ -336,6 +389,7 @@ SHARED = frozenset(
         "caption_suffix",
         "enable_wildcard",
         "flip_aug",
+        "color_aug",
         "random_crop",
         "alpha_mask",
     )
@@ -439,16 +493,30 @@ def _optimiser(read: RecipeDraft, given: Mapping[str, Any]) -> None:
     steps = read.content["train"]["steps"]
     if warmup:
         read.put("optim.warmup_steps", int(warmup * steps) if warmup < 1 else int(warmup))
+    chosen = read.content.get("optim", {}).get("name")
+    if chosen in ("lion", "came", "prodigy"):
+        read.put("optim.weight_decay", 0.0)  # those classes' own default
     for name, value in _arguments(given.get("optimizer_args")):
         if name == "betas":
-            first, second = (float(beta) for beta in value.strip("()[]").split(","))
-            read.put("optim.beta1", first)
-            read.put("optim.beta2", second)
-        elif name in ("weight_decay", "eps"):
+            for i, beta in enumerate(value.strip("()[]").split(","), 1):
+                read.put(f"optim.beta{i}", float(beta))
+        elif name in ("weight_decay", "eps", "d_coef"):
             read.put(f"optim.{name}", float(value))
+        elif name == "use_bias_correction" or (name == "scale_parameter" and chosen == "adafactor"):
+            read.put(f"optim.{name}", value.lower() == "true")
+        elif (name, value.lower()) in DONE_ANYWAY:
+            continue
         else:
             read.unknown.append(f"optimizer_args {name}")
 
+
+DONE_ANYWAY = {
+    ("relative_step", "false"),
+    ("warmup_init", "false"),
+    ("decouple", "true"),
+    ("safeguard_warmup", "true"),
+}
+"""Entries of optimizer_args that are so here whatever is said."""
 
 PROMPT_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "n": ("negative", str),

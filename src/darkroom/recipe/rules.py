@@ -96,8 +96,11 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
     task = content.get("task")
     optim = content.get("optim")
     name = optim.get("name") if isinstance(optim, dict) else None
-    if (own := _own_rate(task, name)) is not None:
+    scaled = isinstance(optim, dict) and optim.get("scale_parameter") is False
+    if (own := _own_rate(task, name, scales=not scaled)) is not None:
         yield own
+    if name == "lion":
+        yield from _lion(content)
     if name == "schedule-free":
         yield _SCHEDULE_FREE
     if _optim_fused(content):
@@ -113,11 +116,21 @@ def defaults_of(content: Mapping[str, Any]) -> Iterator[Default]:
         yield from _TINY_VAE
 
 
-def _own_rate(task: Any, name: Any) -> Default | None:
+def _lion(content: Mapping[str, Any]) -> Iterator[Default]:
+    """Lion's betas, a third of AdamW's rate and thrice its decay, which the paper has at 3 to 10 times."""
+    plain = {**content, "optim": {**content["optim"], "name": "adamw"}}
+    usual = dict(reversed([(key, value) for key, value, _ in defaults_of(plain)]))
+    lr, decay = usual.get("optim.lr", 1e-4), usual.get("optim.weight_decay", 0.01)
+    yield "optim.lr", float(f"{lr / 3:.1g}"), "each step of Lion moves every weight by the whole rate"
+    yield "optim.beta2", 0.99, "Lion's own"
+    yield "optim.weight_decay", 3 * decay, "Lion's rate is smaller, and decay goes with it"
+
+
+def _own_rate(task: Any, name: Any, *, scales: bool = True) -> Default | None:
     """The learning rate of an optimiser whose scale is not AdamW's; None of the others."""
     if name == "prodigy":
         return "optim.lr", 1.0, "Prodigy finds the rate by itself; this is its factor"
-    if name == "adafactor":
+    if name == "adafactor" and scales:
         rate = _ADAFACTOR.get(task, 1e-2) if isinstance(task, str) else 1e-2
         return "optim.lr", rate, "Adafactor's rate is relative to the size of each weight"
     return None
@@ -158,10 +171,12 @@ def check_together(recipe: Recipe) -> None:
     _check_sets(task, data, train)
     _check_folder(task, data)
     _check_adapter(task, adapter, model, recipe.parallel)
+    _check_start(task, adapter, data, recipe.parallel)
     _check_text_rates(task, adapter, model, optim)
     _check_subject(task, data)
     _check_prior(data)
     _check_word(task, model, data)
+    _check_base_precision(recipe)
     _check_preference(task, data, adapter, objective)
     _check_text(task, data, model, adapter)
     _check_masks(data, objective)
@@ -274,6 +289,29 @@ def _check_adapter(
         raise RecipeError("parallel.mode", f"fsdp with adapter.kind={adapter.kind}", allowed="none or ddp")
 
 
+def _check_start(
+    task: str, adapter: AdapterSettings | None, data: DataSettings, parallel: ParallelSettings
+) -> None:
+    """Where an adapter's start and the rest exclude each other."""
+    if adapter is None:
+        return
+    start = adapter.init_lora_weights
+    if adapter.changes_base and task in ("dpo", "distill"):
+        raise RecipeError(
+            "adapter.init_lora_weights",
+            f"{start} with the task {task}, which compares with the base as it is",
+            allowed="default, gaussian, eva",
+        )
+    if start == "eva" and data.encode == "online":
+        raise RecipeError(
+            "data.encode", "online with adapter.init_lora_weights=eva", allowed="stored, inline"
+        )
+    if start == "eva" and parallel.mode != "none":
+        raise RecipeError(
+            "parallel.mode", f"{parallel.mode} with adapter.init_lora_weights=eva", allowed="none"
+        )
+
+
 def _check_text_rates(
     task: str, adapter: AdapterSettings | None, model: ModelSettings, optim: OptimSettings
 ) -> None:
@@ -317,11 +355,11 @@ def _check_prior(data: DataSettings) -> None:
         )
     if data.class_prompt is not None and data.encode == "online":
         raise RecipeError("data.encode", "online with data.class_prompt", allowed="stored, inline or auto")
-    if data.class_prompt is not None and data.buckets:
+    if data.class_prompt is not None and data.buckets and data.encode == "stored":
         raise RecipeError(
-            "data.buckets",
-            "true, but class pictures, which are square, go with the subject's",
-            mend="leave data.class_prompt out, or set data.buckets=false",
+            "data.encode",
+            "stored with data.buckets and data.class_prompt: class pictures are cut to each batch's shape",
+            allowed="inline or auto",
         )
 
 
@@ -347,6 +385,28 @@ def _check_preference(
     if given := next((key for key, is_so in refused.items() if is_so), None):
         raise RecipeError(
             given, "given with the task dpo, whose loss has no place for it", mend="leave it out"
+        )
+
+
+def _check_base_precision(recipe: Recipe) -> None:
+    kind = recipe.model.base_precision
+    if kind is None:
+        return
+    if not recipe.frozen_unet:
+        raise RecipeError(
+            "model.base_precision",
+            f"{kind} with the task {recipe.task}, which trains the U-Net's own weights",
+            allowed=f"with {', '.join(ADAPTER_TASKS)}, textual-inversion, or distill with an adapter",
+        )
+    if recipe.adapter is not None and recipe.adapter.kind in ("oft", "full"):
+        raise RecipeError(
+            "adapter.kind",
+            f"{recipe.adapter.kind} with model.base_precision={kind}: it changes the whole weight",
+            allowed="lora, loha, lokr",
+        )
+    if recipe.train.compile != "none":
+        raise RecipeError(
+            "train.compile", f"{recipe.train.compile} with model.base_precision={kind}", allowed="none"
         )
 
 
@@ -439,7 +499,21 @@ OWN_RATES = (
 """Settings of `optim` that give some weights another rate than others."""
 
 
+_OF_ONE = {
+    "beta3": "came",
+    "scale_parameter": "adafactor",
+    "d_coef": "prodigy",
+    "use_bias_correction": "prodigy",
+}
+"""Settings of `optim` that one optimiser has."""
+
+
 def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
+    for key, only in _OF_ONE.items():
+        given = getattr(optim, key)
+        if optim.name != only and given != type(optim).model_fields[key].default:
+            value = str(given).lower() if isinstance(given, bool) else f"{given:g}"
+            raise RecipeError(f"optim.{key}", f"{value} with optim.name={optim.name}", allowed=f"with {only}")
     if optim.name == "prodigy" and (key := next((name for name in OWN_RATES if getattr(optim, name)), None)):
         raise RecipeError(f"optim.{key}", "given, but Prodigy has one rate for all", mend="leave it out")
     if optim.name == "schedule-free":
@@ -485,7 +559,7 @@ def _check_optimiser(optim: OptimSettings, train: TrainSettings) -> None:
 
 def _check_rates(task: str, optim: OptimSettings, phases: Sequence[PhaseSettings]) -> None:
     """A rate for AdamW makes an optimiser of another scale learn nothing, and nobody would see why."""
-    own = _own_rate(task, optim.name)
+    own = _own_rate(task, optim.name, scales=optim.scale_parameter)
     if own is None:
         return
     names = ("lr", "unet_lr", "text_encoder_lr", "text_encoder_2_lr")
@@ -520,6 +594,7 @@ def _check_extras(task: str, train: TrainSettings, data: DataSettings, *, phases
         "buckets": data.buckets,
         "crop": data.crop == "random",
         "flip": data.flip,
+        "augment": data.augment.used,
         "encode": data.encode == "online",
     }
     if named := next((key for key, is_so in refused.items() if is_so), None):
@@ -566,7 +641,11 @@ def _check_online(task: str, data: DataSettings) -> None:
 
 
 SHARDED_TASKS = ("pretrain", "finetune")
-SHARDED_OPTIMISERS = ("adamw", "schedule-free")  # each number has a step of its own; the rest need matrices
+SHARDED_OPTIMISERS = (
+    "adamw",
+    "lion",
+    "schedule-free",
+)  # each number has a step of its own; the rest need matrices
 
 
 def _check_parallel(

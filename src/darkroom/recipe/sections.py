@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from darkroom.bill import Bill, format_usd
 from darkroom.evaluate.settings import SmallSettings
 from darkroom.recipe.tuning import (
+    AugmentSettings,
     DataSet,
     LayerRule,
     LossSettings,
@@ -66,6 +67,11 @@ class ModelSettings(BaseModel):
     train_text_encoder: bool = Field(default=False, description="train the text encoder with the U-Net")
     fresh_unet: bool = Field(
         default=False, description="keep the base's VAE and text encoder, its U-Net from random weights"
+    )
+    base_precision: Literal["fp8", "int8", "nf4"] | None = Field(
+        default=None,
+        description="what the layers of a frozen U-Net's blocks are held in, under an adapter or a new word: "
+        "8 bits, or 4 (QLoRA, Dettmers et al. 2023); computed with in train.precision; null: that",
     )
     word: WordSettings | None = Field(default=None, description="the new word of textual inversion")
     seed: int = Field(default=0, ge=0, lt=2**63, description="of the random weights")
@@ -147,6 +153,9 @@ class DataSettings(BaseModel):
     )
     crop: Literal["centre", "random"] = Field(default="centre", description="of pictures encoded inline")
     flip: bool = Field(default=False, description="mirror half of the pictures that are encoded inline")
+    augment: AugmentSettings = Field(
+        default=AugmentSettings(), description="colours of pictures that are encoded inline vary"
+    )
     repeats: Annotated[int, Field(ge=1, le=10_000)] | Literal["folders"] = Field(
         default=1,
         description="folders: each picture in `10_sks dog/` comes ten times as often as one in `1_more/` or "
@@ -198,7 +207,10 @@ class DataSettings(BaseModel):
     @property
     def caches_latents(self) -> bool:
         """Whether a run with a store of its own makes latents once, because pictures are always cut alike."""
-        alike = self.crop == "centre" and not self.flip and set(self.sides) <= {self.resolution}
+        alike = self.crop == "centre" and not self.flip and not self.augment.used
+        alike = alike and set(self.sides) <= {self.resolution}
+        # Class pictures are cut to the shape of the subject's picture that they go with.
+        alike = alike and not (self.buckets and self.class_prompt is not None)
         return self.encode not in ("inline", "online") and alike
 
     @property
@@ -234,11 +246,14 @@ class OptimSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Literal["adamw", "adamw8bit", "adafactor", "prodigy", "schedule-free", "muon"] = Field(
-        default="adamw",
-        description="AdamW (Loshchilov & Hutter 2019), fused; adamw8bit: its state in 8 bits (torchao); "
-        "adafactor (Shazeer & Stern 2018); prodigy (Mishchenko & Defazio 2023); schedule-free AdamW (Defazio "
-        "et al. 2024); muon for matrices (Jordan et al. 2024), AdamW for the rest",
+    name: Literal["adamw", "adamw8bit", "adafactor", "came", "lion", "prodigy", "schedule-free", "muon"] = (
+        Field(
+            default="adamw",
+            description="AdamW (Loshchilov & Hutter 2019), fused; adamw8bit: its state in 8 bits (torchao); "
+            "adafactor (Shazeer & Stern 2018); came (Luo et al. 2023); lion (Chen et al. 2023); prodigy "
+            "(Mishchenko & Defazio 2023); schedule-free AdamW (Defazio et al. 2024); muon for matrices "
+            "(Jordan et al. 2024), AdamW for the rest",
+        )
     )
     fused_backward: bool = Field(
         default=False,
@@ -273,7 +288,21 @@ class OptimSettings(BaseModel):
         default=0.0, ge=0, le=1, description="the last step's rate as a share of lr (cosine and linear)"
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradients")
-    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of their squares")
+    beta2: float = Field(
+        default=0.999,
+        ge=0,
+        lt=1,
+        description="decay of the mean of their squares; of lion of the mean itself",
+    )
+    beta3: float = Field(
+        default=0.9999, ge=0, lt=1, description="of came: decay of the mean of the updates' instability"
+    )
+    scale_parameter: bool = Field(
+        default=True,
+        description="of adafactor: rates are relative to each weight's size; false: lr is as AdamW's",
+    )
+    d_coef: float = Field(default=1.0, gt=0, le=100, description="of prodigy: factor of the rate it finds")
+    use_bias_correction: bool = Field(default=False, description="of prodigy: Adam's correction at the start")
     eps: float = Field(default=1e-8, gt=0, description="keeps the division finite")
     weight_decay: float = Field(
         default=0.01,
@@ -325,6 +354,13 @@ class AdapterSettings(BaseModel):
         alias="from",
         description="an adapter file that training starts from, of the same kind, rank and layers",
     )
+    init_lora_weights: Literal["default", "gaussian", "pissa", "pissa_niter_16", "eva"] = Field(
+        default="default",
+        description="how training starts, by PEFT's names. default, gaussian: from nothing added; pissa "
+        "(Meng et al. 2024): from the base's own main directions, whose share is taken out of the base "
+        "(niter_16: found quickly); eva (Paischer et al. 2024): from the main directions of the layers' "
+        "inputs in the first batches. What is written goes with the base as it was",
+    )
     targets: Literal["qv", "attention", "all-linear", "conv"] | tuple[str, ...] = Field(
         default="attention",
         description="qv: query and value projections; attention: these, keys and outputs; all-linear: every "
@@ -369,6 +405,11 @@ class AdapterSettings(BaseModel):
         default=None, description="the words that call it up, noted in the file; null: data.prompt"
     )
 
+    @property
+    def changes_base(self) -> bool:
+        """Whether training takes something out of the base's weights, which the written adapter puts back."""
+        return self.init_lora_weights.startswith("pissa")
+
     def rank_of(self, layer: str) -> int:
         """The rank of a layer `<part>.<path>`; 0 where it has no addition."""
         found = _first_match(self.rank_pattern, layer)
@@ -395,6 +436,14 @@ class AdapterSettings(BaseModel):
             extra += [] if self.kind in ("loha", "lokr") else ["rank_dropout", "module_dropout"]
             if given := next((name for name in extra if getattr(self, name)), None):
                 raise ValueError(f"{given} with kind {self.kind}, which has none; use kind lora")
+        start = self.init_lora_weights
+        if start != "default" and (self.kind != "lora" or self.start is not None):
+            other = "from" if self.kind == "lora" else f"kind {self.kind}"
+            raise ValueError(f"init_lora_weights {start} with {other}; use default")
+        if self.dora and start.startswith("pissa"):
+            raise ValueError(
+                f"init_lora_weights {start} with dora, whose magnitudes are the base's; use default"
+            )
         if self.kind != "lokr" and (self.factor != -1 or self.decompose_both):
             raise ValueError(f"factor and decompose_both with kind {self.kind}; they are of kind lokr")
         if self.dora and (self.rank_dropout or self.module_dropout):

@@ -129,6 +129,26 @@ class DataSet(BaseModel):
     )
 
 
+class AugmentSettings(BaseModel):
+    """How the colours of pictures vary, anew each time a picture comes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    brightness: float = Field(default=0.0, ge=0, le=1, description="factor between 1 - x and 1 + x")
+    contrast: float = Field(default=0.0, ge=0, le=1, description="likewise")
+    saturation: float = Field(default=0.0, ge=0, le=1, description="likewise")
+    hue: float = Field(default=0.0, ge=0, le=0.5, description="largest shift, as a share of the whole circle")
+    gamma: float = Field(default=0.0, ge=0, lt=1, description="power between 1 - x and 1 + x")
+    share: float = Field(default=1.0, ge=0, le=1, description="share of pictures that are changed each time")
+
+    @property
+    def used(self) -> bool:
+        """Whether anything varies."""
+        return bool(
+            self.share and (self.brightness or self.contrast or self.saturation or self.hue or self.gamma)
+        )
+
+
 class SamplePrompt(BaseModel):
     """One picture of a sample grid with settings of its own."""
 

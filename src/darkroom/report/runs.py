@@ -377,8 +377,7 @@ def write_report(
     What a run has not is left out. Raises InputError for a path that is none of these.
     """
     given = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
-    if Path(out).exists() and Path(out).suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"'{out}' is there already, and is no report", mend="choose another name")
+    check_target(Path(out))
     if not given:
         raise InputError("nothing to report on", mend="give run folders, CSVs of measurements or pictures")
     runs = [Run.open(path) for path in given if (path / "recipe.yaml").is_file()]
@@ -400,7 +399,7 @@ def write_report(
         f"Written by darkroom {darkroom.__version__} on {now:%Y-%m-%d %H:%M} UTC. "
         "One file; nothing is loaded from elsewhere.",
     )
-    return _write(Path(out), content)
+    return write_page(Path(out), content)
 
 
 def _pictures(path: Path) -> list[Path]:
@@ -426,7 +425,14 @@ def _what(runs: Sequence[Run], tables: Sequence[Path], pictures: Sequence[Path])
     return ", ".join(f"{n} {name}{'s' if n > 1 else ''}" for n, name in counts if n)
 
 
-def _write(target: Path, content: str) -> Path:
+def check_target(out: Path) -> None:
+    """InputError where a report would overwrite something else."""
+    if out.exists() and out.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"'{out}' is there already, and is no report", mend="choose another name")
+
+
+def write_page(target: Path, content: str) -> Path:
+    """Write a page whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_text(content, encoding="utf-8")

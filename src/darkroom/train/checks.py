@@ -40,11 +40,12 @@ def check_settings(recipe: Recipe, processes: int | None = None) -> None:
         from darkroom.train.tasks.extractor import check_extractor
 
         check_extractor(train, data, recipe.model, recipe.objective.extractor)
-    elif data.encode == "stored" and (data.flip or data.crop == "random"):
-        named = "flip" if data.flip else "crop"
+    elif data.encode == "stored" and (data.flip or data.crop == "random" or data.augment.used):
+        named = "flip" if data.flip else "crop" if data.crop == "random" else "augment"
+        given = "given" if named == "augment" else getattr(data, named)
         raise RecipeError(
             f"data.{named}",
-            f"{getattr(data, named)}, but prepared latents are of pictures as they are, cut at the centre",
+            f"{given}, but prepared latents are of pictures as they are, cut at the centre",
             mend="set data.encode=inline",
         )
     if processes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from darkroom.bill import Meter, format_seconds
 from darkroom.hardware.system import atomic_replace, remove_file
 from darkroom.recipe.sections import SampleSettings
 from darkroom.recipe.tuning import SamplePrompt
-from darkroom.run import Run
+from darkroom.run import PROMPTS, Run, write_whole
 from darkroom.train.checkpoint.format import Checkpoint
 from darkroom.train.distributed.ranks import HangWatchdog
 from darkroom.train.distributed.weights import Weights, held_rows
@@ -272,12 +273,19 @@ class Looking:
                     drawing = self._drawing(k)
                     how = self._job.recipe.data.reading
                     _sample_grid(self._task.model, settings, self._job.prompts, size, path, drawing, **how)
+                    self._note_prompts()
             except Abandoned:
                 return
         if not self._ranks.first:
             remove_file(path)
         elif path.exists():
             self._tracker.picture(k, "samples", path)
+
+    def _note_prompts(self) -> None:
+        """What the grids' pictures are of, in their order."""
+        told = [one if isinstance(one, str) else one.model_dump() for one in self._job.prompts]
+        if self._ranks.first:
+            write_whole(self._run.path / PROMPTS, json.dumps(told, ensure_ascii=False, indent=1) + "\n")
 
     def _path(self, k: int) -> Path:
         return self._run.samples / f"step-{k:08d}.png"

@@ -19,7 +19,7 @@ from darkroom.train.distributed.weights import cast
 from darkroom.train.model import build_model, no_captions
 from darkroom.train.sharing import dataset_metadata, training_metadata
 from darkroom.train.tasks.extractor import ExtractorModel, build_extractor
-from darkroom.train.tasks.lora import adapter_of
+from darkroom.train.tasks.lora import START, adapter_of, read_noted_start
 from darkroom.train.tasks.textual_inversion import FILE as WORDS
 from darkroom.train.tasks.textual_inversion import add_word, settle_words, write_words
 from darkroom.train.tasks.tiny_vae import TinyVaeModel
@@ -87,7 +87,12 @@ def trained_adapter(recipe: Recipe, values: Values, name: str, run: Path | None 
     if run is not None:
         with suppress(StoreError):  # pictures that are gone have no entry
             metadata |= dataset_metadata(recipe.data, run, recipe.train.global_batch)
-    return adapter_of(name, values, recipe.adapter, metadata)
+    start = None
+    if recipe.adapter.changes_base:
+        start = None if run is None else read_noted_start(run)
+        if start is None:
+            raise CheckpointError(f"the run has lost {START}, without which its adapter cannot be written")
+    return adapter_of(name, values, recipe.adapter, metadata, start)
 
 
 def _base_name(ref: str) -> str:
@@ -111,7 +116,7 @@ def write_whole_model(
     if recipe.adapts:
         from darkroom.models.adapters.read import merge
 
-        merge(model, trained_adapter(recipe, values, target.name))
+        merge(model, trained_adapter(recipe, values, target.name, run))
         values = {}
     elif recipe.model.word is not None:
         add_word(model, recipe.model.word)

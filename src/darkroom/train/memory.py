@@ -110,7 +110,9 @@ def alike(inputs: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
 def activation_bytes(task: Task, inputs: Mapping[str, Tensor]) -> int:
     """What autograd keeps of one forward pass, weights apart, by running it."""
     weights = {
-        p.untyped_storage().data_ptr() for module in task.modules.values() for p in module.parameters()
+        held.untyped_storage().data_ptr()
+        for module in task.modules.values()
+        for held in chain(module.parameters(), module.buffers())
     }
     kept: dict[int, int] = {}
     alive: list[Tensor] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from darkroom.errors import MissingExtra
 from darkroom.recipe.sections import EmaSettings, OptimSettings
+from darkroom.train.lion_came import CAME, Lion
 
 State = dict[str, Any]
 
@@ -135,16 +136,40 @@ def _made(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.
     if settings.name == "adamw8bit":
         made = _imported("torchao.optim", "AdamW8bit", "quant")(groups, lr=lr, betas=betas, eps=eps)
     elif settings.name == "adafactor":
-        made = torch.optim.Adafactor(groups, lr=lr)
+        made = _adafactor(groups, settings)
+    elif settings.name == "lion":
+        made = Lion(groups, lr=lr, betas=betas)
+    elif settings.name == "came":
+        made = CAME(groups, lr=lr, betas=(*betas, settings.beta3))
     elif settings.name == "prodigy":
         prodigy = _imported("prodigyopt", "Prodigy", "optim")
-        made = prodigy(groups, lr=lr, betas=betas, eps=eps, safeguard_warmup=settings.warmup_steps > 0)
+        made = prodigy(
+            groups,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            d_coef=settings.d_coef,
+            use_bias_correction=settings.use_bias_correction,
+            safeguard_warmup=settings.warmup_steps > 0,
+        )
     elif settings.name == "schedule-free":
         made = _imported("schedulefree", "AdamWScheduleFree", "optim")(groups, lr=lr, betas=betas, eps=eps)
         for group in made.param_groups:
             group["train_mode"] = True
     else:
         made = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return made
+
+
+def _adafactor(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    """PyTorch's; with a rate that is not relative to a weight's size transformers', which sd-scripts take."""
+    if settings.scale_parameter:
+        return torch.optim.Adafactor(groups, lr=settings.lr)
+    from transformers.optimization import Adafactor
+
+    made: torch.optim.Optimizer = Adafactor(
+        groups, lr=settings.lr, scale_parameter=False, relative_step=False, warmup_init=False
+    )
     return made
 
 

@@ -19,6 +19,7 @@ from darkroom.data.store import Store
 from darkroom.errors import DarkroomError, InputError, RecipeError, Stopped, is_out_of_memory
 from darkroom.hardware import accelerator
 from darkroom.hardware.system import file_name
+from darkroom.recipe.kohya import refuse_foreign_state
 from darkroom.recipe.phases import phase_recipes, sweep_recipe
 from darkroom.recipe.read import recipe_of
 from darkroom.recipe.rules import SUBJECT_TASKS
@@ -44,6 +45,7 @@ from darkroom.train.jobs import Pinned, Say, TrainingSetup
 from darkroom.train.memory import NotOneFits
 from darkroom.train.model import keep_tokenizer
 from darkroom.train.setup import make_job
+from darkroom.train.tasks.lora import note_start
 from darkroom.train.tracking import NoTracker, make_tracker
 from darkroom.train.trainer import Trainer, TrainResult, result_of
 
@@ -121,6 +123,7 @@ def _place(ranks: Ranks, out: Path, resume: str, settings: CheckpointSettings, s
     if resume == "never":
         return _Place(free)
     start = Path(resume)
+    refuse_foreign_state("--resume", start)
     if not (start / "manifest.json").is_file():
         raise InputError(
             f"--resume {resume}", allowed="auto, never, or a checkpoint's folder (RUN/checkpoints/step-...)"
@@ -175,6 +178,7 @@ def _begin(
             planned = None if estimate is None else estimate(recipe, job.num_devices)
             _keep_plan(run, planned, say)
             keep_tokenizer(recipe.model, job.task.model, run.path)
+            note_start(run.path, job.step.weights.masters, recipe.adapter)
         trainer = _trainer(job, run, say, first_step=0)
         if place.start is not None:
             trainer.restore(place.start)
@@ -241,6 +245,7 @@ def _go_on(recipe: Recipe, run: Run, feed: Feed | OpenFeed | None, say: Say, ran
         run.set_recipe(recipe.dump())
         run.add_session(_environment(job))
         keep_tokenizer(recipe.model, job.task.model, run.path)
+        note_start(run.path, job.step.weights.masters, recipe.adapter)
 
     ranks.in_turn(prepare_run)
     trainer = _trainer(job, run, say, first_step=step)

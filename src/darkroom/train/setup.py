@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from darkroom import models
 from darkroom.bill import format_number
+from darkroom.data.images import ColourChange
 from darkroom.data.loader import ReadSettings
 from darkroom.data.mixing import versions_of
 from darkroom.data.order import Rows
@@ -34,6 +36,7 @@ from darkroom.recipe.sections import (
     TrainSettings,
 )
 from darkroom.recipe.tuning import SamplePrompt
+from darkroom.train.base_precision import pack_layers
 from darkroom.train.checkpoint.resume import exactness
 from darkroom.train.checks import check_settings
 from darkroom.train.contents import base_of, check_base, contents_of
@@ -77,11 +80,16 @@ from darkroom.train.scores import Scores
 from darkroom.train.speed import flops_per_image, set_kernels
 from darkroom.train.step import DTYPES, Step, choose_precision, micro_batches
 from darkroom.train.tasks.autoencoder import Autoencoder
-from darkroom.train.tasks.diffusion import SIZES, Diffusion, Reading, Task
+from darkroom.train.tasks.diffusion import SIZES, Columns, Diffusion, Reading, Task
 from darkroom.train.tasks.distill import Distillation
 from darkroom.train.tasks.dmd2 import DistributionMatching
 from darkroom.train.tasks.extractor import ExtractorModel, LearnExtractor, build_extractor
-from darkroom.train.tasks.lora import add_adapters, parameter_table
+from darkroom.train.tasks.lora import (
+    EVA_BATCHES,
+    add_adapters,
+    find_eva_start,
+    parameter_table,
+)
 from darkroom.train.tasks.preference import Preference
 from darkroom.train.tasks.repa import make_extras
 from darkroom.train.tasks.textual_inversion import add_word
@@ -143,8 +151,9 @@ def make_job(
     if recipe.frozen_unet and model.unet is not None:
         cast_opened(model.unet, site.dtype)  # never trained: no float32 copy is needed
     stores = _made_ready(recipe.task, data, recipe.model.base, model, store, site)
-    _move(model, device)
-    task = make_task(recipe, model, store, device)
+    # What is to be held in fewer bits goes there afterwards.
+    _move(model, device, but=model.unet if recipe.model.base_precision else None)
+    task = make_task(recipe, model, store, device, pinned.run)
     base |= _seen_by(task)
     if recipe.adapter is not None and recipe.adapter.start is not None:
         base["adapter"] = read_adapter(recipe.adapter.start).sha256[:16]
@@ -164,6 +173,9 @@ def make_job(
     fed = (train, data, task, stores, order, device, ranks)
     if isinstance(feed, OpenFeed):
         feed = feed.bound(*fed) if data.encode == "online" else None
+    if recipe.adapter is not None and recipe.adapter.init_lora_weights == "eva":
+        first = train.model_copy(update={"steps": EVA_BATCHES})  # the same however long the run is
+        _begin_with_eva(task, step, make_feed(first, *fed[1:]), device)
     flops, scores = None, None
     if ranks.sharded and device.type != "cpu":  # cut weights cannot be counted with
         flops = flops_per_image(task, one_row())
@@ -189,6 +201,29 @@ def make_job(
         notes=notes,
         ranks=ranks,
     )
+
+
+def _begin_with_eva(task: Task, step: Step, feed: Feed, device: torch.device) -> None:
+    """Set an adapter's first factors to the main directions of its layers' inputs in the first batches.
+
+    A run that goes on does the same, and then takes its checkpoint's values.
+    """
+    masters = step.weights.masters
+    for module in task.modules.values():
+        module.eval()
+
+    def look_at(columns: Columns) -> None:
+        for micro in micro_batches(task.inputs(columns, device), step.micro_batch * task.rows_a_picture):
+            task.losses(micro)
+
+    with feed(0) as batches:
+        found = find_eva_start(task.modules, (partial(look_at, columns) for columns in batches))
+    with torch.no_grad():
+        for name, directions in found.items():
+            masters[name].copy_(directions)
+    step.weights.publish()
+    for module in task.modules.values():
+        module.train()
 
 
 def _opened_store(
@@ -239,9 +274,10 @@ def _made_ready(
     return stores
 
 
-def _move(model: Model, device: torch.device) -> None:
+def _move(model: Model, device: torch.device, but: nn.Module | None = None) -> None:
     for module in model.modules.values():
-        nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
+        if module is not but:
+            nn.Module.to(module, device)  # diffusers' own `to` warns of nothing
 
 
 def halve_text(model: Model, dtype: torch.dtype) -> None:
@@ -319,8 +355,12 @@ def _compile(task: Task, settings: TrainSettings) -> None:
 # ---- what is put together
 
 
-def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) -> Task:
-    """The task of a recipe. Parts that no gradient goes through stay in float32."""
+def make_task(
+    recipe: Recipe, model: Model, store: Store, device: torch.device, run: Path | None = None
+) -> Task:
+    """The task of a recipe. Parts that no gradient goes through stay in float32. `run` is the run's folder,
+    where an adapter's start may be noted.
+    """
     if isinstance(model, ExtractorModel):
         return LearnExtractor(model, recipe.objective.extractor, recipe.data, recipe.train.seed)
     data, train = recipe.data, recipe.train
@@ -328,6 +368,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
         pixels=data.resolution,
         crop=data.crop,
         flip=data.flip,
+        colour=ColourChange(**data.augment.model_dump()),
         seed=train.seed,
         latent_channels=model.latent_channels,
         latent_factor=model.vae_factor,
@@ -362,7 +403,7 @@ def make_task(recipe: Recipe, model: Model, store: Store, device: torch.device) 
     columns = (*(SIZES if model.is_sdxl else ()), *(() if masks is None else (masks.column,)))
     read = read.model_copy(update=_caption_changes(data, columns) | captions)
     objective = make_objective(model.scheduler, recipe.objective, device)
-    modules = _trained(model, recipe.model, recipe.adapter, train.seed, device)
+    modules = _trained(model, recipe.model, recipe.adapter, train.seed, device, run)
     if recipe.task == "distill":
         assert isinstance(objective, Objective)
         settings, adapts = recipe.objective.distill, recipe.adapts
@@ -421,19 +462,26 @@ def _seldom_run(model: Model, task: Task) -> list[nn.Module]:
 
 
 def _trained(
-    model: Model, settings: ModelSettings, adapter: AdapterSettings | None, seed: int, device: torch.device
+    model: Model,
+    settings: ModelSettings,
+    adapter: AdapterSettings | None,
+    seed: int,
+    device: torch.device,
+    run: Path | None = None,
 ) -> dict[str, nn.Module]:
     """The parts that gradients go through, by name; what is trained of them requires gradients."""
     assert model.unet is not None
     parts: dict[str, nn.Module] = {"unet": model.unet}
     if adapter is not None:
-        parts |= add_adapters(model, adapter, seed=seed)
+        parts |= add_adapters(model, adapter, seed=seed, begun=run)
     elif settings.word is not None:
         parts |= add_word(model, settings.word)
     else:
         if settings.train_text_encoder:
             parts |= {name: m for name, m in model.modules.items() if name.startswith("text_encoder")}
         _train(*parts.values())
+    if settings.base_precision is not None:
+        pack_layers(model.unet, settings.base_precision)
     for module in parts.values():
         nn.Module.to(module, device)
     return parts

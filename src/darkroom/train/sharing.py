@@ -72,6 +72,7 @@ def training_metadata(
         "shuffle_caption": data.shuffle_tags,
         "keep_tokens": data.keep_tokens,
         "flip_aug": data.flip,
+        "color_aug": data.augment.used,
         "random_crop": data.crop == "random",
         "caption_dropout_rate": data.caption_dropout,
         "caption_tag_dropout_rate": data.tag_dropout,

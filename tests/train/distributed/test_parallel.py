@@ -157,6 +157,16 @@ def test_bf16_masters_stay_alike(long_recipe, tmp_path):
         assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
+@pytest.mark.nightly
+def test_lion_in_shards_is_lion(long_recipe, tmp_path):
+    """Each number has a step of its own; a sign may turn where two sums differ in their last bit."""
+    short = ("train.steps=6", "optim.name=lion", "optim.lr=1e-3", "optim.beta2=0.99")
+    told(long_recipe(*short), tmp_path / "one")
+    told(long_recipe(*short, "parallel.mode=fsdp", "parallel.devices=2"), tmp_path / "cut")
+    assert furthest(losses(tmp_path / "one"), losses(tmp_path / "cut")) < 0.02
+    assert len(set(losses(tmp_path / "one").values())) == 6
+
+
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

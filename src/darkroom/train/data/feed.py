@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor
 
 from darkroom.data.buckets import BucketIndex, listed_buckets
-from darkroom.data.images import buckets
+from darkroom.data.images import ColourChange, buckets
 from darkroom.data.loader import Loader, ReadSettings
 from darkroom.data.mixing import MixedBucketOrder, MixedOrder, MixedRows, MixedStore
-from darkroom.data.order import BucketOrder, Ints, Order, OrderSettings, Rows, SampleOrder
+from darkroom.data.order import BatchRows, BucketOrder, Ints, Order, OrderSettings, Rows, SampleOrder
 from darkroom.data.store import Store
 from darkroom.errors import RecipeError
 from darkroom.hardware import accelerator
@@ -141,7 +142,7 @@ def make_feed(
     if isinstance(task, Preference):  # pairs: the same rows, captions and draws
         sources += [(other, order, task.read) for other in others]
     else:
-        sources += [(other, *_class_order(train, data, task, other)) for other in others]
+        sources += [(other, *_class_order(train, data, task, other, order)) for other in others]
 
     @contextmanager
     def feed(k: int) -> Iterator[Iterator[Columns]]:
@@ -172,17 +173,30 @@ def make_feed(
     return feed
 
 
+class _OrderSizedAs(Order):
+    """An order whose batches are cut to the sizes of another one's."""
+
+    def __init__(self, rows: Rows, *, like: SampleOrder, seed: int, global_batch: int) -> None:
+        super().__init__(rows, seed=seed, global_batch=global_batch)
+        self._like = like
+
+    def batch(self, k: int) -> BatchRows:
+        return replace(super().batch(k), size=self._like.batch(k).size)
+
+
 def _class_order(
-    train: TrainSettings, data: DataSettings, task: Task, store: Store
+    train: TrainSettings, data: DataSettings, task: Task, store: Store, subject: SampleOrder
 ) -> tuple[Order, ReadSettings]:
-    """Which class pictures come when, and how they are read: with their own prompt and noise."""
+    """Which class pictures come when, and how they are read: with their own prompt and noise, in the shape of
+    the subject's pictures.
+    """
     seed, prompt = train.seed ^ CLASS_SEED, data.class_prompt
     rows = Rows.of(min(data.num_class_images, store.num_rows))
     update: dict[str, Any] = {"prompts": (prompt,), "prompts_replace": True, "seed": seed}
     update |= {"around": ("", ""), "tag_dropout": 0.0, "token_warmup": (0, 1), "wildcards": False}
     update["columns"] = tuple(name for name in task.read.columns if name in SIZES)  # they have no masks
     update["prompt_column"] = None
-    order = Order(rows, seed=seed, global_batch=train.global_batch)
+    order = _OrderSizedAs(rows, like=subject, seed=seed, global_batch=train.global_batch)
     return order, task.read.model_copy(update=update)
 
 
@@ -207,7 +221,7 @@ def read_once(store: Store, rows: Rows, count: int, read: ReadSettings) -> Colum
     still = OrderSettings(shuffle=False)
     order = Order(rows.positions(index), seed=HELDOUT_SEED, global_batch=len(index), settings=still)
     plain: dict[str, Any] = {"crop": "centre", "flip": False, "caption_dropout": 0.0, "seed": HELDOUT_SEED}
-    plain |= {"shuffle_tags": False, "tag_dropout": 0.0, "token_warmup": (0, 1)}
+    plain |= {"colour": ColourChange(), "shuffle_tags": False, "tag_dropout": 0.0, "token_warmup": (0, 1)}
     with Loader(store, order, read=read.model_copy(update=plain), end=1) as loader:
         return next(loader).columns
 

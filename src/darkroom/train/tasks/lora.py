@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from darkroom.errors import RecipeError
+from darkroom.hardware.system import atomic_replace
 from darkroom.recipe.sections import AdapterSettings
+from darkroom.train.base_precision import BLOCKS, packed_weights
 
 if TYPE_CHECKING:
     from darkroom.models.adapters.adapter import Adapter
@@ -27,18 +29,20 @@ if TYPE_CHECKING:
 
 
 NAME = "default"  # PEFT's own name for a single adapter
-BLOCKS = re.compile(r"(down_blocks|mid_block|up_blocks|blocks)\.")
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 TEXT_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 TEXT_LINEAR = (*TEXT_ATTENTION, "fc1", "fc2")
 NAMED = ("qv", "attention", "all-linear", "conv")
 
 
-def add_adapters(model: Model, settings: AdapterSettings, *, seed: int = 0) -> dict[str, nn.Module]:
+def add_adapters(
+    model: Model, settings: AdapterSettings, *, seed: int = 0, begun: Path | None = None
+) -> dict[str, nn.Module]:
     """Put adapter layers into the U-Net (and text encoders); returns the parts that have some, by name.
 
     They start as PEFT draws them with `seed`, and the model is unchanged; or as the file `settings.start` has
-    them. Only the new parameters require gradients. RecipeError where a pattern names no layer.
+    them. Only the new parameters require gradients. RecipeError where a pattern names no layer. `begun` is
+    where a run has noted what PiSSA took out of the base (`note_start`), if it has.
     """
     parts = {
         name: module
@@ -49,12 +53,16 @@ def add_adapters(model: Model, settings: AdapterSettings, *, seed: int = 0) -> d
     _check_patterns(parts, chosen, settings.targets)
     chosen = {p: [n for n in layers if settings.rank_of(f"{p}.{n}")] for p, layers in chosen.items()}
     _check_ranks(chosen, settings)
+    _check_linear(parts, chosen, settings)
+    before = None if begun is None or not settings.changes_base else read_noted_start(begun)
     given = None if settings.start is None else _read_start(settings, model, chosen)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for part, layers in chosen.items():
             if layers:
-                _inject(part, parts[part], layers, settings)
+                _inject(part, parts[part], layers, settings, draws=before is None)
+    if before is not None:
+        _take_out(parts, before, settings)
     if given is not None:
         _begin_with(parts, given, settings)
     return {part: parts[part] for part, layers in chosen.items() if layers}
@@ -107,7 +115,27 @@ def _check_ranks(chosen: Mapping[str, list[str]], settings: AdapterSettings) -> 
                 )
 
 
-def _inject(part: str, module: nn.Module, layers: list[str], settings: AdapterSettings) -> None:
+def _check_linear(
+    parts: Mapping[str, nn.Module], chosen: Mapping[str, list[str]], settings: AdapterSettings
+) -> None:
+    """RecipeError where a start by singular vectors meets a convolution, for which PEFT has none."""
+    if settings.init_lora_weights in ("default", "gaussian"):
+        return
+    for part, layers in chosen.items():
+        for name in layers:
+            if not isinstance(parts[part].get_submodule(name), nn.Linear):
+                raise RecipeError(
+                    "adapter.init_lora_weights",
+                    f"{settings.init_lora_weights}, but {name} is a convolution",
+                    mend="set adapter.targets=all-linear, and adapter.rank_pattern={'*.proj_in': 0, "
+                    "'*.proj_out': 0} where these are convolutions",
+                )
+
+
+def _inject(
+    part: str, module: nn.Module, layers: list[str], settings: AdapterSettings, *, draws: bool = True
+) -> None:
+    """Put the layers in; without `draws` they are to be filled, and the base stays as it is."""
     module.requires_grad_(False)
     if settings.kind in PARAMETRIZED:
         for name in layers:
@@ -117,7 +145,10 @@ def _inject(part: str, module: nn.Module, layers: list[str], settings: AdapterSe
         return
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(_peft_config(part, layers, settings), module, adapter_name=NAME)
+    config = _peft_config(part, layers, settings)
+    if settings.init_lora_weights in PEFT_STARTS and draws:
+        config.init_lora_weights = settings.init_lora_weights
+    inject_adapter_in_model(config, module, adapter_name=NAME)
     if settings.rank_dropout and settings.kind == "lora":
         for name in layers:
             inner: Any = module.get_submodule(name)
@@ -205,6 +236,96 @@ class Rotation(nn.Module):
 
 
 PARAMETRIZED: dict[str, Any] = {"full": Difference, "oft": Rotation}
+
+
+# ---- other starts
+
+PEFT_STARTS = ("gaussian", "pissa", "pissa_niter_16")
+"""Of `init_lora_weights`: those that PEFT makes of the layer alone."""
+START = "adapter_start.safetensors"
+EVA_BATCHES = 32
+"""At most so many batches are looked at; fewer where the directions have come to rest before."""
+AT_REST = 0.99  # cosine between a direction and what it was a batch before, as in PEFT
+
+
+def note_start(run: Path, values: Mapping[str, Tensor], settings: AdapterSettings | None) -> None:
+    """Keep in the run what PiSSA took out of the base: the file of an adapter is the difference to it."""
+    from safetensors.torch import save_file
+
+    if settings is None or not settings.changes_base or (run / START).exists():
+        return
+    beside = run / f".{START}"
+    save_file(
+        {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}, beside
+    )
+    atomic_replace(beside, run / START)
+
+
+def read_noted_start(run: Path) -> dict[str, Tensor] | None:
+    """What `note_start` kept; None where there is nothing."""
+    from safetensors.torch import load_file
+
+    return load_file(run / START) if (run / START).is_file() else None
+
+
+@torch.no_grad()
+def _take_out(
+    parts: Mapping[str, nn.Module], before: Mapping[str, Tensor], settings: AdapterSettings
+) -> None:
+    """Begin with noted factors, taken out of the base as PEFT does it."""
+    for path, tensors in _trained_layers(before):
+        part, _, name = path.partition(".")
+        layer: Any = parts[part].get_submodule(name)
+        down, up = tensors["down"], tensors["up"]
+        layer.lora_A[NAME].weight.data, layer.lora_B[NAME].weight.data = down.clone(), up.clone()
+        weight = layer.get_base_layer().weight
+        rest = weight.float() - layer.scaling[NAME] * up @ down
+        weight.data = rest.to(weight.dtype)
+
+
+@torch.no_grad()
+def find_eva_start(
+    modules: Mapping[str, nn.Module], passes: Iterable[Callable[[], object]]
+) -> dict[str, Tensor]:
+    """EVA (Paischer et al. 2024): for each adapter layer the main directions of its inputs, by parameter.
+
+    `passes` run the model on a batch each; PEFT's incremental principal components take the inputs in.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.incremental_pca import IncrementalPCA
+
+    found: dict[str, Any] = {}
+    moving: set[str] = set()
+
+    def look(name: str, layer: Any, given: tuple[Tensor, ...]) -> None:
+        rows = given[0].flatten(0, -2).float()
+        rank = layer.r[NAME]
+        if len(rows) < rank:
+            return
+        components = found.setdefault(name, IncrementalPCA(n_components=rank, lowrank=True, lowrank_seed=42))
+        before = getattr(components, "components_", None)
+        components.partial_fit(rows)
+        now = components.components_
+        if before is None or (torch.cosine_similarity(before, now) < AT_REST).any():
+            moving.add(name)
+
+    layers = {
+        f"{part}.{name}": layer
+        for part, module in modules.items()
+        for name, layer in module.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+    handles = [layer.register_forward_pre_hook(partial(look, name)) for name, layer in layers.items()]
+    try:
+        for run_once in passes:
+            moving.clear()
+            run_once()
+            if not moving:
+                break
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {f"{name}.lora_A.{NAME}.weight": one.components_ for name, one in found.items()}
 
 
 # ---- from a file
@@ -296,25 +417,39 @@ def _trained_layers(values: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[st
 def parameter_table(modules: Mapping[str, nn.Module]) -> tuple[int, int]:
     """Trainable parameters, and all of the parts' parameters together."""
     params = [param for module in modules.values() for param in module.parameters()]
-    return sum(p.numel() for p in params if p.requires_grad), sum(p.numel() for p in params)
+    total = sum(p.numel() for p in params) + sum(map(packed_weights, modules.values()))
+    return sum(p.numel() for p in params if p.requires_grad), total
 
 
 # ---- out again
 
 
 def adapter_of(
-    name: str, values: Mapping[str, Tensor], settings: AdapterSettings, metadata: Mapping[str, str]
+    name: str,
+    values: Mapping[str, Tensor],
+    settings: AdapterSettings,
+    metadata: Mapping[str, str],
+    start: Mapping[str, Tensor] | None = None,
 ) -> Adapter:
-    """The adapter that trained values, named `<part>.<module>.lora_...`, are, in float32."""
+    """The adapter that trained values, named `<part>.<module>.lora_...`, are, in float32.
+
+    `start` are the values that were taken out of the base: the adapter is what was learned since, of twice
+    the rank, so that it goes with the base as it was.
+    """
     from darkroom.models.adapters.adapter import Adapter
     from darkroom.models.adapters.layers import Factors, Layer
 
     layers: dict[str, Layer | Factors] = {}
+    begun = {} if start is None else dict(_trained_layers(start))
     for path, trained in _trained_layers(values):
         tensors = {role: _plain(value) for role, value in trained.items()}
         if settings.kind == "lora":
             magnitude = tensors.get("magnitude")
             flat = None if magnitude is None else magnitude.flatten()
+            if path in begun:
+                down, up = (_plain(begun[path][role]) for role in ("down", "up"))
+                tensors["down"] = torch.cat([tensors["down"], down])
+                tensors["up"] = torch.cat([tensors["up"], -up], dim=1)
             layers[path] = Layer(tensors["down"], tensors["up"], settings.scale_of(path), flat)
             continue
         scale = 1.0 if settings.kind in PARAMETRIZED else settings.scale_of(path)
