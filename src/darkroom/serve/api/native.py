@@ -77,8 +77,8 @@ def health_router(core: Core) -> APIRouter:
     @router.get("/live")
     async def live() -> dict[str, str]:
         """The process answers. 503 where only a restart helps."""
-        if core.engine is not None and core.engine.trouble is not None:
-            raise Refused(503, "broken", core.engine.trouble)
+        if (trouble := core.pool.trouble) is not None:
+            raise Refused(503, "broken", trouble)
         return {"state": "live"}
 
     @router.get("/ready")
@@ -195,13 +195,16 @@ def server_router(core: Core) -> APIRouter:
         return told
 
     @router.get("/model")
-    async def model() -> dict[str, Any]:
-        """The model served, its adapters, nets and embeddings, and the limits of a request."""
+    async def model(name: Annotated[str | None, Query(max_length=500)] = None) -> dict[str, Any]:
+        """A model (the first for no `name`), the names of all, adapters, nets, embeddings and upscalers, and
+        the limits of a request."""
         return {
-            **asdict(core.model),
-            "adapters": [asdict(card) for card in core.adapters()],
-            "controls": [asdict(card) for card in core.nets()],
-            "embeddings": [one.name for one in core.embeddings().loaded],
+            **asdict(core.card(name)),
+            "models": [card.name for card in core.models()],
+            "adapters": [asdict(card) for card in core.adapters(name)],
+            "controls": [asdict(card) for card in core.nets(name)],
+            "embeddings": [one.name for one in core.embeddings(name).loaded],
+            "upscalers": core.upscalers.names(),
             "limits": core.limits.model_dump(exclude={"keys"}),
         }
 

@@ -70,6 +70,7 @@ class VertexParameters(BaseModel):
     lora_id: str | None = Field(None, max_length=200, description="an adapter's name; empty for none")
     lora_scale: float = Field(1.0, allow_inf_nan=False, ge=-100, le=100)
     solver: str | None = Field(None, max_length=40)
+    model: str | None = Field(None, max_length=500, description="of the server's; none: its first")
     controls: list[ControlGiven] = Field(default_factory=list, max_length=MOST_CONTROLS)
 
 
@@ -87,6 +88,7 @@ class PredictRequest(BaseModel):
         return [
             PictureRequest(
                 prompt=one.prompt if one.prompt is not None else one.text or "",
+                model=told.model,
                 negative=told.negative_prompt if told.negative_prompt is not None else told.negativePrompt,
                 num=told.sampleCount,
                 seed=None if told.seed is None else told.seed + i * told.sampleCount,
